@@ -1,0 +1,75 @@
+"""What the HTTP surface needs of an engine: the protocol that `node` implements and tests can implement in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.request import FinishReason, Submission
+
+
+class EngineDead(Exception):
+    """The engine is gone; the message says why. Every open request ends with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """Alternatives (id, log-probability), most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    reason: FinishReason
+    cached_tokens: int
+    """Prompt tokens that the prefix cache already had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Tokens that arrived together. `ended` is set on the last burst of a stream, which may carry no token."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    """One for each token when asked for, else empty."""
+    ended: Ended | None
+
+
+class TokenStream(Protocol):
+    """The tokens of one submission. Dropping it without reading to the end must be followed by `abort`."""
+
+    def __aiter__(self) -> AsyncIterator[Burst]: ...
+
+    def stop(self, keep: int) -> None:
+        """A stop string was found: the answer ends after `keep` tokens. Later bursts need not be read. Idempotent."""
+
+    def abort(self) -> None:
+        """The client is gone. Idempotent, and a no-op after the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts about the model and the engine that requests are checked against."""
+
+    context_tokens: int
+    vocabulary: int
+    slots: int
+    blocks: int
+    block_size: int
+
+
+class Engine(Protocol):
+    info: EngineInfo
+
+    async def submit(self, group: Sequence[Submission]) -> list[TokenStream]:
+        """Accept all of the group or raise `Refused`; raises EngineDead when there is nobody to accept."""
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine is dead, or None while it lives."""
+
+    @property
+    def draining(self) -> bool: ...

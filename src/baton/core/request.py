@@ -1,0 +1,125 @@
+"""A request: what the client asked for (immutable) and which phase it is in (one field, one table).
+
+Each choice of `n > 1` is a request of its own. Its siblings name choice 0 as their `leader` and share its prompt blocks.
+
+    WAITING ──admit──▶ RUNNING_PREFILL ──prefill planned──▶ RUNNING_DECODE ──finish──▶ FINISHED
+       │                    │                                   │                       ▲ ▲
+       │                    └────────── order to stop ──────────┤                       │ │
+       │                                                        ▼                       │ │
+       │                                                    PREEMPTING ───── ack ───────┘ │
+       └────────────────────────────────── abort ─────────────────────────────────────────┘
+
+A phase says what the scheduler will plan *next* for the request: a prefill whose last chunk is planned, though still in
+flight, is decoding. PREEMPTING means that the executor was ordered to let go of the slot and has not acknowledged it yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum, StrEnum
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.errors import IllegalTransition
+
+RequestId = NewType("RequestId", str)
+Serial = NewType("Serial", int)
+"""A worker's own number for an accepted request; never reused while the worker lives."""
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Phase(IntEnum):
+    WAITING = 0
+    RUNNING_PREFILL = 1
+    RUNNING_DECODE = 2
+    PREEMPTING = 3
+    FINISHED = 4
+
+
+class Move(Enum):
+    """What can happen to a request, seen from its phase."""
+
+    ADMIT = "admit"
+    PREFILL_PLANNED = "prefill planned"
+    ORDER_STOP = "order to stop"
+    ACK_STOP = "stop acknowledged"
+    FINISH = "finish"
+
+
+TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
+    (Phase.WAITING, Move.ADMIT): Phase.RUNNING_PREFILL,
+    (Phase.WAITING, Move.FINISH): Phase.FINISHED,
+    (Phase.RUNNING_PREFILL, Move.PREFILL_PLANNED): Phase.RUNNING_DECODE,
+    (Phase.RUNNING_PREFILL, Move.ORDER_STOP): Phase.PREEMPTING,
+    (Phase.RUNNING_DECODE, Move.ORDER_STOP): Phase.PREEMPTING,
+    (Phase.RUNNING_DECODE, Move.FINISH): Phase.FINISHED,
+    (Phase.PREEMPTING, Move.FINISH): Phase.FINISHED,
+    (Phase.PREEMPTING, Move.ACK_STOP): Phase.FINISHED,
+}
+
+
+def next_phase(phase: Phase, move: Move) -> Phase:
+    try:
+        return TRANSITIONS[phase, move]
+    except KeyError:
+        raise IllegalTransition(f"a request in {phase.name} cannot take the move {move.name}") from None
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens. The defaults are those of an unmodified distribution.
+
+    Draws are keyed by (seed, choice, position), never by a running generator, so that the n-th token does not depend
+    on batching, preemption or moves.
+    """
+
+    seed: int
+    choice: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps every candidate."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and outputs, as in `transformers`."""
+    presence_penalty: float = 0.0
+    """Over outputs only, as in the OpenAI API."""
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """End-of-text ids included, unless the client asked to ignore them."""
+    min_tokens: int = 0
+    """No stop token may be drawn before this many outputs."""
+    logprobs: int | None = None
+    """How many alternatives to report beside the chosen token; None reports nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One choice of a client's request, as it is handed to a worker. Never changes after acceptance."""
+
+    request_id: RequestId
+    prompt: Tokens
+    sampling: Sampling
+    max_tokens: int | None = None
+    salt: bytes = b""
+    """Narrows KV sharing to those with the same salt (tenant, and the client's own `cache_salt`)."""
+    leader: RequestId | None = None
+    """The choice whose prompt blocks this one will share; it is in the same group and comes before this one."""
+
+
+def frozen_tokens(tokens: npt.ArrayLike) -> Tokens:
+    """A private, read-only int32 copy: no caller's list is kept, none can be edited through us."""
+    array = np.array(tokens, dtype=np.int32, copy=True).reshape(-1)
+    array.setflags(write=False)
+    return array

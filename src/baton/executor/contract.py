@@ -1,0 +1,40 @@
+"""What every executor (scripted, CPU, CUDA) offers. One contract test suite runs against all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorShape:
+    """The sizes that scheduler and executor must agree on."""
+
+    slots: int
+    blocks: int
+    block_size: int
+    context_tokens: int
+    """Longest sequence a slot may hold."""
+    burst: int = 1
+    """Most tokens one decode may yield in one step."""
+
+
+class Executor(Protocol):
+    """Runs plans in the order they are launched. At most `shape.slots` slots, block ids in range(`shape.blocks`)."""
+
+    shape: ExecutorShape
+    vocabulary: int
+    """Number of token ids the model can take and yield."""
+    fingerprint: bytes
+    """Changes whenever the KV of the same tokens would: weights, architecture, dtype, block layout."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Queue a step and return without waiting for it."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step. An error inside the step is raised here."""
+
+    def close(self) -> None:
+        """Finish what is launched and give back threads and memory. Idempotent."""
