@@ -31,6 +31,7 @@ class RefusalCode(StrEnum):
     CONTEXT_EXCEEDED = "context_length_exceeded"
     POOL_EXCEEDED = "kv_pool_exceeded"
     QUEUE_FULL = "queue_full"
+    GROUP_TOO_LARGE = "group_too_large"
     DUPLICATE_ID = "duplicate_id"
     DRAINING = "draining"
 

@@ -56,7 +56,6 @@ TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
     (Phase.RUNNING_PREFILL, Move.ORDER_STOP): Phase.PREEMPTING,
     (Phase.RUNNING_DECODE, Move.ORDER_STOP): Phase.PREEMPTING,
     (Phase.RUNNING_DECODE, Move.FINISH): Phase.FINISHED,
-    (Phase.PREEMPTING, Move.FINISH): Phase.FINISHED,
     (Phase.PREEMPTING, Move.ACK_STOP): Phase.FINISHED,
 }
 
@@ -72,6 +71,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+    """Scheduler and executor disagreed about this request; it may be tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Sampling:
     """How many alternatives to report beside the chosen token; None reports nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Submission:
     """One choice of a client's request, as it is handed to a worker. Never changes after acceptance."""
 

@@ -1,0 +1,141 @@
+"""Who owns each block of KV: the one ledger, from which every gauge is read.
+
+A block has a reference count and perhaps a name in the prefix index. Its state follows from those two and is stored nowhere:
+
+    references > 0                 running
+    no references, named           evictable   (cached; goes when room is needed, least recently used first, leaves first)
+    no references, no name         free
+
+`take` is the only thing that evicts; looking a prefix up and holding its blocks never does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.errors import InvariantViolated
+from baton.core.plan import Int32s
+from baton.core.prefix import Key, PrefixIndex
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGauges:
+    free: int
+    evictable: int
+    running: int
+
+
+class BlockPool:
+    def __init__(self, blocks: int, prefix: PrefixIndex) -> None:
+        self.blocks = blocks
+        self.prefix = prefix
+        self._references = np.zeros(blocks, dtype=np.int32)
+        self._named = np.zeros(blocks, dtype=np.bool_)
+        self._free = np.arange(blocks - 1, -1, -1, dtype=np.int32)
+        """A stack: the first `_free_count` entries are the free blocks."""
+        self._free_count = blocks
+        self._evictable_count = 0
+        self._used_at = np.zeros(blocks, dtype=np.int64)
+        """When a block lost its last reference, in ticks of `_clock`."""
+        self._clock = 0
+        self._leaves: list[tuple[int, int]] = []
+        """Heap of (used_at, block). Entries go stale when a block is held again or gains a child; they are skipped."""
+
+    @property
+    def available(self) -> int:
+        """How many blocks `take` could give."""
+        return self._free_count + self._evictable_count
+
+    def gauges(self) -> BlockGauges:
+        running = self.blocks - self._free_count - self._evictable_count
+        return BlockGauges(self._free_count, self._evictable_count, running)
+
+    def references(self) -> npt.NDArray[np.int32]:
+        """A copy, for the laws."""
+        return self._references.copy()
+
+    def free_blocks(self) -> Int32s:
+        """A copy, for the laws."""
+        return self._free[: self._free_count].copy()
+
+    def take(self, count: int) -> Int32s:
+        """`count` blocks with one reference each, evicting what is cached where nothing is free."""
+        if count > self.available:
+            raise InvariantViolated(f"{count} blocks asked for, {self.available} available")
+        while self._free_count < count:
+            self._evict_one()
+        self._free_count -= count
+        taken = self._free[self._free_count : self._free_count + count].copy()
+        self._references[taken] = 1
+        return taken
+
+    def unreferenced(self, blocks: Int32s) -> int:
+        """How many of these would leave `available` if they were held."""
+        return int(np.count_nonzero(self._references[blocks] == 0))
+
+    def hold(self, blocks: Int32s) -> None:
+        """One more reference to each of these distinct, named blocks."""
+        self._evictable_count -= self.unreferenced(blocks)
+        self._references[blocks] += 1
+
+    def drop(self, blocks: Int32s) -> None:
+        """One reference less to each of these distinct blocks, given in sequence order."""
+        self._references[blocks] -= 1
+        if int(self._references[blocks].min(initial=0)) < 0:
+            raise InvariantViolated("a block was dropped more often than it was held")
+        idle = blocks[self._references[blocks] == 0]
+        unnamed = idle[~self._named[idle]]
+        self._push_free(unnamed)
+        # The tail of a sequence first: of two blocks dropped together, the deeper one is the older and goes first.
+        for block in idle[self._named[idle]][::-1].tolist():
+            self._retire(block)
+
+    def publish(self, key: Key, parent: Key, block: int) -> None:
+        """Name a block that is in use; nothing happens when the name is taken."""
+        if self.prefix.publish(key, parent, block):
+            self._named[block] = True
+
+    def _push_free(self, blocks: Int32s) -> None:
+        self._free[self._free_count : self._free_count + len(blocks)] = blocks
+        self._free_count += len(blocks)
+
+    def _retire(self, block: int) -> None:
+        self._clock += 1
+        self._used_at[block] = self._clock
+        self._evictable_count += 1
+        if self.prefix.is_leaf(block):
+            self._push_leaf(block)
+
+    def _push_leaf(self, block: int) -> None:
+        if len(self._leaves) > 2 * self.blocks:
+            self._leaves = [entry for entry in self._leaves if self._is_evictable_leaf(*entry)]
+            heapq.heapify(self._leaves)
+        heapq.heappush(self._leaves, (int(self._used_at[block]), block))
+
+    def _is_evictable(self, block: int) -> bool:
+        return bool(self._named[block]) and not self._references[block]
+
+    def _is_evictable_leaf(self, used_at: int, block: int) -> bool:
+        return self._is_evictable(block) and int(self._used_at[block]) == used_at and self.prefix.is_leaf(block)
+
+    def _evict_one(self) -> None:
+        block = self._oldest_leaf()
+        parent = self.prefix.forget(block)
+        self._named[block] = False
+        self._evictable_count -= 1
+        self._push_free(np.array([block], dtype=np.int32))
+        if parent is not None and self._is_evictable(parent):
+            self._push_leaf(parent)
+
+    def _oldest_leaf(self) -> int:
+        while self._leaves:
+            used_at, block = heapq.heappop(self._leaves)
+            if self._is_evictable_leaf(used_at, block):
+                return block
+        # Two requests that computed the same prefix at once can leave a cached parent whose only children are in use.
+        idle = np.flatnonzero(self._named & (self._references == 0))
+        return int(idle[np.argmin(self._used_at[idle])])

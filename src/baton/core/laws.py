@@ -1,0 +1,99 @@
+"""The invariants of one scheduler, as checks that a test or a simulator runs after any event.
+
+Each law is a function that raises InvariantViolated with what it found. They read copies and change nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.core.errors import InvariantViolated
+from baton.core.request import Phase
+from baton.core.scheduler import Request, Scheduler
+from baton.core.slots import NO_REQUEST
+
+
+def audit(scheduler: Scheduler) -> None:
+    """Every law. Costs O(pool): for tests, simulation and replay, not for serving."""
+    blocks_are_conserved(scheduler)
+    references_equal_tables(scheduler)
+    names_belong_to_blocks(scheduler)
+    rows_match_requests(scheduler)
+    lengths_are_ordered(scheduler)
+    growth_is_reserved(scheduler)
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise InvariantViolated(what)
+
+
+def blocks_are_conserved(scheduler: Scheduler) -> None:
+    """Free, evictable and running sum to the pool, and each is what a recount finds."""
+    pool, gauges = scheduler.pool, scheduler.pool.gauges()
+    references, free, named = pool.references(), pool.free_blocks(), pool.prefix.names()
+    _require(gauges.free + gauges.evictable + gauges.running == pool.blocks, f"{gauges} do not sum to {pool.blocks}")
+    _require(len(np.unique(free)) == len(free), "a block is in the free list twice")
+    _require(not references[free].any(), "a free block has references")
+    _require(not any(block in named for block in free.tolist()), "a free block has a name")
+    evictable = sum(1 for block in named if not references[block])
+    _require(evictable == gauges.evictable, f"{evictable} blocks are evictable, the gauge says {gauges.evictable}")
+    running = int(np.count_nonzero(references))
+    _require(running == gauges.running, f"{running} blocks are in use, the gauge says {gauges.running}")
+
+
+def references_equal_tables(scheduler: Scheduler) -> None:
+    """A block has as many references as tables that name it."""
+    slots = scheduler.slots
+    counted = np.zeros(scheduler.pool.blocks, dtype=np.int32)
+    for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
+        blocks = slots.blocks(slot)
+        _require(len(np.unique(blocks)) == len(blocks), f"slot {slot} names a block twice")
+        counted[blocks] += 1
+    wrong = np.flatnonzero(counted != scheduler.pool.references())
+    _require(not len(wrong), f"blocks {wrong[:8].tolist()} have other reference counts than tables that name them")
+
+
+def names_belong_to_blocks(scheduler: Scheduler) -> None:
+    """A name stands for one block, and the block for that name."""
+    names = scheduler.pool.prefix.names()
+    _require(len({key for key, _ in names.values()}) == len(names), "two blocks carry one name")
+    _require(len(names) == len(scheduler.pool.prefix), "the two directions of the prefix index differ in size")
+
+
+def rows_match_requests(scheduler: Scheduler) -> None:
+    """One request a slot and one slot a request, and the phase column is a true copy."""
+    slots = scheduler.slots
+    requests: dict[int, Request] = {request.serial: request for request in scheduler.requests()}
+    occupied = np.flatnonzero(slots.serial != NO_REQUEST).tolist()
+    _require(len(occupied) == slots.occupied, f"{len(occupied)} slots are occupied, the table says {slots.occupied}")
+    for slot in occupied:
+        request = requests[int(slots.serial[slot])]
+        _require(request.slot == slot, f"slot {slot} holds request {request.serial}, which says slot {request.slot}")
+        _require(Phase(slots.phase[slot]) is request.phase, f"slot {slot} and its request disagree about the phase")
+        _require(int(slots.epoch[slot]) == request.epoch, f"slot {slot} and its request disagree about the epoch")
+    for request in requests.values():
+        waits = request.phase is Phase.WAITING
+        _require(waits == (request.slot is None), f"request {request.serial} in {request.phase.name}: slot {request.slot}")
+    idle = slots.serial == NO_REQUEST
+    _require(bool((slots.phase[idle] == Phase.FINISHED).all()), "an empty slot has a phase")
+
+
+def lengths_are_ordered(scheduler: Scheduler) -> None:
+    """KV exists only for known tokens, never for the last sampled one, and only computed blocks are named."""
+    slots, size = scheduler.slots, scheduler.config.block_size
+    rows = np.flatnonzero(slots.serial != NO_REQUEST)
+    _require(bool((slots.known[rows] <= slots.limit[rows]).all()), "a request grew past its limit")
+    decoded = slots.known[rows] > slots.prompt[rows]
+    _require(bool((slots.computed[rows] <= slots.known[rows] - decoded).all()), "KV of a token that was never fed")
+    _require(bool((slots.published[rows] * size <= slots.computed[rows]).all()), "a block was named before it was whole")
+    _require(bool((slots.computed[rows] <= slots.held[rows] * size).all()), "KV without a block")
+    _require(bool((slots.pending[rows] >= 0).all()), "fewer than no tokens are in flight")
+
+
+def growth_is_reserved(scheduler: Scheduler) -> None:
+    """What running requests may still take is there to be taken."""
+    slots, size = scheduler.slots, scheduler.config.block_size
+    growing = (slots.phase == Phase.RUNNING_PREFILL) | (slots.phase == Phase.RUNNING_DECODE)
+    need = int(np.sum(-(-slots.limit // size) - slots.held, where=growing))
+    _require(need <= scheduler.pool.available, f"{need} blocks are promised, {scheduler.pool.available} are available")

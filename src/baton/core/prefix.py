@@ -1,0 +1,97 @@
+"""Which block holds the KV of which prefix.
+
+A full block is named by a keyed 128-bit hash of its tokens and of its parent's name, so that a name stands for the whole
+prefix up to and including that block. The chain starts at a root made of the model's fingerprint and the tenant's salt: two
+tenants, or two models, never meet.
+
+    root(salt) ──▶ chain(root, t0..t15) ──▶ chain(·, t16..t31) ──▶ …
+
+The index knows names and blocks. It does not know who uses a block (`blocks` does), and looking up never changes anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NewType
+
+from baton.core.errors import InvariantViolated
+from baton.core.request import Tokens
+
+Key = NewType("Key", bytes)
+
+KEY_BYTES = 16
+
+
+class PrefixIndex:
+    def __init__(self, secret: bytes, fingerprint: bytes) -> None:
+        # Copying a hasher that has already taken the secret in is twice as fast as keying a new one for each block.
+        self._keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=secret[:64])
+        self._fingerprint = fingerprint
+        self._block_of: dict[Key, int] = {}
+        self._name_of: dict[int, tuple[Key, Key]] = {}
+        """Block → its own key and its parent's."""
+        self._children: dict[Key, int] = {}
+        """Parent key → how many indexed blocks name it. Keyed by name, not block: a parent may leave and come back."""
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def root(self, salt: bytes) -> Key:
+        hasher = self._keyed.copy()
+        hasher.update(b"root" + len(self._fingerprint).to_bytes(4, "little") + self._fingerprint + salt)
+        return Key(hasher.digest())
+
+    def chain(self, parent: Key, tokens: bytes) -> Key:
+        """The name of the block that holds `tokens` (int32, little-endian) after `parent`."""
+        hasher = self._keyed.copy()
+        hasher.update(parent)
+        hasher.update(tokens)
+        return Key(hasher.digest())
+
+    def keys_of(self, tokens: Tokens, salt: bytes, block_size: int) -> list[Key]:
+        """The root, then a name for each full block of `tokens`."""
+        keys = [self.root(salt)]
+        data, width = tokens.tobytes(), block_size * tokens.itemsize
+        for at in range(0, len(data) - width + 1, width):
+            keys.append(self.chain(keys[-1], data[at : at + width]))
+        return keys
+
+    def longest(self, keys: Sequence[Key]) -> list[int]:
+        """The blocks of the longest indexed run of `keys` (without the root)."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, key: Key, parent: Key, block: int) -> bool:
+        """Name a block. False when another block already carries the name; that one stays."""
+        if key in self._block_of:
+            return False
+        if block in self._name_of:
+            raise InvariantViolated(f"block {block} is already named")
+        self._block_of[key] = block
+        self._name_of[block] = (key, parent)
+        self._children[parent] = self._children.get(parent, 0) + 1
+        return True
+
+    def forget(self, block: int) -> int | None:
+        """Take a block's name away. Answers the parent's block when this was its last child."""
+        key, parent = self._name_of.pop(block)
+        del self._block_of[key]
+        left = self._children[parent] - 1
+        if left:
+            self._children[parent] = left
+            return None
+        del self._children[parent]
+        return self._block_of.get(parent)
+
+    def is_leaf(self, block: int) -> bool:
+        return self._name_of[block][0] not in self._children
+
+    def names(self) -> dict[int, tuple[Key, Key]]:
+        """A copy, for the laws."""
+        return dict(self._name_of)

@@ -1,0 +1,112 @@
+"""The running set as columns: one row a slot, one numpy array a property.
+
+A pass over a thousand decoding requests is then a handful of array operations rather than a thousand objects. Rows belong to
+the scheduler; nothing outside it keeps a view of them.
+
+Lengths of one row, in tokens:
+
+    0            computed            known      known+pending       limit
+    ├── KV settled ──┤                  │              │                │
+    ├── delivered to the client ────────┤              │                │
+    ├── delivered, or in flight at most ───────────────┤                │
+    ├── all there will ever be ─────────────────────────────────────────┤
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.core.errors import InvariantViolated
+from baton.core.plan import Int32s, Int64s
+from baton.core.request import Phase, Tokens
+
+NO_REQUEST = -1
+"""Serial of an empty row. Serials of requests start at 0."""
+
+PAD = -1
+"""Fills the unused columns of `stop_ids`. Token ids are never negative, so it equals none."""
+
+
+class Slots:
+    def __init__(self, slots: int, table_width: int) -> None:
+        self.slots = slots
+        self.serial = np.full(slots, NO_REQUEST, dtype=np.int64)
+        self.epoch = np.zeros(slots, dtype=np.int64)
+        self.phase = np.full(slots, Phase.FINISHED, dtype=np.int8)
+        """A copy of the request's own phase, for selecting rows; written by `Scheduler._move` alone."""
+        self.prompt = np.zeros(slots, dtype=np.int64)
+        self.known = np.zeros(slots, dtype=np.int64)
+        self.planned = np.zeros(slots, dtype=np.int64)
+        """Prefill only: positions that are computed once everything in flight has settled."""
+        self.pending = np.zeros(slots, dtype=np.int64)
+        """The most tokens that steps in flight may still yield."""
+        self.computed = np.zeros(slots, dtype=np.int64)
+        self.limit = np.zeros(slots, dtype=np.int64)
+        self.stops_from = np.zeros(slots, dtype=np.int64)
+        """A stop token counts only once `known` has reached this (`min_tokens`)."""
+        self.stop_ids = np.full((slots, 1), PAD, dtype=np.int32)
+        self.published = np.zeros(slots, dtype=np.int64)
+        """Leading blocks that were offered to the prefix index."""
+        self.held = np.zeros(slots, dtype=np.int64)
+        self.table = np.zeros((slots, table_width), dtype=np.int32)
+        self._outputs = np.zeros((slots, 16), dtype=np.int32)
+        self._empty = list(range(slots - 1, -1, -1))
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._empty)
+
+    @property
+    def occupied(self) -> int:
+        return self.slots - len(self._empty)
+
+    def claim(self, serial: int) -> int:
+        """An empty row, its columns reset."""
+        slot = self._empty.pop()
+        for column in (self.prompt, self.known, self.planned, self.pending, self.computed, self.published, self.held):
+            column[slot] = 0
+        self.serial[slot] = serial
+        return slot
+
+    def vacate(self, slot: int) -> None:
+        if self.serial[slot] == NO_REQUEST:
+            raise InvariantViolated(f"slot {slot} is already empty")
+        self.serial[slot] = NO_REQUEST
+        self._empty.append(slot)
+
+    def set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
+        if len(ids) > self.stop_ids.shape[1]:
+            extra = len(ids) - self.stop_ids.shape[1]
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, extra)), constant_values=PAD)
+        self.stop_ids[slot] = PAD
+        self.stop_ids[slot, : len(ids)] = ids
+
+    def append(self, rows: Int32s, tokens: Tokens) -> None:
+        """One more output for each of these distinct rows."""
+        at = self.known[rows] - self.prompt[rows]
+        width = self._outputs.shape[1]
+        needed = int(at.max(initial=0)) + 1
+        if needed > width:
+            self._outputs = np.pad(self._outputs, ((0, 0), (0, max(width, needed - width))))
+        self._outputs[rows, at] = tokens
+        self.known[rows] += 1
+
+    def outputs(self, slot: int) -> Tokens:
+        """A copy of what the slot's request has been given so far."""
+        return self._outputs[slot, : int(self.known[slot] - self.prompt[slot])].copy()
+
+    def output_bytes(self, slot: int, begin: int, end: int) -> bytes:
+        """Outputs [begin, end) as the prefix hash takes them."""
+        return self._outputs[slot, begin:end].tobytes()
+
+    def blocks(self, slot: int) -> Int32s:
+        """A copy of the slot's table."""
+        return self.table[slot, : self.held[slot]].copy()
+
+    def append_blocks(self, slot: int, blocks: Int32s) -> None:
+        held = int(self.held[slot])
+        self.table[slot, held : held + len(blocks)] = blocks
+        self.held[slot] = held + len(blocks)
+
+    def in_phase(self, phase: Phase) -> Int64s:
+        return np.flatnonzero(self.phase == phase)

@@ -1,0 +1,209 @@
+"""One engine's decisions behind one door: facts go in, orders come out.
+
+    effects  = worker.handle(event, now_us)
+    deadline = worker.next_deadline()          # when a Tick is due; None when there is nothing to wait for
+
+The worker has no clock, thread or socket. The real node and a simulator drive this same object. Planning happens on Tick
+rather than on arrival, so that a driver can hand in everything that has arrived before a step is planned from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.core.config import WorkerConfig
+from baton.core.errors import Refusal, RefusalCode
+from baton.core.plan import StepPlan, StepResult
+from baton.core.prefix import PrefixIndex
+from baton.core.request import FinishReason, RequestId, Serial, Submission
+from baton.core.scheduler import EndedRequest, Scheduler, SchedulerGauges, Settled
+
+RETRY_AFTER_S = 1
+"""What a refused client is told to wait when the queue is full: one second is about one queue position on a busy GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """All choices and prompts of one body; accepted or refused together."""
+
+    ticket: int
+    """The sender's number for this group, given back in the answer."""
+    group: tuple[Submission, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The client is gone."""
+
+    serial: Serial
+
+
+@dataclass(frozen=True, slots=True)
+class StopFound:
+    """The front end found a stop string: the answer ends after `keep` outputs."""
+
+    serial: Serial
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOrdered:
+    """Accept nothing more; finish what is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """`next_deadline` has come."""
+
+
+Event = Submitted | Cancelled | StopFound | StepDone | DrainOrdered | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    ticket: int
+    serials: tuple[Serial, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRefused:
+    ticket: int
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Give this plan to the executor; hand its result back as StepDone."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """What a step brought, for the front end."""
+
+    settled: Settled
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """A request ended before it ever ran."""
+
+    ended: EndedRequest
+
+
+Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn
+
+
+class Worker:
+    def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config, prefix)
+        self._draining = False
+        self._now_us = 0
+        self._planned_out = False
+        """The last pass found nothing to do, and nothing has happened since."""
+
+    def handle(self, event: Event, now_us: int) -> list[Effect]:
+        self._now_us = now_us
+        idle_pass = False
+        effects: list[Effect] = []
+        match event:
+            case Submitted():
+                effects = [self._submit(event)]
+            case Cancelled(serial):
+                effects = self._stop(serial, FinishReason.ABORT, None)
+            case StopFound(serial, keep):
+                effects = self._stop(serial, FinishReason.STOP, keep)
+            case StepDone(result):
+                effects = [Deliver(self.scheduler.settle(result))]
+            case DrainOrdered():
+                self._draining = True
+            case Tick():
+                effects, idle_pass = self._pass()
+        self._planned_out = idle_pass
+        return effects
+
+    def next_deadline(self) -> int | None:
+        """A pass is due at once whenever it could plan something; otherwise the next event will say."""
+        could_plan = self.scheduler.has_work and self.scheduler.in_flight < self.config.depth and not self._planned_out
+        return self._now_us if could_plan else None
+
+    def gauges(self) -> SchedulerGauges:
+        return self.scheduler.gauges()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.scheduler.has_work
+
+    def _pass(self) -> tuple[list[Effect], bool]:
+        if self.scheduler.in_flight >= self.config.depth:
+            return [], False
+        plan = self.scheduler.plan()
+        return ([Launch(plan)], False) if plan else ([], True)
+
+    def _stop(self, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
+        ended = self.scheduler.order_stop(serial, reason, keep)
+        return [Withdrawn(ended)] if ended else []
+
+    def _submit(self, event: Submitted) -> Accepted | GroupRefused:
+        refusal = self._refusal(event.group)
+        if refusal:
+            return GroupRefused(event.ticket, refusal)
+        serials: dict[RequestId, Serial] = {}
+        for submission in event.group:
+            leader = serials[submission.leader] if submission.leader is not None else None
+            serials[submission.request_id] = self.scheduler.enqueue(submission, self._limit(submission), leader)
+        return Accepted(event.ticket, tuple(serials.values()))
+
+    def _limit(self, submission: Submission) -> int:
+        """How long the sequence may become; an absent `max_tokens` is cut to what fits."""
+        longest = self.config.sequence_tokens_max
+        return longest if submission.max_tokens is None else min(longest, len(submission.prompt) + submission.max_tokens)
+
+    def _refusal(self, group: tuple[Submission, ...]) -> Refusal | None:
+        if self._draining:
+            return Refusal(RefusalCode.DRAINING, "this instance is draining and accepts no new requests", RETRY_AFTER_S)
+        seen: list[RequestId] = []
+        for submission in group:
+            refusal = self._impossible(submission) or self._misnamed(submission, seen)
+            if refusal:
+                return refusal
+            seen.append(submission.request_id)
+        if len(group) > self.config.waiting_max:
+            text = f"the body asks for {len(group)} sequences; the queue takes at most {self.config.waiting_max}"
+            return Refusal(RefusalCode.GROUP_TOO_LARGE, text)
+        if self.scheduler.waiting + len(group) > self.config.waiting_max:
+            text = f"the queue is full: {self.scheduler.waiting} requests wait and at most {self.config.waiting_max} may"
+            return Refusal(RefusalCode.QUEUE_FULL, text, RETRY_AFTER_S)
+        return None
+
+    def _misnamed(self, submission: Submission, seen: list[RequestId]) -> Refusal | None:
+        if submission.request_id in seen:
+            return Refusal(RefusalCode.DUPLICATE_ID, f"the request id {submission.request_id!r} is used twice")
+        if submission.leader is not None and submission.leader not in seen:
+            return Refusal(RefusalCode.DUPLICATE_ID, f"the leader {submission.leader!r} does not come before its follower")
+        return None
+
+    def _impossible(self, submission: Submission) -> Refusal | None:
+        """What could never run, however long it waited."""
+        prompt, asked, config = len(submission.prompt), submission.max_tokens, self.config
+        if prompt == 0:
+            return Refusal(RefusalCode.EMPTY_PROMPT, "the prompt is empty")
+        wanted = prompt + (1 if asked is None else asked)
+        made_of = f"{prompt} in the prompt" + ("" if asked is None else f" and {asked} to generate (max_tokens)")
+        if wanted > config.context_tokens:
+            text = f"{wanted} tokens ({made_of}) are more than the context length of {config.context_tokens}"
+            return Refusal(RefusalCode.CONTEXT_EXCEEDED, text)
+        if wanted > config.pool_tokens:
+            text = (
+                f"{wanted} tokens ({made_of}) are more than the whole KV pool of {config.pool_tokens} "
+                f"({config.blocks} blocks of {config.block_size})"
+            )
+            return Refusal(RefusalCode.POOL_EXCEEDED, text)
+        return None

@@ -1,0 +1,221 @@
+"""An executor without a model: the next token, and the contents of every KV cell, are a hash of the whole prefix.
+
+    cell(p)   = mix(cell(p-1), token(p))                  written to the block that the table names for position p
+    next      = mix(Σ mix(cell(i), i) for all i ≤ p)      read back through the block table, as attention would
+
+One lost or repeated token, one wrong, stale or swapped block changes every token that follows, so a test that compares with
+`undisturbed` (which knows neither blocks nor slots) sees it. It can also yield up to `burst` tokens a step; how many is
+another hash of the prefix, and which ones they are does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.errors import InvariantViolated
+from baton.core.plan import Chunk, Int32s, Outcome, Start, StepPlan, StepResult
+from baton.core.request import Sampling, Tokens
+from baton.executor.contract import ExecutorShape
+
+_MASK = (1 << 64) - 1
+_ODD_A, _ODD_B, _ODD_C = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xAEF17502108EF2D9
+_EMPTY_PREFIX = 0x5BF03635F0A31A3D
+
+
+def _mix(value: int) -> int:
+    value &= _MASK
+    value = ((value ^ (value >> 32)) * _ODD_B) & _MASK
+    value = ((value ^ (value >> 29)) * _ODD_C) & _MASK
+    return value ^ (value >> 32)
+
+
+def _mix_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(32))) * np.uint64(_ODD_B)
+    values = (values ^ (values >> np.uint64(29))) * np.uint64(_ODD_C)
+    return values ^ (values >> np.uint64(32))
+
+
+def _cell(previous: int, token: int) -> int:
+    return _mix(previous + (token + 1) * _ODD_A)
+
+
+def _summand(cell: int, position: int) -> int:
+    return _mix(cell ^ (position * _ODD_A & _MASK))
+
+
+def _draw(total: int, sampling: Sampling, generated: int, vocabulary: int) -> int:
+    """The token that follows a prefix with this sum; a greedy one ignores the seed."""
+    state = total if sampling.temperature == 0 else total ^ _mix(sampling.seed * _ODD_A + sampling.choice)
+    token = _mix(state) % vocabulary
+    while generated < sampling.min_tokens and token in sampling.stop_token_ids:
+        token = (token + 1) % vocabulary
+    return token
+
+
+def undisturbed(prompt: npt.ArrayLike, sampling: Sampling, tokens_max: int, vocabulary: int) -> list[int]:
+    """What any run must yield, however it was scheduled: up to and including the first stop token."""
+    cell, total, position = _EMPTY_PREFIX, 0, 0
+    for token in np.asarray(prompt).tolist():
+        cell = _cell(cell, token)
+        total = (total + _summand(cell, position)) & _MASK
+        position += 1
+    outputs: list[int] = []
+    while len(outputs) < tokens_max:
+        token = _draw(total, sampling, len(outputs), vocabulary)
+        outputs.append(token)
+        if token in sampling.stop_token_ids and len(outputs) > sampling.min_tokens:
+            break
+        cell = _cell(cell, token)
+        total = (total + _summand(cell, position)) & _MASK
+        position += 1
+    return outputs
+
+
+@dataclass(slots=True)
+class _Slot:
+    epoch: int
+    tokens: list[int]
+    prompt_tokens: int
+    limit: int
+    sampling: Sampling
+    table: list[int]
+
+    def place(self, block: int, at: int) -> None:
+        if at != len(self.table):
+            raise InvariantViolated(f"a table of {len(self.table)} blocks was grown at {at}")
+        self.table.append(block)
+
+
+class ScriptedExecutor:
+    def __init__(self, shape: ExecutorShape, vocabulary: int = 512) -> None:
+        self.shape = shape
+        self.vocabulary = vocabulary
+        self.fingerprint = b"scripted-1:" + str(vocabulary).encode()
+        self._cells = np.zeros((shape.blocks, shape.block_size), dtype=np.uint64)
+        self._slots: dict[int, _Slot] = {}
+        self._launched: deque[StepPlan] = deque()
+        self._last_step = 0
+        positions = np.arange(shape.context_tokens, dtype=np.uint64)
+        self._salts = positions * np.uint64(_ODD_A)
+
+    def launch(self, plan: StepPlan) -> None:
+        if plan.base_step != self._last_step:
+            raise InvariantViolated(f"a plan built on step {plan.base_step} came after step {self._last_step}")
+        self._last_step = plan.step
+        self._launched.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._launched.popleft()
+        rows = _Rows()
+        for stop in plan.stops:
+            slot = self._slots.pop(stop.slot, None)
+            known = len(slot.tokens) if slot is not None and slot.epoch == stop.epoch else 0
+            rows.add(stop.slot, stop.epoch, Outcome.PREEMPTED, [], known)
+        for copy in plan.copies:
+            self._cells[copy.target] = self._cells[copy.source]
+        for start in plan.starts:
+            self._start(start)
+        for slot_id, at, block in zip(
+            plan.grow_slots.tolist(), plan.grow_at.tolist(), plan.grow_blocks.tolist(), strict=True
+        ):
+            self._slots[slot_id].place(block, at)
+        for chunk in plan.chunks:
+            self._run_chunk(chunk, rows)
+        for slot_id, epoch in zip(plan.decode_slots.tolist(), plan.decode_epochs.tolist(), strict=True):
+            self._run_decode(slot_id, epoch, rows)
+        return rows.result(plan.step)
+
+    def close(self) -> None:
+        self._launched.clear()
+        self._slots.clear()
+
+    def _start(self, start: Start) -> None:
+        if start.slot in self._slots:
+            raise InvariantViolated(f"slot {start.slot} was started while it was in use")
+        tokens = start.tokens.tolist()
+        self._slots[start.slot] = _Slot(
+            start.epoch, tokens, start.prompt_tokens, start.limit, start.sampling, start.blocks.tolist()
+        )
+
+    def _run_chunk(self, chunk: Chunk, rows: _Rows) -> None:
+        slot = self._slots.get(chunk.slot)
+        if slot is None or slot.epoch != chunk.epoch:
+            rows.add(chunk.slot, chunk.epoch, Outcome.NOTHING_EMPTY_SLOT, [], 0)
+        elif not self._write(slot, chunk.begin, chunk.end):
+            rows.add(chunk.slot, chunk.epoch, Outcome.NOTHING_OUT_OF_BLOCKS, [], len(slot.tokens))
+        elif not chunk.samples:
+            rows.add(chunk.slot, chunk.epoch, Outcome.NOTHING_CHUNK_UNFINISHED, [], len(slot.tokens))
+        else:
+            token = self._next_token(slot)
+            slot.tokens.append(token)
+            rows.add(chunk.slot, chunk.epoch, Outcome.TOKENS, [token], len(slot.tokens))
+
+    def _run_decode(self, slot_id: int, epoch: int, rows: _Rows) -> None:
+        slot = self._slots.get(slot_id)
+        if slot is None or slot.epoch != epoch:
+            rows.add(slot_id, epoch, Outcome.NOTHING_EMPTY_SLOT, [], 0)
+            return
+        yielded: list[int] = []
+        room = slot.limit - len(slot.tokens)
+        while len(yielded) < room and self._write(slot, len(slot.tokens) - 1, len(slot.tokens)):
+            yielded.append(self._next_token(slot))
+            slot.tokens.append(yielded[-1])
+            if len(yielded) >= 1 + _mix(yielded[0]) % self.shape.burst:
+                break
+        outcome = Outcome.TOKENS if yielded else Outcome.NOTHING_OUT_OF_BLOCKS
+        rows.add(slot_id, epoch, outcome, yielded, len(slot.tokens))
+
+    def _write(self, slot: _Slot, begin: int, end: int) -> bool:
+        """Fill the cells of positions [begin, end); False, and nothing written, where a block is missing."""
+        size = self.shape.block_size
+        if end > len(slot.table) * size:
+            return False
+        cell = int(self._cells[slot.table[(begin - 1) // size], (begin - 1) % size]) if begin else _EMPTY_PREFIX
+        for position in range(begin, end):
+            cell = _cell(cell, slot.tokens[position])
+            self._cells[slot.table[position // size], position % size] = cell
+        return True
+
+    def _next_token(self, slot: _Slot) -> int:
+        length = len(slot.tokens)
+        used = slot.table[: -(-length // self.shape.block_size)]
+        cells = self._cells[used].reshape(-1)[:length]
+        total = int(_mix_array(cells ^ self._salts[:length]).sum(dtype=np.uint64))
+        return _draw(total, slot.sampling, length - slot.prompt_tokens, self.vocabulary)
+
+
+class _Rows:
+    """A result in the making."""
+
+    def __init__(self) -> None:
+        self._slots: list[int] = []
+        self._epochs: list[int] = []
+        self._outcomes: list[int] = []
+        self._counts: list[int] = []
+        self._known: list[int] = []
+        self._tokens: list[int] = []
+
+    def add(self, slot: int, epoch: int, outcome: Outcome, tokens: list[int], known: int) -> None:
+        self._slots.append(slot)
+        self._epochs.append(epoch)
+        self._outcomes.append(outcome)
+        self._counts.append(len(tokens))
+        self._known.append(known)
+        self._tokens.extend(tokens)
+
+    def result(self, step: int) -> StepResult:
+        slots: Int32s = np.array(self._slots, dtype=np.int32)
+        tokens: Tokens = np.array(self._tokens, dtype=np.int32)
+        return StepResult(
+            step=step,
+            slots=slots,
+            epochs=np.array(self._epochs, dtype=np.int64),
+            outcomes=np.array(self._outcomes, dtype=np.int8),
+            counts=np.array(self._counts, dtype=np.int32),
+            tokens=tokens,
+            known=np.array(self._known, dtype=np.int64),
+        )

@@ -1,0 +1,139 @@
+"""Drives a Worker with an executor in one thread, with control over how late results arrive."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from baton.core.config import WorkerConfig
+from baton.core.errors import Refusal
+from baton.core.laws import audit
+from baton.core.prefix import PrefixIndex
+from baton.core.request import RequestId, Sampling, Serial, Submission, frozen_tokens
+from baton.core.scheduler import EndedRequest
+from baton.core.worker import (
+    Accepted,
+    Cancelled,
+    Deliver,
+    Effect,
+    Event,
+    GroupRefused,
+    Launch,
+    StepDone,
+    StopFound,
+    Submitted,
+    Tick,
+    Withdrawn,
+    Worker,
+)
+from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.scripted import ScriptedExecutor
+
+VOCABULARY = 64
+
+
+def shape_of(config: WorkerConfig) -> ExecutorShape:
+    return ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens, config.burst)
+
+
+class Driver:
+    def __init__(self, config: WorkerConfig, executor: Executor | None = None, audited: bool = True) -> None:
+        self.config = config
+        self.executor = executor or ScriptedExecutor(shape_of(config), VOCABULARY)
+        self.worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint))
+        self.audited = audited
+        self.in_flight: deque[int] = deque()
+        self.outputs: dict[Serial, list[int]] = {}
+        self.ended: dict[Serial, EndedRequest] = {}
+        self.refusals: list[Refusal] = []
+        self.plans: list[Launch] = []
+        self._tickets = 0
+
+    def send(self, event: Event) -> list[Effect]:
+        effects = self.worker.handle(event, now_us=0)
+        for effect in effects:
+            self._take(effect)
+        if self.audited:
+            audit(self.worker.scheduler)
+        return effects
+
+    def submit(self, *group: Submission) -> tuple[Serial, ...]:
+        self._tickets += 1
+        (answer,) = self.send(Submitted(self._tickets, group))
+        return answer.serials if isinstance(answer, Accepted) else ()
+
+    def cancel(self, serial: Serial) -> None:
+        self.send(Cancelled(serial))
+
+    def stop_found(self, serial: Serial, keep: int) -> None:
+        self.send(StopFound(serial, keep))
+
+    def tick(self) -> None:
+        if self.worker.next_deadline() is not None:
+            self.send(Tick())
+
+    def settle_one(self) -> None:
+        if self.in_flight:
+            self.in_flight.popleft()
+            self.send(StepDone(self.executor.collect()))
+
+    def run(self, steps_max: int = 100_000) -> None:
+        """Until nothing is open. Nothing due and nothing in flight while a request is open is a deadlock."""
+        for _ in range(steps_max):
+            if self.worker.is_idle:
+                return
+            due = self.worker.next_deadline() is not None
+            if not due and not self.in_flight:
+                raise RuntimeError(f"deadlock: {self.worker.gauges()}")
+            if due:
+                self.tick()
+            else:
+                self.settle_one()
+        raise RuntimeError("did not finish")
+
+    def _take(self, effect: Effect) -> None:
+        match effect:
+            case Launch(plan):
+                self.plans.append(effect)
+                self.executor.launch(plan)
+                self.in_flight.append(plan.step)
+            case Deliver(settled):
+                at = 0
+                for serial, count in zip(settled.serials.tolist(), settled.counts.tolist(), strict=True):
+                    if serial in self.ended:
+                        raise RuntimeError(f"tokens for request {serial} after its end")
+                    self.outputs.setdefault(Serial(serial), []).extend(settled.tokens[at : at + count].tolist())
+                    at += count
+                for ended in settled.ended:
+                    self._note_end(ended)
+            case Withdrawn(ended):
+                self._note_end(ended)
+            case GroupRefused(_, refusal):
+                self.refusals.append(refusal)
+            case Accepted(_, serials):
+                for serial in serials:
+                    self.outputs[serial] = []
+
+    def _note_end(self, ended: EndedRequest) -> None:
+        if ended.serial in self.ended:
+            raise RuntimeError(f"request {ended.serial} ended twice")
+        self.ended[ended.serial] = ended
+
+
+def submission(
+    prompt: Sequence[int],
+    max_tokens: int | None = 8,
+    *,
+    name: str = "r",
+    sampling: Sampling | None = None,
+    leader: str | None = None,
+    salt: bytes = b"",
+) -> Submission:
+    return Submission(
+        request_id=RequestId(name),
+        prompt=frozen_tokens(prompt),
+        sampling=sampling or Sampling(seed=0, temperature=0.0),
+        max_tokens=max_tokens,
+        salt=salt,
+        leader=RequestId(leader) if leader else None,
+    )
