@@ -1,0 +1,71 @@
+"""The KV pool: one allocation, block outermost, so that a block of all layers is one run of bytes to copy or send.
+
+    block b:  | layer 0: K [kv_heads, block_size, head_dim]  V [...] | layer 1: K ... V ... | ...
+
+Layers may differ in heads and head sizes. Memory is mapped lazily by the system: a pool costs what was written to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one attention layer does, as discovered at load."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scaling: float
+    window: int | None = None
+    """How many positions a token sees, itself included; None sees all."""
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    def elements(self, block_size: int) -> int:
+        """Numbers one block of this layer holds."""
+        return self.kv_heads * block_size * (self.key_dim + self.value_dim)
+
+
+class LayerKv(NamedTuple):
+    """Views into the pool, [blocks, kv_heads, block_size, dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class KvPool:
+    def __init__(self, layers: list[LayerSpec], blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        self.elements_per_block = sum(layer.elements(block_size) for layer in layers)
+        # numpy maps zero pages on first touch; a fresh block is therefore zeros and never stray NaNs
+        raw = torch.from_numpy(np.zeros(blocks * self.elements_per_block * dtype.itemsize, dtype=np.uint8))
+        self.pool = raw.view(dtype).view(blocks, self.elements_per_block)
+        self.layers = self._views(layers, blocks, block_size)
+
+    def _views(self, layers: list[LayerSpec], blocks: int, block_size: int) -> list[LayerKv]:
+        views, offset = [], 0
+        for layer in layers:
+            pair = []
+            for dim in (layer.key_dim, layer.value_dim):
+                strides = (self.elements_per_block, block_size * dim, dim, 1)
+                pair.append(self.pool.as_strided((blocks, layer.kv_heads, block_size, dim), strides, offset))
+                offset += layer.kv_heads * block_size * dim
+            views.append(LayerKv(*pair))
+        return views
+
+    def copy(self, source: int, target: int) -> None:
+        self.pool[target].copy_(self.pool[source])
+
+
+def kv_bytes_per_block(layers: list[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+    return sum(layer.elements(block_size) for layer in layers) * dtype.itemsize
+
+
+def blocks_for_memory(memory_bytes: int, bytes_per_block: int) -> int:
+    """How many blocks a budget buys; at least one, so that the pool exists."""
+    return max(1, memory_bytes // bytes_per_block)

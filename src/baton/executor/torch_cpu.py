@@ -1,0 +1,245 @@
+"""The executor on torch and CPU: runs StepPlans in order on one thread of its own.
+
+It owns the model, the KV pool and the slot table, and promises what `core.plan` says: stops, copies, starts and grows in
+that order, then one packed forward for all chunks and decodes, then one row of outcome for each stop, chunk and decode. A
+token it samples is in its table at once, so the next decode needs nothing from the scheduler. It knows nothing of
+requests, caches or clients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from baton.core.errors import InvariantViolated
+from baton.core.plan import Int32s, Int64s, Outcome, StepPlan, StepResult
+from baton.executor.attention import GatherAttention
+from baton.executor.contract import ExecutorShape
+from baton.executor.fingerprint import fingerprint_model
+from baton.executor.kv import KvPool, blocks_for_memory, kv_bytes_per_block
+from baton.executor.loading import LoadedModel, forward, load_model
+from baton.executor.packing import Feed, PackedBatch, pack
+from baton.executor.sampling import Sampled, Sampler
+from baton.executor.slots import NO_BLOCK, SlotTable
+
+log = logging.getLogger(__name__)
+
+DEFAULT_KV_MEMORY_BYTES = 2 * 1024**3
+NOTHING_RAN = 0
+"""The `base_step` of the first plan an executor ever gets."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """The rows of the result under construction, in the order of the plan."""
+
+    slots: Int32s
+    epochs: Int64s
+    outcomes: np.ndarray[tuple[int], np.dtype[np.int8]]
+    known: Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What of a plan can be computed."""
+
+    chunks: list[Feed]
+    decode_slots: Int32s
+    sampled_rows: Int32s
+    """Row of the answer for each sampled token, in the order of the packed batch."""
+
+    @property
+    def sampled_slots(self) -> Int32s:
+        chunk_slots = np.array([feed.slot for feed in self.chunks if feed.samples], dtype=np.int32)
+        return np.concatenate([chunk_slots, self.decode_slots]).astype(np.int32)
+
+
+class TorchCpuExecutor:
+    def __init__(self, loaded: LoadedModel, shape: ExecutorShape, fingerprint: bytes, attention: str = "auto") -> None:
+        self.shape = shape
+        self.vocabulary = loaded.vocabulary
+        self.fingerprint = fingerprint
+        self.kv_bytes_per_block = kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype)
+        self._model = loaded.model
+        self._logits_dtype = torch.float64 if loaded.dtype == torch.float64 else torch.float32
+        self._slots = SlotTable(shape)
+        self._kv = KvPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype)
+        self._sampler = Sampler(shape.slots, loaded.vocabulary, torch.device("cpu"))
+        self._last_step = NOTHING_RAN
+        self._in_doubt = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
+        self._launched: deque[Future[StepResult]] = deque()
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        dtype: str = "bfloat16",
+        slots: int = 64,
+        block_size: int = 32,
+        blocks: int | None = None,
+        kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES,
+        context_tokens: int | None = None,
+        attention: str = "auto",
+    ) -> TorchCpuExecutor:
+        """Read a model folder. `blocks` wins over `kv_memory_bytes`; the context defaults to what the model was made for."""
+        loaded = load_model(path, dtype)
+        bytes_per_block = kv_bytes_per_block(loaded.layers, block_size, loaded.dtype)
+        shape = ExecutorShape(
+            slots=slots,
+            blocks=blocks_for_memory(kv_memory_bytes, bytes_per_block) if blocks is None else blocks,
+            block_size=block_size,
+            context_tokens=min(context_tokens or loaded.context_tokens, loaded.context_tokens),
+        )
+        layout = f"block outermost, block_size={block_size}"
+        return cls(loaded, shape, fingerprint_model(path, dtype, layout), attention)
+
+    def launch(self, plan: StepPlan) -> None:
+        self._launched.append(self._thread.submit(self._run, plan))
+
+    def collect(self) -> StepResult:
+        if not self._launched:
+            raise InvariantViolated("collect without a launched step would wait for ever")
+        return self._launched.popleft().result()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> StepResult:
+        if self._in_doubt:
+            raise InvariantViolated(f"step {plan.step} follows one that failed; what the slots hold is unknown")
+        if plan.base_step != self._last_step:
+            raise InvariantViolated(
+                f"step {plan.step} builds on {plan.base_step}, but the last one here was {self._last_step}"
+            )
+        self._in_doubt = True
+        result = self._step(plan)
+        self._last_step = plan.step
+        self._in_doubt = False
+        return result
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        answer = self._begin_answer(plan)
+        self._change_slots(plan, answer)
+        work = self._choose_work(plan, answer)
+        sampled = self._compute(work)
+        return self._finish_answer(plan, answer, work, sampled)
+
+    def _begin_answer(self, plan: StepPlan) -> _Answer:
+        named = [(stop.slot, stop.epoch) for stop in plan.stops] + [(chunk.slot, chunk.epoch) for chunk in plan.chunks]
+        slots = np.array([slot for slot, _ in named], dtype=np.int32)
+        epochs = np.array([epoch for _, epoch in named], dtype=np.int64)
+        rows = len(named) + len(plan.decode_slots)
+        return _Answer(
+            slots=np.concatenate([slots, plan.decode_slots]).astype(np.int32),
+            epochs=np.concatenate([epochs, plan.decode_epochs]).astype(np.int64),
+            outcomes=np.full(rows, Outcome.NOTHING_EMPTY_SLOT, dtype=np.int8),
+            known=np.zeros(rows, dtype=np.int64),
+        )
+
+    def _change_slots(self, plan: StepPlan, answer: _Answer) -> None:
+        for row, stop in enumerate(plan.stops):
+            if self._slots.holds(stop.slot, stop.epoch):
+                answer.outcomes[row] = Outcome.PREEMPTED
+                answer.known[row] = self._slots.stop(stop.slot)
+                self._sampler.stop(stop.slot)
+        for copy in plan.copies:
+            self._kv.copy(copy.source, copy.target)
+        for start in plan.starts:
+            self._slots.start(start)
+            self._sampler.start(start.slot, start.tokens, start.prompt_tokens, start.sampling)
+        self._slots.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
+
+    def _choose_work(self, plan: StepPlan, answer: _Answer) -> _Work:
+        chunks: list[Feed] = []
+        sampled_rows: list[int] = []
+        for row, chunk in enumerate(plan.chunks, start=len(plan.stops)):
+            if not self._slots.holds(chunk.slot, chunk.epoch):
+                continue
+            outcome = self._judge(chunk.slot, chunk.begin, chunk.end, chunk.samples)
+            answer.outcomes[row] = outcome
+            if outcome is Outcome.NOTHING_OUT_OF_BLOCKS:
+                continue
+            samples = chunk.samples and bool(self._slots.known[chunk.slot] < self._slots.limits[chunk.slot])
+            chunks.append(Feed(chunk.slot, chunk.begin, chunk.end, samples))
+            if samples:
+                sampled_rows.append(row)
+        decode_slots, decode_rows = self._choose_decodes(plan, answer)
+        return _Work(chunks, decode_slots, np.concatenate([np.array(sampled_rows, dtype=np.int32), decode_rows]))
+
+    def _judge(self, slot: int, begin: int, end: int, samples: bool) -> Outcome:
+        known, computed = int(self._slots.known[slot]), int(self._slots.computed[slot])
+        if not 0 <= begin < end <= known or (samples and end != known):
+            raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} does not fit its {known} known tokens")
+        if begin > computed and not self._slots.starved[slot]:
+            raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} leaves a gap: only {computed} are computed")
+        if begin > computed or not self._slots.has_blocks(slot, begin, end):
+            self._slots.starved[slot] = True
+            return Outcome.NOTHING_OUT_OF_BLOCKS
+        return Outcome.TOKENS if samples else Outcome.NOTHING_CHUNK_UNFINISHED
+
+    def _choose_decodes(self, plan: StepPlan, answer: _Answer) -> tuple[Int32s, Int32s]:
+        """The slots that can decode and their rows in the answer. All at once: a step may have a thousand."""
+        table, slots = self._slots, plan.decode_slots
+        first = len(plan.stops) + len(plan.chunks)
+        rows = np.arange(first, first + len(slots), dtype=np.int32)
+        held = table.occupied[slots] & (table.epochs[slots] == plan.decode_epochs)
+        rows, slots = rows[held], slots[held]
+        position = table.known[slots] - 1
+        gap = position > table.computed[slots]
+        if bool((gap & ~table.starved[slots]).any()):
+            raise InvariantViolated(f"step {plan.step} decodes a slot whose prefill is not finished")
+        dry = gap | (table.table[slots, position // self.shape.block_size] == NO_BLOCK)
+        answer.outcomes[rows] = np.where(dry, Outcome.NOTHING_OUT_OF_BLOCKS, Outcome.TOKENS)
+        table.starved[slots[dry]] = True
+        runs = ~dry & (table.known[slots] < table.limits[slots])
+        return slots[runs], rows[runs]
+
+    def _compute(self, work: _Work) -> Sampled | None:
+        if not work.chunks and not len(work.decode_slots):
+            return None
+        batch = pack(self._slots, work.chunks, work.decode_slots)
+        logits = forward(self._model, batch.ids, batch.positions, batch.logit_rows, self._attention(batch))
+        self._mark_computed(work)
+        slots = work.sampled_slots
+        if not len(slots):
+            return None
+        sampled = self._sampler.sample(logits.to(self._logits_dtype), slots, self._slots.known[slots])
+        self._slots.advance(slots, sampled.tokens)
+        return sampled
+
+    def _attention(self, batch: PackedBatch) -> GatherAttention:
+        return GatherAttention(batch, self._kv.layers)
+
+    def _mark_computed(self, work: _Work) -> None:
+        for feed in work.chunks:
+            self._slots.computed[feed.slot] = max(feed.end, int(self._slots.computed[feed.slot]))
+            self._slots.starved[feed.slot] = False
+        self._slots.computed[work.decode_slots] = self._slots.known[work.decode_slots]
+        self._slots.starved[work.decode_slots] = False
+
+    def _finish_answer(self, plan: StepPlan, answer: _Answer, work: _Work, sampled: Sampled | None) -> StepResult:
+        counts = np.zeros(len(answer.slots), dtype=np.int32)
+        counts[work.sampled_rows] = 1
+        present = answer.outcomes != Outcome.NOTHING_EMPTY_SLOT
+        present[: len(plan.stops)] = False
+        answer.known[present] = self._slots.known[answer.slots[present]]
+        logprobs = () if sampled is None else sampled.logprobs
+        return StepResult(
+            step=plan.step,
+            slots=answer.slots,
+            epochs=answer.epochs,
+            outcomes=answer.outcomes,
+            counts=counts,
+            tokens=np.empty(0, dtype=np.int32) if sampled is None else sampled.tokens,
+            known=answer.known,
+            logprobs=tuple(replace(line, row=int(work.sampled_rows[line.row])) for line in logprobs),
+        )
