@@ -45,8 +45,7 @@ class PrefixIndex:
     def chain(self, parent: Key, tokens: bytes) -> Key:
         """The name of the block that holds `tokens` (int32, little-endian) after `parent`."""
         hasher = self._keyed.copy()
-        hasher.update(parent)
-        hasher.update(tokens)
+        hasher.update(parent + tokens)
         return Key(hasher.digest())
 
     def keys_of(self, tokens: Tokens, salt: bytes, block_size: int) -> list[Key]:

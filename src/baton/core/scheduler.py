@@ -73,6 +73,14 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class StartedRequest:
+    """A request whose first token has just come."""
+
+    serial: Serial
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EndedRequest:
     serial: Serial
     reason: FinishReason
@@ -89,6 +97,7 @@ class Settled:
     tokens: Tokens
     logprobs: tuple[Logprobs, ...]
     """Their `row` indexes this object's rows, and they have as many lines as the row has tokens."""
+    started: tuple[StartedRequest, ...]
     ended: tuple[EndedRequest, ...]
 
 
@@ -441,12 +450,13 @@ class Scheduler:
         flight = self._land(result)
         live = self._fence(flight)
         self._note_chunks(flight, live)
+        started: list[StartedRequest] = []
         ended: list[EndedRequest] = []
-        delivery = self._take_tokens(flight, result, live, ended)
+        delivery = self._take_tokens(flight, result, live, started, ended)
         self._publish_full_blocks(flight.slots[live])
         for row in range(flight.stops):
             self._acknowledge(flight, result, row, ended)
-        return Settled(*delivery, ended=tuple(ended))
+        return Settled(*delivery, started=tuple(started), ended=tuple(ended))
 
     def _land(self, result: StepResult) -> Flight:
         if not self._flights or self._flights[0].step != result.step:
@@ -472,7 +482,14 @@ class Scheduler:
             chunk = flight.chunks[row - first]
             self.slots.computed[chunk.slot] = chunk.end
 
-    def _take_tokens(self, flight: Flight, result: StepResult, live: Int64s, ended: list[EndedRequest]) -> Delivery:
+    def _take_tokens(
+        self,
+        flight: Flight,
+        result: StepResult,
+        live: Int64s,
+        started: list[StartedRequest],
+        ended: list[EndedRequest],
+    ) -> Delivery:
         slots = self.slots
         slots.pending[flight.slots[live]] -= flight.allowances[live]
         broken = self._disagreeing(flight, result, live)
@@ -483,7 +500,9 @@ class Scheduler:
         heard = slots.phase[at] != Phase.PREEMPTING
         delivery = self._delivery(flight, result, rows[heard], accepted[heard])
         for row in rows[rows < flight.stops + len(flight.chunks)].tolist():
-            self._release_followers(self._occupant(int(flight.slots[row])))
+            request = self._occupant(int(flight.slots[row]))
+            started.append(StartedRequest(request.serial, request.cached_tokens))
+            self._release_followers(request)
         self._finish_rows(at[heard], stopped[heard], ended)
         for row in live[broken].tolist():
             self._break(self._occupant(int(flight.slots[row])))
@@ -553,11 +572,31 @@ class Scheduler:
         """Name the blocks that this step filled. The last sampled token has no KV, so its block is never among them."""
         if not self.config.prefix_cache:
             return
-        slots = self.slots
-        full = slots.computed[at] // self.config.block_size
+        slots, block_size = self.slots, self.config.block_size
+        full = slots.computed[at] // block_size
         more = full > slots.published[at]
-        for slot, upto in zip(at[more].tolist(), full[more].tolist(), strict=True):
+        at, full = at[more], full[more]
+        # In steady decode each row fills one block of outputs at a time: those are gathered and named together.
+        one_of_outputs = (full == slots.published[at] + 1) & (slots.published[at] * block_size >= slots.prompt[at])
+        self._publish_outputs(at[one_of_outputs])
+        for slot, upto in zip(at[~one_of_outputs].tolist(), full[~one_of_outputs].tolist(), strict=True):
             self._publish(slot, upto)
+
+    def _publish_outputs(self, at: Int32s) -> None:
+        """Name the next block of each row, which holds outputs only."""
+        if not len(at):
+            return
+        slots, pool, tips, chain = self.slots, self.pool, self._tips, self.pool.prefix.chain
+        next_block = slots.published[at]
+        data = slots.output_blocks(at, next_block * self.config.block_size - slots.prompt[at], self.config.block_size)
+        width = len(data) // len(at)
+        begin = 0
+        for slot, block in zip(at.tolist(), slots.table[at, next_block].tolist(), strict=True):
+            tip = tips[slot]
+            tips[slot] = key = chain(tip, data[begin : begin + width])
+            pool.publish(key, tip, block)
+            begin += width
+        slots.published[at] += 1
 
     def _publish(self, slot: int, upto: int) -> None:
         slots, pool, block_size = self.slots, self.pool, self.config.block_size

@@ -99,6 +99,11 @@ class Slots:
         """Outputs [begin, end) as the prefix hash takes them."""
         return self._outputs[slot, begin:end].tobytes()
 
+    def output_blocks(self, rows: Int32s, begins: Int64s, width: int) -> bytes:
+        """Outputs [begin, begin + width) of each row, end to end, as the prefix hash takes them."""
+        gathered: Tokens = self._outputs[rows[:, None], begins[:, None] + np.arange(width)]
+        return gathered.tobytes()
+
     def blocks(self, slot: int) -> Int32s:
         """A copy of the slot's table."""
         return self.table[slot, : self.held[slot]].copy()

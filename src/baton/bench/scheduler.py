@@ -1,0 +1,98 @@
+"""Times the scheduler alone: plan, settle and the encoding of what it delivers, with no model behind it.
+
+A step here does what a step in service does, apart from the matrix products: planning, block growth, stop checks, naming
+full blocks for the prefix cache, and the message to the front end as bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.core.config import WorkerConfig
+from baton.core.errors import InvariantViolated
+from baton.core.plan import Outcome, StepPlan, StepResult
+from baton.core.prefix import PrefixIndex
+from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.worker import Deliver, Launch, StepDone, Submitted, Tick, Worker
+from baton.wire.messages import encode_from_engine, step_output
+
+PROMPT_TOKENS = 64
+WARM_UP_STEPS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerTiming:
+    rows: int
+    steps: int
+    us_per_step: float
+    us_per_step_p99: float
+
+    @property
+    def ns_per_row(self) -> float:
+        return self.us_per_step * 1000 / self.rows
+
+
+def time_scheduler(rows: int, steps: int, *, blocks: int = 200_000, block_size: int = 16) -> SchedulerTiming:
+    """`rows` requests of 64 prompt tokens each, decoding without end; microseconds a step."""
+    worker = _loaded_worker(rows, blocks, block_size)
+    for _ in range(WARM_UP_STEPS):
+        _one_step(worker)
+    spent_us = []
+    for _ in range(steps):
+        began = time.perf_counter_ns()
+        decoded = _one_step(worker)
+        spent_us.append((time.perf_counter_ns() - began) / 1000)
+        if decoded != rows:
+            raise InvariantViolated(f"{decoded} of {rows} rows decoded in a step")
+    return SchedulerTiming(rows, steps, float(np.mean(spent_us)), float(np.percentile(spent_us, 99)))
+
+
+def _loaded_worker(rows: int, blocks: int, block_size: int) -> Worker:
+    config = WorkerConfig(
+        slots=rows, blocks=max(blocks, rows * 128), block_size=block_size, context_tokens=8192,
+        step_tokens=max(8192, rows), depth=1, waiting_max=rows,
+    )  # fmt: skip
+    worker = Worker(config, PrefixIndex(b"bench", b"bench"))
+    draws = random.Random(0)
+    for number in range(rows):
+        prompt = frozen_tokens([draws.randrange(1000) for _ in range(PROMPT_TOKENS)])
+        sampling = Sampling(seed=0, temperature=0.0, stop_token_ids=(2,))
+        worker.handle(Submitted(number, (Submission(RequestId(str(number)), prompt, sampling, 1984),)), 0)
+    while worker.gauges().waiting:
+        _one_step(worker)
+    return worker
+
+
+def _one_step(worker: Worker) -> int:
+    """Plan, pretend to compute, settle, encode. Answers how many rows decoded."""
+    decoded = 0
+    for effect in worker.handle(Tick(), 0):
+        if isinstance(effect, Launch):
+            decoded = len(effect.plan.decode_slots)
+            for delivered in worker.handle(StepDone(_sevens(worker, effect.plan)), 0):
+                if isinstance(delivered, Deliver):
+                    encode_from_engine(step_output(delivered.settled, worker.gauges()))
+    return decoded
+
+
+def _sevens(worker: Worker, plan: StepPlan) -> StepResult:
+    """A result in which every row that may yield a token yields token 7."""
+    chunk_slots = np.array([chunk.slot for chunk in plan.chunks], dtype=np.int32)
+    slots = np.concatenate((chunk_slots, plan.decode_slots))
+    table = worker.scheduler.slots
+    counts = np.ones(len(slots), dtype=np.int32)
+    counts[: len(chunk_slots)] = [int(chunk.samples) for chunk in plan.chunks]
+    outcomes = np.where(counts > 0, Outcome.TOKENS, Outcome.NOTHING_CHUNK_UNFINISHED).astype(np.int8)
+    return StepResult(
+        step=plan.step,
+        slots=slots,
+        epochs=table.epoch[slots],
+        outcomes=outcomes,
+        counts=counts,
+        tokens=np.full(int(counts.sum()), 7, dtype=np.int32),
+        known=table.known[slots] + counts,
+    )

@@ -1,0 +1,289 @@
+"""Messages between the front end and its engine, and their bytes: msgpack through msgspec, tagged, versioned, bounded.
+
+Numbers that come by the thousand (token ids, serials) travel as little-endian arrays in byte strings, so that a step
+with a thousand tokens is one message and not a thousand objects. Decoding checks types, sizes and that array lengths
+agree; anything else is a WireError, never a half-understood message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.errors import BatonError, Refusal, RefusalCode
+from baton.core.plan import Logprobs
+from baton.core.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
+from baton.core.scheduler import EndedRequest, SchedulerGauges, Settled
+
+_Number = TypeVar("_Number", bound=np.generic)
+
+WIRE_VERSION = 1
+FRAME_BYTES_MAX = 64 << 20
+
+
+class WireError(BatonError):
+    """Bytes that are not a message of this version."""
+
+
+class WireSampling(msgspec.Struct, array_like=True, frozen=True):
+    seed: int
+    choice: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    stop_token_ids: tuple[int, ...]
+    min_tokens: int
+    logprobs: int | None
+
+
+class WireSubmission(msgspec.Struct, array_like=True, frozen=True):
+    request_id: str
+    prompt: bytes
+    sampling: WireSampling
+    max_tokens: int | None
+    salt: bytes
+    leader: str | None
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True):
+    ticket: int
+    group: tuple[WireSubmission, ...]
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    serial: int
+
+
+class StopAt(msgspec.Struct, tag="stop", frozen=True):
+    serial: int
+    keep: int
+
+
+class Drain(msgspec.Struct, tag="drain", frozen=True):
+    pass
+
+
+ToEngine = Submit | Cancel | StopAt | Drain
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    version: int
+    context_tokens: int
+    vocabulary: int
+    slots: int
+    blocks: int
+    block_size: int
+    details: str
+    """What the operator should know of the executor: dtype, kernels, sizes."""
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """The engine cannot go on; this is its last message."""
+
+    reason: str
+
+
+class AcceptedAs(msgspec.Struct, tag="accepted", frozen=True):
+    ticket: int
+    serials: tuple[int, ...]
+
+
+class RefusedWith(msgspec.Struct, tag="refused", frozen=True):
+    ticket: int
+    code: RefusalCode
+    message: str
+    retry_after_s: int | None
+
+
+class WireLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    row: int
+    chosen: bytes
+    top_ids: bytes
+    top: bytes
+
+
+class WireEnded(msgspec.Struct, array_like=True, frozen=True):
+    serial: int
+    reason: FinishReason
+    cached_tokens: int
+    generated_tokens: int
+
+
+class WireGauges(msgspec.Struct, array_like=True, frozen=True):
+    running: int
+    waiting: int
+    free_blocks: int
+    evictable_blocks: int
+    running_blocks: int
+    prefix_queries: int
+    prefix_hits: int
+    stale_results: int
+    steps: int
+
+
+class StepOutput(msgspec.Struct, tag="step", frozen=True):
+    """What a step brought. Row i of `serials` yields `counts[i]` of `tokens`, row after row."""
+
+    serials: bytes
+    counts: bytes
+    tokens: bytes
+    logprobs: tuple[WireLogprobs, ...]
+    started: tuple[tuple[int, int], ...]
+    """(serial, cached tokens) of each request whose first token this is."""
+    ended: tuple[WireEnded, ...]
+    gauges: WireGauges
+
+
+FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode_to_engine(message: ToEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def encode_from_engine(message: FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(frame: bytes) -> ToEngine:
+    _check_size(frame)
+    try:
+        return _to_engine.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"not a message to an engine: {error}") from None
+
+
+def decode_from_engine(frame: bytes) -> FromEngine:
+    _check_size(frame)
+    try:
+        return _from_engine.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"not a message from an engine: {error}") from None
+
+
+def _check_size(frame: bytes) -> None:
+    if len(frame) > FRAME_BYTES_MAX:
+        raise WireError(f"a frame of {len(frame)} bytes is over the limit of {FRAME_BYTES_MAX}")
+
+
+# ── between core values and messages ───────────────────────────────────────────────────────────────────────────────
+
+
+def submit(ticket: int, group: Iterable[Submission]) -> Submit:
+    return Submit(ticket, tuple(_wire_submission(item) for item in group))
+
+
+def _wire_submission(item: Submission) -> WireSubmission:
+    s = item.sampling
+    sampling = WireSampling(
+        s.seed, s.choice, s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty,
+        s.frequency_penalty, s.logit_bias, s.stop_token_ids, s.min_tokens, s.logprobs,
+    )  # fmt: skip
+    return WireSubmission(item.request_id, item.prompt.tobytes(), sampling, item.max_tokens, item.salt, item.leader)
+
+
+def submissions(message: Submit) -> tuple[Submission, ...]:
+    return tuple(_submission(item) for item in message.group)
+
+
+def _submission(item: WireSubmission) -> Submission:
+    return Submission(
+        request_id=RequestId(item.request_id),
+        prompt=frozen_tokens(_int32s(item.prompt)),
+        sampling=Sampling(**msgspec.structs.asdict(item.sampling)),
+        max_tokens=item.max_tokens,
+        salt=item.salt,
+        leader=None if item.leader is None else RequestId(item.leader),
+    )
+
+
+def refused(ticket: int, refusal: Refusal) -> RefusedWith:
+    return RefusedWith(ticket, refusal.code, refusal.message, refusal.retry_after_s)
+
+
+def refusal_of(message: RefusedWith) -> Refusal:
+    return Refusal(message.code, message.message, message.retry_after_s)
+
+
+def step_output(settled: Settled, gauges: SchedulerGauges) -> StepOutput:
+    return StepOutput(
+        settled.serials.tobytes(),
+        settled.counts.tobytes(),
+        settled.tokens.tobytes(),
+        tuple(_wire_logprobs(item) for item in settled.logprobs),
+        tuple((item.serial, item.cached_tokens) for item in settled.started),
+        tuple(_wire_ended(item) for item in settled.ended),
+        _wire_gauges(gauges),
+    )
+
+
+def ended_output(ended: EndedRequest, gauges: SchedulerGauges) -> StepOutput:
+    """The end of a request that never ran, in the shape of a step that yielded nothing."""
+    return StepOutput(b"", b"", b"", (), (), (_wire_ended(ended),), _wire_gauges(gauges))
+
+
+def _wire_logprobs(item: Logprobs) -> WireLogprobs:
+    return WireLogprobs(item.row, item.chosen.tobytes(), item.top_ids.tobytes(), item.top.tobytes())
+
+
+def _wire_ended(item: EndedRequest) -> WireEnded:
+    return WireEnded(item.serial, item.reason, item.cached_tokens, item.generated_tokens)
+
+
+def _wire_gauges(item: SchedulerGauges) -> WireGauges:
+    blocks = item.blocks
+    return WireGauges(
+        item.running, item.waiting, blocks.free, blocks.evictable, blocks.running,
+        item.prefix_queries, item.prefix_hits, item.stale_results, item.steps,
+    )  # fmt: skip
+
+
+class Rows:
+    """The rows of a StepOutput as plain lists, lengths checked."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self.serials: list[int] = _array(output.serials, np.dtype("<i8")).tolist()
+        self.counts: list[int] = _int32s(output.counts).tolist()
+        self.tokens: list[int] = _int32s(output.tokens).tolist()
+        if len(self.serials) != len(self.counts) or sum(self.counts) != len(self.tokens):
+            raise WireError(
+                f"{len(self.serials)} rows, {len(self.counts)} counts and {len(self.tokens)} tokens do not agree"
+            )
+        self.logprobs = {item.row: _logprob_lines(item) for item in output.logprobs}
+
+
+LogprobLine = tuple[float, tuple[tuple[int, float], ...]]
+"""The chosen token's log-probability, then (id, log-probability) of the alternatives."""
+
+
+def _logprob_lines(item: WireLogprobs) -> list[LogprobLine]:
+    chosen = _array(item.chosen, np.dtype("<f4"))
+    ids, top = _int32s(item.top_ids), _array(item.top, np.dtype("<f4"))
+    if not len(chosen) or len(ids) != len(top) or len(ids) % len(chosen):
+        raise WireError(f"log-probabilities of {len(chosen)} tokens with {len(ids)} ids and {len(top)} values")
+    width = len(ids) // len(chosen)
+    pairs = list(zip(ids.tolist(), top.tolist(), strict=True))
+    return [(value, tuple(pairs[at * width : (at + 1) * width])) for at, value in enumerate(chosen.tolist())]
+
+
+def _int32s(data: bytes) -> npt.NDArray[np.int32]:
+    return _array(data, np.dtype("<i4"))
+
+
+def _array(data: bytes, dtype: np.dtype[_Number]) -> npt.NDArray[_Number]:
+    if len(data) % dtype.itemsize:
+        raise WireError(f"{len(data)} bytes are not whole numbers of {dtype.itemsize} bytes")
+    return np.frombuffer(data, dtype=dtype)
