@@ -1,0 +1,207 @@
+"""Choosing one token a row from shaped logits: the greatest, or a draw among those that top-k, top-p and min-p leave.
+
+Owns the arithmetic of choosing; knows nothing of slots or requests. Everything is a tensor on the logits' device.
+
+Promises
+- A row's token depends on that row alone: never on its neighbours, its place in the batch, or the number of threads.
+  Sums whose rounding could depend on their order are sums of whole numbers; logarithms are our own (see `noise`).
+- Tokens rank by falling value, equal values by rising id. Where several tokens are equally good, the lowest id wins.
+- top-k keeps the k first by rank; top-p then keeps those before which less than p of what top-k kept lies (the smallest
+  set that reaches p, the one that crosses included, never empty); min-p keeps those with at least min-p times the greatest
+  probability. Shares are counted in units of 2⁻⁴⁰, so tokens rarer than that weigh nothing.
+- Broken logits choose too: NaN counts as -inf, +inf as the greatest finite number, and a row without any finite value as
+  if all its values were equal.
+
+A draw is a race: token i arrives at E_i / p_i, where E_i = -ln(1 - share_i) ≥ share_i is hashed noise. Arrivals are first
+bounded from below by share_i / p_i for the whole vocabulary, cheaply; exact noise is computed only for those few that the
+bound does not exclude. The exact finish compares value + Gumbel noise in float64, so a rounding in the bound changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from baton.executor.noise import SHARES, RowKeys, gumbel, hashes
+
+BLOCK = 64
+"""Columns are padded to blocks of this many: the best block is found first, then the best within it."""
+_SHARE_UNITS = float(1 << 40)
+_SLACK = 1.001
+"""Covers the float32 rounding of the lower bounds, which is a thousand times smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What truncation asks of each row, as float64 or int64 [rows, 1] on the device. Neutral values cut nothing."""
+
+    top_k: torch.Tensor
+    """At least 1 where top-k applies at all."""
+    top_p: torch.Tensor
+    """inf where everything stays."""
+    floor: torch.Tensor
+    """ln(min-p): the least value below a greatest value of 0; -inf where everything stays."""
+    has_top_p: bool
+    has_floor: bool
+    top_k_most: int
+
+
+def finite(logits: torch.Tensor) -> torch.Tensor:
+    """The same tensor where each row's maximum is finite, as in a sound model; a repaired copy otherwise."""
+    if bool(torch.isfinite(logits.amax(dim=-1)).all()):
+        return logits
+    repaired = logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+    hopeless = repaired.amax(dim=-1, keepdim=True) == -math.inf
+    return repaired.masked_fill_(hopeless, 0.0)
+
+
+def greatest(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [rows]: each row's greatest value. Needs `finite` logits."""
+    lanes = _blocks(_padded(logits))
+    block = lanes.amax(dim=2).argmax(dim=1)
+    rows = torch.arange(len(logits), device=logits.device)
+    return lanes[rows, block].argmax(dim=1).add_(block * BLOCK)
+
+
+def tempered(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Values to draw by: 0 at each row's greatest, below 0 elsewhere, padded to whole blocks. Needs `finite` logits."""
+    values = logits - logits.amax(dim=-1, keepdim=True)
+    return _padded(values.div_(temperature.to(logits.dtype)))
+
+
+def draw_from_all(values: torch.Tensor, keys: RowKeys, cuts: Cuts) -> torch.Tensor:
+    """int64 [rows]: draws where top-k does not apply; sorts nothing."""
+    shares = torch.softmax(values, dim=-1, dtype=torch.float32)
+    tokens = torch.arange(values.shape[1], dtype=torch.int32, device=values.device)
+    arrivals = hashes(tokens, keys).to(torch.float32).add_(0.5).div_(shares)
+    if cuts.has_floor:
+        arrivals.masked_fill_(values < cuts.floor, math.inf)
+    race = _Race(arrivals, values, shares, keys)
+    chosen = race.winners()
+    if cuts.has_top_p:
+        _pull_into_nucleus(chosen, race, cuts.top_p)
+    return chosen
+
+
+def draw_from_leaders(values: torch.Tensor, keys: RowKeys, cuts: Cuts) -> torch.Tensor:
+    """int64 [rows]: draws where top-k applies to every row."""
+    ids, ranked = leaders(values, cuts.top_k, cuts.top_k_most)
+    stays = (torch.arange(ids.shape[1], device=ids.device) < cuts.top_k) & (ranked > -math.inf)
+    kept = stays & (ranked >= cuts.floor) if cuts.has_floor else stays
+    if cuts.has_top_p:
+        units = _units(torch.softmax(values, dim=-1, dtype=torch.float32)).gather(1, ids).to(torch.float64)
+        units.masked_fill_(~stays, 0.0)
+        before = units.cumsum(dim=1) - units
+        kept = kept & (before < _to_reach(cuts.top_p, units))
+    rows, columns = kept.nonzero(as_tuple=True)
+    return _finish(rows, ids[rows, columns], values, keys)
+
+
+def leaders(values: torch.Tensor, count: torch.Tensor, count_most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, values), ranked, of at least the `count` first of each row; -inf pads the rows to the same length.
+
+    `torch.topk` alone would do, but for ties: which of several equal values it takes is not defined. So it only says where
+    the cut lies; all that are not below it are collected in order of id and sorted stably.
+    """
+    least = values.topk(count_most, dim=1).values.gather(1, count - 1)
+    rows, ids = ((values >= least) & (values > -math.inf)).nonzero(as_tuple=True)
+    per_row = torch.bincount(rows, minlength=len(values))
+    columns = torch.arange(len(rows), device=rows.device) - (per_row.cumsum(0) - per_row)[rows]
+    shape = (len(values), max(count_most, int(per_row.max())))
+    listed = values.new_full(shape, -math.inf)
+    listed[rows, columns] = values[rows, ids]
+    listed_ids = ids.new_zeros(shape)
+    listed_ids[rows, columns] = ids
+    ranked, order = listed.sort(dim=1, descending=True, stable=True)
+    return listed_ids.gather(1, order), ranked
+
+
+@dataclass(frozen=True, slots=True)
+class _Race:
+    """Lower bounds of arrival, and what is needed to finish exactly; all [rows, padded vocabulary]."""
+
+    arrivals: torch.Tensor
+    """In units of 2⁻³¹; inf takes no part."""
+    values: torch.Tensor
+    shares: torch.Tensor
+    keys: RowKeys
+
+    def of(self, rows: torch.Tensor) -> _Race:
+        return _Race(self.arrivals[rows], self.values[rows], self.shares[rows], self.keys.of(rows))
+
+    def winners(self) -> torch.Tensor:
+        """Finish the one with the least bound; only those whose bound lies below its arrival can beat it."""
+        lanes = _blocks(self.arrivals)
+        bounds = lanes.amin(dim=2)
+        limit = self._pace(lanes, bounds.argmin(dim=1))
+        near_rows, near_blocks = (bounds <= limit).nonzero(as_tuple=True)
+        near, lane = (lanes[near_rows, near_blocks] <= limit[near_rows]).nonzero(as_tuple=True)
+        return _finish(near_rows[near], near_blocks[near] * BLOCK + lane, self.values, self.keys)
+
+    def _pace(self, lanes: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, 1]: when the one with the least bound arrives, with slack."""
+        rows = torch.arange(len(block), device=block.device)
+        token = (block * BLOCK + lanes[rows, block].argmin(dim=1)).unsqueeze(1)
+        noise = gumbel(hashes(token.to(torch.int32), self.keys))
+        arrival = noise.neg_().exp_().mul_(SHARES * _SLACK).div_(self.shares.gather(1, token))
+        return arrival.to(torch.float32)
+
+
+def _pull_into_nucleus(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor) -> None:
+    """Redraw, in place, the rows whose token lies outside their top-p set, until none does.
+
+    The winner among all tokens that lies in the set is the winner of the set, so most rows need no second look. One that
+    lies outside shows that it and all ranked after it are outside too: they leave the race. Each redraw removes at least
+    one token and the first by rank is always inside, so this ends, after a few rounds in practice.
+    """
+    units = _units(race.shares)
+    needed = _to_reach(top_p, units)
+    rows = torch.arange(len(chosen), device=chosen.device)
+    tokens = torch.arange(race.values.shape[1], device=chosen.device)
+    while True:
+        token = chosen[rows].unsqueeze(1)
+        value = race.values.gather(1, token)
+        after = (race.values < value) | ((race.values == value) & (tokens >= token))
+        before = units.masked_fill(after, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+        outside = (before >= needed).squeeze(1).nonzero().squeeze(1)
+        if len(outside) == 0:
+            return
+        race.arrivals.masked_fill_(after, math.inf)
+        rows, race, units, needed = rows[outside], race.of(outside), units[outside], needed[outside]
+        chosen[rows] = race.winners()
+
+
+def _finish(rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, keys: RowKeys) -> torch.Tensor:
+    """The exact end of the race between the listed tokens: the greatest value + noise, among equals the lowest id."""
+    noise = gumbel(hashes(ids.to(torch.int32).unsqueeze(1), keys.of(rows))).squeeze(1)
+    scores = noise.add_(values[rows, ids])
+    best = scores.new_full((len(values),), -math.inf).scatter_reduce_(0, rows, scores, "amax")
+    first = scores == best[rows]
+    nobody = rows.new_full((len(values),), values.shape[1])
+    return nobody.scatter_reduce_(0, rows[first], ids[first], "amin")
+
+
+def _units(shares: torch.Tensor) -> torch.Tensor:
+    """Probabilities as whole numbers of 2⁻⁴⁰ (still float32): float64 adds them exactly, in whatever order."""
+    return (shares * _SHARE_UNITS).floor_()
+
+
+def _to_reach(top_p: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+    """How many units suffice. At least one, so that the first token by rank is always inside."""
+    return (top_p * units.sum(dim=1, keepdim=True, dtype=torch.float64)).clamp_(min=1.0)
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    """Whole blocks, so that every row starts at the same alignment; the padding never wins."""
+    missing = -values.shape[1] % BLOCK
+    if missing == 0:
+        return values
+    return torch.nn.functional.pad(values, (0, missing), value=-math.inf)
+
+
+def _blocks(padded: torch.Tensor) -> torch.Tensor:
+    """[rows, blocks, BLOCK], a view."""
+    return padded.view(len(padded), -1, BLOCK)
