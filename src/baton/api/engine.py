@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.core.request import FinishReason, Submission
@@ -36,6 +36,8 @@ class Burst:
     logprobs: tuple[TokenLogprob, ...]
     """One for each token when asked for, else empty."""
     ended: Ended | None
+    cached_tokens: int | None = None
+    """As in `Ended`, but early: an answer that a stop string cut off never sees its `Ended`. None: not known yet."""
 
 
 class TokenStream(Protocol):
@@ -61,6 +63,24 @@ class EngineInfo:
     block_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What `/metrics` and the access log show of the engine, all read at one moment."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """Blocks by state; the states sum to the pool."""
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache since the start."""
+    prefix_hits: int = 0
+    """Prompt tokens that the prefix cache had."""
+    stale_results: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    reserve_ratio: float = 0.0
+
+
 class Engine(Protocol):
     info: EngineInfo
 
@@ -73,3 +93,7 @@ class Engine(Protocol):
 
     @property
     def draining(self) -> bool: ...
+
+    @property
+    def gauges(self) -> Gauges:
+        """Cheap: it is read at every scrape and at every finished request."""

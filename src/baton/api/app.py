@@ -1,0 +1,205 @@
+"""The application: routes, and which ring wraps which.
+
+    CORS (only if origins are allowed) → Edge (ids, counts) → Auth → routes → errors in OpenAI shape
+
+Owns nothing but the wiring; each route is a few lines over `Preparer`, `Server` and `ModelText`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from baton.api import openapi
+from baton.api.answer import ClientGone
+from baton.api.auth import Auth, Keys
+from baton.api.edge import HEADER, Edge, asker_of
+from baton.api.engine import Engine
+from baton.api.errors import ApiError, engine_dead, invalid
+from baton.api.limits import read_json_body
+from baton.api.metrics import Metrics
+from baton.api.preparing import Prepared, Preparer
+from baton.api.sampling import Asker, Policy
+from baton.api.schema import DetokenizeBody, TokenizeBody, check_tokenize, parse
+from baton.api.serving import Server
+from baton.api.settings import ApiSettings
+from baton.api.text import ModelText
+from baton.api.writing import encode
+
+CLIENT_CLOSED = 499
+"""Nobody reads it; it is what the access log and the metrics show."""
+
+
+class Routes:
+    def __init__(self, engine: Engine, text: ModelText, settings: ApiSettings, metrics: Metrics) -> None:
+        self._engine = engine
+        self._text = text
+        self._settings = settings
+        self._metrics = metrics
+        self._server = Server(engine, metrics)
+        eos_ids = frozenset(i for i in text.eos_ids if i < engine.info.vocabulary)
+        policy = Policy(engine.info, eos_ids, settings.default_sampling.over(text.defaults))
+        self._preparer = Preparer(text, policy, settings.served_model_names)
+        self._started_s = int(time.time())
+
+    async def chat(self, request: Request) -> Response:
+        raw, asker = await self._body(request), asker_of(request)
+        prepared = await asyncio.to_thread(self._preparer.chat, raw, asker)
+        return await self._answer(prepared, request)
+
+    async def completion(self, request: Request) -> Response:
+        raw, asker = await self._body(request), asker_of(request)
+        prepared = await asyncio.to_thread(self._preparer.completion, raw, asker)
+        return await self._answer(prepared, request)
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_json_body(request, self._settings.body_bytes_max)
+
+    async def _answer(self, prepared: Prepared, request: Request) -> Response:
+        return await self._server.answer(prepared, request.receive)
+
+    async def cancel(self, id: str, request: Request) -> Response:  # noqa: A002
+        self._server.open.cancel(Asker(request.state.tenant, id))
+        return _json({"id": id, "object": "request", "cancelled": True})
+
+    async def models(self) -> Response:
+        return _json({"object": "list", "data": [self._model(name) for name in self._settings.served_model_names]})
+
+    async def model(self, id: str) -> Response:  # noqa: A002
+        self._preparer.check_model(id)
+        return _json(self._model(id))
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "baton",
+            "root": self._settings.served_model_names[0],
+            "max_model_len": self._engine.info.context_tokens,
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        raw = await self._body(request)
+        return _json(await asyncio.to_thread(self._tokenize, raw))
+
+    def _tokenize(self, raw: bytes) -> dict[str, object]:
+        body = parse(raw, TokenizeBody, (check_tokenize,))
+        self._preparer.check_model(body.model)
+        if body.prompt is not None:
+            ids = self._text.encode(body.prompt, body.add_special_tokens is not False)
+        else:
+            ids = self._preparer.chat_ids(body, body.messages or [])
+        strings = [self._text.token(i) for i in ids] if body.return_token_strs else None
+        limit = self._engine.info.context_tokens
+        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
+
+    async def detokenize(self, request: Request) -> Response:
+        raw = await self._body(request)
+        return _json(await asyncio.to_thread(self._detokenize, raw))
+
+    def _detokenize(self, raw: bytes) -> dict[str, object]:
+        body = parse(raw, DetokenizeBody)
+        self._preparer.check_model(body.model)
+        vocabulary = self._engine.info.vocabulary
+        if body.tokens and max(body.tokens) >= vocabulary:
+            raise invalid("tokens", f"'tokens' has id {max(body.tokens)}; the vocabulary has {vocabulary} ids")
+        return {"prompt": self._text.decode(body.tokens)}
+
+    async def health(self) -> Response:
+        if self._engine.death is not None:
+            raise engine_dead(self._engine.death)
+        return _json({"status": "ok"})
+
+    async def ready(self) -> Response:
+        if self._engine.death is not None:
+            raise engine_dead(self._engine.death)
+        if self._engine.draining:
+            raise ApiError(503, "Draining: no new requests are taken", "service_unavailable_error", code="draining")
+        return _json({"status": "ready"})
+
+    async def metrics(self) -> Response:
+        return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
+
+
+def create_app(engine: Engine, text: ModelText, settings: ApiSettings) -> FastAPI:
+    """The HTTP surface of one engine. Loads nothing and starts nothing; uvicorn (or a test) runs it."""
+    if settings.chat_template is not None:
+        text = text.with_template(settings.chat_template)
+    metrics = Metrics(engine, settings.served_model_names[0])
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
+    _add_routes(app, Routes(engine, text, settings, metrics))
+    _add_error_handlers(app)
+    openapi.install(app, secured=bool(settings.api_keys))
+    app.add_middleware(Auth, keys=Keys(settings.api_keys))
+    app.add_middleware(Edge, metrics=metrics)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[HEADER],
+        )
+    return app
+
+
+def _add_routes(app: FastAPI, routes: Routes) -> None:
+    post, get, delete = ["POST"], ["GET"], ["DELETE"]
+    table: list[tuple[str, list[str], Callable[..., Awaitable[Response]], openapi.Described]] = [
+        ("/v1/chat/completions", post, routes.chat, openapi.CHAT),
+        ("/v1/completions", post, routes.completion, openapi.COMPLETION),
+        ("/v1/models", get, routes.models, openapi.MODELS),
+        ("/v1/models/{id:path}", get, routes.model, openapi.MODEL),
+        ("/v1/requests/{id}", delete, routes.cancel, openapi.CANCEL),
+        ("/tokenize", post, routes.tokenize, openapi.TOKENIZE),
+        ("/detokenize", post, routes.detokenize, openapi.DETOKENIZE),
+        ("/health", get, routes.health, openapi.HEALTH),
+        ("/ready", get, routes.ready, openapi.HEALTH),
+        ("/metrics", get, routes.metrics, openapi.METRICS),
+    ]
+    for path, methods, endpoint, described in table:
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=methods,
+            response_model=None,
+            response_class=Response,
+            responses=described.responses,
+            openapi_extra=described.extra,
+        )
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return ApiError(error.status_code, error.detail, code=code, headers=error.headers or {}).response()
+
+    async def bad_parameter(_: Request, error: RequestValidationError) -> Response:
+        return invalid(None, str(error)).response()
+
+    async def client_gone(_: Request, _error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_CLOSED)
+
+    async def bug(_: Request, _error: Exception) -> Response:
+        return ApiError(500, "Internal error; the log has the details", "server_error", code="internal_error").response()
+
+    app.exception_handler(ApiError)(api_error)
+    app.exception_handler(HTTPException)(http_error)
+    app.exception_handler(RequestValidationError)(bad_parameter)
+    app.exception_handler(ClientGone)(client_gone)
+    app.exception_handler(Exception)(bug)
+
+
+def _json(content: object) -> Response:
+    return Response(encode(content), media_type="application/json")

@@ -1,0 +1,82 @@
+"""Errors as the OpenAI API shapes them: `{"error": {"message", "type", "param", "code"}}`, and which status each one has.
+
+Owns the mapping from refusals and validation failures to statuses. Promises that `param` names the field to blame
+wherever there is one. Does not know about routes or streaming; a stream sends the same object as one SSE event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from baton.core.errors import Refusal, RefusalCode
+
+_encode = msgspec.json.Encoder().encode
+
+_REFUSAL_STATUS = {RefusalCode.QUEUE_FULL: 429, RefusalCode.DRAINING: 503, RefusalCode.DUPLICATE_ID: 409}
+_REFUSAL_TYPE = {429: "rate_limit_error", 503: "service_unavailable_error"}
+_RETRY_AFTER_S = 1
+_MESSAGE_CHARS_MAX = 1000
+"""A hostile body is never echoed whole in the error that refuses it."""
+
+
+@dataclass(frozen=True)
+class ApiError(Exception):
+    """An answer that is an error. Raised anywhere below a route, rendered in one place."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        message = self.message if len(self.message) <= _MESSAGE_CHARS_MAX else self.message[:_MESSAGE_CHARS_MAX] + "…"
+        return _encode({"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, dict(self.headers), "application/json")
+
+
+def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    return invalid(param, message, "unsupported_parameter")
+
+
+def refused(refusal: Refusal, param: str | None) -> ApiError:
+    """The engine's refusal. `param` is the prompt's field, which the engine does not know the name of."""
+    status = _REFUSAL_STATUS.get(refusal.code, 400)
+    headers = {}
+    if status in (429, 503):
+        headers["Retry-After"] = str(_RETRY_AFTER_S if refusal.retry_after_s is None else refusal.retry_after_s)
+    kind = _REFUSAL_TYPE.get(status, "invalid_request_error")
+    return ApiError(status, refusal.message, kind, param if status == 400 else None, refusal.code.value, headers)
+
+
+def engine_dead(reason: str) -> ApiError:
+    return ApiError(503, f"The engine is dead: {reason}", "engine_dead", code="engine_dead")
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first failure of a body, under the name that the client knows the field by."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = field_path(first["loc"])
+    where = f"'{param}': " if param else ""
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    return invalid(param, f"{where}{first['msg']}", code)
+
+
+def field_path(loc: Sequence[int | str]) -> str | None:
+    """`("messages", 0, "content")` → `messages[0].content`."""
+    path = ""
+    for step in loc:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+    return path or None

@@ -1,0 +1,128 @@
+"""Prometheus metrics, under the names that an operator of vLLM would look for (with `baton_` in front).
+
+Owns its registry, so that several apps live in one process. The engine's gauges are read when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.api.engine import Engine
+from baton.api.reader import Delta
+from baton.core.request import FinishReason
+
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_WHOLE_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        gauges = self._engine.gauges
+        blocks = GaugeMetricFamily("baton_kv_blocks", "KV blocks by state", labels=["model_name", "state"])
+        for state, count in gauges.blocks.items():
+            blocks.add_metric([self._model, state], count)
+        yield blocks
+        total = sum(gauges.blocks.values())
+        reusable = gauges.blocks.get("free", 0) + gauges.blocks.get("evictable", 0)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", 1 - reusable / total if total else 0)
+        yield self._gauge("num_requests_running", "Requests in the batch", gauges.running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue", gauges.waiting)
+        yield self._gauge("reserve_ratio", "Share of the remaining outputs that is reserved", gauges.reserve_ratio)
+        yield self._count("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", gauges.prefix_queries)
+        yield self._count("prefix_cache_hits", "Prompt tokens that the prefix cache had", gauges.prefix_hits)
+        yield self._count("stale_results", "Results of an old epoch that were dropped", gauges.stale_results)
+        yield self._count("num_preemptions", "Requests sent back to the queue", gauges.preemptions)
+        yield self._count("engine_steps", "Steps the executor ran", gauges.steps)
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"baton_{name}", help_text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _count(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"baton_{name}", help_text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+
+class Metrics:
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine, model))
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests", model)
+        self.generation_tokens = self._counter("generation_tokens", "Tokens given to clients", model)
+        self.first_token_s = self._histogram(
+            "time_to_first_token_seconds", "Acceptance to first token", _FIRST_TOKEN_S, model
+        )
+        self.per_token_s = self._histogram(
+            "time_per_output_token_seconds", "Between tokens after the first", _PER_TOKEN_S, model
+        )
+        self.whole_s = self._histogram("e2e_request_latency_seconds", "Acceptance to end", _WHOLE_S, model)
+        self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS, model)
+        self.request_output_tokens = self._histogram("request_generation_tokens", "Tokens of an answer", _TOKENS, model)
+        ended = self._labelled("request_success", "Ended requests", ["model_name", "finished_reason"])
+        self._ended = {reason: ended.labels(model, reason.value) for reason in FinishReason}
+        self._http = self._labelled("http_requests", "HTTP requests", ["method", "path", "status"])
+
+    def _labelled(self, name: str, help_text: str, labels: list[str]) -> Counter:
+        return Counter(f"baton_{name}", help_text, labels, registry=self._registry)
+
+    def _counter(self, name: str, help_text: str, model: str) -> Counter:
+        return self._labelled(name, help_text, ["model_name"]).labels(model)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...], model: str) -> Histogram:
+        return Histogram(f"baton_{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry).labels(model)
+
+    def count_http(self, method: str, path: str, status: int) -> None:
+        """`path` is a route's template, never what the client typed: labels stay few."""
+        self._http.labels(method if method in _METHODS else "other", path, str(status)).inc()
+
+    def count_end(self, reason: FinishReason) -> None:
+        self._ended[reason].inc()
+
+    def page(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class AnswerTimes:
+    """The clock of one body's choices: told each delta, it fills the histograms."""
+
+    def __init__(self, metrics: Metrics, prompt_lengths: Iterable[int], choices: int) -> None:
+        self._metrics = metrics
+        self._start = time.perf_counter()
+        self._last: list[float | None] = [None] * choices
+        self._tokens = [0] * choices
+        for length in prompt_lengths:
+            metrics.prompt_tokens.inc(length)
+            metrics.request_prompt_tokens.observe(length)
+
+    def seen(self, delta: Delta) -> None:
+        now = time.perf_counter()
+        if delta.tokens:
+            self._seen_tokens(delta.index, len(delta.tokens), now)
+        if delta.finish is not None:
+            self._metrics.count_end(delta.finish)
+            self._metrics.whole_s.observe(now - self._start)
+            self._metrics.request_output_tokens.observe(self._tokens[delta.index])
+
+    def _seen_tokens(self, index: int, count: int, now: float) -> None:
+        last = self._last[index]
+        if last is None:
+            self._metrics.first_token_s.observe(now - self._start)
+        else:
+            self._metrics.per_token_s.observe((now - last) / count)
+        self._last[index] = now
+        self._tokens[index] += count
+        self._metrics.generation_tokens.inc(count)

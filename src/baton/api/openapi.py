@@ -1,0 +1,149 @@
+"""What `/openapi.json` says. Bodies are parsed by `schema.parse`, not by FastAPI, so their schemas are put in here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from baton.api.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+_REF = "#/components/schemas/{model}"
+Json = dict[str, Any]
+"""JSON schema is free-form by nature."""
+
+_BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+
+_ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ERROR_REF: Json = {"$ref": _REF.format(model="Error")}
+_MEANINGS = {
+    400: "The request is not valid; `param` names the field",
+    401: "No API key, or not one that is known",
+    404: "No such model, request or path",
+    405: "The path does not take this method",
+    409: "The request id is in use",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    429: "The queue is full; see Retry-After",
+    503: "The engine is dead or draining",
+}
+
+
+def _errors(*statuses: int) -> dict[int | str, Json]:
+    content = {"application/json": {"schema": _ERROR_REF}}
+    return {status: {"description": _MEANINGS[status], "content": content} for status in (401, 405, *statuses)}
+
+
+def _answer(required: tuple[str, ...], properties: Mapping[str, Json]) -> Json:
+    return {"type": "object", "required": list(required), "properties": dict(properties)}
+
+
+_TEXT: Json = {"type": "string"}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+_IDS: Json = {"type": "array", "items": _COUNT}
+_USAGE = _answer(
+    ("prompt_tokens", "completion_tokens", "total_tokens"),
+    {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
+)
+_FINISH: Json = {"enum": ["stop", "length", "abort"]}
+
+
+def _generated(kind: str, choice: Json) -> Json:
+    choices = {"type": "array", "items": choice, "minItems": 1}
+    fields = {"id": _TEXT, "object": {"const": kind}, "created": _COUNT, "model": _TEXT}
+    return _answer(("id", "object", "created", "model", "choices", "usage"), fields | {"choices": choices, "usage": _USAGE})
+
+
+_MESSAGE = _answer(("role", "content"), {"role": {"const": "assistant"}, "content": _TEXT})
+_CHAT_ANSWER = _generated(
+    "chat.completion",
+    _answer(("index", "message", "finish_reason"), {"index": _COUNT, "message": _MESSAGE, "finish_reason": _FINISH}),
+)
+_COMPLETION_ANSWER = _generated(
+    "text_completion",
+    _answer(("index", "text", "finish_reason"), {"index": _COUNT, "text": _TEXT, "finish_reason": _FINISH}),
+)
+_MODEL_ANSWER = _answer(("id", "object", "created", "owned_by"), {"id": _TEXT, "object": {"const": "model"}})
+
+
+@dataclass(frozen=True)
+class Described:
+    """One route: its responses, and its body where it has one."""
+
+    responses: dict[int | str, Json]
+    extra: Json = field(default_factory=dict)
+
+
+def _described(
+    answer: Json, errors: tuple[int, ...] = (), body: type[Body] | None = None, streams: bool = False
+) -> Described:
+    content: Json = {"application/json": {"schema": answer}}
+    if streams:
+        content["text/event-stream"] = {"schema": _TEXT}
+    extra: Json = {}
+    if body is not None:
+        schema = {"$ref": _REF.format(model=body.__name__)}
+        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return Described({200: {"description": "Done", "content": content}, **_errors(*errors)}, extra)
+
+
+_GENERATE_ERRORS = (400, 404, 409, 413, 415, 429, 503)
+CHAT = _described(_CHAT_ANSWER, _GENERATE_ERRORS, ChatBody, streams=True)
+COMPLETION = _described(_COMPLETION_ANSWER, _GENERATE_ERRORS, CompletionBody, streams=True)
+MODELS = _described(_answer(("object", "data"), {"data": {"type": "array", "items": _MODEL_ANSWER}}))
+MODEL = _described(_MODEL_ANSWER, (404,))
+CANCEL = _described(_answer(("id", "object", "cancelled"), {"id": _TEXT, "cancelled": {"const": True}}), (404,))
+TOKENIZE = _described(
+    _answer(("count", "tokens", "max_model_len"), {"count": _COUNT, "tokens": _IDS, "max_model_len": _COUNT}),
+    (400, 404, 413, 415),
+    TokenizeBody,
+)
+DETOKENIZE = _described(_answer(("prompt",), {"prompt": _TEXT}), (400, 404, 413, 415), DetokenizeBody)
+HEALTH = _described(_answer(("status",), {"status": _TEXT}), (503,))
+METRICS = Described(
+    {200: {"description": "Prometheus text format", "content": {"text/plain": {"schema": _TEXT}}}, **_errors()}
+)
+
+
+def install(app: FastAPI, secured: bool) -> None:
+    """Make the app describe itself with our bodies; made once, on first use."""
+
+    def describe() -> Json:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            components = schema.setdefault("components", {})
+            components.setdefault("schemas", {}).update(_components())
+            if secured:
+                components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                schema["security"] = [{"key": []}]
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = describe  # type: ignore[method-assign]
+
+
+def _components() -> Json:
+    found: Json = {"Error": _ERROR}
+    for body in _BODIES:
+        schema = body.model_json_schema(ref_template=_REF)
+        found.update(schema.pop("$defs", {}))
+        found[body.__name__] = schema
+    return found

@@ -1,0 +1,130 @@
+"""From the raw bytes of a body to everything that is needed to answer it. Runs in a thread: tokenising can be long.
+
+Pure but for the clock and the random seed: asks nothing of the engine, keeps nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.api.chat import ChatWriter
+from baton.api.completions import CompletionWriter
+from baton.api.errors import ApiError, invalid
+from baton.api.reader import ChoiceReader
+from baton.api.sampling import Asker, Policy, group_of
+from baton.api.schema import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerateBody,
+    Prompt,
+    TokenizeBody,
+    check_chat,
+    check_completion,
+    check_stream_options,
+    parse,
+)
+from baton.api.stops import StopScanner
+from baton.api.text import ModelText, TemplateRefused
+from baton.api.writing import Heading, Writer
+from baton.core.request import Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    asker: Asker
+    group: list[Submission]
+    prompt_ids: Sequence[Sequence[int]]
+    readers: list[ChoiceReader]
+    writer: Writer
+    stream: bool
+    include_usage: bool
+    prompt_field: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preparer:
+    text: ModelText
+    policy: Policy
+    model_names: tuple[str, ...]
+
+    def chat(self, raw: bytes, asker: Asker) -> Prepared:
+        body = parse(raw, ChatBody, (check_stream_options, check_chat))
+        self.check_model(body.model)
+        prompt_ids = [self.chat_ids(body, body.messages)]
+        group = group_of(body, prompt_ids, self.policy, asker, secrets.randbits(63))
+        heading = self._heading("chatcmpl", body, asker, prompt_ids)
+        # An answer is a text of its own, so its first space is not a gap to the prompt.
+        readers = self._readers(body, group, [()], offsets=[0])
+        writer = ChatWriter(heading, self.text.piece, bool(body.logprobs))
+        return Prepared(asker, group, prompt_ids, readers, writer, bool(body.stream), heading.include_usage, "messages")
+
+    def completion(self, raw: bytes, asker: Asker) -> Prepared:
+        body = parse(raw, CompletionBody, (check_stream_options, check_completion))
+        self.check_model(body.model)
+        prompt_ids = [self._prompt_ids(prompt, body.add_special_tokens) for prompt in body.prompt]
+        group = group_of(body, prompt_ids, self.policy, asker, secrets.randbits(63))
+        heading = self._heading("cmpl", body, asker, prompt_ids)
+        echoes = [self._echo(prompt) for prompt in body.prompt] if body.echo else []
+        readers = self._readers(body, group, prompt_ids, [len(echo) for echo in echoes] or [0] * len(prompt_ids))
+        writer = CompletionWriter(heading, self.text.piece, body.logprobs is not None, echoes)
+        return Prepared(asker, group, prompt_ids, readers, writer, bool(body.stream), heading.include_usage, "prompt")
+
+    def chat_ids(self, body: ChatBody | TokenizeBody, messages: Sequence[ChatMessage]) -> list[int]:
+        try:
+            rendered = self.text.render_chat(
+                [_plain(message) for message in messages],
+                add_generation_prompt=body.add_generation_prompt is not False,
+                extra=body.chat_template_kwargs,
+            )
+        except TemplateRefused as refusal:
+            raise invalid("messages", f"'messages': {refusal}") from None
+        return self.text.encode(rendered, add_special_tokens=False)  # the template wrote them
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model not in self.model_names:
+            message = f"The model '{model[:200]}' does not exist; this server has '{self.model_names[0]}'"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _prompt_ids(self, prompt: Prompt, add_special_tokens: bool | None) -> Sequence[int]:
+        return self.text.encode(prompt, add_special_tokens is not False) if isinstance(prompt, str) else prompt
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self.text.decode(prompt, skip_special=True)
+
+    def _heading(self, kind: str, body: GenerateBody, asker: Asker, prompt_ids: Sequence[Sequence[int]]) -> Heading:
+        return Heading(
+            id=f"{kind}-{asker.request_id}",
+            created_s=int(time.time()),
+            model=self.model_names[0],
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            return_token_ids=bool(body.return_token_ids),
+            prompt_ids=prompt_ids,
+            n=body.n or 1,
+        )
+
+    def _readers(
+        self, body: GenerateBody, group: Sequence[Submission], contexts: Sequence[Sequence[int]], offsets: Sequence[int]
+    ) -> list[ChoiceReader]:
+        n = body.n or 1
+        return [
+            ChoiceReader(
+                index,
+                self.text.detokenizer(contexts[index // n], skip_special=body.skip_special_tokens is not False),
+                StopScanner(body.stop, bool(body.include_stop_str_in_output)) if body.stop else None,
+                frozenset(submission.sampling.stop_token_ids),
+                submission.sampling.min_tokens,
+                offsets[index // n],
+            )
+            for index, submission in enumerate(group)
+        ]
+
+
+def _plain(message: ChatMessage) -> dict[str, str]:
+    """As templates want it: no nulls, and the role that they know for `developer`."""
+    role = "system" if message.role == "developer" else message.role
+    plain = {"role": role, "content": message.content or ""}
+    return plain if message.name is None else plain | {"name": message.name}

@@ -1,0 +1,115 @@
+"""One choice's tokens read into text: detokenised, searched for stop strings, cut where the answer ends.
+
+Owns the counts that usage is made of. Promises that text, tokens and log-probabilities of a choice end together: at
+the token that completed a stop string, at a stop token (kept and counted, its text not shown), or where the engine
+ended it. Does not know HTTP nor which engine it reads from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from baton.api.detokenise import Detokenizer
+from baton.api.engine import Burst, TokenLogprob
+from baton.api.stops import StopScanner
+from baton.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one burst adds to a choice. `finish` is set on the last one."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    offsets: tuple[int, ...]
+    """Where in the text each token begins; one for each entry of `logprobs`."""
+    finish: FinishReason | None
+    first: bool
+    """Whether this is the first delta of its choice."""
+
+
+class ChoiceReader:
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        scanner: StopScanner | None,
+        stop_ids: Container[int],
+        min_tokens: int = 0,
+        text_offset: int = 0,
+    ) -> None:
+        self.index = index
+        self.tokens = 0
+        self.cached_tokens = 0
+        self.finish: FinishReason | None = None
+        self.stopped_by_string = False
+        self._detokenizer = detokenizer
+        self._scanner = scanner
+        self._stop_ids = stop_ids
+        self._min_tokens = min_tokens
+        self._offset = text_offset
+        self._first = True
+
+    def read(self, burst: Burst) -> Delta:
+        if burst.cached_tokens is not None:
+            self.cached_tokens = burst.cached_tokens
+        offsets: tuple[int, ...] = ()
+        if self._scanner is None and not burst.logprobs:
+            text, kept = self._detokenizer.push(self._shown(burst.tokens)), len(burst.tokens)
+        else:
+            text, kept, offsets = self._read_each(burst)
+        self.tokens += kept
+        if self.stopped_by_string:
+            self.finish = FinishReason.STOP
+        elif burst.ended is not None:
+            self.finish, self.cached_tokens = burst.ended.reason, burst.ended.cached_tokens
+            text += self._flush()
+        return self._delta(text, burst.tokens[:kept], burst.logprobs[:kept], offsets)
+
+    def cancel(self) -> Delta:
+        """The client took the request back: what is held comes out, and nothing more."""
+        self.finish = FinishReason.ABORT
+        return self._delta(self._flush(), (), (), ())
+
+    def _delta(
+        self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], offsets: tuple[int, ...]
+    ) -> Delta:
+        first, self._first = self._first, False
+        return Delta(self.index, text, tokens, logprobs, offsets, self.finish, first)
+
+    def _shown(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """A stop token ends the answer, so only the last one can be one; its text is not part of the answer."""
+        return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
+
+    def _read_each(self, burst: Burst) -> tuple[str, int, tuple[int, ...]]:
+        """Token by token: which one completed a stop string, and where each begins."""
+        shown: list[str] = []
+        offsets: list[int] = []
+        for count, token in enumerate(burst.tokens, 1):
+            offsets.append(self._offset)
+            text = "" if token in self._stop_ids else self._detokenizer.push((token,))
+            self._offset += len(text)
+            shown.append(self._scan(text, self.tokens + count))
+            if self.stopped_by_string:
+                return "".join(shown), count, tuple(offsets)
+        return "".join(shown), len(burst.tokens), tuple(offsets)
+
+    def _scan(self, text: str, tokens: int) -> str:
+        if self._scanner is None or tokens < self._min_tokens:
+            return text
+        shown = self._scanner.push(text)
+        self.stopped_by_string = self._scanner.hit
+        return shown
+
+    def _flush(self) -> str:
+        """The tail. A stop string that only the tail completes still cuts the text; every token is counted then."""
+        tail = self._detokenizer.flush()
+        if self._scanner is None:
+            return tail
+        shown = self._scan(tail, self.tokens)
+        if self.stopped_by_string:
+            self.finish = FinishReason.STOP
+        return shown + self._scanner.flush()

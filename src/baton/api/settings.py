@@ -1,0 +1,31 @@
+"""Settings of the HTTP surface: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.api.text import SamplingDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    served_model_names: tuple[str, ...]
+    """The first is shown in answers; a request may use any of them."""
+    api_keys: tuple[str, ...] = ()
+    """Empty: everybody may call, as one tenant."""
+    body_bytes_max: int = 4 << 20
+    chat_template: str | Path | None = None
+    """Overrides the model's own: a path to a template, or the template itself."""
+    default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """What the operator sets goes before what the model's generation_config.json says."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins that browsers may call from (CORS); none by default."""
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names or not all(self.served_model_names):
+            raise ValueError("served_model_names needs at least one name, and no empty one")
+        if not all(self.api_keys):
+            raise ValueError("an API key is empty: anybody could present it")
+        if self.body_bytes_max < 1:
+            raise ValueError("body_bytes_max must be at least 1")

@@ -1,0 +1,95 @@
+"""What chat and completion answers have in common on the wire: usage, whole choices, server-sent events.
+
+Events are put together from bytes that are made once per answer and the few values that change; a model object for
+each chunk would cost more than everything else in the front end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from baton.api.engine import TokenLogprob
+from baton.api.reader import ChoiceReader, Delta
+from baton.core.request import FinishReason
+
+encode = msgspec.json.Encoder().encode
+
+DONE = b"data: [DONE]\n\n"
+NULL = b"null"
+FINISH = {None: NULL} | {reason: encode(reason.value) for reason in FinishReason}
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every chunk of an answer repeats."""
+
+    id: str
+    created_s: int
+    model: str
+    include_usage: bool
+    return_token_ids: bool
+    prompt_ids: Sequence[Sequence[int]]
+    n: int
+
+    def prompt_ids_of(self, index: int) -> list[int]:
+        return list(self.prompt_ids[index // self.n])
+
+
+@dataclass(slots=True)
+class Choice:
+    """A choice gathered to be sent whole."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.offsets += delta.offsets
+        self.finish = delta.finish
+
+
+class Writer(Protocol):
+    """How one kind of answer looks. An event may be empty: then nothing is sent."""
+
+    def event(self, delta: Delta) -> bytes: ...
+
+    def usage_event(self, usage: Mapping[str, object]) -> bytes: ...
+
+    def whole(self, choices: Sequence[Choice], usage: Mapping[str, object]) -> bytes: ...
+
+
+def usage_of(prompt_ids: Sequence[Sequence[int]], readers: Sequence[ChoiceReader]) -> dict[str, object]:
+    """A prompt counts once however many choices it has; what the cache had of it is its first choice's."""
+    n = len(readers) // len(prompt_ids)
+    prompt = sum(len(ids) for ids in prompt_ids)
+    completion = sum(reader.tokens for reader in readers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(reader.cached_tokens for reader in readers[::n])},
+    }
+
+
+def sse(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def readable(piece: bytes) -> str:
+    """A token as text; as OpenAI does, one that is not a whole character is spelled in bytes."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+Piece = Callable[[int], bytes]

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import uvicorn
+
+from baton.api.app import create_app
+from baton.api.settings import ApiSettings
+from baton.api.text import ModelText, SamplingDefaults
+from tests.api.engine import ScriptedEngine
+from tests.api.tokenizers_made_here import TEMPLATE, byte_level
+
+REPLY = "hello world, 你好 é! The end."
+
+
+@pytest.fixture(scope="session")
+def text() -> ModelText:
+    tokenizer = byte_level()
+    return ModelText(
+        tokenizer,
+        chat_template=TEMPLATE,
+        eos_ids=[tokenizer.token_to_id("<|end|>")],
+        defaults=SamplingDefaults(temperature=0.6, top_k=20),
+    )
+
+
+@pytest.fixture
+def engine(text: ModelText) -> ScriptedEngine:
+    """Says REPLY and ends, whatever it is asked."""
+    eos = min(text.eos_ids)
+    return ScriptedEngine(lambda _: [*text.encode(REPLY), eos, *text.encode("beyond the end")], vocabulary=320)
+
+
+class Served:
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.root = f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def serving(engine: ScriptedEngine, text: ModelText, settings: ApiSettings) -> Iterator[Served]:
+    """A real uvicorn on a free loopback port, in a thread of its own."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(create_app(engine, text, settings), log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
+        thread.start()
+        while not server.started:
+            thread.join(0.005)
+        try:
+            yield Served(port)
+        finally:
+            server.should_exit = True
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def settings() -> ApiSettings:
+    return ApiSettings(served_model_names=("tiny", "tiny-alias"))
+
+
+@pytest.fixture
+def served(engine: ScriptedEngine, text: ModelText, settings: ApiSettings) -> Iterator[Served]:
+    with serving(engine, text, settings) as running:
+        yield running
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], None]:
+    def wait(condition: Callable[[], bool]) -> None:
+        pause = threading.Event()
+        for _ in range(400):
+            if condition():
+                return
+            pause.wait(0.01)
+        raise AssertionError("it did not happen within 4 s")
+
+    return wait

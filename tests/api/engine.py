@@ -1,0 +1,104 @@
+"""A small engine in memory: it plays a script of bursts for each submission and honours the protocol.
+
+A script is a function from a submission to the token ids it will give. The engine cuts them into bursts, ends at stop
+tokens and at max_tokens, invents log-probabilities when asked, and notes what was stopped and aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from baton.api.engine import Burst, Ended, EngineDead, EngineInfo, Gauges, TokenLogprob
+from baton.core.errors import Refusal, Refused
+from baton.core.request import FinishReason, Submission
+
+Script = Callable[[Submission], Sequence[int]]
+
+
+class ScriptedStream:
+    def __init__(self, engine: ScriptedEngine, submission: Submission) -> None:
+        self.submission = submission
+        self.kept: int | None = None
+        self.aborted = False
+        self.ended = False
+        self._engine = engine
+
+    def stop(self, keep: int) -> None:
+        self.kept = keep if self.kept is None else self.kept
+
+    def abort(self) -> None:
+        self.aborted = self.aborted or not self.ended
+
+    async def __aiter__(self) -> AsyncIterator[Burst]:
+        tokens, reason = self._plan()
+        size = self._engine.burst_tokens
+        chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)] or [()]
+        for number, chunk in enumerate(chunks):
+            await self._pause(number * size)
+            last = number == len(chunks) - 1
+            self.ended = last
+            yield Burst(
+                chunk,
+                tuple(self._logprob(token) for token in chunk) if self.submission.sampling.logprobs is not None else (),
+                Ended(reason, self._engine.cached_tokens) if last else None,
+                cached_tokens=self._engine.cached_tokens,
+            )
+
+    def _plan(self) -> tuple[tuple[int, ...], FinishReason]:
+        sampling, limit = self.submission.sampling, self.submission.max_tokens
+        if limit is None:
+            limit = self._engine.info.context_tokens - len(self.submission.prompt)
+        tokens: list[int] = []
+        for token in self._engine.script(self.submission):
+            tokens.append(token)
+            if token in sampling.stop_token_ids:
+                return tuple(tokens), FinishReason.STOP
+            if len(tokens) == limit:
+                break
+        return tuple(tokens), self._engine.reason or FinishReason.LENGTH
+
+    async def _pause(self, done: int) -> None:
+        engine = self._engine
+        if engine.dies_after is not None and done >= engine.dies_after:
+            engine.death = "killed by the test"
+            raise EngineDead(engine.death)
+        while engine.hangs_after is not None and done >= engine.hangs_after:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(engine.pause_s)
+
+    def _logprob(self, token: int) -> TokenLogprob:
+        count = self.submission.sampling.logprobs or 0
+        top = tuple(((token + i) % self._engine.info.vocabulary, -0.5 - i) for i in range(count))
+        return TokenLogprob(token, -0.5, top)
+
+
+class ScriptedEngine:
+    def __init__(self, script: Script, vocabulary: int, context_tokens: int = 512) -> None:
+        self.info = EngineInfo(context_tokens, vocabulary, slots=64, blocks=256, block_size=16)
+        self.script = script
+        self.burst_tokens = 1
+        self.pause_s = 0.0
+        self.cached_tokens = 0
+        self.reason: FinishReason | None = None
+        self.dies_after: int | None = None
+        self.hangs_after: int | None = None
+        self.refusal: Refusal | None = None
+        self.death: str | None = None
+        self.draining = False
+        self.groups: list[list[Submission]] = []
+        self.streams: list[ScriptedStream] = []
+
+    @property
+    def gauges(self) -> Gauges:
+        return Gauges(running=2, waiting=1, blocks={"free": 192, "evictable": 0, "running": 64}, prefix_queries=7)
+
+    async def submit(self, group: Sequence[Submission]) -> list[ScriptedStream]:
+        if self.death is not None:
+            raise EngineDead(self.death)
+        if self.refusal is not None:
+            raise Refused(self.refusal)
+        self.groups.append(list(group))
+        streams = [ScriptedStream(self, submission) for submission in group]
+        self.streams += streams
+        return streams
