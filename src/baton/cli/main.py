@@ -1,0 +1,39 @@
+"""The `baton` command: one module a subcommand, mounted here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton import __version__
+from baton.cli.bench import bench_app
+from baton.cli.chat import chat
+from baton.cli.serve import serve
+
+app = typer.Typer(
+    help="Baton serves language models. Start with [bold]baton serve[/bold], then talk to it with [bold]baton chat[/bold].",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+app.command()(serve)
+app.command()(chat)
+app.add_typer(bench_app, name="bench")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"baton {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """Nothing to do before a subcommand."""
+
+
+def run() -> None:
+    app()

@@ -1,0 +1,326 @@
+"""The front end's side of an engine process: starts it, submits to it, hands tokens to the streams that wait for them.
+
+Implements `api.engine.Engine`. All methods run on one event loop. When the process dies, every open stream and every pending
+submission ends with EngineDead and the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from baton.api.engine import Burst, Ended, EngineDead, EngineInfo, Gauges, TokenLogprob, TokenStream
+from baton.core.errors import Refused
+from baton.core.request import FinishReason, Submission
+from baton.node.engine import QUEUED_MESSAGES_MAX
+from baton.node.settings import EngineSettings
+from baton.wire.messages import (
+    WIRE_VERSION,
+    AcceptedAs,
+    Cancel,
+    Drain,
+    Failed,
+    FromEngine,
+    LogprobLine,
+    Ready,
+    RefusedWith,
+    Rows,
+    StepOutput,
+    StopAt,
+    ToEngine,
+    WireGauges,
+    decode_from_engine,
+    encode_to_engine,
+    refusal_of,
+    submit,
+)
+
+KILL_AFTER_S = 5.0
+
+
+class Stream:
+    """The tokens of one accepted request. Unread bursts are bounded by the request's own token limit."""
+
+    def __init__(self, client: EngineClient, serial: int) -> None:
+        self._client = client
+        self._serial = serial
+        self._bursts: deque[Burst] = deque()
+        self._death: str | None = None
+        self._over = False
+        self._news = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[Burst]:
+        while True:
+            while self._bursts:
+                burst = self._bursts.popleft()
+                yield burst
+                if burst.ended is not None:
+                    return
+            if self._death is not None:
+                raise EngineDead(self._death)
+            self._news.clear()
+            await self._news.wait()
+
+    def stop(self, keep: int) -> None:
+        self._let_go(StopAt(self._serial, keep))
+
+    def abort(self) -> None:
+        self._let_go(Cancel(self._serial))
+
+    def push(self, burst: Burst) -> None:
+        self._bursts.append(burst)
+        self._over = self._over or burst.ended is not None
+        self._news.set()
+
+    def fail(self, reason: str) -> None:
+        self._death = reason
+        self._over = True
+        self._news.set()
+
+    def _let_go(self, message: ToEngine) -> None:
+        if not self._over:
+            self._over = True
+            self._client.post(message)
+
+
+class EngineClient:
+    def __init__(self, settings: EngineSettings) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # made with mode 0700: the socket is ours alone
+        self._settings = msgspec.structs.replace(settings, endpoint=f"ipc://{self._folder}/engine")
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(QUEUED_MESSAGES_MAX)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._tickets = count()
+        self._submitting: dict[int, asyncio.Future[tuple[int, ...]]] = {}
+        self._streams: dict[int, Stream] = {}
+        self._outbox: asyncio.Queue[ToEngine] = asyncio.Queue()
+        """Stops and cancels, which must not be lost and cannot wait: at most two for each open request."""
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._dead = asyncio.Event()
+        self._fewer = asyncio.Event()
+        """Set whenever a request may have closed."""
+        self._death: str | None = None
+        self._last_words: str | None = None
+        self._draining = False
+        self._stopping = False
+        self._gauges = Gauges()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
+        self.details = ""
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        """Start the process; `wait_ready` says when it serves."""
+        self._socket.bind(self._settings.endpoint)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "baton.node.engine", stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        stdin = self._stdin()
+        stdin.write(msgspec.json.encode(self._settings) + b"\n")
+        await stdin.drain()
+        self._tasks = [asyncio.create_task(work) for work in (self._receive(), self._post_all(), self._watch())]
+
+    async def wait_ready(self) -> None:
+        ready = await self._ready
+        if ready.version != WIRE_VERSION:
+            raise EngineDead(f"the engine speaks version {ready.version} of the wire format, this front end {WIRE_VERSION}")
+        self.info = EngineInfo(
+            context_tokens=ready.context_tokens,
+            vocabulary=ready.vocabulary,
+            slots=ready.slots,
+            blocks=ready.blocks,
+            block_size=ready.block_size,
+        )
+        self.details = ready.details
+
+    async def wait_dead(self) -> str:
+        await self._dead.wait()
+        return self._death or ""
+
+    async def close(self) -> None:
+        """Stop the process, by force where it does not go by itself, and give everything back."""
+        self._stopping = True
+        self._stdin().close()
+        try:
+            await asyncio.wait_for(self._process.wait(), KILL_AFTER_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._die("the engine was stopped")
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stdin(self) -> asyncio.StreamWriter:
+        if self._process.stdin is None:
+            raise EngineDead("the engine process has no standard input")
+        return self._process.stdin
+
+    async def _watch(self) -> None:
+        code = await self._process.wait()
+        if not self._stopping:
+            # A last message may still be in the socket; it knows more than the exit status does.
+            await asyncio.sleep(0.05)
+            self._die(self._last_words or f"the engine process ended with status {code}")
+
+    def _die(self, reason: str) -> None:
+        if self._death is not None:
+            return
+        self._death = reason
+        for future in self._submitting.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))
+        for stream in self._streams.values():
+            stream.fail(reason)
+        if not self._ready.done():
+            self._ready.set_exception(EngineDead(reason))
+        self._dead.set()
+
+    # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def death(self) -> str | None:
+        return self._death
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def gauges(self) -> Gauges:
+        return self._gauges
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._streams) + len(self._submitting)
+
+    async def wait_idle(self) -> None:
+        """Until no request is open."""
+        while self.open_requests:
+            self._fewer.clear()
+            await self._fewer.wait()
+
+    async def submit(self, group: Sequence[Submission]) -> list[TokenStream]:
+        self._refuse_if_dead()
+        ticket = next(self._tickets)
+        answer: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+        self._submitting[ticket] = answer
+        try:
+            await self._socket.send(encode_to_engine(submit(ticket, group)))
+            serials = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            # The client left before the engine answered: what it accepts must not run on for nobody.
+            answer.add_done_callback(self._abandon)
+            raise
+        finally:
+            if answer.done():
+                self._submitting.pop(ticket, None)
+        return [self._streams[serial] for serial in serials]
+
+    def drain(self) -> None:
+        self._draining = True
+        self.post(Drain())
+
+    def post(self, message: ToEngine) -> None:
+        """Send without waiting."""
+        if self._death is None:
+            self._outbox.put_nowait(message)
+
+    def _refuse_if_dead(self) -> None:
+        if self._death is not None:
+            raise EngineDead(self._death)
+
+    def _abandon(self, answer: asyncio.Future[tuple[int, ...]]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            for serial in answer.result():
+                self._streams[serial].abort()
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _post_all(self) -> None:
+        while True:
+            await self._socket.send(encode_to_engine(await self._outbox.get()))
+
+    async def _receive(self) -> None:
+        while True:
+            self._take(decode_from_engine(await self._socket.recv()))
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case StepOutput():
+                self._deliver(message)
+            case AcceptedAs(ticket, serials):
+                # Streams exist before the submitter wakes up: their first tokens may be in the next message.
+                for serial in serials:
+                    self._streams[serial] = Stream(self, serial)
+                self._answer(ticket).set_result(serials)
+            case RefusedWith(ticket):
+                self._answer(ticket).set_exception(Refused(refusal_of(message)))
+            case Ready():
+                self._ready.set_result(message)
+            case Failed(reason):
+                self._last_words = reason
+                self._die(reason)
+
+    def _answer(self, ticket: int) -> asyncio.Future[tuple[int, ...]]:
+        self._fewer.set()
+        return self._submitting.pop(ticket)
+
+    def _deliver(self, output: StepOutput) -> None:
+        self._gauges = _gauges_of(output.gauges)
+        rows = Rows(output)
+        cached = dict(output.started)
+        ended = {item.serial: Ended(FinishReason(item.reason), item.cached_tokens) for item in output.ended}
+        at = 0
+        for row, (serial, length) in enumerate(zip(rows.serials, rows.counts, strict=True)):
+            tokens = tuple(rows.tokens[at : at + length])
+            at += length
+            logprobs = _logprobs_of(tokens, rows.logprobs.get(row))
+            self._push(serial, Burst(tokens, logprobs, ended.pop(serial, None), cached.get(serial)))
+        for serial, end in ended.items():
+            self._push(serial, Burst((), (), end))
+
+    def _push(self, serial: int, burst: Burst) -> None:
+        stream = self._streams.get(serial)
+        if stream is not None:
+            stream.push(burst)
+            if burst.ended is not None:
+                del self._streams[serial]
+                self._fewer.set()
+
+
+def _logprobs_of(tokens: tuple[int, ...], lines: list[LogprobLine] | None) -> tuple[TokenLogprob, ...]:
+    if lines is None:
+        return ()
+    return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))
+
+
+def _gauges_of(item: WireGauges) -> Gauges:
+    return Gauges(
+        running=item.running,
+        waiting=item.waiting,
+        blocks={"free": item.free_blocks, "evictable": item.evictable_blocks, "running": item.running_blocks},
+        prefix_queries=item.prefix_queries,
+        prefix_hits=item.prefix_hits,
+        stale_results=item.stale_results,
+        steps=item.steps,
+    )

@@ -1,0 +1,225 @@
+"""One instance: the engine process, the HTTP server in this one, and what happens when either should stop.
+
+signal     → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
+engine dies → open requests end with a typed error, /health and /ready turn 503, then exit 1 with the reason
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from baton.api.app import create_app
+from baton.api.engine import EngineDead
+from baton.api.settings import ApiSettings
+from baton.api.text import ModelText, load_text
+from baton.core.errors import BatonError
+from baton.executor.cachedir import cache_folder
+from baton.node.client import EngineClient
+from baton.node.models import resolve_model
+from baton.node.scripted_text import write_byte_tokenizer
+from baton.node.secrets import prefix_secret
+from baton.node.settings import EngineSettings
+
+Say = Callable[[str], None]
+
+DEATH_SHOWN_S = 2.0
+"""How long a dead instance goes on answering 503, so that whoever watches it learns why before the port closes."""
+CONNECTIONS_CLOSE_S = 5
+
+
+class CannotServe(BatonError):
+    """The instance cannot start, or ended because of a fault; the message is for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    model: str = "smollm2"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    chat_template: str | None = None
+    drain_timeout_s: float = 30.0
+    scripted: bool = False
+    engine: EngineSettings = field(default_factory=lambda: EngineSettings("", None, b""))
+    """Endpoint, model folder and secret are filled in at the start."""
+
+    def __post_init__(self) -> None:
+        if not self.api_keys and not _is_loopback(self.host):
+            raise CannotServe(
+                f"--host {self.host} can be reached from other machines, and no API key is set. "
+                "Give one with --api-key (or BATON_API_KEY), or stay on 127.0.0.1."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.served_model_names or (Path(self.model).name.removesuffix(".gguf"),)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(settings: ServeSettings, say: Say) -> None:
+    """Serve until told to stop. Raises CannotServe with the reason where that is not how it ends."""
+    listener = _bind(settings.host, settings.port)
+    try:
+        with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
+            text_folder, engine = _prepare(settings, Path(scratch), say)
+            asyncio.run(_Instance(settings, engine, say).run(listener, text_folder))
+    finally:
+        listener.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything slow happens, so that a port in use is told at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise CannotServe(f"cannot listen on {host}:{port}: {error.strerror}. Choose another with --port.") from None
+    return listener
+
+
+def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, EngineSettings]:
+    """Where the text side finds its tokeniser, and the engine's settings made whole."""
+    secret = prefix_secret(cache_folder())
+    base = settings.engine
+    if settings.scripted:
+        write_byte_tokenizer(scratch)
+        return scratch, _with(base, None, secret)
+    folder = resolve_model(settings.model, say)
+    return folder, _with(base, folder, secret)
+
+
+def _with(base: EngineSettings, folder: Path | None, secret: bytes) -> EngineSettings:
+    return msgspec.structs.replace(base, model_folder=None if folder is None else str(folder), prefix_secret=secret)
+
+
+class _HttpServer(uvicorn.Server):
+    """Uvicorn without its own signal handling: a signal means drain here, and the instance decides what that is."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Instance:
+    def __init__(self, settings: ServeSettings, engine: EngineSettings, say: Say) -> None:
+        self._settings = settings
+        self._engine_settings = engine
+        self._say = say
+        self._signals = 0
+        self._told_to_stop = asyncio.Event()
+        self._told_twice = asyncio.Event()
+
+    async def run(self, listener: socket.socket, text_folder: Path) -> None:
+        self._listen_for_signals()
+        engine = EngineClient(self._engine_settings)
+        await engine.start()
+        try:
+            text = await asyncio.to_thread(load_text, text_folder)
+            if not await self._ready(engine):
+                return
+            await self._serve(engine, text, listener)
+        finally:
+            await engine.close()
+
+    async def _ready(self, engine: EngineClient) -> bool:
+        """False when a signal came before the engine was ready."""
+        ready, stop = asyncio.ensure_future(engine.wait_ready()), asyncio.ensure_future(self._told_to_stop.wait())
+        await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not ready.done():
+            ready.cancel()
+            return False
+        try:
+            ready.result()
+        except EngineDead as death:
+            raise CannotServe(f"the engine did not start: {death}") from None
+        return True
+
+    async def _serve(self, engine: EngineClient, text: ModelText, listener: socket.socket) -> None:
+        api = ApiSettings(
+            served_model_names=self._settings.names,
+            api_keys=self._settings.api_keys,
+            chat_template=self._settings.chat_template,
+        )
+        config = uvicorn.Config(
+            create_app(engine, text, api),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=CONNECTIONS_CLOSE_S,
+            lifespan="off",
+        )
+        http = _HttpServer(config)
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        self._say(self._banner(engine, listener))
+        death = await self._until_over(engine)
+        http.should_exit = True
+        await serving
+        if death is not None:
+            raise CannotServe(f"the engine died: {death}")
+
+    async def _until_over(self, engine: EngineClient) -> str | None:
+        """Wait for the end of service. Answers the reason when the engine died."""
+        dead, stop = asyncio.ensure_future(engine.wait_dead()), asyncio.ensure_future(self._told_to_stop.wait())
+        await asyncio.wait((dead, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not dead.done():
+            await self._drain(engine, dead)
+        if dead.done():
+            await asyncio.sleep(DEATH_SHOWN_S)
+            return dead.result()
+        dead.cancel()
+        return None
+
+    async def _drain(self, engine: EngineClient, dead: asyncio.Future[str]) -> None:
+        self._say(f"draining: {engine.open_requests} requests open (once more to stop at once)")
+        engine.drain()
+        idle = asyncio.ensure_future(engine.wait_idle())
+        at_once = asyncio.ensure_future(self._told_twice.wait())
+        await asyncio.wait(
+            (idle, at_once, dead), timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if engine.open_requests and not dead.done():
+            self._say(f"stopping with {engine.open_requests} requests open")
+        idle.cancel()
+        at_once.cancel()
+
+    def _listen_for_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._told_to_stop.set()
+        if self._signals > 1:
+            self._told_twice.set()
+
+    def _banner(self, engine: EngineClient, listener: socket.socket) -> str:
+        host, port = listener.getsockname()[:2]
+        info, where = engine.info, f"[{host}]" if ":" in host else host
+        return (
+            f"{self._settings.names[0]} is served at http://{where}:{port} — {engine.details}, "
+            f"{info.slots} slots, {info.blocks} blocks of {info.block_size} tokens, context {info.context_tokens}"
+        )
