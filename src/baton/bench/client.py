@@ -1,0 +1,382 @@
+"""One streamed request to an OpenAI-compatible server, and what it looked like from outside.
+
+Owns the HTTP of the load generator: payloads, the event stream, the kinds of failure, retries after a 429 or 503. A
+failure of the server or the network is a value in the record, never an exception: a load generator that stops at the
+first error measures nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from time import perf_counter
+
+import aiohttp
+import msgspec
+
+from baton.bench.sse import SseEvent, SseOverflow, SseParser
+from baton.bench.workload import Endpoint, Message, Reply
+
+RETRY_AFTER_MAX_S = 60.0
+RETRY_AFTER_DEFAULT_S = 1.0
+RETRY_STATUSES = (429, 503)
+MESSAGE_CHARS_MAX = 300
+
+
+class ServerUnreachable(Exception):
+    """Nobody answers at the address, or what answers is not an OpenAI-compatible server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    url: str
+    model: str
+    endpoint: Endpoint = Endpoint.COMPLETIONS
+    api_key: str | None = None
+    timeout_s: float = 600.0
+
+    @property
+    def path(self) -> str:
+        return self.url.rstrip("/") + ("/v1/chat/completions" if self.endpoint is Endpoint.CHAT else "/v1/completions")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How every request is asked."""
+
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    return_token_ids: bool = False
+    retries_max: int = 0
+
+
+# The part of the answers that we read. Everything else is skipped without being built.
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_CHUNKS = msgspec.json.Decoder(_Chunk)
+_ENCODER = msgspec.json.Encoder()
+
+
+class StreamBroken(Exception):
+    """The answer began and did not end as it should; `kind` is the error's name in the report."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class RequestRecord(msgspec.Struct):
+    """All that is kept of one request. Times are seconds after the start of the run."""
+
+    session: int
+    round: int
+    due_s: float
+    sent_s: float
+    first_s: float | None = None
+    end_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    events: int = 0
+    """Stream events that brought tokens: fewer than tokens where the server sends several at once."""
+    retries: int = 0
+    usage_missing: bool = False
+    error: str | None = None
+    error_message: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_s is None else self.first_s - self.sent_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.end_s - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time between tokens after the first."""
+        if self.first_s is None or self.output_tokens < 2:
+            return None
+        return (self.end_s - self.first_s) / (self.output_tokens - 1)
+
+
+@dataclass(slots=True)
+class Sinks:
+    """Where measurements go that are too many to keep with each request."""
+
+    gap: Callable[[float], None] = lambda _gap_s: None
+    tokens: Callable[[float, int], None] = lambda _at_s, _count: None
+
+
+@dataclass(slots=True)
+class _Answer:
+    """The stream of one answer while it comes in."""
+
+    endpoint: Endpoint
+    keep_reply: bool
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    usage: _Usage | None = None
+    ids_seen: int = 0
+    events: int = 0
+    events_with_text: int = 0
+    finished: bool = False
+    done: bool = False
+
+    def take(self, event: SseEvent) -> int:
+        """Tokens that the event brought, as far as one can tell: 0 when none."""
+        if event.data.strip() == b"[DONE]":
+            self.done = True
+            return 0
+        chunk = self._decode(event)
+        if chunk.usage is not None:
+            self.usage = chunk.usage
+        return self._take_choice(chunk.choices[0]) if chunk.choices else 0
+
+    def _decode(self, event: SseEvent) -> _Chunk:
+        try:
+            chunk = _CHUNKS.decode(event.data)
+        except msgspec.DecodeError as error:
+            shown = event.data[:MESSAGE_CHARS_MAX].decode(errors="replace")
+            kind = "error_event" if event.name == "error" else "bad_event"
+            raise StreamBroken(kind, f"{error}: {shown}") from error
+        if chunk.error is not None or event.name == "error":
+            raise StreamBroken("error_event", event.data[:MESSAGE_CHARS_MAX].decode(errors="replace"))
+        return chunk
+
+    def _take_choice(self, choice: _Choice) -> int:
+        if choice.finish_reason is not None:
+            self.finished = True
+        text = choice.text or ""
+        if choice.delta is not None:
+            text = (choice.delta.content or "") + (choice.delta.reasoning_content or "")
+        ids = choice.token_ids or []
+        self.ids_seen += len(ids)
+        self.events_with_text += bool(text)
+        if self.keep_reply:
+            self.text.append(text)
+            self.token_ids += ids
+        # A chat stream opens with the role alone, which is no token. On the completions endpoint an event without text
+        # is a token whose bytes are not yet a character, unless it only says that the answer ended.
+        silent_token = self.endpoint is Endpoint.COMPLETIONS and choice.finish_reason is None
+        if not (text or ids or silent_token):
+            return 0
+        self.events += 1
+        return len(ids) or 1
+
+
+class Client:
+    """Sends requests and times them against one clock, which starts at `zero_s` (perf_counter) or when it is made."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        target: Target,
+        ask: Ask,
+        sinks: Sinks | None = None,
+        zero_s: float | None = None,
+    ) -> None:
+        self._http = http
+        self.target = target
+        self._ask = ask
+        self._sinks = sinks or Sinks()
+        self._zero_s = perf_counter() if zero_s is None else zero_s
+
+    def now_s(self) -> float:
+        return perf_counter() - self._zero_s
+
+    async def request(
+        self, prompt: list[int] | list[Message], output_tokens: int, record: RequestRecord, keep_reply: bool = False
+    ) -> Reply | None:
+        """Fill `record`; the reply when it was asked for and the request went well."""
+        body = self._body(prompt, output_tokens, with_ids=keep_reply)
+        answer = _Answer(self.target.endpoint, keep_reply)
+        try:
+            async with asyncio.timeout(self.target.timeout_s):
+                await self._send(body, answer, record)
+            self._conclude(answer, output_tokens, record)
+        except StreamBroken as error:
+            _fail(record, error.kind, str(error))
+        except TimeoutError:
+            _fail(record, "timeout", f"no end within {self.target.timeout_s:g} s")
+        except aiohttp.ClientConnectorError as error:
+            _fail(record, "connect", str(error))
+        except (aiohttp.ClientError, ConnectionError) as error:
+            _fail(record, "broken_stream", f"{type(error).__name__}: {error}")
+        except SseOverflow as error:
+            _fail(record, "bad_event", str(error))
+        record.end_s = self.now_s()
+        if record.error is not None or not keep_reply:
+            return None
+        return Reply("".join(answer.text), tuple(answer.token_ids))
+
+    def _body(self, prompt: list[int] | list[Message], output_tokens: int, with_ids: bool) -> bytes:
+        body: dict[str, object] = {
+            "model": self.target.model,
+            "max_tokens": output_tokens,
+            "temperature": self._ask.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "messages" if self.target.endpoint is Endpoint.CHAT else "prompt": prompt,
+        }
+        if self._ask.ignore_eos:
+            body["ignore_eos"] = True
+        if self._ask.return_token_ids or (with_ids and self.target.endpoint is Endpoint.COMPLETIONS):
+            body["return_token_ids"] = True
+        return _ENCODER.encode(body)
+
+    async def _send(self, body: bytes, answer: _Answer, record: RequestRecord) -> None:
+        headers = {"Content-Type": "application/json", **self.target.headers}
+        for _attempt in range(self._ask.retries_max + 1):
+            async with self._http.post(self.target.path, data=body, headers=headers) as response:
+                if response.status == 200:
+                    await self._read(response, answer, record)
+                    return
+                text = (await response.content.read(4096)).decode(errors="replace")[:MESSAGE_CHARS_MAX]
+                if response.status not in RETRY_STATUSES or record.retries >= self._ask.retries_max:
+                    raise StreamBroken(f"http_{response.status}", text)
+                wait_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
+            record.retries += 1
+            await asyncio.sleep(wait_s)
+
+    async def _read(self, response: aiohttp.ClientResponse, answer: _Answer, record: RequestRecord) -> None:
+        parser = SseParser()
+        previous_s: float | None = None
+        async for piece in response.content.iter_any():
+            events = parser.feed(piece)
+            now_s = self.now_s()
+            for event in events:
+                if tokens := answer.take(event):
+                    self._sinks.tokens(now_s, tokens)
+                    if previous_s is None:
+                        record.first_s = now_s
+                    else:
+                        self._sinks.gap(now_s - previous_s)
+                    previous_s = now_s
+        for event in parser.close():
+            answer.take(event)
+
+    def _conclude(self, answer: _Answer, asked_tokens: int, record: RequestRecord) -> None:
+        """The stream ended without noise: does what it said add up?"""
+        record.events = answer.events
+        if not answer.done and not answer.finished:
+            raise StreamBroken("broken_stream", "the stream ended before the answer did")
+        if record.first_s is None:
+            # Only empty text came, as when the one token asked for is an end token: the end is the first sign of it.
+            record.first_s = self.now_s()
+        if answer.usage is None:
+            record.usage_missing = True
+            record.output_tokens = answer.events
+            return
+        record.prompt_tokens = answer.usage.prompt_tokens
+        record.output_tokens = answer.usage.completion_tokens or 0
+        details = answer.usage.prompt_tokens_details
+        record.cached_tokens = details.cached_tokens if details is not None else None
+        _check_count(answer, asked_tokens, record.output_tokens, exact=self._ask.ignore_eos)
+
+
+def _check_count(answer: _Answer, asked: int, told: int, exact: bool) -> None:
+    if told > asked or (exact and told != asked):
+        raise StreamBroken("token_count", f"asked for {asked} tokens, usage says {told}")
+    if answer.ids_seen and answer.ids_seen != told:
+        raise StreamBroken("token_count", f"{answer.ids_seen} token ids streamed, usage says {told}")
+    if answer.events_with_text > told:
+        raise StreamBroken("token_count", f"{answer.events_with_text} pieces of text streamed, usage says {told}")
+
+
+def _fail(record: RequestRecord, kind: str, message: str) -> None:
+    record.error = kind
+    record.error_message = message[:MESSAGE_CHARS_MAX]
+
+
+def retry_after_s(header: str | None, now: datetime) -> float:
+    """Seconds to wait: the header is a number of seconds or a date; nonsense counts as absent; bounded either way."""
+    if header is None:
+        return RETRY_AFTER_DEFAULT_S
+    try:
+        wait_s = float(header)
+    except ValueError:
+        try:
+            moment = parsedate_to_datetime(header)
+        except ValueError:
+            return RETRY_AFTER_DEFAULT_S
+        wait_s = ((moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - now).total_seconds()
+    if wait_s != wait_s:  # NaN, which float() accepts
+        return RETRY_AFTER_DEFAULT_S
+    return min(max(wait_s, 0.0), RETRY_AFTER_MAX_S)
+
+
+async def first_model(http: aiohttp.ClientSession, url: str, api_key: str | None = None, timeout_s: float = 10.0) -> str:
+    """The first model that the server lists; raises ServerUnreachable with a message for people."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    address = url.rstrip("/") + "/v1/models"
+    try:
+        async with asyncio.timeout(timeout_s), http.get(address, headers=headers) as response:
+            body = await response.read()
+    except TimeoutError:
+        raise ServerUnreachable(f"{address} did not answer within {timeout_s:g} s") from None
+    except aiohttp.ClientConnectorError as error:
+        reason = os.strerror(error.os_error.errno) if error.os_error.errno else str(error.os_error)
+        raise ServerUnreachable(f"no server answers at {url}: {reason}") from error
+    except (aiohttp.ClientError, ConnectionError, ValueError) as error:
+        raise ServerUnreachable(f"no server answers at {url}: {error}") from error
+    if response.status != 200:
+        raise ServerUnreachable(f"{address} answered {response.status}: {body[:200].decode(errors='replace')}")
+    try:
+        models = msgspec.json.decode(body, type=_Models).data
+    except msgspec.DecodeError as error:
+        raise ServerUnreachable(f"{address} is not an OpenAI-compatible model list: {error}") from error
+    if not models:
+        raise ServerUnreachable(f"{address} lists no model")
+    return models[0].id
+
+
+def open_http(connections_max: int) -> aiohttp.ClientSession:
+    """A session with room for that many streams at once. Time limits are set a request, not here."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=connections_max, force_close=False),
+        timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=30.0, sock_read=None),
+        read_bufsize=2**18,
+    )

@@ -1,0 +1,171 @@
+"""Drives sessions against a server: a closed loop of N at a time, or an open loop that starts them when due.
+
+Owns concurrency and time, and collects `RunResult`. Bounded everywhere: sessions are drawn lazily, at most
+`outstanding_max` are alive, and the whole run ends after `seconds_max` with the rest counted as unsent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from baton.bench.client import Ask, Client, RequestRecord, Sinks, Target, open_http
+from baton.bench.stats import Sample, Timeline
+from baton.bench.workload import Recipe, Round, Session, Shape, converse, fixed_sessions
+
+RECORDS_MAX = 1_000_000
+
+Progress = Callable[[int, int], None]
+"""Called after each request with (requests done, output tokens so far)."""
+
+
+class LoadTooLarge(Exception):
+    """More requests than a run keeps records of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Always this many sessions at once."""
+
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Each session starts when it is due, unless this many are alive already: then it waits, and the delay is reported."""
+
+    outstanding_max: int
+
+
+Loop = Closed | Open
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    target: Target
+    loop: Loop
+    recipe: Recipe = field(default_factory=Recipe)
+    ask: Ask = field(default_factory=Ask)
+    seconds_max: float = 3600.0
+    warmup: int = 0
+    """Requests of 16 tokens in, 4 out, that are sent first and not measured."""
+
+
+@dataclass(slots=True)
+class RunResult:
+    records: list[RequestRecord] = field(default_factory=list)
+    gaps: Sample = field(default_factory=Sample)
+    tokens: Timeline = field(default_factory=Timeline)
+    cut_short: bool = False
+    """The time limit ended the run; requests in flight then are recorded as errors of kind `run_ended`."""
+
+
+class _Run:
+    """One run in progress."""
+
+    def __init__(self, plan: Plan, http: aiohttp.ClientSession, progress: Progress) -> None:
+        self.result = RunResult()
+        self._plan = plan
+        self._progress = progress
+        self._output_tokens = 0
+        sinks = Sinks(gap=self.result.gaps.add, tokens=self.result.tokens.add)
+        self._client = Client(http, plan.target, plan.ask, sinks)
+
+    async def closed(self, sessions: Iterator[Session], concurrency: int) -> None:
+        async def work() -> None:
+            for session in sessions:  # shared: each worker draws the next one
+                await self._session(session, due_s=None)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work())
+
+    async def open(self, sessions: Iterator[Session], outstanding_max: int) -> None:
+        room = asyncio.Semaphore(outstanding_max)
+
+        async def work(session: Session, due_s: float) -> None:
+            try:
+                await self._session(session, due_s)
+            finally:
+                room.release()
+
+        async with asyncio.TaskGroup() as group:
+            for session in sessions:
+                due_s = session.due_s or 0.0
+                await asyncio.sleep(max(0.0, due_s - self._client.now_s()))
+                await room.acquire()
+                group.create_task(work(session, due_s))
+
+    async def _session(self, session: Session, due_s: float | None) -> None:
+        conversation = converse(self._client.target.endpoint, self._plan.recipe, session)
+        last = len(session.rounds) - 1
+        for number, this in enumerate(session.rounds):
+            prompt = conversation.ask(number)
+            sent_s = self._client.now_s()
+            record = RequestRecord(session.index, number, due_s=sent_s if due_s is None else due_s, sent_s=sent_s)
+            due_s = None
+            self._keep(record)
+            reply = await self._client.request(prompt, this.output_tokens, record, keep_reply=number < last)
+            self._output_tokens += record.output_tokens
+            self._progress(1, self._output_tokens)
+            if number < last:
+                if reply is None:
+                    return  # without its answer the next round would be another conversation
+                conversation.hear(number, reply)
+                await asyncio.sleep(session.think_s)
+
+    def _keep(self, record: RequestRecord) -> None:
+        if len(self.result.records) >= RECORDS_MAX:
+            raise LoadTooLarge(f"a run keeps at most {RECORDS_MAX} requests; use --limit or --requests")
+        self.result.records.append(record)
+
+    def cut(self) -> None:
+        """Mark what was still in flight when the time ran out."""
+        self.result.cut_short = True
+        now_s = self._client.now_s()
+        for record in self.result.records:
+            if record.end_s == 0.0:
+                record.end_s = now_s
+                record.error, record.error_message = "run_ended", "in flight at the time limit of the run"
+
+
+async def run_load(plan: Plan, sessions: Iterator[Session], progress: Progress = lambda _done, _tokens: None) -> RunResult:
+    """Send it all and wait for the answers. Failures are in the records; only mistakes of the caller raise."""
+    connections = plan.loop.concurrency if isinstance(plan.loop, Closed) else plan.loop.outstanding_max
+    async with open_http(connections) as http:
+        await _warm_up(plan, http)
+        run = _Run(plan, http, progress)
+        try:
+            async with asyncio.timeout(plan.seconds_max):
+                match plan.loop:
+                    case Closed(concurrency):
+                        await run.closed(sessions, concurrency)
+                    case Open(outstanding_max):
+                        await run.open(sessions, outstanding_max)
+        except TimeoutError:
+            run.cut()
+        except ExceptionGroup as group:
+            raise _first_leaf(group) from group
+        return run.result
+
+
+async def _warm_up(plan: Plan, http: aiohttp.ClientSession) -> None:
+    if not plan.warmup:
+        return
+    client = Client(http, plan.target, plan.ask)
+    # A seed of its own, so that the measured prompts are not in the server's cache.
+    recipe = Recipe(seed=plan.recipe.seed + 1_000_003, tokens=plan.recipe.tokens)
+    sessions = fixed_sessions(plan.warmup, Round(16, 4), Shape())
+    async with asyncio.TaskGroup() as group:
+        for session in sessions:
+            prompt = converse(plan.target.endpoint, recipe, session).ask(0)
+            record = RequestRecord(session.index, 0, 0.0, 0.0)
+            group.create_task(client.request(prompt, 4, record))
+
+
+def _first_leaf(group: ExceptionGroup[Exception]) -> Exception:
+    first = group.exceptions[0]
+    return _first_leaf(first) if isinstance(first, ExceptionGroup) else first
