@@ -123,8 +123,7 @@ class Sampler:
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         for rows in self._waves(slots):
             at = self._index(rows)
-            part = logits if len(rows) == len(slots) else logits[at]
-            tokens[at] = self._choose(part, slots[rows], positions[rows])
+            tokens[at] = self._choose(_rows_of(logits, rows), slots[rows], positions[rows])
         return tokens
 
     def _waves(self, slots: Slots) -> Iterator[Int64s]:
@@ -143,8 +142,8 @@ class Sampler:
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         greedy = self._greedy[slots]
         if greedy.any():
-            rows = self._index(np.flatnonzero(greedy))
-            tokens[rows] = greatest(shaped[rows])
+            rows = np.flatnonzero(greedy)
+            tokens[self._index(rows)] = greatest(_rows_of(shaped, rows))
         ranked = self._top_k[slots] > 0
         self._draw(draw_from_all, np.flatnonzero(~greedy & ~ranked), shaped, slots, positions, tokens)
         self._draw(draw_from_leaders, np.flatnonzero(~greedy & ranked), shaped, slots, positions, tokens)
@@ -176,11 +175,11 @@ class Sampler:
         """Draw for the given rows, chunk by chunk, into `tokens`."""
         for begin in range(0, len(rows), self._chunk_rows):
             chunk = rows[begin : begin + self._chunk_rows]
-            at = self._index(chunk)
             mine = slots[chunk]
             temperature = torch.from_numpy(self._temperature[mine]).to(self._device).unsqueeze(1)
             keys = row_keys(self._stream[mine], positions[chunk], self._device)
-            tokens[at] = draw(tempered(shaped[at], temperature), keys, self._cuts(mine))
+            values = tempered(_rows_of(shaped, chunk), temperature)
+            tokens[self._index(chunk)] = draw(values, keys, self._cuts(mine))
 
     def _cuts(self, slots: Slots) -> Cuts:
         top_k, top_p, floor = self._top_k[slots], self._top_p[slots], self._floor[slots]
@@ -199,7 +198,7 @@ class Sampler:
             return ()
         at = self._index(rows)
         counts = self._alternatives[slots[rows]]
-        every = torch.log_softmax(finite(logits[at]), dim=-1).clamp_(min=LOGPROB_LEAST)
+        every = torch.log_softmax(finite(_rows_of(logits, rows)), dim=-1).clamp_(min=LOGPROB_LEAST)
         chosen = every.gather(1, tokens[at].unsqueeze(1)).to(torch.float32).cpu().numpy()
         at_least_one = np.maximum(counts, 1)
         ids, top = leaders(every, self._index(at_least_one).unsqueeze(1), int(at_least_one.max()))
@@ -215,3 +214,11 @@ class Sampler:
 
     def _ids(self, tokens: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor(tokens, dtype=torch.int64, device=self._device)
+
+
+def _rows_of(table: torch.Tensor, rows: Int64s) -> torch.Tensor:
+    """The given rows, in rising order: a view where they are neighbours, which in most steps they are."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        return table[first : last + 1]
+    return table.index_select(0, torch.from_numpy(rows).to(table.device))
