@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import uvicorn
@@ -36,10 +40,52 @@ def engine(text: ModelText) -> ScriptedEngine:
     return ScriptedEngine(lambda _: [*text.encode(REPLY), eos, *text.encode("beyond the end")], vocabulary=320)
 
 
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> Any:
+        error = self.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    def events(self) -> list[Any]:
+        """The data of each server-sent event; `[DONE]` as itself."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
 class Served:
+    """A running server, and a plain client for what the official one would not send."""
+
     def __init__(self, port: int) -> None:
         self.port = port
-        self.root = f"http://127.0.0.1:{port}"
+        self.base_url = f"http://127.0.0.1:{port}/v1"
+
+    def call(
+        self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None, raw: bytes | None = None
+    ) -> Reply:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        with closing(connection):
+            payload = raw if raw is not None else None if body is None else json.dumps(body).encode()
+            sent = ({"Content-Type": "application/json"} if payload is not None else {}) | dict(headers or {})
+            connection.request(method, path, payload, sent)
+            response = connection.getresponse()
+            return Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+
+    def chat(self, headers: Mapping[str, str] | None = None, **fields: object) -> Reply:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]} | fields
+        return self.call("POST", "/v1/chat/completions", body, headers)
+
+    def complete(self, headers: Mapping[str, str] | None = None, **fields: object) -> Reply:
+        return self.call("POST", "/v1/completions", {"model": "tiny", "prompt": "hi"} | fields, headers)
 
 
 @contextmanager

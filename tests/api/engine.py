@@ -63,8 +63,8 @@ class ScriptedStream:
         if engine.dies_after is not None and done >= engine.dies_after:
             engine.death = "killed by the test"
             raise EngineDead(engine.death)
-        while engine.hangs_after is not None and done >= engine.hangs_after:
-            await asyncio.sleep(0.005)
+        if engine.hangs_after is not None and done >= engine.hangs_after:
+            await asyncio.Event().wait()
         await asyncio.sleep(engine.pause_s)
 
     def _logprob(self, token: int) -> TokenLogprob:

@@ -24,7 +24,7 @@ _MESSAGE_CHARS_MAX = 1000
 """A hostile body is never echoed whole in the error that refuses it."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: Python writes tracebacks into exceptions
 class ApiError(Exception):
     """An answer that is an error. Raised anywhere below a route, rendered in one place."""
 
