@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from baton.api.engine import Burst, Ended, EngineDead, EngineInfo, Gauges, TokenLogprob, TokenStream
-from baton.core.errors import Refused
+from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.core.request import FinishReason, Submission
 from baton.node.engine import QUEUED_MESSAGES_MAX
 from baton.node.settings import EngineSettings
@@ -102,10 +102,10 @@ class EngineClient:
         self._socket.set_hwm(QUEUED_MESSAGES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._tickets = count()
-        self._submitting: dict[int, asyncio.Future[tuple[int, ...]]] = {}
+        self._submitting: dict[int, asyncio.Future[list[Stream]]] = {}
         self._streams: dict[int, Stream] = {}
         self._outbox: asyncio.Queue[ToEngine] = asyncio.Queue()
-        """Stops and cancels, which must not be lost and cannot wait: at most two for each open request."""
+        """What goes to the engine, in order. Submissions are refused while it is long; stops and cancels never are."""
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._dead = asyncio.Event()
         self._fewer = asyncio.Event()
@@ -221,20 +221,18 @@ class EngineClient:
 
     async def submit(self, group: Sequence[Submission]) -> list[TokenStream]:
         self._refuse_if_dead()
+        if self._outbox.qsize() > QUEUED_MESSAGES_MAX:
+            raise Refused(Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1))
         ticket = next(self._tickets)
-        answer: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[Stream]] = asyncio.get_running_loop().create_future()
         self._submitting[ticket] = answer
+        self.post(submit(ticket, group))
         try:
-            await self._socket.send(encode_to_engine(submit(ticket, group)))
-            serials = await asyncio.shield(answer)
+            return list[TokenStream](await asyncio.shield(answer))
         except asyncio.CancelledError:
             # The client left before the engine answered: what it accepts must not run on for nobody.
             answer.add_done_callback(self._abandon)
             raise
-        finally:
-            if answer.done():
-                self._submitting.pop(ticket, None)
-        return [self._streams[serial] for serial in serials]
 
     def drain(self) -> None:
         self._draining = True
@@ -249,10 +247,10 @@ class EngineClient:
         if self._death is not None:
             raise EngineDead(self._death)
 
-    def _abandon(self, answer: asyncio.Future[tuple[int, ...]]) -> None:
+    def _abandon(self, answer: asyncio.Future[list[Stream]]) -> None:
         if not answer.cancelled() and answer.exception() is None:
-            for serial in answer.result():
-                self._streams[serial].abort()
+            for stream in answer.result():
+                stream.abort()
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -269,10 +267,10 @@ class EngineClient:
             case StepOutput():
                 self._deliver(message)
             case AcceptedAs(ticket, serials):
-                # Streams exist before the submitter wakes up: their first tokens may be in the next message.
-                for serial in serials:
-                    self._streams[serial] = Stream(self, serial)
-                self._answer(ticket).set_result(serials)
+                # Made here, not by the submitter: a short answer may be over before the submitter wakes up.
+                streams = [Stream(self, serial) for serial in serials]
+                self._streams.update(zip(serials, streams, strict=True))
+                self._answer(ticket).set_result(streams)
             case RefusedWith(ticket):
                 self._answer(ticket).set_exception(Refused(refusal_of(message)))
             case Ready():
@@ -281,7 +279,7 @@ class EngineClient:
                 self._last_words = reason
                 self._die(reason)
 
-    def _answer(self, ticket: int) -> asyncio.Future[tuple[int, ...]]:
+    def _answer(self, ticket: int) -> asyncio.Future[list[Stream]]:
         self._fewer.set()
         return self._submitting.pop(ticket)
 

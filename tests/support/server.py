@@ -1,0 +1,80 @@
+"""A real `baton serve` for tests: real processes on a free port of loopback, always stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+
+READY_S_MAX = 120
+
+
+class ServerProcess:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.url = ""
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait_until_served(self) -> None:
+        """The banner names the port; it appears when the server accepts connections."""
+        with self.log.open() as lines:
+            while True:
+                line = lines.readline()
+                found = re.search(r"is served at (http://\S+)", line)
+                if found and line.endswith("\n"):
+                    self.url = found[1]
+                    break
+                if not line:
+                    try:
+                        self.process.wait(0.02)
+                    except subprocess.TimeoutExpired:
+                        continue
+                    raise RuntimeError(f"the server ended:\n{self.output()}")
+
+    def engine_pid(self) -> int:
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        engines = [int(child) for child in children if b"baton.node.engine" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return engines[0]
+
+    def metric(self, name: str, **labels: str) -> float:
+        text = httpx.get(f"{self.url}/metrics").text
+        for line in text.splitlines():
+            if line.startswith(name) and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                return float(line.rsplit(" ", 1)[1])
+        raise KeyError(name)
+
+    def stop(self, timeout_s: float = 30) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+
+@contextlib.contextmanager
+def baton_serve(*options: str, wait: bool = True) -> Iterator[ServerProcess]:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "baton", "serve", "--port", "0", *options],
+                stdout=sink, stderr=sink, env={**os.environ, "COLUMNS": "300"},
+            )  # fmt: skip
+        server = ServerProcess(process, log)
+        try:
+            if wait:
+                server.wait_until_served()
+            yield server
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()

@@ -1,0 +1,122 @@
+"""Bytes in, the same values out; anything else is a WireError."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.blocks import BlockGauges
+from baton.core.errors import Refusal, RefusalCode
+from baton.core.plan import Logprobs
+from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
+from baton.core.scheduler import EndedRequest, SchedulerGauges, Settled, StartedRequest
+from baton.wire import messages
+from baton.wire.messages import WireError
+
+GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9)
+
+samplings = st.builds(
+    Sampling,
+    seed=st.integers(-(2**63), 2**64 - 1),
+    choice=st.integers(0, 15),
+    temperature=st.floats(0, 2),
+    top_k=st.integers(0, 1000),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+    logit_bias=st.lists(st.tuples(st.integers(0, 1000), st.floats(-100, 100)), max_size=4).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 1000), max_size=4).map(tuple),
+    min_tokens=st.integers(0, 100),
+    logprobs=st.one_of(st.none(), st.integers(0, 20)),
+)
+
+
+@given(
+    prompt=st.lists(st.integers(0, 2**31 - 1), max_size=50),
+    sampling=samplings,
+    max_tokens=st.one_of(st.none(), st.integers(1, 2**40)),
+    salt=st.binary(max_size=40),
+    leader=st.one_of(st.none(), st.text(max_size=10)),
+)
+def test_a_submission_survives_the_wire(
+    prompt: list[int], sampling: Sampling, max_tokens: int | None, salt: bytes, leader: str | None
+) -> None:
+    item = Submission(
+        RequestId("r"), frozen_tokens(prompt), sampling, max_tokens, salt, None if leader is None else RequestId(leader)
+    )
+    decoded = messages.decode_to_engine(messages.encode_to_engine(messages.submit(7, [item])))
+    assert isinstance(decoded, messages.Submit)
+    (back,) = messages.submissions(decoded)
+    assert decoded.ticket == 7
+    assert back.prompt.tolist() == prompt
+    assert (back.sampling, back.max_tokens, back.salt, back.leader) == (sampling, max_tokens, salt, leader)
+
+
+def _settled() -> Settled:
+    logprobs = Logprobs(
+        1,
+        np.array([-0.5, -1.5], dtype=np.float32),
+        np.array([[3, 4], [5, 6]], dtype=np.int32),
+        np.array([[-0.5, -1], [-1.5, -2]], dtype=np.float32),
+    )
+    return Settled(
+        serials=np.array([10, 11], dtype=np.int64),
+        counts=np.array([1, 2], dtype=np.int32),
+        tokens=np.array([0, 3, 5], dtype=np.int32),
+        logprobs=(logprobs,),
+        started=(StartedRequest(Serial(10), 16),),
+        ended=(EndedRequest(Serial(11), FinishReason.LENGTH, 0, 9),),
+    )
+
+
+def test_a_step_survives_the_wire() -> None:
+    frame = messages.encode_from_engine(messages.step_output(_settled(), GAUGES))
+    output = messages.decode_from_engine(frame)
+    assert isinstance(output, messages.StepOutput)
+    rows = messages.Rows(output)
+    assert (rows.serials, rows.counts, rows.tokens) == ([10, 11], [1, 2], [0, 3, 5])
+    assert rows.logprobs == {1: [(-0.5, ((3, -0.5), (4, -1.0))), (-1.5, ((5, -1.5), (6, -2.0)))]}
+    assert output.started == ((10, 16),)
+    assert output.ended[0].reason is FinishReason.LENGTH
+    assert (output.gauges.free_blocks, output.gauges.steps) == (3, 9)
+
+
+def test_a_refusal_survives_the_wire() -> None:
+    refusal = Refusal(RefusalCode.QUEUE_FULL, "full", 1)
+    message = messages.decode_from_engine(messages.encode_from_engine(messages.refused(3, refusal)))
+    assert isinstance(message, messages.RefusedWith)
+    assert messages.refusal_of(message) == refusal
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_and_never_half_understood(frame: bytes) -> None:
+    for decode in (messages.decode_to_engine, messages.decode_from_engine):
+        try:
+            decode(frame)  # type: ignore[operator]
+        except WireError:
+            continue
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_cut_or_flipped_frame_is_refused_or_still_whole(data: st.DataObject) -> None:
+    frame = bytearray(messages.encode_from_engine(messages.step_output(_settled(), GAUGES)))
+    if data.draw(st.booleans()):
+        frame = frame[: data.draw(st.integers(0, len(frame) - 1))]
+    else:
+        frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        message = messages.decode_from_engine(bytes(frame))
+        if isinstance(message, messages.StepOutput):
+            rows = messages.Rows(message)
+            assert sum(rows.counts) == len(rows.tokens)
+    except WireError:
+        pass
+
+
+def test_an_oversized_frame_is_refused_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "FRAME_BYTES_MAX", 10)
+    with pytest.raises(WireError, match="over the limit of 10"):
+        messages.decode_to_engine(b"x" * 11)
