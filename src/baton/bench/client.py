@@ -58,6 +58,9 @@ class Ask:
     retries_max: int = 0
 
 
+NULL = msgspec.Raw(b"null")
+
+
 # The part of the answers that we read. Everything else is skipped without being built.
 class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
@@ -84,7 +87,7 @@ class _Choice(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = NULL
 
 
 class _Model(msgspec.Struct):
@@ -182,7 +185,7 @@ class _Answer:
             shown = event.data[:MESSAGE_CHARS_MAX].decode(errors="replace")
             kind = "error_event" if event.name == "error" else "bad_event"
             raise StreamBroken(kind, f"{error}: {shown}") from error
-        if chunk.error is not None or event.name == "error":
+        if chunk.error != NULL or event.name == "error":
             raise StreamBroken("error_event", event.data[:MESSAGE_CHARS_MAX].decode(errors="replace"))
         return chunk
 

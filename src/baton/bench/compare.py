@@ -75,6 +75,8 @@ class CompareOptions:
     our_args: str = ""
     peer_args: str = ""
     seed: int = 0
+    look_s: float = 1.0
+    """How long the machine is watched before each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +111,20 @@ class _Findings:
     failures: list[str] = field(default_factory=list)
 
 
+def sides_of(options: CompareOptions) -> list[Side]:
+    """Ours, and the peer's where there is one."""
+    shape = ServerShape(options.model)
+    sides = [our_side(shape, options.our_args)]
+    if options.peer is not None:
+        sides.append(peer_side(shape, options.peer, options.peer_args))
+    return sides
+
+
 class Compare:
-    def __init__(self, options: CompareOptions, voice: Voice) -> None:
+    def __init__(self, options: CompareOptions, sides: Sequence[Side], voice: Voice) -> None:
         self._options = options
+        self._sides = sides
         self._voice = voice
-        shape = ServerShape(options.model)
-        self._sides = [our_side(shape, options.our_args)]
-        if options.peer is not None:
-            self._sides.append(peer_side(shape, options.peer, options.peer_args))
         self._found = _Findings()
 
     def run(self) -> Comparison:
@@ -264,7 +272,7 @@ class Compare:
     def _measure(self, row: Row, side: str, pair: int, work: Callable[[], tuple[float, str]]) -> None:
         what = f"{row.name}: pair {pair + 1} of {self._options.pairs}, {side}"
         self._voice.doing(what)
-        load = other_load()
+        load = other_load(self._options.look_s)
         value, detail = work()
         (row.ours if side == OURS else row.peer).append(Measured(pair, value, load, detail))
         around = f"load {load.loadavg_1m:.2f}, others {load.busy_cores:.2f} cores, steal {load.steal_percent:.1f} %"

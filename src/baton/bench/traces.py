@@ -18,6 +18,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -55,9 +56,9 @@ class _MooncakeLine(msgspec.Struct):
 
 
 def read_trace(path: Path, limit: int | None = None) -> Iterator[TracedRequest]:
-    """The requests of `path` (also .gz), at most `limit`, times starting at zero."""
+    """The requests of `path` (also .gz), at most `limit`."""
     with _open_text(path) as file:
-        yield from _cut(_from_zero(path, _parse(path, file)), limit)
+        yield from islice(_from_zero(_parse(path, file)), limit)
 
 
 def smear(requests: Iterable[TracedRequest]) -> Iterator[TracedRequest]:
@@ -83,26 +84,18 @@ def _spread(bunch: list[TracedRequest], until_s: float) -> Iterator[TracedReques
         yield replace(request, at_s=start_s + (until_s - start_s) * place / len(bunch))
 
 
-def _cut(requests: Iterator[TracedRequest], limit: int | None) -> Iterator[TracedRequest]:
-    for count, request in enumerate(requests):
-        if limit is not None and count >= limit:
-            return
-        yield request
-
-
-def _from_zero(path: Path, requests: Iterator[TracedRequest]) -> Iterator[TracedRequest]:
+def _from_zero(requests: Iterator[TracedRequest]) -> Iterator[TracedRequest]:
+    """Times start at zero and never run backwards: a request that was logged late is due at once."""
     first_s: float | None = None
-    last_s = 0.0
-    for line, request in enumerate(requests, start=1):
+    latest_s = 0.0
+    for request in requests:
         if request.at_s is None:
             yield request
             continue
         if first_s is None:
-            first_s = last_s = request.at_s
-        if request.at_s < last_s:
-            raise TraceMalformed(path, line, "time", f"request {line} is earlier than the one before it")
-        last_s = request.at_s
-        yield replace(request, at_s=request.at_s - first_s)
+            first_s = request.at_s
+        latest_s = max(latest_s, request.at_s - first_s)
+        yield replace(request, at_s=latest_s)
 
 
 def _open_text(path: Path) -> TextIO:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.status import Status
 
 from baton.bench.client import ServerUnreachable, first_model, open_http
-from baton.bench.compare import Compare, CompareOptions, Section, Voice
+from baton.bench.compare import Compare, CompareOptions, Section, Voice, sides_of
 from baton.bench.load import RunResult, run_load
 from baton.bench.plot import PlotUnavailable, draw, require_matplotlib
 from baton.bench.report import show, summarise, write_json
@@ -181,7 +181,7 @@ def compare(
     )
     with console.status("") as status:
         voice = Voice(say=partial(console.print, markup=False, highlight=False), doing=partial(_do, status))
-        comparison = Compare(options, voice).run()
+        comparison = Compare(options, sides_of(options), voice).run()
     show_verdict(console, comparison)
     write_json(json_file, comparison)
     console.print(f"Written to {json_file}.", style="dim")

@@ -21,7 +21,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.client import MESSAGE_CHARS_MAX, ServerUnreachable, first_model, open_http
+from baton.bench.client import MESSAGE_CHARS_MAX, NULL, ServerUnreachable, first_model, open_http
 from baton.bench.sse import SseOverflow, SseParser
 from baton.bench.workload import Message
 
@@ -50,7 +50,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = NULL
 
 
 class _ErrorBody(msgspec.Struct):
@@ -148,7 +148,7 @@ def _take(data: bytes, answer: Answer, show: Show) -> None:
         chunk = msgspec.json.decode(data, type=_Chunk)
     except msgspec.DecodeError as error:
         raise AnswerFailed(f"the server sent something unreadable: {error}") from error
-    if chunk.error is not None:
+    if chunk.error != NULL:
         raise AnswerFailed(bytes(chunk.error)[:MESSAGE_CHARS_MAX].decode(errors="replace"))
     if chunk.usage is not None:
         answer.tokens = chunk.usage.completion_tokens
