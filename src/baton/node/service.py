@@ -36,6 +36,7 @@ Say = Callable[[str], None]
 DEATH_SHOWN_S = 2.0
 """How long a dead instance goes on answering 503, so that whoever watches it learns why before the port closes."""
 CONNECTIONS_CLOSE_S = 5
+CONNECTIONS_QUEUED = 2048
 
 
 class CannotServe(BatonError):
@@ -168,10 +169,12 @@ class _Instance:
             create_app(engine, text, api),
             log_level="warning",
             access_log=False,
+            backlog=CONNECTIONS_QUEUED,
             timeout_graceful_shutdown=CONNECTIONS_CLOSE_S,
             lifespan="off",
         )
         http = _HttpServer(config)
+        listener.listen(CONNECTIONS_QUEUED)  # from here on nobody is turned away, so the banner tells the truth
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         self._say(self._banner(engine, listener))
         death = await self._until_over(engine)
