@@ -21,13 +21,13 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from baton.executor.noise import SHARES, RowKeys, gumbel, hashes
+from baton.executor.noise import SHARES, RowKeys, gumbel, hash_products, hashes
+from baton.executor.scratch import Scratch
 
 BLOCK = 64
 """Columns are padded to blocks of this many: the best block is found first, then the best within it."""
@@ -36,17 +36,18 @@ _SLACK = 1.001
 """Covers the float32 rounding of the lower bounds, which is a thousand times smaller."""
 
 
+DRAW_ELEMENTS = 1 << 22
+"""The most rows × vocabulary to hand to one draw: bounds the memory that it takes."""
+_RACE_ELEMENTS_CPU = 3 << 18
+
 Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class CompareInto(Protocol):
-    def __call__(self, left: torch.Tensor, right: torch.Tensor, /, *, out: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """What truncation asks of each row, as float64 or int64 [rows, 1] on the device. Neutral values cut nothing."""
 
+    temperature: torch.Tensor
     top_k: torch.Tensor
     """At least 1 where top-k applies at all."""
     top_p: torch.Tensor
@@ -75,37 +76,35 @@ def greatest(logits: torch.Tensor) -> torch.Tensor:
     return lanes[rows, block].argmax(dim=1).add_(block * BLOCK)
 
 
-def tempered(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Values to draw by: 0 at each row's greatest, below 0 elsewhere, padded to whole blocks. Needs `finite` logits."""
-    values = logits - logits.amax(dim=-1, keepdim=True)
-    return _padded(values.div_(temperature.to(logits.dtype)))
+def draw_from_all(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
+    """int64 [rows]: draws where neither top-k nor top-p applies."""
+    finalists = [race.finalists(first_row) for first_row, race in _races(logits, keys, cuts, scratch)]
+    rows, ids, values = (torch.cat(column) for column in zip(*finalists, strict=True))
+    return _finish(rows, ids, values, keys)
 
 
-def draw_from_all(values: torch.Tensor, keys: RowKeys, cuts: Cuts) -> torch.Tensor:
-    """int64 [rows]: draws where top-k does not apply; sorts nothing."""
-    shares = torch.softmax(values, dim=-1, dtype=torch.float32)
-    tokens = torch.arange(values.shape[1], dtype=torch.int32, device=values.device)
-    arrivals = hashes(tokens, keys).to(torch.float32).add_(0.5).div_(shares)
-    if cuts.has_floor:
-        arrivals.div_(_ones_where(torch.ge, values, cuts.floor))
-    race = _Race(arrivals, values, shares, keys)
-    chosen = race.winners()
-    if cuts.has_top_p:
-        _pull_into_nucleus(chosen, race, cuts.top_p)
+def draw_from_nucleus(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
+    """int64 [rows]: draws where top-p applies but not top-k."""
+    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for first_row, race in _races(logits, keys, cuts, scratch):
+        part = chosen[first_row : first_row + len(race.values)]
+        part.copy_(race.winners())
+        _pull_into_nucleus(part, race, cuts.top_p[first_row : first_row + len(part)], scratch)
     return chosen
 
 
-def draw_from_leaders(values: torch.Tensor, keys: RowKeys, cuts: Cuts) -> torch.Tensor:
+def draw_from_leaders(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
     """int64 [rows]: draws where top-k applies to every row."""
+    values = _tempered(logits, cuts.temperature, scratch)
     ids, ranked = leaders(values, cuts.top_k, cuts.top_k_most)
     stays = (torch.arange(ids.shape[1], device=ids.device) < cuts.top_k) & (ranked > -math.inf)
     kept = stays & (ranked >= cuts.floor) if cuts.has_floor else stays
     if cuts.has_top_p:
-        units = _units(torch.softmax(values, dim=-1, dtype=torch.float32).gather(1, ids)).masked_fill_(~stays, 0.0)
+        units = _units(_softmax(values, scratch).gather(1, ids)).masked_fill_(~stays, 0.0)
         before = units.cumsum(dim=1) - units
         kept = kept & (before < _to_reach(cuts.top_p, units))
     rows, columns = kept.nonzero(as_tuple=True)
-    return _finish(rows, ids[rows, columns], values, keys)
+    return _finish(rows, ids[rows, columns], ranked[rows, columns], keys)
 
 
 def leaders(values: torch.Tensor, count: torch.Tensor, count_most: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,55 +145,91 @@ class _Race:
         return _Race(arrivals, values, shares, self.keys.of(rows))
 
     def winners(self) -> torch.Tensor:
-        """Finish the one with the least bound; only those whose bound lies below its arrival can beat it."""
+        return _finish(*self.finalists(), self.keys)
+
+    def finalists(self, first_row: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(rows, ids, values): the one with the least bound, and those whose bound lies below its arrival.
+
+        None of the others can win. Rows are counted from `first_row`.
+        """
         lanes = _blocks(self.arrivals)
         bounds = lanes.amin(dim=2)
         limit = self._pace(lanes, bounds.argmin(dim=1))
         rows, ids = _cells(torch.le, lanes, bounds, limit)
-        return _finish(rows, ids, self.values, self.keys)
+        return rows + first_row, ids, self.values[rows, ids]
 
     def _pace(self, lanes: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         """float32 [rows, 1]: when the one with the least bound arrives, with slack."""
         rows = torch.arange(len(block), device=block.device)
         token = (block * BLOCK + lanes[rows, block].argmin(dim=1)).unsqueeze(1)
-        noise = gumbel(hashes(token.to(torch.int32), self.keys))
-        arrival = noise.neg_().exp_().mul_(SHARES * _SLACK).div_(self.shares.gather(1, token))
+        share = hashes(token.to(torch.int32), self.keys).to(torch.float64).add_(0.5).div_(SHARES)
+        arrival = share.neg_().log1p_().mul_(-SHARES * _SLACK).div_(self.shares.gather(1, token))
         return arrival.to(torch.float32)
 
 
-def _pull_into_nucleus(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor) -> None:
+def _races(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: Scratch) -> Iterator[tuple[int, _Race]]:
+    """(first row, race) for some rows after others; a race's tables are valid until the next is asked for.
+
+    The vocabulary is passed over some twenty times: on a CPU, in pieces that stay in its caches.
+    """
+    width = _whole_blocks(logits.shape[1])
+    tokens = torch.arange(width, dtype=torch.int32, device=logits.device)
+    step = max(1, (_RACE_ELEMENTS_CPU if logits.device.type == "cpu" else DRAW_ELEMENTS) // width)
+    for first in range(0, len(logits), step):
+        part = slice(first, first + step)
+        values = _tempered(logits[part], cuts.temperature[part], scratch)
+        shape = (len(values), width)
+        shares = _softmax(values, scratch)
+        own = keys.of(part)
+        products = torch.mul(tokens, own.slope, out=scratch.take("products", shape, torch.int32))
+        hashed = hash_products(products, scratch.take("spare", shape, torch.int32), own)
+        arrivals = scratch.take("arrivals", shape, torch.float32).copy_(hashed).add_(0.5).div_(shares)
+        if cuts.has_floor:
+            floor = cuts.floor[part].to(values.dtype)
+            arrivals.div_(torch.ge(values, floor, out=scratch.take("mask", shape, torch.float32)))
+        yield first, _Race(arrivals, values, shares, own)
+
+
+def _pull_into_nucleus(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, scratch: Scratch) -> None:
     """Redraw, in place, the rows whose token lies outside their top-p set, until none does.
 
     The winner among all tokens that lies in the set is the winner of the set, so most rows need no second look. One that
     lies outside shows that it and all ranked after it are outside too: they leave the race. Each redraw removes at least
     one token and the first by rank is always inside, so this ends, after a few rounds in practice.
     """
-    rows = _perhaps_outside(chosen, race, top_p)
+    rows = _perhaps_outside(chosen, race, top_p, scratch)
     race = race.of(rows)
     units = _units(race.shares)
     needed = _to_reach(top_p[rows], units)
     while len(rows) > 0:
-        ahead = _ahead(race.values, chosen[rows].unsqueeze(1))
+        ahead = _ahead(race.values, chosen[rows].unsqueeze(1), scratch)
         before = (units * ahead).sum(dim=1, keepdim=True)
         outside = (before >= needed).squeeze(1).nonzero().squeeze(1)
         race.arrivals.div_(ahead)
-        rows, race, units, needed = rows[outside], race.of(outside), units[outside], needed[outside]
+        rows, race, units, needed = rows[outside], race.of(outside), units.index_select(0, outside), needed[outside]
         chosen[rows] = race.winners()
 
 
-def _perhaps_outside(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor) -> torch.Tensor:
+def _perhaps_outside(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """Rows not plainly inside: a cheap sum, whose rounding the slack covers, spares most rows the exact one."""
     value = race.values.gather(1, chosen.unsqueeze(1))
-    reached = _ones_where(torch.ge, race.values, value).mul_(race.shares).sum(dim=1, keepdim=True)
+    mask = scratch.take("mask", (len(chosen), race.values.shape[1]), torch.float32)
+    reached = torch.ge(race.values, value, out=mask).mul_(race.shares).sum(dim=1, keepdim=True)
     return (reached * _SLACK >= top_p).squeeze(1).nonzero().squeeze(1)
 
 
-def _ahead(values: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """1 for those that rank before the row's token, 0 for it and those after."""
+def _ahead(values: torch.Tensor, token: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """1 for those that rank before the row's token, 0 for it and those after.
+
+    As numbers: a CPU compares five times faster into float32 than into booleans, and dividing by 0 makes inf.
+    """
+    shape = (len(values), values.shape[1])
     value = values.gather(1, token)
-    tokens = torch.arange(values.shape[1], device=values.device)
-    tied = _ones_where(torch.eq, values, value).mul_(_ones_where(torch.lt, tokens, token))
-    return tied.add_(_ones_where(torch.gt, values, value))
+    tokens = torch.arange(shape[1], dtype=torch.float32, device=values.device)
+    tied = torch.eq(values, value, out=scratch.take("mask", shape, torch.float32))
+    spare = scratch.take("spare mask", shape, torch.float32)
+    tied.mul_(torch.lt(tokens, token.to(torch.float32), out=spare))
+    return tied.add_(torch.gt(values, value, out=spare))
 
 
 def _cells(
@@ -207,20 +242,31 @@ def _cells(
     return near_rows[near], near_blocks[near] * BLOCK + lane
 
 
-def _ones_where(compare: CompareInto, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A comparison as float32 zeros and ones: five times faster on a CPU than as booleans, and x / 0 makes inf."""
-    shape = (len(right), left.shape[-1])
-    return compare(left, right, out=torch.empty(shape, dtype=torch.float32, device=left.device))
-
-
 def _finish(rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, keys: RowKeys) -> torch.Tensor:
     """The exact end of the race between the listed tokens: the greatest value + noise, among equals the lowest id."""
-    noise = gumbel(hashes(ids.to(torch.int32).unsqueeze(1), keys.of(rows))).squeeze(1)
-    scores = noise.add_(values[rows, ids])
-    best = scores.new_full((len(values),), -math.inf).scatter_reduce_(0, rows, scores, "amax")
+    count = len(keys.slope)
+    scores = gumbel(hashes(ids.to(torch.int32).unsqueeze(1), keys.of(rows))).squeeze(1).add_(values)
+    best = scores.new_full((count,), -math.inf).scatter_reduce_(0, rows, scores, "amax")
     first = scores == best[rows]
-    nobody = rows.new_full((len(values),), values.shape[1])
+    nobody = ids.new_full((count,), torch.iinfo(torch.int64).max)
     return nobody.scatter_reduce_(0, rows[first], ids[first], "amin")
+
+
+def _tempered(logits: torch.Tensor, temperature: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """Values to draw by: 0 at each row's greatest, below 0 elsewhere, padded to whole blocks. Needs `finite` logits."""
+    rows, vocabulary = logits.shape
+    values = scratch.take("values", (rows, _whole_blocks(vocabulary)), logits.dtype)
+    inside = values[:, :vocabulary]
+    torch.sub(logits, logits.amax(dim=-1, keepdim=True), out=inside)
+    inside.div_(temperature.to(logits.dtype))
+    values[:, vocabulary:] = -math.inf
+    return values
+
+
+def _softmax(values: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """Probabilities in float32. torch computes them row by row, in an order that depends on the row's length alone."""
+    shares = scratch.take("shares", (len(values), values.shape[1]), torch.float32)
+    return torch.softmax(values, dim=-1, dtype=torch.float32, out=shares)
 
 
 def _units(shares: torch.Tensor) -> torch.Tensor:
@@ -233,12 +279,14 @@ def _to_reach(top_p: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
     return (top_p * units.sum(dim=1, keepdim=True)).clamp_(min=1.0)
 
 
+def _whole_blocks(columns: int) -> int:
+    return columns + -columns % BLOCK
+
+
 def _padded(values: torch.Tensor) -> torch.Tensor:
     """Whole blocks, so that every row starts at the same alignment; the padding never wins."""
-    missing = -values.shape[1] % BLOCK
-    if missing == 0:
-        return values
-    return torch.nn.functional.pad(values, (0, missing), value=-math.inf)
+    missing = _whole_blocks(values.shape[1]) - values.shape[1]
+    return torch.nn.functional.pad(values, (0, missing), value=-math.inf) if missing else values
 
 
 def _blocks(padded: torch.Tensor) -> torch.Tensor:

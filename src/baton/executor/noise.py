@@ -58,19 +58,25 @@ def row_keys(streams: UInt64s, positions: npt.NDArray[np.int64], device: torch.d
 
 
 def hashes(tokens: torch.Tensor, keys: RowKeys) -> torch.Tensor:
-    """int32 in [0, 2³¹), in the shape that `tokens` (int32) and the keys broadcast to.
+    """int32 in [0, 2³¹), in the shape that `tokens` (int32) and the keys broadcast to."""
+    mixed = tokens * keys.slope
+    return hash_products(mixed, torch.empty_like(mixed), keys)
+
+
+def hash_products(mixed: torch.Tensor, spare: torch.Tensor, keys: RowKeys) -> torch.Tensor:
+    """Turn `slope · token` into hashes in place; `spare` is overwritten.
 
     `slope · token + offset` with a random odd slope makes each pair of tokens independent; the rounds after it break up
     the arithmetic progression. The shifts keep the sign, so `x ^= x >> n` clears the top bit: that is what leaves the
     last result non-negative without another pass over the vocabulary.
     """
-    mixed = torch.mul(tokens, keys.slope).add_(keys.offset)
-    shifted = torch.bitwise_right_shift(mixed, 16)
-    mixed.bitwise_xor_(shifted).mul_(0x7FEB352D)
-    torch.bitwise_right_shift(mixed, 15, out=shifted)
-    mixed.bitwise_xor_(shifted).mul_(0x6C8E9CF5)
-    torch.bitwise_right_shift(mixed, 16, out=shifted)
-    return mixed.bitwise_xor_(shifted)
+    mixed.add_(keys.offset)
+    torch.bitwise_right_shift(mixed, 16, out=spare)
+    mixed.bitwise_xor_(spare).mul_(0x7FEB352D)
+    torch.bitwise_right_shift(mixed, 15, out=spare)
+    mixed.bitwise_xor_(spare).mul_(0x6C8E9CF5)
+    torch.bitwise_right_shift(mixed, 16, out=spare)
+    return mixed.bitwise_xor_(spare)
 
 
 def gumbel(hashed: torch.Tensor) -> torch.Tensor:

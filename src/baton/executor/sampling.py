@@ -29,20 +29,27 @@ import torch
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Logprobs
 from baton.core.request import Sampling, Tokens
-from baton.executor.draw import Cuts, draw_from_all, draw_from_leaders, finite, greatest, leaders, tempered
+from baton.executor.draw import (
+    DRAW_ELEMENTS,
+    Cuts,
+    draw_from_all,
+    draw_from_leaders,
+    draw_from_nucleus,
+    finite,
+    greatest,
+    leaders,
+)
 from baton.executor.noise import RowKeys, row_keys, stream_of
 from baton.executor.penalties import Penalties, penalises
+from baton.executor.scratch import Scratch
 
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
-Draw = Callable[[torch.Tensor, RowKeys, Cuts], torch.Tensor]
+Draw = Callable[[torch.Tensor, RowKeys, Cuts, Scratch], torch.Tensor]
 
 LOGPROB_LEAST = -9999.0
 _TEMPERATURE_LEAST, _TEMPERATURE_MOST = 1e-6, 1e6
 """Colder is greedy in all but name, hotter uniform; beyond, float32 overflows."""
-_CHUNK_ELEMENTS_CPU = 1 << 20
-"""Draws pass over the vocabulary some twenty times: on a CPU, in pieces that stay in its caches."""
-_CHUNK_ELEMENTS_DEVICE = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +64,8 @@ class Sampler:
     def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
         self._vocabulary = vocabulary
         self._device = device
-        on_cpu = device.type == "cpu"
-        self._chunk_rows = max(1, (_CHUNK_ELEMENTS_CPU if on_cpu else _CHUNK_ELEMENTS_DEVICE) // vocabulary)
+        self._draw_rows = max(1, DRAW_ELEMENTS // vocabulary)
+        self._scratch = Scratch(device)
         self._penalties = Penalties(slots, vocabulary, device)
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._banned: dict[int, torch.Tensor] = {}
@@ -144,9 +151,12 @@ class Sampler:
         if greedy.any():
             rows = np.flatnonzero(greedy)
             tokens[self._index(rows)] = greatest(_rows_of(shaped, rows))
-        ranked = self._top_k[slots] > 0
-        self._draw(draw_from_all, np.flatnonzero(~greedy & ~ranked), shaped, slots, positions, tokens)
-        self._draw(draw_from_leaders, np.flatnonzero(~greedy & ranked), shaped, slots, positions, tokens)
+        for draw, mine in self._draws(slots):
+            for begin in range(0, len(mine), self._draw_rows):
+                rows = mine[begin : begin + self._draw_rows]
+                keys = row_keys(self._stream[slots[rows]], positions[rows], self._device)
+                drawn = draw(_rows_of(shaped, rows), keys, self._cuts(slots[rows]), self._scratch)
+                tokens[self._index(rows)] = drawn
         held = np.flatnonzero(self._penalties.held[slots])
         if len(held) > 0:
             self._penalties.record(slots[held], positions[held], tokens[self._index(held)])
@@ -169,21 +179,19 @@ class Sampler:
             shaped[row, self._banned[int(slots[row])]] = -math.inf
         return shaped
 
-    def _draw(
-        self, draw: Draw, rows: Int64s, shaped: torch.Tensor, slots: Slots, positions: Int64s, tokens: torch.Tensor
-    ) -> None:
-        """Draw for the given rows, chunk by chunk, into `tokens`."""
-        for begin in range(0, len(rows), self._chunk_rows):
-            chunk = rows[begin : begin + self._chunk_rows]
-            mine = slots[chunk]
-            temperature = torch.from_numpy(self._temperature[mine]).to(self._device).unsqueeze(1)
-            keys = row_keys(self._stream[mine], positions[chunk], self._device)
-            values = tempered(_rows_of(shaped, chunk), temperature)
-            tokens[self._index(chunk)] = draw(values, keys, self._cuts(mine))
+    def _draws(self, slots: Slots) -> Iterator[tuple[Draw, Int64s]]:
+        """Which rows to draw in which way."""
+        drawn = ~self._greedy[slots]
+        leading = self._top_k[slots] > 0
+        nucleus = self._top_p[slots] < math.inf
+        yield draw_from_all, np.flatnonzero(drawn & ~leading & ~nucleus)
+        yield draw_from_nucleus, np.flatnonzero(drawn & ~leading & nucleus)
+        yield draw_from_leaders, np.flatnonzero(drawn & leading)
 
     def _cuts(self, slots: Slots) -> Cuts:
         top_k, top_p, floor = self._top_k[slots], self._top_p[slots], self._floor[slots]
         return Cuts(
+            temperature=torch.from_numpy(self._temperature[slots]).to(self._device).unsqueeze(1),
             top_k=torch.from_numpy(top_k).to(self._device).unsqueeze(1),
             top_p=torch.from_numpy(top_p).to(self._device).unsqueeze(1),
             floor=torch.from_numpy(floor).to(self._device).unsqueeze(1),
