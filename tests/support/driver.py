@@ -40,7 +40,7 @@ class Driver:
     def __init__(self, config: WorkerConfig, executor: Executor | None = None, audited: bool = True) -> None:
         self.config = config
         self.executor = executor or ScriptedExecutor(shape_of(config), VOCABULARY)
-        self.worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint))
+        self.worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks))
         self.audited = audited
         self.in_flight: deque[int] = deque()
         self.outputs: dict[Serial, list[int]] = {}

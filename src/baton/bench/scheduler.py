@@ -56,7 +56,7 @@ def _loaded_worker(rows: int, blocks: int, block_size: int) -> Worker:
         slots=rows, blocks=max(blocks, rows * 128), block_size=block_size, context_tokens=8192,
         step_tokens=max(8192, rows), depth=1, waiting_max=rows,
     )  # fmt: skip
-    worker = Worker(config, PrefixIndex(b"bench", b"bench"))
+    worker = Worker(config, PrefixIndex(b"bench", b"bench", config.blocks))
     draws = random.Random(0)
     for number in range(rows):
         prompt = frozen_tokens([draws.randrange(1000) for _ in range(PROMPT_TOKENS)])
@@ -96,3 +96,9 @@ def _sevens(worker: Worker, plan: StepPlan) -> StepResult:
         tokens=np.full(int(counts.sum()), 7, dtype=np.int32),
         known=table.known[slots] + counts,
     )
+
+
+def growth_ns_per_row(timings: list[SchedulerTiming]) -> float:
+    """What one more row adds to a step, from the smallest to the largest size timed."""
+    first, last = timings[0], timings[-1]
+    return (last.us_per_step - first.us_per_step) * 1000 / max(1, last.rows - first.rows)

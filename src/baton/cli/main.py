@@ -8,6 +8,7 @@ import typer
 
 from baton import __version__
 from baton.cli.bench import bench_app
+from baton.cli.bench_scheduler import scheduler
 from baton.cli.chat import chat
 from baton.cli.serve import serve
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(chat)
+bench_app.command()(scheduler)
 app.add_typer(bench_app, name="bench")
 
 

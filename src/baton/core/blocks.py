@@ -12,6 +12,7 @@ A block has a reference count and perhaps a name in the prefix index. Its state 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,10 +95,9 @@ class BlockPool:
         for block in idle[self._named[idle]][::-1].tolist():
             self._retire(block)
 
-    def publish(self, key: Key, parent: Key, block: int) -> None:
-        """Name a block that is in use; nothing happens when the name is taken."""
-        if self.prefix.publish(key, parent, block):
-            self._named[block] = True
+    def publish(self, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> None:
+        """Name blocks that are in use; where a name is taken, nothing happens."""
+        self._named[self.prefix.publish(keys, parents, blocks)] = True
 
     def _push_free(self, blocks: Int32s) -> None:
         self._free[self._free_count : self._free_count + len(blocks)] = blocks

@@ -57,7 +57,7 @@ def references_equal_tables(scheduler: Scheduler) -> None:
 def names_belong_to_blocks(scheduler: Scheduler) -> None:
     """A name stands for one block, and the block for that name."""
     names = scheduler.pool.prefix.names()
-    _require(len({key for key, _ in names.values()}) == len(names), "two blocks carry one name")
+    _require(len(set(names.values())) == len(names), "two blocks carry one name")
     _require(len(names) == len(scheduler.pool.prefix), "the two directions of the prefix index differ in size")
 
 

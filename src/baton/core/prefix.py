@@ -24,15 +24,16 @@ KEY_BYTES = 16
 
 
 class PrefixIndex:
-    def __init__(self, secret: bytes, fingerprint: bytes) -> None:
+    def __init__(self, secret: bytes, fingerprint: bytes, blocks: int) -> None:
         # Copying a hasher that has already taken the secret in is twice as fast as keying a new one for each block.
         self._keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=secret[:64])
         self._fingerprint = fingerprint
         self._block_of: dict[Key, int] = {}
-        self._name_of: dict[int, tuple[Key, Key]] = {}
-        """Block → its own key and its parent's."""
+        self._key_of: list[Key | None] = [None] * blocks
+        self._parent_of: list[Key | None] = [None] * blocks
+        """By block; the parent's key, not its block: a parent may leave and come back in another."""
         self._children: dict[Key, int] = {}
-        """Parent key → how many indexed blocks name it. Keyed by name, not block: a parent may leave and come back."""
+        """Parent key → how many indexed blocks name it."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -47,6 +48,12 @@ class PrefixIndex:
         hasher = self._keyed.copy()
         hasher.update(parent + tokens)
         return Key(hasher.digest())
+
+    def chain_each(self, parents: Sequence[Key], data: bytes) -> list[Key]:
+        """For each parent the name of its next block; `data` has their tokens end to end, the same number for each."""
+        width = len(data) // max(1, len(parents))
+        begins = range(0, len(data), max(1, width))
+        return [self.chain(parent, data[at : at + width]) for parent, at in zip(parents, begins, strict=True)]
 
     def keys_of(self, tokens: Tokens, salt: bytes, block_size: int) -> list[Key]:
         """The root, then a name for each full block of `tokens`."""
@@ -66,21 +73,27 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def publish(self, key: Key, parent: Key, block: int) -> bool:
-        """Name a block. False when another block already carries the name; that one stays."""
-        if key in self._block_of:
-            return False
-        if block in self._name_of:
-            raise InvariantViolated(f"block {block} is already named")
-        self._block_of[key] = block
-        self._name_of[block] = (key, parent)
-        self._children[parent] = self._children.get(parent, 0) + 1
-        return True
+    def publish(self, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> list[int]:
+        """Name blocks. Answers those that were named: where another block already carries a name, that one keeps it."""
+        block_of, key_of, children = self._block_of, self._key_of, self._children
+        named = []
+        for key, parent, block in zip(keys, parents, blocks, strict=True):
+            if key in block_of:
+                continue
+            if key_of[block] is not None:
+                raise InvariantViolated(f"block {block} is already named")
+            block_of[key] = block
+            key_of[block] = key
+            self._parent_of[block] = parent
+            children[parent] = children.get(parent, 0) + 1
+            named.append(block)
+        return named
 
     def forget(self, block: int) -> int | None:
         """Take a block's name away. Answers the parent's block when this was its last child."""
-        key, parent = self._name_of.pop(block)
+        key, parent = self._name(block)
         del self._block_of[key]
+        self._key_of[block] = self._parent_of[block] = None
         left = self._children[parent] - 1
         if left:
             self._children[parent] = left
@@ -89,8 +102,14 @@ class PrefixIndex:
         return self._block_of.get(parent)
 
     def is_leaf(self, block: int) -> bool:
-        return self._name_of[block][0] not in self._children
+        return self._name(block)[0] not in self._children
 
-    def names(self) -> dict[int, tuple[Key, Key]]:
-        """A copy, for the laws."""
-        return dict(self._name_of)
+    def names(self) -> dict[int, Key]:
+        """Block → its name; a copy, for the laws."""
+        return {block: key for block, key in enumerate(self._key_of) if key is not None}
+
+    def _name(self, block: int) -> tuple[Key, Key]:
+        key, parent = self._key_of[block], self._parent_of[block]
+        if key is None or parent is None:
+            raise InvariantViolated(f"block {block} has no name")
+        return key, parent

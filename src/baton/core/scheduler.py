@@ -119,7 +119,8 @@ class Flight:
     """A launched plan, remembered until its result settles. Rows: stops, chunks, decodes."""
 
     step: int
-    slots: Int32s
+    slots: Int64s
+    """As numpy indexes fastest: a pass indexes with these a dozen times."""
     epochs: Int64s
     serials: Int64s
     allowances: Int64s
@@ -166,7 +167,7 @@ class StepBuilder:
 class Scheduler:
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
         self.config = config
-        self.slots = Slots(config.slots, config.table_width)
+        self.slots = Slots(config.slots, config.table_width, config.sequence_tokens_max)
         self.pool = BlockPool(config.blocks, prefix)
         self._reserve = WholeNeed(config.block_size)
         self._requests: dict[Serial, Request] = {}
@@ -429,8 +430,8 @@ class Scheduler:
     def _flight_of(self, plan: StepPlan) -> Flight:
         stop_slots = [stop.slot for stop in plan.stops]
         chunk_slots = [chunk.slot for chunk in plan.chunks]
-        heads = np.array(stop_slots + chunk_slots, dtype=np.int32)
-        rows = np.concatenate((heads, plan.decode_slots))
+        heads = np.array(stop_slots + chunk_slots, dtype=np.int64)
+        rows: Int64s = np.concatenate((heads, plan.decode_slots), dtype=np.int64)
         allowances = np.full(len(rows), self.config.burst, dtype=np.int64)
         allowances[: len(heads)] = [0] * len(stop_slots) + [int(chunk.samples) for chunk in plan.chunks]
         return Flight(
@@ -518,24 +519,27 @@ class Scheduler:
 
     def _append_all(self, flight: Flight, result: StepResult, rows: Int64s) -> tuple[Int64s, Bools]:
         """Append each row's tokens up to its first stop; answers how many were taken, and which rows drew a stop."""
-        slots, firsts = self.slots, _firsts(result.counts)
+        slots, firsts, counts = self.slots, _firsts(result.counts)[rows], result.counts[rows]
         accepted = np.zeros(len(rows), dtype=np.int64)
         stopped = np.zeros(len(rows), dtype=np.bool_)
         going = np.arange(len(rows))
-        for nth in range(int(result.counts[rows].max(initial=0))):
-            going = going[result.counts[rows[going]] > nth]
-            tokens = result.tokens[firsts[rows[going]] + nth]
+        for nth in range(int(counts.max(initial=0))):
+            if nth:
+                going = going[counts[going] > nth]
+            tokens = result.tokens[firsts[going] + nth]
             at = flight.slots[rows[going]]
             slots.append(at, tokens)
             accepted[going] = nth + 1
-            is_stop = (slots.stop_ids[at] == tokens[:, None]).any(axis=1) & (slots.known[at] > slots.stops_from[at])
-            stopped[going] = is_stop
-            going = going[~is_stop]
+            stopped[going] = drew_stop = slots.draws_stop(at, tokens)
+            going = going[~drew_stop]
         return accepted, stopped
 
     def _delivery(self, flight: Flight, result: StepResult, rows: Int64s, accepted: Int64s) -> Delivery:
-        within = np.arange(int(accepted.sum())) - np.repeat(_firsts(accepted), accepted)
-        tokens = result.tokens[np.repeat(_firsts(result.counts)[rows], accepted) + within]
+        if int(accepted.sum()) == len(result.tokens):
+            tokens = result.tokens  # nothing was cut off or dropped, as in almost every step
+        else:
+            within = np.arange(int(accepted.sum())) - np.repeat(_firsts(accepted), accepted)
+            tokens = result.tokens[np.repeat(_firsts(result.counts)[rows], accepted) + within]
         logprobs: tuple[Logprobs, ...] = ()
         if result.logprobs:
             place = {row: index for index, row in enumerate(rows.tolist())}
@@ -544,7 +548,7 @@ class Scheduler:
             )
         return flight.serials[rows], accepted.astype(np.int32), tokens, logprobs
 
-    def _finish_rows(self, at: Int32s, stopped: Bools, ended: list[EndedRequest]) -> None:
+    def _finish_rows(self, at: Int64s, stopped: Bools, ended: list[EndedRequest]) -> None:
         """End the requests of rows that drew a stop token or reached their limit."""
         over = stopped | (self.slots.known[at] >= self.slots.limit[at])
         for slot, by_stop in zip(at[over].tolist(), stopped[over].tolist(), strict=True):
@@ -568,7 +572,7 @@ class Scheduler:
         else:
             self._order_stop(request, FinishReason.ERROR)
 
-    def _publish_full_blocks(self, at: Int32s) -> None:
+    def _publish_full_blocks(self, at: Int64s) -> None:
         """Name the blocks that this step filled. The last sampled token has no KV, so its block is never among them."""
         if not self.config.prefix_cache:
             return
@@ -582,36 +586,34 @@ class Scheduler:
         for slot, upto in zip(at[~one_of_outputs].tolist(), full[~one_of_outputs].tolist(), strict=True):
             self._publish(slot, upto)
 
-    def _publish_outputs(self, at: Int32s) -> None:
+    def _publish_outputs(self, at: Int64s) -> None:
         """Name the next block of each row, which holds outputs only."""
         if not len(at):
             return
-        slots, pool, tips, chain = self.slots, self.pool, self._tips, self.pool.prefix.chain
-        next_block = slots.published[at]
+        slots, next_block = self.slots, self.slots.published[at]
         data = slots.output_blocks(at, next_block * self.config.block_size - slots.prompt[at], self.config.block_size)
-        width = len(data) // len(at)
-        begin = 0
-        for slot, block in zip(at.tolist(), slots.table[at, next_block].tolist(), strict=True):
-            tip = tips[slot]
-            tips[slot] = key = chain(tip, data[begin : begin + width])
-            pool.publish(key, tip, block)
-            begin += width
+        rows = at.tolist()
+        tips = [self._tips[slot] for slot in rows]
+        keys = self.pool.prefix.chain_each(tips, data)
+        self.pool.publish(keys, tips, slots.table[at, next_block].tolist())
+        for slot, key in zip(rows, keys, strict=True):
+            self._tips[slot] = key
         slots.published[at] += 1
 
     def _publish(self, slot: int, upto: int) -> None:
-        slots, pool, block_size = self.slots, self.pool, self.config.block_size
-        request = self._occupant(slot)
-        first, tip = int(slots.published[slot]), self._tips[slot]
-        blocks = slots.table[slot, first:upto].tolist()
-        for index, block in enumerate(blocks, start=first):
+        """Name a row's blocks up to `upto`; they hold prompt, or prompt and outputs, or are many at once."""
+        slots, request = self.slots, self._occupant(slot)
+        first = int(slots.published[slot])
+        chain = [self._tips[slot]]
+        for index in range(first, upto):
             if index + 1 < len(request.keys):
-                key = request.keys[index + 1]
+                chain.append(request.keys[index + 1])
             else:
-                key = pool.prefix.chain(tip, self._block_bytes(slot, request, index * block_size))
-            pool.publish(key, tip, block)
-            tip = key
+                data = self._block_bytes(slot, request, index * self.config.block_size)
+                chain.append(self.pool.prefix.chain(chain[-1], data))
+        self.pool.publish(chain[1:], chain[:-1], slots.table[slot, first:upto].tolist())
         slots.published[slot] = upto
-        self._tips[slot] = tip
+        self._tips[slot] = chain[-1]
 
     def _block_bytes(self, slot: int, request: Request, begin: int) -> bytes:
         """The tokens of the block that begins at position `begin`, which may straddle prompt and outputs."""

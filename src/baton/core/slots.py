@@ -15,6 +15,7 @@ Lengths of one row, in tokens:
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s, Int64s
@@ -26,9 +27,11 @@ NO_REQUEST = -1
 PAD = -1
 """Fills the unused columns of `stop_ids`. Token ids are never negative, so it equals none."""
 
+CACHE_LINE_TOKENS = 16
+
 
 class Slots:
-    def __init__(self, slots: int, table_width: int) -> None:
+    def __init__(self, slots: int, table_width: int, outputs_max: int) -> None:
         self.slots = slots
         self.serial = np.full(slots, NO_REQUEST, dtype=np.int64)
         self.epoch = np.zeros(slots, dtype=np.int64)
@@ -49,7 +52,9 @@ class Slots:
         """Leading blocks that were offered to the prefix index."""
         self.held = np.zeros(slots, dtype=np.int64)
         self.table = np.zeros((slots, table_width), dtype=np.int32)
-        self._outputs = np.zeros((slots, 16), dtype=np.int32)
+        # The system gives memory to zeroed pages when they are first written, so full width costs only what is used.
+        # Rows a power of two apart would fall into the same cache sets; the odd cache line keeps them apart.
+        self._outputs = np.zeros((slots, outputs_max + CACHE_LINE_TOKENS), dtype=np.int32)
         self._empty = list(range(slots - 1, -1, -1))
 
     @property
@@ -81,15 +86,18 @@ class Slots:
         self.stop_ids[slot] = PAD
         self.stop_ids[slot, : len(ids)] = ids
 
-    def append(self, rows: Int32s, tokens: Tokens) -> None:
+    def append(self, rows: Int64s, tokens: Tokens) -> None:
         """One more output for each of these distinct rows."""
-        at = self.known[rows] - self.prompt[rows]
-        width = self._outputs.shape[1]
-        needed = int(at.max(initial=0)) + 1
-        if needed > width:
-            self._outputs = np.pad(self._outputs, ((0, 0), (0, max(width, needed - width))))
-        self._outputs[rows, at] = tokens
-        self.known[rows] += 1
+        known = self.known[rows]
+        self._outputs[rows, known - self.prompt[rows]] = tokens
+        self.known[rows] = known + 1
+
+    def draws_stop(self, rows: Int64s, tokens: Tokens) -> npt.NDArray[np.bool_]:
+        """Which of the tokens just appended to these rows end their request."""
+        hits = self.stop_ids[rows] == tokens[:, None]
+        if not hits.any():
+            return np.zeros(len(rows), dtype=np.bool_)
+        return np.asarray(hits.any(axis=1) & (self.known[rows] > self.stops_from[rows]))
 
     def outputs(self, slot: int) -> Tokens:
         """A copy of what the slot's request has been given so far."""
@@ -99,7 +107,7 @@ class Slots:
         """Outputs [begin, end) as the prefix hash takes them."""
         return self._outputs[slot, begin:end].tobytes()
 
-    def output_blocks(self, rows: Int32s, begins: Int64s, width: int) -> bytes:
+    def output_blocks(self, rows: Int64s, begins: Int64s, width: int) -> bytes:
         """Outputs [begin, begin + width) of each row, end to end, as the prefix hash takes them."""
         gathered: Tokens = self._outputs[rows[:, None], begins[:, None] + np.arange(width)]
         return gathered.tobytes()

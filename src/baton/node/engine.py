@@ -226,7 +226,7 @@ def worker_config(settings: EngineSettings, shape: ExecutorShape) -> WorkerConfi
 def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     executor, details = build_executor(settings)
     config = worker_config(settings, executor.shape)
-    worker = Worker(config, PrefixIndex(settings.prefix_secret, executor.fingerprint))
+    worker = Worker(config, PrefixIndex(settings.prefix_secret, executor.fingerprint, config.blocks))
     ready = Ready(
         version=WIRE_VERSION,
         context_tokens=config.sequence_tokens_max,
