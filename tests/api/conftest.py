@@ -88,23 +88,40 @@ class Served:
         return self.call("POST", "/v1/completions", {"model": "tiny", "prompt": "hi"} | fields, headers)
 
 
+_ending: list[threading.Thread] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_server_ends() -> Iterator[None]:
+    """Uvicorn takes a tenth of a second to stop; the next test need not wait for that, but it must happen."""
+    yield
+    for thread in _ending:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 @contextmanager
 def serving(engine: ScriptedEngine, text: ModelText, settings: ApiSettings) -> Iterator[Served]:
     """A real uvicorn on a free loopback port, in a thread of its own."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(create_app(engine, text, settings), log_level="warning", lifespan="off"))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
-        thread.start()
-        while not server.started:
-            thread.join(0.005)
-        try:
-            yield Served(port)
-        finally:
-            server.should_exit = True
-            thread.join(10)
-            assert not thread.is_alive()
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    app = create_app(engine, text, settings)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+
+    def run() -> None:
+        with closing(sock):
+            asyncio.run(server.serve([sock]))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.005)
+    try:
+        yield Served(port)
+    finally:
+        server.should_exit = True
+        _ending.append(thread)
 
 
 @pytest.fixture

@@ -223,6 +223,10 @@ def test_prompts_times_choices_are_bounded(served: Served) -> None:
     assert served.complete(prompt=["a"] * 16, n=16, max_tokens=1).status == 200
 
 
+def test_more_tokens_at_least_than_at_most_is_refused(served: Served) -> None:
+    assert is_refusal(served.complete(min_tokens=3, max_tokens=2), "min_tokens")
+
+
 def test_echo_with_logprobs_is_refused(served: Served) -> None:
     assert is_refusal(served.complete(echo=True, logprobs=1), "logprobs")
     assert is_refusal(served.complete(logprobs=21), "logprobs")

@@ -210,6 +210,32 @@ def test_metrics_count_what_happened(served: Served, engine: ScriptedEngine) -> 
     assert page['baton_http_requests_total{method="POST",path="/v1/completions",status="200"}'] == "2.0"
 
 
+def test_metrics_tell_cut_answers_from_failed_ones(served: Served, engine: ScriptedEngine, eventually: Eventually) -> None:
+    engine.hangs_after = 1
+    with opened(served, {"n": 2}):
+        eventually(lambda: len(engine.streams) == 2)
+    eventually(lambda: all(one.aborted for one in engine.streams))
+    engine.hangs_after, engine.dies_after = None, 1
+    assert served.chat().status == 503
+    page = served.call("GET", "/metrics").body.decode()
+    assert 'baton_request_success_total{finished_reason="abort",model_name="tiny"} 2.0' in page
+    assert 'baton_request_success_total{finished_reason="error",model_name="tiny"} 1.0' in page
+
+
+def test_a_bug_of_ours_is_a_500_in_the_same_shape_and_the_server_serves_on(
+    served: Served, engine: ScriptedEngine, text: ModelText
+) -> None:
+    def broken(_: object) -> list[int]:
+        raise RuntimeError("a bug")
+
+    script, engine.script = engine.script, broken
+    reply = served.chat(headers={"X-Request-Id": "buggy"})
+    assert (reply.status, reply.error["code"], reply.headers["x-request-id"]) == (500, "internal_error", "buggy")
+    assert "a bug" not in reply.error["message"]
+    engine.script = script
+    assert served.chat(headers={"X-Request-Id": "buggy"}).status == 200
+
+
 def test_browsers_may_call_only_from_allowed_origins(engine: ScriptedEngine, text: ModelText, served: Served) -> None:
     ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in served.call("GET", "/v1/models", headers=ask).headers

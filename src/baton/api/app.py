@@ -191,8 +191,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def client_gone(_: Request, _error: ClientGone) -> Response:
         return Response(status_code=CLIENT_CLOSED)
 
-    async def bug(_: Request, _error: Exception) -> Response:
-        return ApiError(500, "Internal error; the log has the details", "server_error", code="internal_error").response()
+    async def bug(request: Request, _error: Exception) -> Response:
+        # Starlette answers this one outside of our rings, so it has to be tagged here.
+        headers = {HEADER: request.scope.get("state", {}).get("request_id", "")}
+        message = "Internal error; the log has the details"
+        return ApiError(500, message, "server_error", code="internal_error", headers=headers).response()
 
     app.exception_handler(ApiError)(api_error)
     app.exception_handler(HTTPException)(http_error)

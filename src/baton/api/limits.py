@@ -18,7 +18,7 @@ async def read_json_body(request: Request, bytes_max: int) -> bytes:
     if media != "application/json":
         raise ApiError(415, "Send the body as 'Content-Type: application/json'", code="unsupported_media_type")
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced[:20]) > bytes_max:
+    if announced.isascii() and announced.isdigit() and int(announced[:20]) > bytes_max:
         raise _too_large(bytes_max)
     parts: list[bytes] = []
     size = 0

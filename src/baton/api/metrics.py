@@ -63,13 +63,11 @@ class Metrics:
         self._registry.register(_EngineCollector(engine, model))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests", model)
         self.generation_tokens = self._counter("generation_tokens", "Tokens given to clients", model)
-        self.first_token_s = self._histogram(
-            "time_to_first_token_seconds", "Acceptance to first token", _FIRST_TOKEN_S, model
-        )
+        self.first_token_s = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S, model)
         self.per_token_s = self._histogram(
             "time_per_output_token_seconds", "Between tokens after the first", _PER_TOKEN_S, model
         )
-        self.whole_s = self._histogram("e2e_request_latency_seconds", "Acceptance to end", _WHOLE_S, model)
+        self.whole_s = self._histogram("e2e_request_latency_seconds", "Arrival to end", _WHOLE_S, model)
         self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS, model)
         self.request_output_tokens = self._histogram("request_generation_tokens", "Tokens of an answer", _TOKENS, model)
         ended = self._labelled("request_success", "Ended requests", ["model_name", "finished_reason"])
@@ -99,9 +97,10 @@ class Metrics:
 class AnswerTimes:
     """The clock of one body's choices: told each delta, it fills the histograms."""
 
-    def __init__(self, metrics: Metrics, prompt_lengths: Iterable[int], choices: int) -> None:
+    def __init__(self, metrics: Metrics, arrived_s: float, prompt_lengths: Iterable[int], choices: int) -> None:
         self._metrics = metrics
-        self._start = time.perf_counter()
+        self._start = arrived_s
+        self._open = choices
         self._last: list[float | None] = [None] * choices
         self._tokens = [0] * choices
         for length in prompt_lengths:
@@ -113,9 +112,16 @@ class AnswerTimes:
         if delta.tokens:
             self._seen_tokens(delta.index, len(delta.tokens), now)
         if delta.finish is not None:
+            self._open -= 1
             self._metrics.count_end(delta.finish)
             self._metrics.whole_s.observe(now - self._start)
             self._metrics.request_output_tokens.observe(self._tokens[delta.index])
+
+    def close(self, reason: FinishReason) -> None:
+        """No more deltas come. Choices that are still open were cut short for this reason."""
+        for _ in range(self._open):
+            self._metrics.count_end(reason)
+        self._open = 0
 
     def _seen_tokens(self, index: int, count: int, now: float) -> None:
         last = self._last[index]

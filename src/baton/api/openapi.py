@@ -97,7 +97,7 @@ def _described(
 ) -> Described:
     content: Json = {"application/json": {"schema": answer}}
     if streams:
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {"schema": _answer(("data",), {"data": _TEXT})}
     extra: Json = {}
     if body is not None:
         schema = {"$ref": _REF.format(model=body.__name__)}

@@ -36,6 +36,8 @@ from baton.core.request import Submission
 @dataclass(frozen=True, slots=True)
 class Prepared:
     asker: Asker
+    arrived_s: float
+    """By the clock of `time.perf_counter`."""
     group: list[Submission]
     prompt_ids: Sequence[Sequence[int]]
     readers: list[ChoiceReader]
@@ -52,6 +54,7 @@ class Preparer:
     model_names: tuple[str, ...]
 
     def chat(self, raw: bytes, asker: Asker) -> Prepared:
+        now_s = time.perf_counter()
         body = parse(raw, ChatBody, (check_stream_options, check_chat))
         self.check_model(body.model)
         prompt_ids = [self.chat_ids(body, body.messages)]
@@ -60,9 +63,12 @@ class Preparer:
         # An answer is a text of its own, so its first space is not a gap to the prompt.
         readers = self._readers(body, group, [()], offsets=[0])
         writer = ChatWriter(heading, self.text.piece, bool(body.logprobs))
-        return Prepared(asker, group, prompt_ids, readers, writer, bool(body.stream), heading.include_usage, "messages")
+        return Prepared(
+            asker, now_s, group, prompt_ids, readers, writer, bool(body.stream), heading.include_usage, "messages"
+        )
 
     def completion(self, raw: bytes, asker: Asker) -> Prepared:
+        now_s = time.perf_counter()
         body = parse(raw, CompletionBody, (check_stream_options, check_completion))
         self.check_model(body.model)
         prompt_ids = [self._prompt_ids(prompt, body.add_special_tokens) for prompt in body.prompt]
@@ -71,7 +77,7 @@ class Preparer:
         echoes = [self._echo(prompt) for prompt in body.prompt] if body.echo else []
         readers = self._readers(body, group, prompt_ids, [len(echo) for echo in echoes] or [0] * len(prompt_ids))
         writer = CompletionWriter(heading, self.text.piece, body.logprobs is not None, echoes)
-        return Prepared(asker, group, prompt_ids, readers, writer, bool(body.stream), heading.include_usage, "prompt")
+        return Prepared(asker, now_s, group, prompt_ids, readers, writer, bool(body.stream), heading.include_usage, "prompt")
 
     def chat_ids(self, body: ChatBody | TokenizeBody, messages: Sequence[ChatMessage]) -> list[int]:
         try:

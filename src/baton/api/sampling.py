@@ -58,6 +58,10 @@ def group_of(
     """Choice j of prompt i is submission i × n + j; its leader is choice 0 of the same prompt."""
     field = "messages" if isinstance(body, ChatBody) else "prompt"
     max_tokens = max_tokens_of(body)
+    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+        raise invalid(
+            "min_tokens", f"'min_tokens' is {body.min_tokens}, more than the {max_tokens} tokens the answer may have"
+        )
     for prompt in prompts:
         check_prompt(prompt, max_tokens, policy.info, field)
     n = body.n or 1

@@ -24,6 +24,7 @@ from baton.api.reader import Delta
 from baton.api.registry import OpenRequests
 from baton.api.writing import DONE, Choice, sse, usage_of
 from baton.core.errors import Refused
+from baton.core.request import FinishReason
 
 logger = logging.getLogger("baton.api")
 
@@ -48,7 +49,8 @@ class Server:
                 raise engine_dead(str(death)) from None
             answer.attach(streams, receive)
         lengths = [len(ids) for ids in prepared.prompt_ids]
-        run = Run(prepared, answer, AnswerTimes(self._metrics, lengths, len(prepared.group)), self._ended)
+        times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.group))
+        run = Run(prepared, answer, times, self._ended)
         return EventStream(run) if prepared.stream else await whole(run)
 
     def _ended(self, prepared: Prepared) -> None:
@@ -80,9 +82,13 @@ class Run:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[Answer]:
         """However it is left, the id is free again and nothing of it stays in the engine."""
+        cut_short = FinishReason.ERROR
         try:
             async with self._answer:
                 yield self._answer
+        except ClientGone:
+            cut_short = FinishReason.ABORT
+            raise
         except EngineDead as death:
             raise engine_dead(str(death)) from None
         except Refused as refusal:
@@ -90,6 +96,7 @@ class Run:
         except ChoiceFailed as failure:
             raise ApiError(503, f"{failure}; try again", "server_error", code="request_failed") from None
         finally:
+            self.times.close(cut_short)
             self._ended(self.prepared)
 
     def usage(self) -> dict[str, object]:

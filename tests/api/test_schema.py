@@ -1,0 +1,47 @@
+"""The app is what its OpenAPI schema says: generated requests, good and bad, get only what is declared."""
+
+from __future__ import annotations
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis import Case
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from baton.api.app import create_app
+from baton.api.settings import ApiSettings
+from baton.api.text import ModelText
+from tests.api.engine import ScriptedEngine
+from tests.api.tokenizers_made_here import TEMPLATE, byte_level
+
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    unsupported_method,
+)
+
+TEXT = ModelText(byte_level(), chat_template=TEMPLATE, eos_ids=[300])
+ENGINE = ScriptedEngine(lambda _: [104, 105], vocabulary=320)
+schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(ENGINE, TEXT, ApiSettings(("tiny",))))
+
+
+@schema.parametrize()
+@settings(
+    max_examples=40,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
+def test_generated_requests_get_what_is_declared(case: Case) -> None:
+    case.call_and_validate(checks=list(CHECKS))
