@@ -1,0 +1,143 @@
+"""The whole engine (worker, scheduler, CPU executor) against `transformers.generate`, and against itself in other batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.driver import Driver, submission
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from baton.core.config import WorkerConfig
+from baton.core.request import FinishReason, Sampling
+from baton.executor.torch_cpu import TorchCpuExecutor
+
+BLOCKS, BLOCK_SIZE, SLOTS, CONTEXT = 96, 8, 6, 256
+VOCABULARY = 199
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausalLM]:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, initializer_range=0.2, eos_token_id=None,
+        bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    reference = LlamaForCausalLM(config).to(torch.float64).eval()
+    folder = tmp_path_factory.mktemp("llama")
+    reference.save_pretrained(folder)
+    return folder, reference
+
+
+@pytest.fixture(scope="module")
+def executors(model: tuple[Path, LlamaForCausalLM]) -> Iterator[list[TorchCpuExecutor]]:
+    made: list[TorchCpuExecutor] = []
+    yield made
+    for executor in made:
+        executor.close()
+
+
+def engine(folder: Path, made: list[TorchCpuExecutor], step_tokens: int = 64, slots: int = SLOTS) -> Driver:
+    executor = TorchCpuExecutor.load(
+        folder, dtype="float64", slots=slots, block_size=BLOCK_SIZE, blocks=BLOCKS, context_tokens=CONTEXT
+    )
+    made.append(executor)
+    config = WorkerConfig(
+        slots=slots, blocks=BLOCKS, block_size=BLOCK_SIZE, context_tokens=CONTEXT, step_tokens=step_tokens, depth=2
+    )
+    return Driver(config, executor)
+
+
+def generate(reference: LlamaForCausalLM, prompt: list[int], tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    whole = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return [int(token) for token in whole[0, len(prompt) :]]
+
+
+def prompts() -> list[list[int]]:
+    draws = random.Random(5)
+    shared = [draws.randrange(VOCABULARY) for _ in range(40)]
+    fresh = [[draws.randrange(VOCABULARY) for _ in range(draws.randrange(1, 70))] for _ in range(6)]
+    return [*fresh, [*shared, 1, 2, 3], [*shared, 4], shared, shared[:16]]
+
+
+@pytest.mark.parametrize("step_tokens", [7, 64, 256])
+def test_greedy_equals_generate_batched_chunked_and_with_a_warm_cache(
+    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor], step_tokens: int
+) -> None:
+    folder, reference = model
+    driver = engine(folder, executors, step_tokens)
+    expected = [generate(reference, prompt, 24) for prompt in prompts()]
+    for warm in (False, True):
+        serials = [driver.submit(submission(prompt, 24))[0] for prompt in prompts()]
+        driver.run()
+        assert [driver.outputs[serial] for serial in serials] == expected
+        hits = [driver.ended[serial].cached_tokens for serial in serials]
+        assert not warm or max(hits) >= 40
+
+
+def test_seeded_sampling_gives_the_same_tokens_alone_and_in_any_batch(
+    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor]
+) -> None:
+    folder, _ = model
+    samplings = [
+        Sampling(seed=11),
+        Sampling(seed=12, temperature=0.7, top_k=20),
+        Sampling(seed=13, temperature=1.3, top_p=0.8),
+        Sampling(seed=14, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.3),
+        Sampling(seed=15, repetition_penalty=1.3, logit_bias=((7, 2.0),)),
+        Sampling(seed=16, temperature=0.0, stop_token_ids=(3, 5), min_tokens=4),
+    ]
+    asks = [submission(prompt, 20, sampling=s) for prompt, s in zip(prompts(), samplings * 2, strict=False)]
+    alone = []
+    for ask in asks:
+        driver = engine(folder, executors, slots=1)
+        (serial,) = driver.submit(ask)
+        driver.run()
+        alone.append(driver.outputs[serial])
+    for order in (asks, asks[::-1]):
+        driver = engine(folder, executors, step_tokens=19)
+        serials = [driver.submit(ask)[0] for ask in order]
+        driver.run()
+        together = [driver.outputs[serial] for serial in serials]
+        assert together == (alone if order is asks else alone[::-1])
+
+
+def test_choices_of_one_prompt_differ_from_each_other_and_equal_themselves_alone(
+    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor]
+) -> None:
+    folder, _ = model
+    prompt = prompts()[6]
+    samplings = [Sampling(seed=9, choice=choice) for choice in range(3)]
+    driver = engine(folder, executors)
+    group = [submission(prompt, 16, name=f"{i}", sampling=s, leader="0" if i else None) for i, s in enumerate(samplings)]
+    serials = driver.submit(*group)
+    driver.run()
+    together = [driver.outputs[serial] for serial in serials]
+    assert len({tuple(tokens) for tokens in together}) == 3
+    for sampling, tokens in zip(samplings, together, strict=True):
+        lone = engine(folder, executors)
+        (serial,) = lone.submit(submission(prompt, 16, sampling=sampling))
+        lone.run()
+        assert lone.outputs[serial] == tokens
+
+
+def test_an_abort_in_flight_leaves_others_exact(
+    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor]
+) -> None:
+    folder, reference = model
+    driver = engine(folder, executors, step_tokens=16)
+    serials = [driver.submit(submission(prompt, 24))[0] for prompt in prompts()]
+    for _ in range(6):
+        driver.tick(), driver.tick(), driver.settle_one()
+    driver.cancel(serials[0])
+    driver.cancel(serials[3])
+    driver.run()
+    assert driver.ended[serials[0]].reason is FinishReason.ABORT
+    for index in (1, 2, 4, 5, 6, 7, 8, 9):
+        assert driver.outputs[serials[index]] == generate(reference, prompts()[index], 24)
+    assert driver.worker.gauges().blocks.running == 0
