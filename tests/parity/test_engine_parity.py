@@ -1,4 +1,4 @@
-"""The whole engine (worker, scheduler, CPU executor) against `transformers.generate`, and against itself in other batches."""
+"""The whole engine against `transformers.generate`, and against itself in other batches."""
 
 from __future__ import annotations
 
