@@ -61,6 +61,8 @@ class OpenAiServer:
                 text = json.dumps({"error": {"message": "not now"}})
                 return web.Response(status=self.faults.status[number], text=text, headers=headers)
             return await self._stream(request, body, number)
+        except ConnectionResetError:
+            return web.Response(status=499)  # the client left; nobody reads this
         finally:
             self.in_flight -= 1
 

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import io
+import os
+import select
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -93,21 +98,41 @@ def test_a_failed_question_is_not_kept(serve: Serve) -> None:
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["two"]
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_the_session(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = serve()
-    conversation, screen = talking(server)
-    real = chat_module.stream_answer
+def test_ctrl_c_stops_the_answer_and_keeps_the_session(serve: Serve) -> None:
+    server = serve(Faults(token_s=0.02))
+    master, terminal = os.openpty()
+    command = [sys.executable, "-c", "import typer; from baton.cli.chat import chat; typer.run(chat)", "--url", server.url]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+    os.close(terminal)
+    try:
+        _read_until(master, "›")
+        os.write(master, b"one\n")
+        _read_until(master, "w3")
+        process.send_signal(signal.SIGINT)
+        assert "stopped" in _read_until(master, "›")
+        os.write(master, b"two\n")
+        _read_until(master, "w1")
+        process.send_signal(signal.SIGINT)
+        _read_until(master, "›")
+        os.write(master, b"/exit\n")
+        assert process.wait(5) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    first, answer, second = server.bodies[1]["messages"]
+    assert (first["content"], second["content"]) == ("one", "two")
+    assert answer["content"].startswith("w0 w1 w2 w3 ")
 
-    async def interrupted(partner: Partner, messages: list, answer: chat_module.Answer, show: chat_module.Show) -> None:
-        await real(partner, messages, answer, show)
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat_module, "stream_answer", interrupted)
-    conversation.hear("one")
-    monkeypatch.setattr(chat_module, "stream_answer", real)
-    conversation.hear("two")
-    assert "stopped" in screen.getvalue()
-    assert [message["content"] for message in server.bodies[1]["messages"]] == ["one", "w0 w1 w2 ", "two"]
+def _read_until(terminal: int, mark: str) -> str:
+    seen = ""
+    deadline = time.monotonic() + 10
+    while mark not in seen:
+        assert time.monotonic() < deadline, seen
+        if select.select([terminal], [], [], 0.1)[0]:
+            seen += os.read(terminal, 65536).decode(errors="replace")
+    return seen
 
 
 def test_the_prompt_survives_ctrl_c_and_ends_at_ctrl_d(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

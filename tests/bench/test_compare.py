@@ -19,7 +19,7 @@ from baton.bench.sides import OURS, PEER, Side
 from baton.bench.verdict import Measured, Row, ratio
 
 ROOT = Path(__file__).parents[2]
-QUIET = Voice(say=lambda _line: None, doing=lambda _what: None)
+QUIET = Voice(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
 IDLE = OtherLoad(0.0, 0.0, 0.0)
 
 
@@ -45,7 +45,10 @@ def test_both_sides_are_measured_in_pairs(tmp_path: Path, monkeypatch: pytest.Mo
     asked = options(tmp_path, peer="", traces=tmp_path, sections=(Section.SERVING, Section.PREFIX, Section.TRACE))
     spoken: list[str] = []
     sides = [side(OURS, "--token-s", "0.001"), side(PEER, "--token-s", "0.02")]
-    found = Compare(asked, sides, Voice(spoken.append, lambda _what: None)).run()
+    taken: list[None] = []
+    work = Compare(asked, sides, Voice(spoken.append, lambda _what: None, lambda: taken.append(None)))
+    found = work.run()
+    assert len(taken) == work.measurements == 12
     assert found.failures == []
     serving, prefix, trace = found.rows
     assert [measured.pair for measured in serving.ours] == [measured.pair for measured in serving.peer] == [0, 1]

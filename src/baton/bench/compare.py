@@ -32,7 +32,7 @@ from baton.bench.machine import describe_machine, other_load
 from baton.bench.report import summarise
 from baton.bench.sides import OURS, PEER, ServerShape, Serving, Side, our_side, peer_side, wait_first_token
 from baton.bench.traces import TraceMalformed, read_trace
-from baton.bench.verdict import SCHEMA, Comparison, Measured, Row, ratio
+from baton.bench.verdict import SCHEMA, Comparison, Measured, Row, ratio, short
 from baton.bench.workload import Endpoint, Recipe, Round, Session, Shape, fixed_sessions, traced_sessions
 
 T = TypeVar("T")
@@ -41,6 +41,8 @@ RUN_LIMIT_S = 600.0
 SCHEDULER_LIMIT_S = 300.0
 IDLE_LOOK_S = 2.0
 IDLE_CORES_MAX = 0.02
+OTHERS_CORES_MAX = 0.2
+WARM_UP = Round(128, 8)
 SCHEDULER_ROWS, SCHEDULER_STEPS = 1024, 200
 CHAT_TOKENS, CHAT_NEXT_TOKENS, CHAT_ANSWER_TOKENS = 2000, 32, 32
 TRACE_REQUESTS, TRACE_TOKENS_MAX, TRACE_CONCURRENCY = 24, 1024, 16
@@ -101,6 +103,8 @@ class Voice:
     """A line that stays."""
     doing: Callable[[str], None]
     """What is going on now."""
+    done: Callable[[], None]
+    """One more measurement was taken."""
 
 
 @dataclass(slots=True)
@@ -127,13 +131,20 @@ class Compare:
         self._voice = voice
         self._found = _Findings()
 
+    @property
+    def measurements(self) -> int:
+        """How many will be taken if all goes well."""
+        rows = sum(len(SERVING_LOADS) if section is Section.SERVING else 1 for section in self._options.sections)
+        return rows * self._options.pairs * max(1, len(self._sides))
+
     def run(self) -> Comparison:
         """All sections that were asked for. A section that fails is reported, and the next one still runs."""
         sections = self._options.sections
-        if Section.STARTUP in sections:
-            self._guard("startup", self._startup)
+        # Servers first: starts are timed after each side has started once, with the caches that leaves behind.
         if any(section in sections for section in WITH_SERVERS):
             self._guard("servers", self._with_servers)
+        if Section.STARTUP in sections:
+            self._guard("startup", self._startup)
         if Section.SCHEDULER in sections:
             self._guard("scheduler", self._scheduler)
         return self._conclude()
@@ -185,7 +196,7 @@ class Compare:
     def _turns(self, servers: Sequence[Serving]) -> _Turns:
         turns = _Turns(servers, paused=False)
         for serving in servers:
-            turns.run(serving, Round(16, 4), requests=4, concurrency=4, seed=self._options.seed + 77)
+            turns.run(serving, WARM_UP, requests=16, concurrency=16, seed=self._options.seed + 77)
         idle = {serving.side.name: round(serving.child.busy_cores(IDLE_LOOK_S), 3) for serving in servers}
         self._found.idle |= idle
         spins = [name for name, cores in idle.items() if cores > IDLE_CORES_MAX]
@@ -276,9 +287,21 @@ class Compare:
         value, detail = work()
         (row.ours if side == OURS else row.peer).append(Measured(pair, value, load, detail))
         around = f"load {load.loadavg_1m:.2f}, others {load.busy_cores:.2f} cores, steal {load.steal_percent:.1f} %"
-        self._voice.say(f"{what}: {value:,.4g} {row.unit}" + (f", {detail}" if detail else "") + f"  [{around}]")
+        told = " ".join((short(value), row.unit)).strip()
+        self._voice.say(f"{what}: {told}" + (f", {detail}" if detail else "") + f"  [{around}]")
+        self._voice.done()
+
+    def _note_other_load(self) -> None:
+        loads = [measured.load for row in self._found.rows for measured in (*row.ours, *row.peer)]
+        busy = sum(load.busy_cores > OTHERS_CORES_MAX for load in loads)
+        if busy:
+            self._found.notes.append(
+                f"{busy} of {len(loads)} measurements began while others kept more than {OTHERS_CORES_MAX:g} cores busy: "
+                "repeat on a quieter machine before believing them."
+            )
 
     def _conclude(self) -> Comparison:
+        self._note_other_load()
         rows = self._found.rows
         return Comparison(
             schema=SCHEMA,
@@ -364,7 +387,8 @@ class _SchedulerTiming(msgspec.Struct):
 def _our_scheduler_us() -> float:
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         output = Path(folder) / "scheduler.json"
-        command = [sys.executable, "-m", "baton", "bench", "scheduler", "--json", str(output)]
+        size = ["--rows", str(SCHEDULER_ROWS), "--steps", str(SCHEDULER_STEPS)]
+        command = [sys.executable, "-m", "baton", "bench", "scheduler", *size, "--json", str(output)]
         run_to_end("baton bench scheduler", command, {}, SCHEDULER_LIMIT_S)
         try:
             return msgspec.json.decode(output.read_bytes(), type=_SchedulerTiming).us_per_step

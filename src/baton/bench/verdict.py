@@ -88,19 +88,19 @@ def show(console: Console, comparison: Comparison) -> None:
         "Median of the pairs (smallest – largest). Only the ratio means something on a shared machine.", style="dim"
     )
     for note in comparison.notes:
-        console.print(note, markup=False, highlight=False)
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     for failure in comparison.failures:
-        console.print(failure, style="red", markup=False, highlight=False)
+        console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _cell(measured: Sequence[Measured], absent: str) -> str:
     if not measured:
         return absent or "–"
     values = [each.value for each in measured]
-    return f"{_short(median(values))} ({_short(min(values))} – {_short(max(values))})"
+    return f"{short(median(values))} ({short(min(values))} – {short(max(values))})"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Three digits that matter."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
