@@ -283,17 +283,6 @@ def test_a_draining_worker_refuses_and_finishes_what_it_has() -> None:
     assert len(driver.outputs[serial]) == 5
 
 
-def test_admission_waits_for_room_for_prompt_and_max_tokens() -> None:
-    driver = Driver(config(blocks=10, prefix_cache=False))
-    first = driver.submit(submission(list(range(16)), 16, name="a"))[0]
-    second = driver.submit(submission(list(range(16)), 16, name="b"))[0]
-    driver.tick()
-    assert driver.worker.gauges().running == 1
-    assert driver.worker.gauges().waiting == 1
-    driver.run()
-    assert driver.outputs[first] == driver.outputs[second] == expected(list(range(16)), 16)
-
-
 def test_eviction_takes_the_least_recently_used_chain_and_its_leaves_first() -> None:
     driver = Driver(config(blocks=12, slots=1))
     old, recent = list(range(16)), list(range(30, 46))
@@ -343,9 +332,9 @@ def test_a_result_out_of_order_or_with_foreign_rows_is_a_broken_law() -> None:
     driver.tick(), driver.tick()
     first = driver.executor.collect()
     with pytest.raises(InvariantViolated, match="names other rows"):
-        driver.worker.scheduler.settle(_with_slots(first, first.slots + 1))
+        driver.worker.scheduler.settle(_with_slots(first, first.slots + 1), 0)
     with pytest.raises(InvariantViolated, match="was due"):
-        driver.worker.scheduler.settle(first)
+        driver.worker.scheduler.settle(first, 0)
 
 
 def test_a_result_of_an_old_epoch_is_dropped_and_counted() -> None:
@@ -364,8 +353,8 @@ def test_a_result_of_an_old_epoch_is_dropped_and_counted() -> None:
 
 
 def test_an_illegal_move_names_both_sides() -> None:
-    with pytest.raises(IllegalTransition, match=r"WAITING.*ACK_STOP"):
-        next_phase(Phase.WAITING, Move.ACK_STOP)
+    with pytest.raises(IllegalTransition, match=r"WAITING.*ACK_END"):
+        next_phase(Phase.WAITING, Move.ACK_END)
 
 
 def test_every_phase_can_reach_finished() -> None:

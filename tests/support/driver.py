@@ -10,7 +10,7 @@ from baton.core.errors import Refusal
 from baton.core.laws import audit
 from baton.core.prefix import PrefixIndex
 from baton.core.request import RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.core.scheduler import EndedRequest
+from baton.core.records import EndedRequest
 from baton.core.worker import (
     Accepted,
     Cancelled,
@@ -30,6 +30,8 @@ from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
 
 VOCABULARY = 64
+IDLE_PASSES_MAX = 2000
+"""Passes without any step in flight before a test calls it a deadlock: longer than the reserve takes to fall to its floor."""
 
 
 def shape_of(config: WorkerConfig) -> ExecutorShape:
@@ -47,10 +49,11 @@ class Driver:
         self.ended: dict[Serial, EndedRequest] = {}
         self.refusals: list[Refusal] = []
         self.plans: list[Launch] = []
+        self.now_us = 0
         self._tickets = 0
 
     def send(self, event: Event) -> list[Effect]:
-        effects = self.worker.handle(event, now_us=0)
+        effects = self.worker.handle(event, self.now_us)
         for effect in effects:
             self._take(effect)
         if self.audited:
@@ -69,8 +72,13 @@ class Driver:
         self.send(StopFound(serial, keep))
 
     def tick(self) -> None:
-        if self.worker.next_deadline() is not None:
+        if self.is_due:
             self.send(Tick())
+
+    @property
+    def is_due(self) -> bool:
+        deadline = self.worker.next_deadline()
+        return deadline is not None and deadline <= self.now_us
 
     def settle_one(self) -> None:
         if self.in_flight:
@@ -79,16 +87,19 @@ class Driver:
 
     def run(self, steps_max: int = 100_000) -> None:
         """Until nothing is open. Nothing due and nothing in flight while a request is open is a deadlock."""
+        idle_passes = 0
         for _ in range(steps_max):
             if self.worker.is_idle:
                 return
-            due = self.worker.next_deadline() is not None
-            if not due and not self.in_flight:
-                raise RuntimeError(f"deadlock: {self.worker.gauges()}")
-            if due:
+            if self.is_due:
                 self.tick()
-            else:
+            elif self.in_flight:
                 self.settle_one()
+            else:
+                idle_passes += 1
+                if idle_passes > IDLE_PASSES_MAX:
+                    raise RuntimeError(f"deadlock: {self.worker.gauges()}")
+                self.now_us = self.worker.next_deadline() or self.now_us
         raise RuntimeError("did not finish")
 
     def _take(self, effect: Effect) -> None:
@@ -128,6 +139,7 @@ def submission(
     sampling: Sampling | None = None,
     leader: str | None = None,
     salt: bytes = b"",
+    priority: int = 0,
 ) -> Submission:
     return Submission(
         request_id=RequestId(name),
@@ -135,5 +147,6 @@ def submission(
         sampling=sampling or Sampling(seed=0, temperature=0.0),
         max_tokens=max_tokens,
         salt=salt,
+        priority=priority,
         leader=RequestId(leader) if leader else None,
     )

@@ -11,11 +11,11 @@ from baton.core.blocks import BlockGauges
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.plan import Logprobs
 from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.core.scheduler import EndedRequest, SchedulerGauges, Settled, StartedRequest
+from baton.core.records import Bill, EndedRequest, SchedulerGauges, Settled, StartedRequest
 from baton.wire import messages
 from baton.wire.messages import WireError
 
-GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9)
+GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
 
 samplings = st.builds(
     Sampling,
@@ -43,14 +43,20 @@ def test_a_submission_survives_the_wire(
     prompt: list[int], sampling: Sampling, max_tokens: int | None, salt: bytes, leader: str | None
 ) -> None:
     item = Submission(
-        RequestId("r"), frozen_tokens(prompt), sampling, max_tokens, salt, None if leader is None else RequestId(leader)
+        RequestId("r"), frozen_tokens(prompt), sampling, max_tokens, salt, -3, None if leader is None else RequestId(leader)
     )
     decoded = messages.decode_to_engine(messages.encode_to_engine(messages.submit(7, [item])))
     assert isinstance(decoded, messages.Submit)
     (back,) = messages.submissions(decoded)
     assert decoded.ticket == 7
     assert back.prompt.tolist() == prompt
-    assert (back.sampling, back.max_tokens, back.salt, back.leader) == (sampling, max_tokens, salt, leader)
+    assert (back.sampling, back.max_tokens, back.salt, back.priority, back.leader) == (
+        sampling,
+        max_tokens,
+        salt,
+        -3,
+        leader,
+    )
 
 
 def _settled() -> Settled:
@@ -66,7 +72,7 @@ def _settled() -> Settled:
         tokens=np.array([0, 3, 5], dtype=np.int32),
         logprobs=(logprobs,),
         started=(StartedRequest(Serial(10), 16),),
-        ended=(EndedRequest(Serial(11), FinishReason.LENGTH, 0, 9),),
+        ended=(EndedRequest(Serial(11), FinishReason.LENGTH, 9, Bill(preemptions=2)),),
     )
 
 

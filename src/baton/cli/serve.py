@@ -154,7 +154,9 @@ def _run(**settings: Any) -> None:
     from baton.node import service
 
     try:
-        service.serve(service.ServeSettings(**settings), lambda line: console.print(line, style="dim", markup=False, soft_wrap=True))
+        service.serve(
+            service.ServeSettings(**settings), lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)
+        )
     except BatonError as error:
         console.print(f"baton serve: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

@@ -78,6 +78,10 @@ class BlockPool:
         """How many of these would leave `available` if they were held."""
         return int(np.count_nonzero(self._references[blocks] == 0))
 
+    def exclusive(self, blocks: Int32s) -> int:
+        """How many of these would come back if their only holder dropped them."""
+        return int(np.count_nonzero(self._references[blocks] == 1))
+
     def hold(self, blocks: Int32s) -> None:
         """One more reference to each of these distinct, named blocks."""
         self._evictable_count -= self.unreferenced(blocks)

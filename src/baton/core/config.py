@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from baton.core.errors import BatonError
+
+
+class ReservePolicy(StrEnum):
+    NEW_TOKEN_RATIO = "new-token-ratio"  # noqa: S105  a policy, no password
+    FIXED_BLOCKS = "fixed-blocks"
+    NONE = "none"
+
+
+class VictimPolicy(StrEnum):
+    NEWEST = "newest"
+    CHEAPEST = "cheapest"
 
 
 class BadConfig(BatonError):
@@ -30,11 +42,30 @@ class WorkerConfig:
     waiting_max: int = 1024
     """Longest queue; beyond it a submission is refused."""
     prefix_cache: bool = True
+    reserve: ReservePolicy = ReservePolicy.NEW_TOKEN_RATIO
+    ratio_initial: float = 0.7
+    ratio_decay: float = 0.001
+    """Subtracted from the ratio in each pass."""
+    ratio_floor: float = 0.1
+    ratio_clip_tokens: int = 4096
+    """Remaining tokens beyond this are not reserved for."""
+    fixed_blocks: int = 16
+    fixed_blocks_decay: float = 0.025
+    victims: VictimPolicy = VictimPolicy.NEWEST
+    max_preemptions: int = 8
+    """A request that yielded this often is no longer a victim, and comes back only with its whole need reserved."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "blocks", "block_size", "context_tokens", "step_tokens", "burst", "depth", "waiting_max"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.ratio_floor <= self.ratio_initial <= 1:
+            raise BadConfig(
+                f"ratio_floor ({self.ratio_floor}) and ratio_initial ({self.ratio_initial}) must rise within 0 … 1"
+            )
+        for name in ("ratio_decay", "ratio_clip_tokens", "fixed_blocks", "fixed_blocks_decay", "max_preemptions"):
+            if getattr(self, name) < 0:
+                raise BadConfig(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.burst > self.block_size:
             raise BadConfig(f"burst ({self.burst}) must not be larger than block_size ({self.block_size})")
         if self.step_tokens < self.slots * self.burst:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from baton.core.errors import InvariantViolated
+from baton.core.records import Request
 from baton.core.request import Phase
-from baton.core.scheduler import Request, Scheduler
+from baton.core.scheduler import Scheduler
 from baton.core.slots import NO_REQUEST
 
 
@@ -20,7 +21,9 @@ def audit(scheduler: Scheduler) -> None:
     names_belong_to_blocks(scheduler)
     rows_match_requests(scheduler)
     lengths_are_ordered(scheduler)
-    growth_is_reserved(scheduler)
+    promises_are_covered(scheduler)
+    prefills_fit_together(scheduler)
+    nobody_yields_too_often(scheduler)
 
 
 def _require(holds: bool, what: str) -> None:
@@ -91,9 +94,26 @@ def lengths_are_ordered(scheduler: Scheduler) -> None:
     _require(bool((slots.pending[rows] >= 0).all()), "fewer than no tokens are in flight")
 
 
-def growth_is_reserved(scheduler: Scheduler) -> None:
-    """What running requests may still take is there to be taken."""
+def promises_are_covered(scheduler: Scheduler) -> None:
+    """What protected requests will still take is there to be taken."""
+    promised = scheduler.promised()
+    _require(promised <= scheduler.pool.available, f"{promised} blocks are promised, {scheduler.pool.available} available")
+
+
+def prefills_fit_together(scheduler: Scheduler) -> None:
+    """When everything else is gone, the started prefills have room to finish: none can wait for another for ever."""
     slots, size = scheduler.slots, scheduler.config.block_size
-    growing = (slots.phase == Phase.RUNNING_PREFILL) | (slots.phase == Phase.RUNNING_DECODE)
-    need = int(np.sum(-(-slots.limit // size) - slots.held, where=growing))
-    _require(need <= scheduler.pool.available, f"{need} blocks are promised, {scheduler.pool.available} are available")
+    prefilling = slots.phase == Phase.RUNNING_PREFILL
+    lacking = int(np.sum(np.maximum(0, -(-slots.known // size) - slots.held), where=prefilling))
+    references = scheduler.pool.references()
+    kept = np.zeros(scheduler.pool.blocks, dtype=np.bool_)
+    for slot in np.flatnonzero(prefilling | ((slots.serial != NO_REQUEST) & slots.protected)).tolist():
+        kept[slots.blocks(slot)] = True
+    room = scheduler.pool.blocks - int(np.count_nonzero(kept & (references > 0)))
+    _require(lacking <= room, f"started prefills lack {lacking} blocks and at most {room} can ever be free")
+
+
+def nobody_yields_too_often(scheduler: Scheduler) -> None:
+    most = scheduler.config.max_preemptions
+    for request in scheduler.requests():
+        _require(request.bill.preemptions <= most, f"request {request.serial} yielded {request.bill.preemptions} times")

@@ -3,11 +3,12 @@
 Each choice of `n > 1` is a request of its own. Its siblings name choice 0 as their `leader` and share its prompt blocks.
 
     WAITING ──admit──▶ RUNNING_PREFILL ──prefill planned──▶ RUNNING_DECODE ──finish──▶ FINISHED
-       │                    │                                   │                       ▲ ▲
-       │                    └────────── order to stop ──────────┤                       │ │
-       │                                                        ▼                       │ │
-       │                                                    PREEMPTING ───── ack ───────┘ │
-       └────────────────────────────────── abort ─────────────────────────────────────────┘
+      │ ▲                   │                                   │                       ▲ ▲
+      │ │                   └────────── order to stop ──────────┤                       │ │
+      │ │                                                       ▼                       │ │
+      │ └─────────────── ack of a preemption ───────────── PREEMPTING ── ack of an end ─┘ │
+      │                                                         └── finish in flight ─────┤
+      └─────────────────────────────────── abort ─────────────────────────────────────────┘
 
 A phase says what the scheduler will plan *next* for the request: a prefill whose last chunk is planned, though still in
 flight, is decoding. PREEMPTING means that the executor was ordered to let go of the slot and has not acknowledged it yet.
@@ -45,7 +46,8 @@ class Move(Enum):
     ADMIT = "admit"
     PREFILL_PLANNED = "prefill planned"
     ORDER_STOP = "order to stop"
-    ACK_STOP = "stop acknowledged"
+    ACK_PREEMPTION = "preemption acknowledged"
+    ACK_END = "end acknowledged"
     FINISH = "finish"
 
 
@@ -56,7 +58,9 @@ TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
     (Phase.RUNNING_PREFILL, Move.ORDER_STOP): Phase.PREEMPTING,
     (Phase.RUNNING_DECODE, Move.ORDER_STOP): Phase.PREEMPTING,
     (Phase.RUNNING_DECODE, Move.FINISH): Phase.FINISHED,
-    (Phase.PREEMPTING, Move.ACK_STOP): Phase.FINISHED,
+    (Phase.PREEMPTING, Move.FINISH): Phase.FINISHED,
+    (Phase.PREEMPTING, Move.ACK_PREEMPTION): Phase.WAITING,
+    (Phase.PREEMPTING, Move.ACK_END): Phase.FINISHED,
 }
 
 
@@ -115,6 +119,8 @@ class Submission:
     max_tokens: int | None = None
     salt: bytes = b""
     """Narrows KV sharing to those with the same salt (tenant, and the client's own `cache_salt`)."""
+    priority: int = 0
+    """Lower goes first, and is never preempted for the benefit of a higher number."""
     leader: RequestId | None = None
     """The choice whose prompt blocks this one will share; it is in the same group and comes before this one."""
 

@@ -1,132 +1,58 @@
 """Plans steps and settles their results. Owns the queue, the slot table and the block ledger of one engine.
 
     plan()    decodes first, then unfinished prefills, then new requests, within the token budget     → StepPlan
-    settle()  fences stale rows, appends tokens, finds stops, publishes full blocks, frees what ended → Settled
+    settle()  fences stale rows, appends tokens, finds stops, names full blocks, frees what ended     → Settled
 
 Up to `depth` plans are in flight at once, so a plan is made from what is *known* plus the most that steps in flight may
 yield. A slot and its blocks come back in one way only: the plan carries a Stop, the executor finishes what it has and
 acknowledges, and at the settling of that acknowledgement both are free. A request that ends by itself, one that the client
-aborts and one whose stop string the front end found all take that way.
+aborts, one whose stop string the front end found and one that is preempted all take that way; the last goes back to the head
+of the queue with exactly the tokens that were delivered.
+
+How progress is assured when blocks run out:
+
+* A decode that finds no block waits out the step, and enough victims are ordered to yield for it (`_relieve`). With nobody
+  to yield, it waits for what is coming back.
+* A request that yielded `max_preemptions` times is protected: it comes back only with its whole need promised, and no growth
+  of others may touch what is promised. So protected requests always finish.
+* A prefill starts only if all its tokens fit beside what earlier prefills still lack. So when everything else is gone,
+  the prefills that are left fit together; the oldest of them then need not leave a reserve.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.blocks import BlockGauges, BlockPool
+from baton.core.blocks import BlockPool
 from baton.core.config import WorkerConfig
 from baton.core.errors import InvariantViolated
+from baton.core.naming import Namer
 from baton.core.plan import Chunk, Copy, Int32s, Int64s, Logprobs, Outcome, Start, StepPlan, StepResult, Stop
-from baton.core.prefix import Key, PrefixIndex
+from baton.core.prefix import PrefixIndex
+from baton.core.queue import WaitingQueue
+from baton.core.records import EndedRequest, Flight, Hit, Request, SchedulerGauges, Settled, StartedRequest
 from baton.core.request import FinishReason, Move, Phase, Serial, Submission, Tokens, next_phase
-from baton.core.reserve import WholeNeed, blocks_for
-from baton.core.slots import Slots
+from baton.core.reserve import Promises, blocks_for
+from baton.core.slots import NO_REQUEST, Slots
+from baton.core.victims import Rates, choose_victim
 
 Bools = npt.NDArray[np.bool_]
 Delivery = tuple[Int64s, Int32s, Tokens, tuple[Logprobs, ...]]
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """What the scheduler remembers of an open request. `phase` is its one state."""
-
-    serial: Serial
-    submission: Submission
-    limit: int
-    keys: list[Key]
-    """The root, then the name of each full block of the prompt."""
-    phase: Phase = Phase.WAITING
-    epoch: int = 0
-    """How often it was started."""
-    slot: int | None = None
-    cached_tokens: int = 0
-    followers: list[Request] = field(default_factory=list)
-    """Sibling choices that wait for this one's prompt blocks."""
-    leader: Request | None = None
-    ends_as: FinishReason | None = None
-    """Set with the order to stop: how it ends when the executor acknowledges."""
-    keep: int | None = None
-    """How many outputs count, where the front end cut the answer (a stop string)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """What a new request need not compute: whole cached blocks, then part of a sibling's last block."""
-
-    blocks: Int32s
-    copy_from: int | None
-    computed: int
-
-
 @dataclass(frozen=True, slots=True)
 class Admit:
     hit: Hit
+    protected: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     """It does not fit yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartedRequest:
-    """A request whose first token has just come."""
-
-    serial: Serial
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndedRequest:
-    serial: Serial
-    reason: FinishReason
-    cached_tokens: int
-    generated_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What one step brought, for the front end. Row i yields `counts[i]` of `tokens`, row after row."""
-
-    serials: Int64s
-    counts: Int32s
-    tokens: Tokens
-    logprobs: tuple[Logprobs, ...]
-    """Their `row` indexes this object's rows, and they have as many lines as the row has tokens."""
-    started: tuple[StartedRequest, ...]
-    ended: tuple[EndedRequest, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerGauges:
-    running: int
-    waiting: int
-    blocks: BlockGauges
-    prefix_queries: int
-    """Prompt tokens looked up."""
-    prefix_hits: int
-    """Prompt tokens found."""
-    stale_results: int
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A launched plan, remembered until its result settles. Rows: stops, chunks, decodes."""
-
-    step: int
-    slots: Int64s
-    """As numpy indexes fastest: a pass indexes with these a dozen times."""
-    epochs: Int64s
-    serials: Int64s
-    allowances: Int64s
-    """The most tokens that each row may yield."""
-    stops: int
-    chunks: tuple[Chunk, ...]
 
 
 class StepBuilder:
@@ -135,6 +61,8 @@ class StepBuilder:
     def __init__(self, step: int, budget: int) -> None:
         self.step = step
         self.budget = budget
+        self.preempted = False
+        self.chunk_prefill_unsatisfied = False
         self.stops: list[Stop] = []
         self.copies: list[Copy] = []
         self.starts: list[Start] = []
@@ -142,6 +70,11 @@ class StepBuilder:
         self.decode_slots: Int32s = np.empty(0, dtype=np.int32)
         self.decode_epochs: Int64s = np.empty(0, dtype=np.int64)
         self._grows: list[tuple[Int32s, Int32s, Int32s]] = []
+
+    @property
+    def may_admit(self) -> bool:
+        """Not while somebody had to yield, or a started prefill is short of blocks."""
+        return not (self.preempted or self.chunk_prefill_unsatisfied)
 
     def grow(self, slots: Int32s, at: Int32s, blocks: Int32s) -> None:
         self._grows.append((slots, at, blocks))
@@ -169,24 +102,29 @@ class Scheduler:
         self.config = config
         self.slots = Slots(config.slots, config.table_width, config.sequence_tokens_max)
         self.pool = BlockPool(config.blocks, prefix)
-        self._reserve = WholeNeed(config.block_size)
+        self.rates = Rates()
+        self._promises = Promises(config)
+        self._namer = Namer(self.slots, self.pool, config.block_size)
         self._requests: dict[Serial, Request] = {}
         """Every request that is open or whose slot is not free yet."""
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingQueue()
         self._held_back = 0
         """Waiting requests that are not in the queue yet: followers of a leader that still prefills."""
         self._prefilling: list[int] = []
-        """Slots with prompt left to plan, in order of admission."""
+        """Slots with tokens left to prefill, in order of admission."""
         self._stopping: list[int] = []
         """Slots whose Stop goes into the next plan."""
-        self._tips: list[Key] = [Key(b"")] * config.slots
-        """The name of the last block that each slot offered to the prefix index."""
         self._flights: deque[Flight] = deque()
+        self._now_us = 0
         self._next_serial = 0
         self._steps = 0
         self._stale_results = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
+        self._preemptions_for_others = 0
+        self._preemptions_of_self = 0
+        self._recomputed_tokens = 0
+        self._unsatisfied_passes = 0
 
     # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -210,6 +148,10 @@ class Scheduler:
     def request(self, serial: Serial) -> Request | None:
         return self._requests.get(serial)
 
+    def promised(self) -> int:
+        """For the laws."""
+        return self._promises.promised(self.slots)
+
     def gauges(self) -> SchedulerGauges:
         return SchedulerGauges(
             running=self.slots.occupied,
@@ -219,34 +161,40 @@ class Scheduler:
             prefix_hits=self._prefix_hits,
             stale_results=self._stale_results,
             steps=self._steps,
+            preemptions_for_others=self._preemptions_for_others,
+            preemptions_of_self=self._preemptions_of_self,
+            recomputed_tokens=self._recomputed_tokens,
+            chunk_prefill_unsatisfied=self._unsatisfied_passes,
+            reserve_ratio=self._promises.policy.ratio,
         )
 
     # ── intake ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def enqueue(self, submission: Submission, limit: int, leader: Serial | None = None) -> Serial:
-        """Put a request, already found possible, at the end of the queue, or behind the leader whose blocks it shares."""
+    def enqueue(self, submission: Submission, limit: int, now_us: int, leader: Serial | None = None) -> Serial:
+        """Put a request, already found possible, into the queue, or behind the leader whose blocks it shares."""
         serial = Serial(self._next_serial)
         self._next_serial += 1
         keys = self.pool.prefix.keys_of(submission.prompt, submission.salt, self.config.block_size)
-        request = Request(serial, submission, limit, keys)
+        request = Request(serial, submission, limit, keys, since_us=now_us)
         self._requests[serial] = request
         if leader is None:
-            self._waiting.append(request)
+            self._waiting.push(request)
         else:
             request.leader = self._requests[leader]
             request.leader.followers.append(request)
             self._held_back += 1
         return serial
 
-    def order_stop(self, serial: Serial, reason: FinishReason, keep: int | None = None) -> EndedRequest | None:
+    def order_stop(self, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None) -> EndedRequest | None:
         """End a request from outside. One that waits ends here; one that runs ends when the executor acknowledges."""
+        self._now_us = now_us
         request = self._requests.get(serial)
-        if request is None or request.phase in (Phase.PREEMPTING, Phase.FINISHED):
+        if request is None or request.phase is Phase.FINISHED or request.ends_as is not None:
             return None
+        request.keep = keep
         if request.phase is Phase.WAITING:
             return self._withdraw(request, reason)
-        request.keep = keep
-        self._order_stop(request, reason)
+        self._order_end(request, reason)
         return None
 
     def _withdraw(self, request: Request, reason: FinishReason) -> EndedRequest:
@@ -257,40 +205,57 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         self._release_followers(request)
+        request.bill.queue_us += self._now_us - request.since_us
         self._move(request, Move.FINISH)
         del self._requests[request.serial]
-        return EndedRequest(request.serial, reason, 0, 0)
+        return EndedRequest(request.serial, reason, _kept(request, len(request.outputs)), request.bill)
 
-    def _order_stop(self, request: Request, reason: FinishReason) -> None:
+    def _order_end(self, request: Request, reason: FinishReason) -> None:
+        """Its next acknowledgement is its end; what it still yields is nobody's."""
+        request.ends_as = reason
+        self.slots.muted[self._slot_of(request)] = True
+        self._release_followers(request)
+        if request.phase is not Phase.PREEMPTING:
+            self._order_stop(request)
+
+    def _order_stop(self, request: Request) -> None:
         slot = self._slot_of(request)
         if slot in self._prefilling:
             self._prefilling.remove(slot)
-        request.ends_as = reason
         self._move(request, Move.ORDER_STOP)
         self._stopping.append(slot)
-        self._release_followers(request)
 
     def _release_followers(self, leader: Request) -> None:
-        """Let sibling choices into the queue, at its head: they arrived with their leader."""
+        """Let sibling choices into the queue."""
         self._held_back -= len(leader.followers)
-        self._waiting.extendleft(reversed(leader.followers))
+        for follower in leader.followers:
+            self._waiting.push(follower)
         leader.followers.clear()
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, now_us: int) -> StepPlan | None:
         """The next step, or None when there is nothing to do in it."""
+        self._now_us = now_us
         step = StepBuilder(self._steps + 1, self.config.step_tokens)
-        self._order_stops(step)
         self._continue_decodes(step)
+        self._order_stops(step)
         self._continue_prefills(step)
-        self._admit_waiting(step)
+        if step.may_admit:
+            self._admit_waiting(step)
+        self._note_pass(step)
         plan = step.build()
         if plan.is_empty:
             return None
         self._steps += 1
         self._flights.append(self._flight_of(plan))
         return plan
+
+    def _note_pass(self, step: StepBuilder) -> None:
+        """Every pass with work lowers the reserve, also one that could schedule nothing: so whoever waits gets in."""
+        self._unsatisfied_passes += step.chunk_prefill_unsatisfied
+        if self.has_work:
+            self._promises.policy.after_pass()
 
     def _order_stops(self, step: StepBuilder) -> None:
         step.stops = [Stop(slot, int(self.slots.epoch[slot])) for slot in self._stopping]
@@ -303,16 +268,68 @@ class Scheduler:
         open_rows = reach < slots.limit[rows]
         rows, reach = rows[open_rows], reach[open_rows]
         ends = np.minimum(reach + config.burst - 1, slots.limit[rows])
-        short = rows[ends > slots.held[rows] * config.block_size]
-        if len(short):
-            self._grow_by_one(step, short)
+        short = ends > slots.held[rows] * config.block_size
+        if short.any():
+            rows = self._grow_or_wait(step, rows, rows[short])
         slots.pending[rows] += config.burst
         step.budget -= len(rows) * config.burst
         step.decode_slots = rows.astype(np.int32)
         step.decode_epochs = slots.epoch[rows]
 
+    def _grow_or_wait(self, step: StepBuilder, rows: Int64s, short: Int64s) -> Int64s:
+        """One more block for each row that needs it, the most important first. Answers the rows that can decode."""
+        slots = self.slots
+        free_for_all = self.pool.available - self._promises.promised(slots)
+        sure = slots.protected[short]
+        if np.count_nonzero(~sure) > free_for_all:
+            asking = short[~sure]
+            asking = asking[np.lexsort((slots.serial[asking], slots.priority[asking]))]
+            fed, starved = asking[: max(0, free_for_all)], asking[max(0, free_for_all) :]
+            self._relieve(step, starved)
+            short = np.concatenate((short[sure], fed))
+            rows = rows[~np.isin(rows, starved)]
+            rows = rows[slots.phase[rows] == Phase.RUNNING_DECODE]
+            short = short[slots.phase[short] == Phase.RUNNING_DECODE]
+        if len(short):
+            self._grow_by_one(step, short)
+        return rows
+
+    def _relieve(self, step: StepBuilder, starved: Int64s) -> None:
+        """Order victims to yield until what comes back is enough for those who found no block."""
+        coming = self._coming_back()
+        for asker in starved.tolist():
+            if self.slots.phase[asker] != Phase.RUNNING_DECODE:
+                continue  # it was itself the victim for somebody before it
+            while coming < 1:
+                victim = choose_victim(self.config.victims, self.slots, asker, self.rates)
+                if victim is None:
+                    return
+                coming += self.pool.exclusive(self.slots.blocks(victim))
+                self._preempt(step, victim, asker)
+                if victim == asker:
+                    break
+            else:
+                coming -= 1
+
+    def _coming_back(self) -> int:
+        """Blocks of slots that are being let go of, less what nobody else may have of them."""
+        slots = self.slots
+        leaving = np.flatnonzero((slots.serial != NO_REQUEST) & (slots.phase >= Phase.PREEMPTING))
+        return sum(self.pool.exclusive(slots.blocks(slot)) for slot in leaving.tolist())
+
+    def _preempt(self, step: StepBuilder, victim: int, asker: int) -> None:
+        request = self._occupant(victim)
+        step.preempted = True
+        request.bill.preemptions += 1
+        if victim == asker:
+            self._preemptions_of_self += 1
+        else:
+            self._preemptions_for_others += 1
+        self._order_stop(request)
+        self._promises.policy.after_preemption(self.slots)
+
     def _grow_by_one(self, step: StepBuilder, rows: Int64s) -> None:
-        """One more block for each row: `burst` never exceeds a block, so one is always enough."""
+        """`burst` never exceeds a block, so one block a row is always enough."""
         slots = self.slots
         blocks, at = self.pool.take(len(rows)), slots.held[rows]
         slots.table[rows, at] = blocks
@@ -323,7 +340,21 @@ class Scheduler:
         for slot in tuple(self._prefilling):
             if step.budget <= 0:
                 return
+            if not self._chunk_fits(step, slot):
+                step.chunk_prefill_unsatisfied = True
+                return
             self._plan_chunk(step, slot)
+
+    def _chunk_fits(self, step: StepBuilder, slot: int) -> bool:
+        """Whether the next chunk leaves what is kept for the others; its own need is not held against it."""
+        slots = self.slots
+        end = min(int(slots.known[slot]), int(slots.planned[slot]) + step.budget)
+        missing = blocks_for(end, self.config.block_size) - int(slots.held[slot])
+        if missing <= 0 or slots.protected[slot]:
+            return True
+        nobody_decodes = not len(slots.in_phase(Phase.RUNNING_DECODE))
+        kept = self._promises.promised(slots) if nobody_decodes else self._promises.kept(slots, asker=slot)
+        return missing <= self.pool.available - kept
 
     def _plan_chunk(self, step: StepBuilder, slot: int) -> None:
         slots = self.slots
@@ -348,27 +379,30 @@ class Scheduler:
             step.grow(np.full(missing, slot, dtype=np.int32), at, blocks)
 
     def _admit_waiting(self, step: StepBuilder) -> None:
-        while self._waiting and step.budget > 0 and self.slots.has_room:
-            match self._consider(self._waiting[0]):
-                case Admit(hit):
-                    self._start(step, self._waiting.popleft(), hit)
+        while (request := self._waiting.head) and step.budget > 0 and self.slots.has_room:
+            match self._consider(request):
+                case Admit(hit, protected):
+                    self._waiting.remove(request)
+                    self._start(step, request, hit, protected)
                 case Wait():
                     return
 
     def _consider(self, request: Request) -> Admit | Wait:
-        """Whether a request's whole need fits beside what the running ones reserve. Changes nothing."""
+        """Whether a request's tokens fit beside what is kept for the running ones. Changes nothing."""
         hit = self._look_up(request)
-        need = blocks_for(request.limit, self.config.block_size) - len(hit.blocks) + self.pool.unreferenced(hit.blocks)
-        fits = need <= self.pool.available - self._reserve.blocks(self.slots)
-        return Admit(hit) if fits else Wait()
+        protected = request.bill.preemptions >= self.config.max_preemptions
+        wanted = request.limit if protected else request.tokens_at_start
+        need = blocks_for(wanted, self.config.block_size) - len(hit.blocks) + self.pool.unreferenced(hit.blocks)
+        fits = need <= self.pool.available - self._promises.kept(self.slots)
+        return Admit(hit, protected) if fits else Wait()
 
     def _look_up(self, request: Request) -> Hit:
-        block_size, prompt_tokens = self.config.block_size, len(request.submission.prompt)
+        block_size, tokens = self.config.block_size, request.tokens_at_start
         # Even a full hit computes the last token: its logits choose the next one.
-        usable = (prompt_tokens - 1) // block_size
+        usable = (tokens - 1) // block_size
         found = self.pool.prefix.longest(request.keys[1 : usable + 1]) if self.config.prefix_cache else []
         blocks = np.array(found, dtype=np.int32)
-        tail = (prompt_tokens - 1) % block_size
+        tail = (tokens - 1) % block_size
         source = self._tail_of_leader(request) if tail and len(found) == usable else None
         computed = len(found) * block_size + (tail if source is not None else 0)
         return Hit(blocks, source, computed)
@@ -376,19 +410,18 @@ class Scheduler:
     def _tail_of_leader(self, request: Request) -> int | None:
         """The block in which a sibling choice holds the end of the same prompt, if it still does."""
         leader = request.leader
-        if leader is None or leader.slot is None or leader.phase is not Phase.RUNNING_DECODE:
+        if leader is None or len(request.outputs) or leader.slot is None or leader.phase is not Phase.RUNNING_DECODE:
             return None
         last = len(request.submission.prompt) - 1
         if int(self.slots.computed[leader.slot]) < last:
             return None
         return int(self.slots.table[leader.slot, last // self.config.block_size])
 
-    def _start(self, step: StepBuilder, request: Request, hit: Hit) -> None:
+    def _start(self, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
         slots, submission = self.slots, request.submission
         slot = slots.claim(request.serial)
         request.slot = slot
         request.epoch += 1
-        request.cached_tokens = hit.computed
         self._move(request, Move.ADMIT)
         self.pool.hold(hit.blocks)
         slots.append_blocks(slot, hit.blocks)
@@ -397,13 +430,17 @@ class Scheduler:
             slots.append_blocks(slot, target)
             step.copies.append(Copy(hit.copy_from, int(target[0])))
         self._fill_row(slot, request, hit)
-        blocks = slots.blocks(slot)
+        slots.protected[slot] = protected
+        self._namer.start(slot, request, hit)
+        self._charge_start(request, hit)
+        blocks, tokens = slots.blocks(slot), np.concatenate((submission.prompt, request.outputs))
         blocks.setflags(write=False)
+        tokens.setflags(write=False)
         step.starts.append(
             Start(
                 slot=slot,
                 epoch=request.epoch,
-                tokens=submission.prompt,
+                tokens=tokens,
                 prompt_tokens=len(submission.prompt),
                 computed=hit.computed,
                 limit=request.limit,
@@ -415,17 +452,27 @@ class Scheduler:
         self._plan_chunk(step, slot)
 
     def _fill_row(self, slot: int, request: Request, hit: Hit) -> None:
-        slots, sampling, prompt_tokens = self.slots, request.submission.sampling, len(request.submission.prompt)
+        slots, submission = self.slots, request.submission
         slots.epoch[slot] = request.epoch
-        slots.prompt[slot] = slots.known[slot] = prompt_tokens
+        slots.priority[slot] = submission.priority
+        slots.prompt[slot] = len(submission.prompt)
+        slots.restore(slot, request.outputs)
         slots.planned[slot] = slots.computed[slot] = hit.computed
         slots.limit[slot] = request.limit
-        slots.stops_from[slot] = prompt_tokens + sampling.min_tokens
-        slots.set_stop_ids(slot, sampling.stop_token_ids)
-        slots.published[slot] = len(hit.blocks)
-        self._tips[slot] = request.keys[len(hit.blocks)]
-        self._prefix_queries += prompt_tokens
-        self._prefix_hits += hit.computed
+        slots.stops_from[slot] = len(submission.prompt) + submission.sampling.min_tokens
+        slots.set_stop_ids(slot, submission.sampling.stop_token_ids)
+
+    def _charge_start(self, request: Request, hit: Hit) -> None:
+        bill, to_compute = request.bill, request.tokens_at_start - hit.computed
+        if request.epoch == 1:
+            bill.cached_tokens = hit.computed
+            self._prefix_queries += request.tokens_at_start
+            self._prefix_hits += hit.computed
+        else:
+            bill.recomputed_tokens += to_compute
+            self._recomputed_tokens += to_compute
+        bill.queue_us += self._now_us - request.since_us
+        request.since_us = self._now_us
 
     def _flight_of(self, plan: StepPlan) -> Flight:
         stop_slots = [stop.slot for stop in plan.stops]
@@ -446,15 +493,16 @@ class Scheduler:
 
     # ── settling ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def settle(self, result: StepResult) -> Settled:
+    def settle(self, result: StepResult, now_us: int) -> Settled:
         """Take in the result of the oldest step in flight."""
+        self._now_us = now_us
         flight = self._land(result)
         live = self._fence(flight)
         self._note_chunks(flight, live)
         started: list[StartedRequest] = []
         ended: list[EndedRequest] = []
         delivery = self._take_tokens(flight, result, live, started, ended)
-        self._publish_full_blocks(flight.slots[live])
+        self._name_full_blocks(flight.slots[live])
         for row in range(flight.stops):
             self._acknowledge(flight, result, row, ended)
         return Settled(*delivery, started=tuple(started), ended=tuple(ended))
@@ -477,7 +525,7 @@ class Scheduler:
         return live
 
     def _note_chunks(self, flight: Flight, live: Int64s) -> None:
-        """The KV of these prompt positions exists now."""
+        """The KV of these positions exists now."""
         first, last = flight.stops, flight.stops + len(flight.chunks)
         for row in live[(live >= first) & (live < last)].tolist():
             chunk = flight.chunks[row - first]
@@ -498,16 +546,22 @@ class Scheduler:
         accepted, stopped = self._append_all(flight, result, rows)
         at = flight.slots[rows]
         slots.computed[at] = slots.known[at] - 1
-        heard = slots.phase[at] != Phase.PREEMPTING
+        heard = ~slots.muted[at]
         delivery = self._delivery(flight, result, rows[heard], accepted[heard])
         for row in rows[rows < flight.stops + len(flight.chunks)].tolist():
-            request = self._occupant(int(flight.slots[row]))
-            started.append(StartedRequest(request.serial, request.cached_tokens))
-            self._release_followers(request)
+            self._note_prefilled(self._occupant(int(flight.slots[row])), started)
         self._finish_rows(at[heard], stopped[heard], ended)
         for row in live[broken].tolist():
-            self._break(self._occupant(int(flight.slots[row])))
+            self._order_end(self._occupant(int(flight.slots[row])), FinishReason.ERROR)
         return delivery
+
+    def _note_prefilled(self, request: Request, started: list[StartedRequest]) -> None:
+        """The first token since its start has come."""
+        if request.epoch == 1:
+            started.append(StartedRequest(request.serial, request.bill.cached_tokens))
+        request.bill.prefill_us += self._now_us - request.since_us
+        request.since_us = self._now_us
+        self._release_followers(request)
 
     def _disagreeing(self, flight: Flight, result: StepResult, live: Int64s) -> Bools:
         """Live rows whose outcome is not what their plan allows, or whose token count differs between the two sides."""
@@ -552,91 +606,64 @@ class Scheduler:
         """End the requests of rows that drew a stop token or reached their limit."""
         over = stopped | (self.slots.known[at] >= self.slots.limit[at])
         for slot, by_stop in zip(at[over].tolist(), stopped[over].tolist(), strict=True):
-            reason = FinishReason.STOP if by_stop else FinishReason.LENGTH
-            self._end(self._occupant(slot), reason, Move.FINISH, ended)
-            self._stopping.append(slot)
+            request = self._occupant(slot)
+            if request.phase is not Phase.PREEMPTING:  # else its Stop is on the way already
+                self._stopping.append(slot)
+            self._end(request, FinishReason.STOP if by_stop else FinishReason.LENGTH, Move.FINISH, ended)
 
     def _end(self, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
         slot = self._slot_of(request)
-        generated = int(self.slots.known[slot] - self.slots.prompt[slot])
-        if request.keep is not None:
-            generated = min(generated, request.keep)
+        self._charge_run(request)
         self._move(request, move)
         self._release_followers(request)
-        ended.append(EndedRequest(request.serial, reason, request.cached_tokens, generated))
+        generated = int(self.slots.known[slot] - self.slots.prompt[slot])
+        ended.append(EndedRequest(request.serial, reason, _kept(request, generated), request.bill))
 
-    def _break(self, request: Request) -> None:
-        """The two sides disagree about this request: it ends with an error, its slot comes back as always."""
-        if request.phase is Phase.PREEMPTING:
-            request.ends_as = FinishReason.ERROR
-        else:
-            self._order_stop(request, FinishReason.ERROR)
+    def _charge_run(self, request: Request) -> None:
+        """Close the stage that a running request is in."""
+        slot, bill = self._slot_of(request), request.bill
+        spent = self._now_us - request.since_us
+        first_since_start = int(self.slots.known[slot]) > request.tokens_at_start
+        bill.decode_us += spent if first_since_start else 0
+        bill.prefill_us += 0 if first_since_start else spent
+        bill.computed_tokens = int(self.slots.computed[slot]) - bill.cached_tokens
+        request.since_us = self._now_us
 
-    def _publish_full_blocks(self, at: Int64s) -> None:
-        """Name the blocks that this step filled. The last sampled token has no KV, so its block is never among them."""
+    def _name_full_blocks(self, at: Int64s) -> None:
         if not self.config.prefix_cache:
             return
-        slots, block_size = self.slots, self.config.block_size
-        full = slots.computed[at] // block_size
-        more = full > slots.published[at]
-        at, full = at[more], full[more]
-        # In steady decode each row fills one block of outputs at a time: those are gathered and named together.
-        one_of_outputs = (full == slots.published[at] + 1) & (slots.published[at] * block_size >= slots.prompt[at])
-        self._publish_outputs(at[one_of_outputs])
-        for slot, upto in zip(at[~one_of_outputs].tolist(), full[~one_of_outputs].tolist(), strict=True):
-            self._publish(slot, upto)
-
-    def _publish_outputs(self, at: Int64s) -> None:
-        """Name the next block of each row, which holds outputs only."""
-        if not len(at):
-            return
-        slots, next_block = self.slots, self.slots.published[at]
-        data = slots.output_blocks(at, next_block * self.config.block_size - slots.prompt[at], self.config.block_size)
-        rows = at.tolist()
-        tips = [self._tips[slot] for slot in rows]
-        keys = self.pool.prefix.chain_each(tips, data)
-        self.pool.publish(keys, tips, slots.table[at, next_block].tolist())
-        for slot, key in zip(rows, keys, strict=True):
-            self._tips[slot] = key
-        slots.published[at] += 1
-
-    def _publish(self, slot: int, upto: int) -> None:
-        """Name a row's blocks up to `upto`; they hold prompt, or prompt and outputs, or are many at once."""
-        slots, request = self.slots, self._occupant(slot)
-        first = int(slots.published[slot])
-        chain = [self._tips[slot]]
-        for index in range(first, upto):
-            if index + 1 < len(request.keys):
-                chain.append(request.keys[index + 1])
-            else:
-                data = self._block_bytes(slot, request, index * self.config.block_size)
-                chain.append(self.pool.prefix.chain(chain[-1], data))
-        self.pool.publish(chain[1:], chain[:-1], slots.table[slot, first:upto].tolist())
-        slots.published[slot] = upto
-        self._tips[slot] = chain[-1]
-
-    def _block_bytes(self, slot: int, request: Request, begin: int) -> bytes:
-        """The tokens of the block that begins at position `begin`, which may straddle prompt and outputs."""
-        prompt = request.submission.prompt
-        end = begin + self.config.block_size
-        split = len(prompt)
-        head = prompt[begin:split].tobytes() if begin < split else b""
-        return head + self.slots.output_bytes(slot, max(begin, split) - split, end - split)
+        plain, others = self._namer.unnamed(at)
+        self._namer.name_outputs(plain)
+        for slot in others.tolist():
+            self._namer.name_all(slot, self._occupant(slot))
 
     def _acknowledge(self, flight: Flight, result: StepResult, row: int, ended: list[EndedRequest]) -> None:
-        """The executor let go of a slot: its blocks come back, and a request that was waiting for this ends."""
+        """The executor let go of a slot: its blocks come back, and its request ends or waits again."""
         slot = int(flight.slots[row])
         request = self._occupant(slot)
         if result.outcomes[row] != Outcome.PREEMPTED:
             raise InvariantViolated(f"slot {slot} was ordered to stop and answered {Outcome(result.outcomes[row]).name}")
         if request.phase is Phase.PREEMPTING:
-            agreed = int(result.known[row]) == int(self.slots.known[slot])
-            reason = request.ends_as if agreed and request.ends_as else FinishReason.ERROR
-            self._end(request, reason, Move.ACK_STOP, ended)
+            if int(result.known[row]) != int(self.slots.known[slot]):
+                request.ends_as = FinishReason.ERROR
+            if request.ends_as is None:
+                self._requeue(request)
+            else:
+                self._end(request, request.ends_as, Move.ACK_END, ended)
         self.pool.drop(self.slots.blocks(slot))
         self.slots.vacate(slot)
         request.slot = None
-        del self._requests[request.serial]
+        if request.phase is Phase.FINISHED:
+            del self._requests[request.serial]
+
+    def _requeue(self, request: Request) -> None:
+        """Back to the head of the queue, with exactly what was delivered to continue from."""
+        self._charge_run(request)
+        request.outputs = self.slots.outputs(self._slot_of(request))
+        known = np.concatenate((request.submission.prompt, request.outputs))
+        request.keys = self.pool.prefix.keys_of(known, request.submission.salt, self.config.block_size)
+        self._move(request, Move.ACK_PREEMPTION)
+        self._waiting.push(request)
 
     # ── small things ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -653,6 +680,10 @@ class Scheduler:
         request.phase = next_phase(request.phase, move)
         if request.slot is not None:
             self.slots.phase[request.slot] = request.phase
+
+
+def _kept(request: Request, generated: int) -> int:
+    return generated if request.keep is None else min(generated, request.keep)
 
 
 def _firsts(counts: npt.NDArray[np.int32] | Int64s) -> Int64s:

@@ -37,6 +37,11 @@ class Slots:
         self.epoch = np.zeros(slots, dtype=np.int64)
         self.phase = np.full(slots, Phase.FINISHED, dtype=np.int8)
         """A copy of the request's own phase, for selecting rows; written by `Scheduler._move` alone."""
+        self.priority = np.zeros(slots, dtype=np.int64)
+        self.protected = np.zeros(slots, dtype=np.bool_)
+        """No longer a victim: it yielded too often, and its whole remaining need is reserved."""
+        self.muted = np.zeros(slots, dtype=np.bool_)
+        """Nobody listens any more: what it still yields is counted but not delivered."""
         self.prompt = np.zeros(slots, dtype=np.int64)
         self.known = np.zeros(slots, dtype=np.int64)
         self.planned = np.zeros(slots, dtype=np.int64)
@@ -70,6 +75,7 @@ class Slots:
         slot = self._empty.pop()
         for column in (self.prompt, self.known, self.planned, self.pending, self.computed, self.published, self.held):
             column[slot] = 0
+        self.protected[slot] = self.muted[slot] = False
         self.serial[slot] = serial
         return slot
 
@@ -77,6 +83,7 @@ class Slots:
         if self.serial[slot] == NO_REQUEST:
             raise InvariantViolated(f"slot {slot} is already empty")
         self.serial[slot] = NO_REQUEST
+        self.phase[slot] = Phase.FINISHED
         self._empty.append(slot)
 
     def set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
@@ -99,6 +106,11 @@ class Slots:
             return np.zeros(len(rows), dtype=np.bool_)
         return np.asarray(hits.any(axis=1) & (self.known[rows] > self.stops_from[rows]))
 
+    def restore(self, slot: int, outputs: Tokens) -> None:
+        """Give an empty row what its request was given before it was preempted."""
+        self._outputs[slot, : len(outputs)] = outputs
+        self.known[slot] = self.prompt[slot] + len(outputs)
+
     def outputs(self, slot: int) -> Tokens:
         """A copy of what the slot's request has been given so far."""
         return self._outputs[slot, : int(self.known[slot] - self.prompt[slot])].copy()
@@ -120,6 +132,10 @@ class Slots:
         held = int(self.held[slot])
         self.table[slot, held : held + len(blocks)] = blocks
         self.held[slot] = held + len(blocks)
+
+    def running(self) -> Int64s:
+        """Rows that will still grow."""
+        return np.flatnonzero((self.phase == Phase.RUNNING_PREFILL) | (self.phase == Phase.RUNNING_DECODE))
 
     def in_phase(self, phase: Phase) -> Int64s:
         return np.flatnonzero(self.phase == phase)

@@ -9,15 +9,22 @@ rather than on arrival, so that a driver can hand in everything that has arrived
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from baton.core.config import WorkerConfig
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.plan import StepPlan, StepResult
 from baton.core.prefix import PrefixIndex
+from baton.core.records import EndedRequest, SchedulerGauges, Settled
 from baton.core.request import FinishReason, RequestId, Serial, Submission
-from baton.core.scheduler import EndedRequest, Scheduler, SchedulerGauges, Settled
+from baton.core.scheduler import Scheduler
+from baton.core.victims import Rates
 
+IDLE_PASS_US = 1000
+"""How long after a pass that could plan nothing the next one is due, while requests are open."""
+METERED_TOKENS = 32
+"""Steps with a smaller prefill say little about its cost."""
 RETRY_AFTER_S = 1
 """What a refused client is told to wait when the queue is full: one second is about one queue position on a busy GPU."""
 
@@ -100,11 +107,33 @@ class Withdrawn:
 Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn
 
 
+class PrefillMeter:
+    """Learns from finished steps what a token of prefill costs. A step counts from its launch or its predecessor's end."""
+
+    def __init__(self) -> None:
+        self._launched: deque[tuple[int, StepPlan]] = deque()
+        self._last_done_us = 0
+
+    def launched(self, plan: StepPlan, now_us: int) -> None:
+        self._launched.append((now_us, plan))
+
+    def done(self, rates: Rates, now_us: int) -> Rates:
+        launched_us, plan = self._launched.popleft()
+        spent_us = now_us - max(launched_us, self._last_done_us)
+        self._last_done_us = now_us
+        chunk_tokens = sum(chunk.end - chunk.begin for chunk in plan.chunks)
+        if chunk_tokens < METERED_TOKENS or spent_us <= 0:
+            return rates
+        seen = spent_us / plan.tokens
+        return Rates(prefill_us_per_token=rates.prefill_us_per_token * 0.8 + seen * 0.2)
+
+
 class Worker:
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
         self.config = config
         self.scheduler = Scheduler(config, prefix)
         self._draining = False
+        self._meter = PrefillMeter()
         self._now_us = 0
         self._planned_out = False
         """The last pass found nothing to do, and nothing has happened since."""
@@ -121,7 +150,8 @@ class Worker:
             case StopFound(serial, keep):
                 effects = self._stop(serial, FinishReason.STOP, keep)
             case StepDone(result):
-                effects = [Deliver(self.scheduler.settle(result))]
+                self.scheduler.rates = self._meter.done(self.scheduler.rates, now_us)
+                effects = [Deliver(self.scheduler.settle(result, now_us))]
             case DrainOrdered():
                 self._draining = True
             case Tick():
@@ -130,9 +160,11 @@ class Worker:
         return effects
 
     def next_deadline(self) -> int | None:
-        """A pass is due at once whenever it could plan something; otherwise the next event will say."""
-        could_plan = self.scheduler.has_work and self.scheduler.in_flight < self.config.depth and not self._planned_out
-        return self._now_us if could_plan else None
+        """A pass is due at once whenever it could plan something, and soon in any case while anything is open."""
+        if not self.scheduler.has_work:
+            return None
+        could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
+        return self._now_us if could_plan else self._now_us + IDLE_PASS_US
 
     def gauges(self) -> SchedulerGauges:
         return self.scheduler.gauges()
@@ -144,11 +176,14 @@ class Worker:
     def _pass(self) -> tuple[list[Effect], bool]:
         if self.scheduler.in_flight >= self.config.depth:
             return [], False
-        plan = self.scheduler.plan()
-        return ([Launch(plan)], False) if plan else ([], True)
+        plan = self.scheduler.plan(self._now_us)
+        if plan is None:
+            return [], True
+        self._meter.launched(plan, self._now_us)
+        return [Launch(plan)], False
 
     def _stop(self, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
-        ended = self.scheduler.order_stop(serial, reason, keep)
+        ended = self.scheduler.order_stop(serial, reason, self._now_us, keep)
         return [Withdrawn(ended)] if ended else []
 
     def _submit(self, event: Submitted) -> Accepted | GroupRefused:
@@ -158,7 +193,9 @@ class Worker:
         serials: dict[RequestId, Serial] = {}
         for submission in event.group:
             leader = serials[submission.leader] if submission.leader is not None else None
-            serials[submission.request_id] = self.scheduler.enqueue(submission, self._limit(submission), leader)
+            serials[submission.request_id] = self.scheduler.enqueue(
+                submission, self._limit(submission), self._now_us, leader
+            )
         return Accepted(event.ticket, tuple(serials.values()))
 
     def _limit(self, submission: Submission) -> int:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from baton.core.errors import BatonError, Refusal, RefusalCode
 from baton.core.plan import Logprobs
+from baton.core.records import Bill, EndedRequest, SchedulerGauges, Settled
 from baton.core.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
-from baton.core.scheduler import EndedRequest, SchedulerGauges, Settled
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -51,6 +51,7 @@ class WireSubmission(msgspec.Struct, array_like=True, frozen=True):
     sampling: WireSampling
     max_tokens: int | None
     salt: bytes
+    priority: int
     leader: str | None
 
 
@@ -111,11 +112,21 @@ class WireLogprobs(msgspec.Struct, array_like=True, frozen=True):
     top: bytes
 
 
+class WireBill(msgspec.Struct, array_like=True, frozen=True):
+    cached_tokens: int
+    computed_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    queue_us: int
+    prefill_us: int
+    decode_us: int
+
+
 class WireEnded(msgspec.Struct, array_like=True, frozen=True):
     serial: int
     reason: FinishReason
-    cached_tokens: int
     generated_tokens: int
+    bill: WireBill
 
 
 class WireGauges(msgspec.Struct, array_like=True, frozen=True):
@@ -128,6 +139,11 @@ class WireGauges(msgspec.Struct, array_like=True, frozen=True):
     prefix_hits: int
     stale_results: int
     steps: int
+    preemptions_for_others: int
+    preemptions_of_self: int
+    recomputed_tokens: int
+    chunk_prefill_unsatisfied: int
+    reserve_ratio: float
 
 
 class StepOutput(msgspec.Struct, tag="step", frozen=True):
@@ -192,7 +208,9 @@ def _wire_submission(item: Submission) -> WireSubmission:
         s.seed, s.choice, s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty,
         s.frequency_penalty, s.logit_bias, s.stop_token_ids, s.min_tokens, s.logprobs,
     )  # fmt: skip
-    return WireSubmission(item.request_id, item.prompt.tobytes(), sampling, item.max_tokens, item.salt, item.leader)
+    return WireSubmission(
+        item.request_id, item.prompt.tobytes(), sampling, item.max_tokens, item.salt, item.priority, item.leader
+    )
 
 
 def submissions(message: Submit) -> tuple[Submission, ...]:
@@ -206,6 +224,7 @@ def _submission(item: WireSubmission) -> Submission:
         sampling=Sampling(**msgspec.structs.asdict(item.sampling)),
         max_tokens=item.max_tokens,
         salt=item.salt,
+        priority=item.priority,
         leader=None if item.leader is None else RequestId(item.leader),
     )
 
@@ -240,14 +259,22 @@ def _wire_logprobs(item: Logprobs) -> WireLogprobs:
 
 
 def _wire_ended(item: EndedRequest) -> WireEnded:
-    return WireEnded(item.serial, item.reason, item.cached_tokens, item.generated_tokens)
+    return WireEnded(item.serial, item.reason, item.generated_tokens, _wire_bill(item.bill))
+
+
+def _wire_bill(bill: Bill) -> WireBill:
+    return WireBill(
+        bill.cached_tokens, bill.computed_tokens, bill.recomputed_tokens, bill.preemptions,
+        bill.queue_us, bill.prefill_us, bill.decode_us,
+    )  # fmt: skip
 
 
 def _wire_gauges(item: SchedulerGauges) -> WireGauges:
     blocks = item.blocks
     return WireGauges(
         item.running, item.waiting, blocks.free, blocks.evictable, blocks.running,
-        item.prefix_queries, item.prefix_hits, item.stale_results, item.steps,
+        item.prefix_queries, item.prefix_hits, item.stale_results, item.steps, item.preemptions_for_others,
+        item.preemptions_of_self, item.recomputed_tokens, item.chunk_prefill_unsatisfied, item.reserve_ratio,
     )  # fmt: skip
 
 

@@ -1,0 +1,137 @@
+"""What the scheduler remembers of a request and tells of a step: values without decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from baton.core.blocks import BlockGauges
+from baton.core.plan import Chunk, Int32s, Int64s, Logprobs
+from baton.core.prefix import Key
+from baton.core.request import FinishReason, Phase, Serial, Submission, Tokens
+
+
+@dataclass(slots=True)
+class Bill:
+    """What a request cost so far."""
+
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had at the first start."""
+    computed_tokens: int = 0
+    """Tokens whose KV was computed for the first time."""
+    recomputed_tokens: int = 0
+    """Tokens whose KV had to be computed again after a preemption."""
+    preemptions: int = 0
+    queue_us: int = 0
+    prefill_us: int = 0
+    decode_us: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """An open request. `phase` is its one state."""
+
+    serial: Serial
+    submission: Submission
+    limit: int
+    keys: list[Key]
+    """The root, then the name of each full block of the tokens it starts with."""
+    since_us: int
+    """When it entered the stage (queue, prefill, decode) that it is in."""
+    phase: Phase = Phase.WAITING
+    epoch: int = 0
+    """How often it was started."""
+    slot: int | None = None
+    outputs: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    """What it was given before its last preemption; while it runs, the slot knows."""
+    followers: list[Request] = field(default_factory=list)
+    """Sibling choices that wait for this one's prompt blocks."""
+    leader: Request | None = None
+    ends_as: FinishReason | None = None
+    """Set with an order to stop that ends it: how, when the executor acknowledges. None: it will be resumed."""
+    keep: int | None = None
+    """How many outputs count, where the front end cut the answer (a stop string)."""
+    bill: Bill = field(default_factory=Bill)
+
+    @property
+    def tokens_at_start(self) -> int:
+        return len(self.submission.prompt) + len(self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a starting request need not compute: whole cached blocks, then part of a sibling's last block."""
+
+    blocks: Int32s
+    copy_from: int | None
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRequest:
+    """A request whose first token has just come."""
+
+    serial: Serial
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    serial: Serial
+    reason: FinishReason
+    generated_tokens: int
+    bill: Bill
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.bill.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What one step brought, for the front end. Row i yields `counts[i]` of `tokens`, row after row."""
+
+    serials: Int64s
+    counts: Int32s
+    tokens: Tokens
+    logprobs: tuple[Logprobs, ...]
+    """Their `row` indexes this object's rows, and they have as many lines as the row has tokens."""
+    started: tuple[StartedRequest, ...]
+    ended: tuple[EndedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerGauges:
+    running: int
+    waiting: int
+    blocks: BlockGauges
+    prefix_queries: int
+    """Prompt tokens looked up."""
+    prefix_hits: int
+    """Prompt tokens found."""
+    stale_results: int
+    steps: int
+    preemptions_for_others: int
+    """Requests that yielded so that another could grow."""
+    preemptions_of_self: int
+    """Requests that yielded because they themselves could not grow."""
+    recomputed_tokens: int
+    chunk_prefill_unsatisfied: int
+    """Passes in which the next chunk of a started prefill did not fit."""
+    reserve_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched plan, remembered until its result settles. Rows: stops, chunks, decodes."""
+
+    step: int
+    slots: Int64s
+    """As numpy indexes fastest: a pass indexes with these a dozen times."""
+    epochs: Int64s
+    serials: Int64s
+    allowances: Int64s
+    """The most tokens that each row may yield."""
+    stops: int
+    chunks: tuple[Chunk, ...]
