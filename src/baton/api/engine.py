@@ -22,10 +22,29 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Bill:
+    """What a request cost; answers carry it as `usage.baton` when asked."""
+
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
+    computed_tokens: int = 0
+    """Tokens whose KV was computed for the first time."""
+    recomputed_tokens: int = 0
+    """Tokens whose KV had to be computed again after a preemption."""
+    preemptions: int = 0
+    attempts: int = 1
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     reason: FinishReason
     cached_tokens: int
     """Prompt tokens that the prefix cache already had."""
+    bill: Bill = field(default_factory=Bill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +95,13 @@ class Gauges:
     prefix_hits: int = 0
     """Prompt tokens that the prefix cache had."""
     stale_results: int = 0
-    preemptions: int = 0
     steps: int = 0
+    preemptions: Mapping[str, int] = field(default_factory=dict)
+    """By cause: `growth` (another request needed the blocks) or `self` (it could not grow itself)."""
+    victim_policy: str = ""
+    recomputed_tokens: int = 0
+    chunk_prefill_unsatisfied: int = 0
+    """Passes in which the next chunk of a started prefill did not fit."""
     reserve_ratio: float = 0.0
 
 

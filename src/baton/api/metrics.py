@@ -43,7 +43,7 @@ class _EngineCollector(Collector):
         yield self._count("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", gauges.prefix_queries)
         yield self._count("prefix_cache_hits", "Prompt tokens that the prefix cache had", gauges.prefix_hits)
         yield self._count("stale_results", "Results of an old epoch that were dropped", gauges.stale_results)
-        yield self._count("num_preemptions", "Requests sent back to the queue", gauges.preemptions)
+        yield self._count("num_preemptions", "Requests sent back to the queue", sum(gauges.preemptions.values()))
         yield self._count("engine_steps", "Steps the executor ran", gauges.steps)
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:

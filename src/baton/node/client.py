@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from baton.api.engine import Burst, Ended, EngineDead, EngineInfo, Gauges, TokenLogprob, TokenStream
+from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Gauges, TokenLogprob, TokenStream
 from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.core.request import FinishReason, Submission
 from baton.node.engine import QUEUED_MESSAGES_MAX
@@ -38,6 +38,7 @@ from baton.wire.messages import (
     StepOutput,
     StopAt,
     ToEngine,
+    WireEnded,
     WireGauges,
     decode_from_engine,
     encode_to_engine,
@@ -284,10 +285,10 @@ class EngineClient:
         return self._submitting.pop(ticket)
 
     def _deliver(self, output: StepOutput) -> None:
-        self._gauges = _gauges_of(output.gauges)
+        self._gauges = _gauges_of(output.gauges, self._settings.victims)
         rows = Rows(output)
         cached = dict(output.started)
-        ended = {item.serial: Ended(FinishReason(item.reason), item.cached_tokens) for item in output.ended}
+        ended = {item.serial: _ended_of(item) for item in output.ended}
         at = 0
         for row, (serial, length) in enumerate(zip(rows.serials, rows.counts, strict=True)):
             tokens = tuple(rows.tokens[at : at + length])
@@ -312,7 +313,24 @@ def _logprobs_of(tokens: tuple[int, ...], lines: list[LogprobLine] | None) -> tu
     return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))
 
 
-def _gauges_of(item: WireGauges) -> Gauges:
+def _ended_of(item: WireEnded) -> Ended:
+    bill = item.bill
+    return Ended(
+        FinishReason(item.reason),
+        bill.cached_tokens,
+        Bill(
+            cached_tokens=bill.cached_tokens,
+            computed_tokens=bill.computed_tokens,
+            recomputed_tokens=bill.recomputed_tokens,
+            preemptions=bill.preemptions,
+            queue_ms=bill.queue_us / 1000,
+            prefill_ms=bill.prefill_us / 1000,
+            decode_ms=bill.decode_us / 1000,
+        ),
+    )
+
+
+def _gauges_of(item: WireGauges, victim_policy: str) -> Gauges:
     return Gauges(
         running=item.running,
         waiting=item.waiting,
@@ -321,4 +339,9 @@ def _gauges_of(item: WireGauges) -> Gauges:
         prefix_hits=item.prefix_hits,
         stale_results=item.stale_results,
         steps=item.steps,
+        preemptions={"growth": item.preemptions_for_others, "self": item.preemptions_of_self},
+        victim_policy=victim_policy,
+        recomputed_tokens=item.recomputed_tokens,
+        chunk_prefill_unsatisfied=item.chunk_prefill_unsatisfied,
+        reserve_ratio=item.reserve_ratio,
     )

@@ -56,7 +56,6 @@ from baton.wire.messages import (
     StopAt,
     Submit,
     ToEngine,
-    WireError,
     decode_to_engine,
     encode_from_engine,
     ended_output,
@@ -98,14 +97,14 @@ class EngineLoop:
     def turn(self) -> None:
         """Take in what has arrived, plan what is due, then wait for the one thing that can happen next."""
         self._take_messages()
-        deadline = self._worker.next_deadline()
-        if deadline is not None and deadline <= self._now_us():
+        deadline, now_us = self._worker.next_deadline(), self._now_us()
+        if deadline is not None and deadline <= now_us:
             self._tell(Tick())
         elif self._steps_in_flight:
             self._steps_in_flight -= 1
             self._tell(StepDone(self._executor.collect()))
         else:
-            self._socket.poll()
+            self._socket.poll(None if deadline is None else -(-(deadline - now_us) // 1000))
 
     def _take_messages(self) -> None:
         for _ in range(MESSAGES_A_TURN):
@@ -113,10 +112,8 @@ class EngineLoop:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                self._tell(_event_of(decode_to_engine(frame)))
-            except WireError as error:
-                log.warning("dropped a frame: %s", error)
+            # A frame that is no message ends the engine: dropping it would leave somebody waiting for ever.
+            self._tell(_event_of(decode_to_engine(frame)))
 
     def _tell(self, event: Event) -> None:
         for effect in self._worker.handle(event, self._now_us()):
@@ -220,6 +217,15 @@ def worker_config(settings: EngineSettings, shape: ExecutorShape) -> WorkerConfi
         depth=settings.depth,
         waiting_max=settings.waiting_max,
         prefix_cache=settings.prefix_cache,
+        reserve=settings.reserve,
+        ratio_initial=settings.ratio_initial,
+        ratio_decay=settings.ratio_decay,
+        ratio_floor=settings.ratio_floor,
+        ratio_clip_tokens=settings.ratio_clip_tokens,
+        fixed_blocks=settings.fixed_blocks,
+        fixed_blocks_decay=settings.fixed_blocks_decay,
+        victims=settings.victims,
+        max_preemptions=settings.max_preemptions,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from baton.core.config import ReservePolicy, VictimPolicy
+
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
@@ -25,5 +27,14 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     burst: int = 1
     waiting_max: int = 1024
     prefix_cache: bool = True
+    reserve: ReservePolicy = ReservePolicy.NEW_TOKEN_RATIO
+    ratio_initial: float = 0.7
+    ratio_decay: float = 0.001
+    ratio_floor: float = 0.1
+    ratio_clip_tokens: int = 4096
+    fixed_blocks: int = 16
+    fixed_blocks_decay: float = 0.025
+    victims: VictimPolicy = VictimPolicy.NEWEST
+    max_preemptions: int = 8
     step_ms: float = 0.0
     """Scripted only: how long a step takes at least."""
