@@ -237,5 +237,6 @@ def can_pack(dtype: torch.dtype) -> bool:
 def pack_head(model: PreTrainedModel, kernels: Kernels) -> None:
     """Pack the map to the vocabulary. The embedding keeps its own copy where the two are tied."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if type(head) is torch.nn.Linear and head.bias is None and head.in_features % LANES == 0:
+    parts = [name for name, _ in head.named_parameters()]
+    if isinstance(head, torch.nn.Linear) and parts == ["weight"] and head.in_features % LANES == 0:
         model.set_output_embeddings(FastHead(head, kernels))  # type: ignore[no-untyped-call]
