@@ -150,6 +150,13 @@ def test_among_equal_values_top_k_and_top_p_keep_the_lower_ids() -> None:
     assert {choose(flat, Sampling(seed=1, top_k=3), p) for p in range(100)} == {0, 1, 150}
 
 
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_top_p_stops_at_the_token_that_reaches_it(top_k: int) -> None:
+    quarters = np.array([0.0, 0.0, 0.0, 0.0, -np.inf])
+    assert {choose(quarters, Sampling(seed=1, top_k=top_k, top_p=0.5), p) for p in range(40)} == {0, 1}
+    assert {choose(quarters, Sampling(seed=1, top_k=top_k, top_p=0.501), p) for p in range(40)} == {0, 1, 2}
+
+
 @pytest.mark.parametrize("cut", [{"top_p": 0.0}, {"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-12, "top_k": 5}])
 def test_the_strictest_cut_leaves_the_greatest(cut: dict[str, float]) -> None:
     logits = np.random.default_rng(3).normal(size=100)
@@ -192,7 +199,7 @@ def test_presence_and_frequency_count_outputs_but_not_the_prompt() -> None:
 
 def test_all_penalties_together_follow_a_sequence_as_it_grows() -> None:
     rng = np.random.default_rng(8)
-    sampling = replace(GREEDY, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=-0.2)
+    sampling = replace(GREEDY, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.02)
     sequence = rng.integers(0, 20, 5).tolist()
     sampler = Sampler(1, 20, CPU)
     sampler.start(0, tokens_of(*sequence), 5, sampling)
@@ -201,7 +208,7 @@ def test_all_penalties_together_follow_a_sequence_as_it_grows() -> None:
         seen = np.isin(np.arange(20), sequence)
         counts = np.bincount(sequence[5:], minlength=20)
         expected = np.where(seen, np.where(logits < 0, logits * 1.2, logits / 1.2), logits)
-        expected = expected - 0.3 * (counts > 0) + 0.2 * counts
+        expected = expected - 0.3 * (counts > 0) - 0.02 * counts
         sampled = sampler.sample(torch.tensor(logits)[None], np.zeros(1, dtype=np.int32), np.array([len(sequence)]))
         assert sampled.tokens[0] == expected.argmax()
         sequence.append(int(expected.argmax()))

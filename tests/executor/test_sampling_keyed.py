@@ -129,6 +129,24 @@ def test_drafts_that_were_not_accepted_are_forgotten(sampling: Sampling, accepte
     assert after == draw(replayed, logits[4:], [0] * 4, range(first + accepted, first + accepted + 4))
 
 
+def test_a_forgotten_draft_weighs_on_no_later_token() -> None:
+    # Each time a token is put out it loses 1, so the first two take turns; a draft counted twice would break the turn.
+    logits = torch.tensor([10.0, 9.2, 0.0]).repeat(4, 1)
+    sampler = started(3, Sampling(seed=0, temperature=0, frequency_penalty=1.0))
+    assert draw(sampler, logits, [0] * 4, range(4, 8)) == [0, 1, 0, 1]
+    assert draw(sampler, logits, [0] * 4, range(5, 9)) == [1, 0, 1, 0]
+    assert draw(sampler, logits, [0] * 4, range(6, 10)) == [0, 1, 0, 1]
+
+
+def test_it_does_not_matter_in_how_many_pieces_a_batch_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    wishes = [Sampling(seed=n, top_k=(0, 5)[n % 2], top_p=(1.0, 0.8)[n // 2 % 2]) for n in range(40)]
+    logits = rows_of_logits(40, 100, 1)
+    whole = draw(started(100, *wishes), logits, range(40), np.full(40, 4))
+    monkeypatch.setattr("baton.executor.sampling.DRAW_ELEMENTS", 700)
+    monkeypatch.setattr("baton.executor.draw._RACE_ELEMENTS_CPU", 300)
+    assert draw(started(100, *wishes), logits, range(40), np.full(40, 4)) == whole
+
+
 def test_seed_choice_and_position_each_change_the_draws() -> None:
     flat = torch.zeros((200, 50))
     positions = np.arange(1, 201)

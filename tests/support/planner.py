@@ -94,6 +94,17 @@ class Planner:
         self.stops.append(Stop(lane.slot, lane.epoch))
         self.lanes.remove(lane)
 
+    def clear(self) -> None:
+        """Let go of every lane with the next step, and hand all blocks out anew."""
+        for lane in list(self.lanes):
+            self.stop(lane)
+        self.next_block = 0
+
+    def take_step(self) -> StepResult:
+        self.executor.launch(self.plan())
+        self.settle(self.executor.collect())
+        return self.results[-1]
+
     def plan(self) -> StepPlan:
         self.step += 1
         chunks, decodes = [], []

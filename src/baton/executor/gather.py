@@ -55,8 +55,9 @@ def _attend(
     keys = kv.keys[tables].transpose(1, 2).flatten(2, 3)[:, :, :longest]
     values = kv.values[tables].transpose(1, 2).flatten(2, 3)[:, :, :longest]
     seen = _seen(positions, longest, spec.window)
-    # a block's tail may hold anything, NaN too, and 0 × NaN is NaN
-    values = values.masked_fill(~seen.any(dim=1)[:, None, :, None], 0)
+    # a block's tail may hold anything, NaN too, which no mask over scores or weights would stop
+    unseen = ~seen.any(dim=1)[:, None, :, None]
+    keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
     group = heads // spec.kv_heads
     folded = query.reshape(sequences, spec.kv_heads, group * length, dim)
     mask = seen[:, None].repeat(1, 1, group, 1)

@@ -17,10 +17,10 @@ from baton.executor.support import UnsupportedModel
 
 
 def convert_gguf(gguf: Path, target: Path) -> None:
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     model = _read_model(gguf)
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=_end_ids(model, tokenizer.eos_token_id),
         pad_token_id=tokenizer.pad_token_id,
@@ -32,8 +32,10 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 def _read_model(gguf: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    parts = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    parts = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
+        str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
+    )
     model.load_state_dict(parts["tensors"], strict=False, assign=True)
     model.tie_weights()
     absent = [name for name, weight in model.named_parameters() if weight.is_meta]

