@@ -73,7 +73,7 @@ def group_of(
         tokens = frozen_tokens(prompt)
         leader = asker.choice_id(i * n)
         group += [
-            Submission(asker.choice_id(i * n + j), tokens, sampling, max_tokens, salt, leader if j else None)
+            Submission(asker.choice_id(i * n + j), tokens, sampling, max_tokens, salt, leader=leader if j else None)
             for j, sampling in enumerate(samplings)
         ]
     return group
