@@ -58,6 +58,10 @@ class KvPool:
             views.append(LayerKv(*pair))
         return views
 
+    def release(self) -> None:
+        """Give the memory back; the pool is of no use afterwards."""
+        self.pool, self.layers = self.pool.new_empty(0), []
+
     def copy(self, source: int, target: int) -> None:
         self.pool[target].copy_(self.pool[source])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from baton.executor.attention import ATTENTION_NAME, AttentionContext, Discovery, register_attention
 from baton.executor.kv import LayerSpec
@@ -41,6 +42,7 @@ def load_model(path: Path, dtype: str) -> LoadedModel:
     if dtype not in DTYPES:
         raise UnsupportedModel(str(path), f"the number format {dtype!r} (known: {', '.join(DTYPES)})")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     check_config(config)
     register_attention()

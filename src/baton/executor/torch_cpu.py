@@ -67,7 +67,12 @@ class _Work:
 
 class TorchCpuExecutor:
     def __init__(
-        self, loaded: LoadedModel, shape: ExecutorShape, fingerprint: bytes, kernels: Kernels | None = None
+        self,
+        loaded: LoadedModel,
+        shape: ExecutorShape,
+        fingerprint: bytes,
+        kernels: Kernels | None,
+        thread: ThreadPoolExecutor,
     ) -> None:
         """With `kernels` attention is native, without them gathered; the pool then belongs to that way for good."""
         self.shape = shape
@@ -82,7 +87,7 @@ class TorchCpuExecutor:
         self._sampler = Sampler(shape.slots, loaded.vocabulary, torch.device("cpu"))
         self._last_step = NOTHING_RAN
         self._in_doubt = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
+        self._thread = thread
         self._launched: deque[Future[StepResult]] = deque()
 
     @classmethod
@@ -99,8 +104,12 @@ class TorchCpuExecutor:
         attention: str = "auto",
     ) -> TorchCpuExecutor:
         """Read a model folder. `blocks` wins over `kv_memory_bytes`; the context defaults to what the model was made for."""
-        loaded = load_model(path, dtype)
-        kernels = _choose_kernels(attention, loaded, block_size)
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
+        try:
+            loaded, kernels = thread.submit(_prepare, path, dtype, attention, block_size).result()
+        except BaseException:
+            thread.shutdown(wait=True)
+            raise
         bytes_per_block = kv_bytes_per_block(loaded.layers, block_size, loaded.dtype)
         shape = ExecutorShape(
             slots=slots,
@@ -109,7 +118,7 @@ class TorchCpuExecutor:
             context_tokens=min(context_tokens or loaded.context_tokens, loaded.context_tokens),
         )
         layout = f"block outermost, {'gathered' if kernels is None else 'native'}, block_size={block_size}"
-        return cls(loaded, shape, fingerprint_model(path, dtype, layout), kernels)
+        return cls(loaded, shape, fingerprint_model(path, dtype, layout), kernels, thread)
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(self._thread.submit(self._run, plan))
@@ -121,6 +130,7 @@ class TorchCpuExecutor:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+        self._kv.release()
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
@@ -255,6 +265,16 @@ class TorchCpuExecutor:
             known=answer.known,
             logprobs=tuple(replace(line, row=int(work.sampled_rows[line.row])) for line in logprobs),
         )
+
+
+def _prepare(path: Path, dtype: str, attention: str, block_size: int) -> tuple[LoadedModel, Kernels | None]:
+    """Runs on the executor's thread, as all its computing does.
+
+    OpenMP keeps a pool of threads for each thread that ever computed in parallel. With two pools on the same cores it lets
+    them sleep between operations, and every small operation then waits for a wake-up.
+    """
+    loaded = load_model(path, dtype)
+    return loaded, _choose_kernels(attention, loaded, block_size)
 
 
 def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int) -> Kernels | None:
