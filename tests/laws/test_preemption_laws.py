@@ -90,7 +90,8 @@ class Machine:
         limit = draws.choice([None, draws.randrange(1, 48 - length)])
         group = [
             submission(
-                range(start, start + length), limit, name=f"{self.bodies}/{choice}", sampling=Sampling(choice=choice, **base),
+                range(start, start + length), limit, name=f"{self.bodies}/{choice}",
+                sampling=Sampling(choice=choice, **base),
                 leader=f"{self.bodies}/0" if choice else None, priority=draws.choice([0, 0, 1]) if choices == 1 else 0,
             )
             for choice in range(choices)
@@ -135,7 +136,7 @@ class Machine:
 def test_no_load_on_a_small_pool_loses_repeats_or_stalls_anything() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=1200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=600, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(config=shapes(), seed=st.integers(0, 2**32))
     def machine(config: WorkerConfig, seed: int) -> None:
         Machine(config, seed, seen).run()

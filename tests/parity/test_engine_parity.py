@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.driver import Driver, submission
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton.core.config import WorkerConfig
+from baton.core.config import ReservePolicy, WorkerConfig
 from baton.core.request import FinishReason, Sampling
 from baton.executor.torch_cpu import TorchCpuExecutor
+from tests.support.driver import Driver, submission
 
 BLOCKS, BLOCK_SIZE, SLOTS, CONTEXT = 96, 8, 6, 256
 VOCABULARY = 199
@@ -141,3 +141,43 @@ def test_an_abort_in_flight_leaves_others_exact(
     for index in (1, 2, 4, 5, 6, 7, 8, 9):
         assert driver.outputs[serials[index]] == generate(reference, prompts()[index], 24)
     assert driver.worker.gauges().blocks.running == 0
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_preemption_on_a_pool_hardly_larger_than_one_request_changes_no_token(
+    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor], seeded: bool
+) -> None:
+    folder, _ = model
+    draws = random.Random(8)
+    asks = [
+        submission(
+            [draws.randrange(VOCABULARY) for _ in range(draws.randrange(4, 40))],
+            24,
+            sampling=Sampling(seed=i) if seeded else None,
+        )
+        for i in range(64)
+    ]
+    roomy, tight = (_pool_of(folder, executors, blocks) for blocks in (64 * 8, 9))  # the largest needs 8 blocks of 8
+    runs = []
+    for driver in (roomy, tight):
+        serials = [driver.submit(ask)[0] for ask in asks]
+        driver.run()
+        runs.append([driver.outputs[serial] for serial in serials])
+        assert max(driver.ended[serial].bill.preemptions for serial in serials) <= 8
+    gauges = tight.worker.gauges()
+    assert gauges.preemptions_for_others + gauges.preemptions_of_self > 0
+    assert runs[0] == runs[1]
+
+
+def _pool_of(folder: Path, made: list[TorchCpuExecutor], blocks: int) -> Driver:
+    executor = TorchCpuExecutor.load(
+        folder, dtype="float64", slots=64, block_size=BLOCK_SIZE, blocks=blocks, context_tokens=CONTEXT
+    )
+    made.append(executor)
+    return Driver(
+        WorkerConfig(
+            slots=64, blocks=blocks, block_size=BLOCK_SIZE, context_tokens=CONTEXT, step_tokens=128,
+            reserve=ReservePolicy.NONE,
+        ),
+        executor, audited=False,
+    )  # fmt: skip

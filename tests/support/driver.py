@@ -9,8 +9,8 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import Refusal
 from baton.core.laws import audit
 from baton.core.prefix import PrefixIndex
-from baton.core.request import RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.records import EndedRequest
+from baton.core.request import RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.worker import (
     Accepted,
     Cancelled,
@@ -31,7 +31,7 @@ from baton.executor.scripted import ScriptedExecutor
 
 VOCABULARY = 64
 IDLE_PASSES_MAX = 2000
-"""Passes without any step in flight before a test calls it a deadlock: longer than the reserve takes to fall to its floor."""
+"""Passes with no step in flight before a test calls it a deadlock: more than the reserve needs to fall to its floor."""
 
 
 def shape_of(config: WorkerConfig) -> ExecutorShape:

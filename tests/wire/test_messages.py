@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from baton.core.blocks import BlockGauges
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.plan import Logprobs
-from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.records import Bill, EndedRequest, SchedulerGauges, Settled, StartedRequest
+from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.wire import messages
 from baton.wire.messages import WireError
 

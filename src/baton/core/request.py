@@ -4,7 +4,8 @@ Each choice of `n > 1` is a request of its own. Its siblings name choice 0 as th
 
     WAITING ──admit──▶ RUNNING_PREFILL ──prefill planned──▶ RUNNING_DECODE ──finish──▶ FINISHED
       │ ▲                   │                                   │                       ▲ ▲
-      │ │                   └────────── order to stop ──────────┤                       │ │
+      │ │                   └────────── order to stop ──────────┤ (or, from decode only,│ │
+      │ │                                                       │  to yield)            │ │
       │ │                                                       ▼                       │ │
       │ └─────────────── ack of a preemption ───────────── PREEMPTING ── ack of an end ─┘ │
       │                                                         └── finish in flight ─────┤
@@ -45,6 +46,7 @@ class Move(Enum):
 
     ADMIT = "admit"
     PREFILL_PLANNED = "prefill planned"
+    PREEMPT = "order to yield"
     ORDER_STOP = "order to stop"
     ACK_PREEMPTION = "preemption acknowledged"
     ACK_END = "end acknowledged"
@@ -57,6 +59,7 @@ TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
     (Phase.RUNNING_PREFILL, Move.PREFILL_PLANNED): Phase.RUNNING_DECODE,
     (Phase.RUNNING_PREFILL, Move.ORDER_STOP): Phase.PREEMPTING,
     (Phase.RUNNING_DECODE, Move.ORDER_STOP): Phase.PREEMPTING,
+    (Phase.RUNNING_DECODE, Move.PREEMPT): Phase.PREEMPTING,
     (Phase.RUNNING_DECODE, Move.FINISH): Phase.FINISHED,
     (Phase.PREEMPTING, Move.FINISH): Phase.FINISHED,
     (Phase.PREEMPTING, Move.ACK_PREEMPTION): Phase.WAITING,

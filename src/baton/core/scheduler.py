@@ -216,13 +216,13 @@ class Scheduler:
         self.slots.muted[self._slot_of(request)] = True
         self._release_followers(request)
         if request.phase is not Phase.PREEMPTING:
-            self._order_stop(request)
+            self._order_stop(request, Move.ORDER_STOP)
 
-    def _order_stop(self, request: Request) -> None:
+    def _order_stop(self, request: Request, move: Move) -> None:
         slot = self._slot_of(request)
         if slot in self._prefilling:
             self._prefilling.remove(slot)
-        self._move(request, Move.ORDER_STOP)
+        self._move(request, move)
         self._stopping.append(slot)
 
     def _release_followers(self, leader: Request) -> None:
@@ -325,7 +325,7 @@ class Scheduler:
             self._preemptions_of_self += 1
         else:
             self._preemptions_for_others += 1
-        self._order_stop(request)
+        self._order_stop(request, Move.PREEMPT)
         self._promises.policy.after_preemption(self.slots)
 
     def _grow_by_one(self, step: StepBuilder, rows: Int64s) -> None:
