@@ -4,6 +4,9 @@ Everything that can happen to an answer comes through one mailbox: bursts of eve
 error, a cancel by id, the client hanging up. Promises that leaving the context aborts every stream that is not at its
 end, whatever the reason for leaving. The mailbox holds at most the tokens of the body's own answers.
 
+A stream is read to its very end even when its answer was over before (a stop string, a cancel): the last burst has the
+bill. `billed` and `settled` wait for that; `close` gives up on it.
+
 A cancelled body ends each open choice with the finish reason "abort" and the text so far; it is not an error.
 """
 
@@ -41,16 +44,17 @@ class Answer:
         self.readers = readers
         self._streams: Sequence[TokenStream] = ()
         self._box: asyncio.Queue[_Item] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._pumps: list[asyncio.Task[None]] = []
+        self._hangup: asyncio.Task[None] | None = None
         self._open = len(readers)
         self._error: BaseException | None = None
 
     def attach(self, streams: Sequence[TokenStream], receive: Receive) -> None:
-        """Start reading. Must be followed by the context."""
+        """Start reading. Must be followed by the context, and that by `close`."""
         self._streams = streams
-        self._tasks = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(streams)]
-        self._tasks.append(asyncio.create_task(_until_disconnect(receive)))
-        for task in self._tasks:
+        self._pumps = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(streams)]
+        self._hangup = asyncio.create_task(_until_disconnect(receive))
+        for task in (*self._pumps, self._hangup):
             task.add_done_callback(self._failed)
 
     def cancel(self) -> None:
@@ -63,8 +67,27 @@ class Answer:
         for stream, reader in zip(self._streams, self.readers, strict=True):
             if reader.finish is None:
                 stream.abort()
-        for task in self._tasks:
-            task.cancel()
+        if self._hangup is not None:
+            self._hangup.cancel()
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing more can come: each choice has its bill, or its stream broke."""
+        return all(pump.done() for pump in self._pumps)
+
+    async def billed(self) -> None:
+        """Inside the context: until the engine has told every bill, or can no longer, or the client hung up."""
+        if self._hangup is not None:
+            bills = asyncio.gather(*self._pumps, return_exceptions=True)
+            await asyncio.wait((bills, self._hangup), return_when=asyncio.FIRST_COMPLETED)
+
+    async def settled(self, limit_s: float) -> None:
+        """After the context: the same, with nobody waiting for it but the log."""
+        await asyncio.wait(self._pumps, timeout=limit_s)
+
+    def close(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
 
     def __aiter__(self) -> Self:
         return self
@@ -106,7 +129,6 @@ class Answer:
             return []
         if reader.stopped_by_string:
             self._streams[index].stop(keep=reader.tokens)
-            self._tasks[index].cancel()
         if delta.finish is not None:
             self._open -= 1
         return [delta]
@@ -115,6 +137,7 @@ class Answer:
         async for burst in stream:
             self._box.put_nowait((index, burst))
             if burst.ended is not None:
+                self.readers[index].bill = burst.ended.bill
                 return
         if self.readers[index].finish is None:
             raise EngineDead("a stream ended without saying how")

@@ -24,17 +24,15 @@ from baton.api.edge import HEADER, Edge, asker_of
 from baton.api.engine import Engine
 from baton.api.errors import ApiError, engine_dead, invalid
 from baton.api.limits import read_json_body
+from baton.api.logs import refusals_logged
 from baton.api.metrics import Metrics
 from baton.api.preparing import Prepared, Preparer
 from baton.api.sampling import Asker, Policy
 from baton.api.schema import DetokenizeBody, TokenizeBody, check_tokenize, parse
-from baton.api.serving import Server
+from baton.api.serving import CLIENT_CLOSED, Server
 from baton.api.settings import ApiSettings
 from baton.api.text import ModelText
 from baton.api.writing import encode
-
-CLIENT_CLOSED = 499
-"""Nobody reads it; it is what the access log and the metrics show."""
 
 
 class Routes:
@@ -50,20 +48,21 @@ class Routes:
         self._started_s = int(time.time())
 
     async def chat(self, request: Request) -> Response:
-        raw, asker = await self._body(request), asker_of(request)
-        prepared = await asyncio.to_thread(self._preparer.chat, raw, asker)
-        return await self._answer(prepared, request)
+        return await self._generate(self._preparer.chat, request)
 
     async def completion(self, request: Request) -> Response:
-        raw, asker = await self._body(request), asker_of(request)
-        prepared = await asyncio.to_thread(self._preparer.completion, raw, asker)
-        return await self._answer(prepared, request)
+        return await self._generate(self._preparer.completion, request)
+
+    async def _generate(self, prepare: Callable[[bytes, Asker], Prepared], request: Request) -> Response:
+        path: str = request.scope["path"]
+        with refusals_logged(self._engine, request.state.request_id, path):
+            raw, asker = await self._body(request), asker_of(request)
+            prepared = await asyncio.to_thread(prepare, raw, asker)
+            run = await self._server.accept(prepared, path, request.receive)
+        return await self._server.respond(run)
 
     async def _body(self, request: Request) -> bytes:
         return await read_json_body(request, self._settings.body_bytes_max)
-
-    async def _answer(self, prepared: Prepared, request: Request) -> Response:
-        return await self._server.answer(prepared, request.receive)
 
     async def cancel(self, id: str, request: Request) -> Response:  # noqa: A002
         self._server.open.cancel(Asker(request.state.tenant, id))
@@ -129,11 +128,15 @@ class Routes:
         return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
 
 
-def create_app(engine: Engine, text: ModelText, settings: ApiSettings) -> FastAPI:
-    """The HTTP surface of one engine. Loads nothing and starts nothing; uvicorn (or a test) runs it."""
+def create_app(engine: Engine, text: ModelText, settings: ApiSettings, metrics: Metrics | None = None) -> FastAPI:
+    """The HTTP surface of one engine. Loads nothing and starts nothing; uvicorn (or a test) runs it.
+
+    Give `metrics` to read them elsewhere too; else the app has its own.
+    """
     if settings.chat_template is not None:
         text = text.with_template(settings.chat_template)
-    metrics = Metrics(engine, settings.served_model_names[0])
+    if metrics is None:
+        metrics = Metrics(engine, settings.served_model_names[0])
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_routes(app, Routes(engine, text, settings, metrics))
     _add_error_handlers(app)

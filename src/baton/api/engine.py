@@ -65,10 +65,13 @@ class TokenStream(Protocol):
     def __aiter__(self) -> AsyncIterator[Burst]: ...
 
     def stop(self, keep: int) -> None:
-        """A stop string was found: the answer ends after `keep` tokens. Later bursts need not be read. Idempotent."""
+        """A stop string was found: the answer ends after `keep` tokens. Idempotent.
+
+        Later bursts need not be read; whoever wants the bill reads on to the one with `ended`, which always comes.
+        """
 
     def abort(self) -> None:
-        """The client is gone. Idempotent, and a no-op after the end."""
+        """The client is gone. Idempotent, and a no-op after the end. As after `stop`, a burst with `ended` still comes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.api.engine import Engine
+from baton.api.engine import Engine, Gauges
 from baton.api.reader import Delta
 from baton.core.request import FinishReason
 
@@ -43,8 +43,22 @@ class _EngineCollector(Collector):
         yield self._count("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", gauges.prefix_queries)
         yield self._count("prefix_cache_hits", "Prompt tokens that the prefix cache had", gauges.prefix_hits)
         yield self._count("stale_results", "Results of an old epoch that were dropped", gauges.stale_results)
-        yield self._count("num_preemptions", "Requests sent back to the queue", sum(gauges.preemptions.values()))
+        yield self._preemptions(gauges)
+        yield self._count("recomputed_tokens", "Tokens computed again after a preemption", gauges.recomputed_tokens)
+        yield self._count(
+            "chunk_prefill_unsatisfied",
+            "Passes in which the next chunk of a started prefill did not fit",
+            gauges.chunk_prefill_unsatisfied,
+        )
         yield self._count("engine_steps", "Steps the executor ran", gauges.steps)
+
+    def _preemptions(self, gauges: Gauges) -> Metric:
+        labels = ["cause", "policy", "model_name"]
+        family = CounterMetricFamily("baton_num_preemptions", "Requests sent back to the queue", labels=labels)
+        # Both from the start: a rate over a series that is not there yet misses its first event.
+        for cause, count in ({"growth": 0, "self": 0} | dict(gauges.preemptions)).items():
+            family.add_metric([cause, gauges.victim_policy, self._model], count)
+        return family
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"baton_{name}", help_text, labels=["model_name"])
@@ -62,7 +76,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, model))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests", model)
-        self.generation_tokens = self._counter("generation_tokens", "Tokens given to clients", model)
+        self._generation_tokens = self._counter("generation_tokens", "Tokens given to clients", model)
+        self.tokens_given = 0
+        """The same count, for who reads it without scraping."""
         self.first_token_s = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S, model)
         self.per_token_s = self._histogram(
             "time_per_output_token_seconds", "Between tokens after the first", _PER_TOKEN_S, model
@@ -86,6 +102,10 @@ class Metrics:
     def count_http(self, method: str, path: str, status: int) -> None:
         """`path` is a route's template, never what the client typed: labels stay few."""
         self._http.labels(method if method in _METHODS else "other", path, str(status)).inc()
+
+    def count_tokens(self, count: int) -> None:
+        self._generation_tokens.inc(count)
+        self.tokens_given += count
 
     def count_end(self, reason: FinishReason) -> None:
         self._ended[reason].inc()
@@ -131,4 +151,4 @@ class AnswerTimes:
             self._metrics.per_token_s.observe((now - last) / count)
         self._last[index] = now
         self._tokens[index] += count
-        self._metrics.generation_tokens.inc(count)
+        self._metrics.count_tokens(count)

@@ -59,9 +59,19 @@ def _answer(required: tuple[str, ...], properties: Mapping[str, Json]) -> Json:
 _TEXT: Json = {"type": "string"}
 _COUNT: Json = {"type": "integer", "minimum": 0}
 _IDS: Json = {"type": "array", "items": _COUNT}
+_MS: Json = {"type": "number", "minimum": 0}
+_BILL_COUNTS = ("cached_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "attempts")
+_BILL_TIMES = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms")
+_BILL = _answer(_BILL_COUNTS + _BILL_TIMES, dict.fromkeys(_BILL_COUNTS, _COUNT) | dict.fromkeys(_BILL_TIMES, _MS)) | {
+    "type": ["object", "null"],
+    "description": (
+        "What the answer cost, where `baton_usage` asked for it. Over several choices counts are summed, and of each time "
+        "the longest is given. Null where the engine died before it could tell."
+    ),
+}
 _USAGE = _answer(
     ("prompt_tokens", "completion_tokens", "total_tokens"),
-    {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
+    {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT, "baton": _BILL},
 )
 _FINISH: Json = {"enum": ["stop", "length", "abort"]}
 

@@ -44,6 +44,9 @@ class Prepared:
     writer: Writer
     stream: bool
     include_usage: bool
+    """A stream ends with a usage chunk."""
+    baton_usage: bool
+    """The usage carries the bill."""
     prompt_field: str
 
 
@@ -63,9 +66,7 @@ class Preparer:
         # An answer is a text of its own, so its first space is not a gap to the prompt.
         readers = self._readers(body, group, [()], offsets=[0])
         writer = ChatWriter(heading, self.text.piece, bool(body.logprobs))
-        return Prepared(
-            asker, now_s, group, prompt_ids, readers, writer, bool(body.stream), heading.include_usage, "messages"
-        )
+        return _prepared(body, asker, now_s, group, prompt_ids, readers, writer)
 
     def completion(self, raw: bytes, asker: Asker) -> Prepared:
         now_s = time.perf_counter()
@@ -77,7 +78,7 @@ class Preparer:
         echoes = [self._echo(prompt) for prompt in body.prompt] if body.echo else []
         readers = self._readers(body, group, prompt_ids, [len(echo) for echo in echoes] or [0] * len(prompt_ids))
         writer = CompletionWriter(heading, self.text.piece, body.logprobs is not None, echoes)
-        return Prepared(asker, now_s, group, prompt_ids, readers, writer, bool(body.stream), heading.include_usage, "prompt")
+        return _prepared(body, asker, now_s, group, prompt_ids, readers, writer)
 
     def chat_ids(self, body: ChatBody | TokenizeBody, messages: Sequence[ChatMessage]) -> list[int]:
         try:
@@ -106,7 +107,7 @@ class Preparer:
             id=f"{kind}-{asker.request_id}",
             created_s=int(time.time()),
             model=self.model_names[0],
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            include_usage=_includes_usage(body),
             return_token_ids=bool(body.return_token_ids),
             prompt_ids=prompt_ids,
             n=body.n or 1,
@@ -127,6 +128,34 @@ class Preparer:
             )
             for index, submission in enumerate(group)
         ]
+
+
+def _prepared(
+    body: ChatBody | CompletionBody,
+    asker: Asker,
+    now_s: float,
+    group: list[Submission],
+    prompt_ids: Sequence[Sequence[int]],
+    readers: list[ChoiceReader],
+    writer: Writer,
+) -> Prepared:
+    return Prepared(
+        asker=asker,
+        arrived_s=now_s,
+        group=group,
+        prompt_ids=prompt_ids,
+        readers=readers,
+        writer=writer,
+        stream=bool(body.stream),
+        include_usage=_includes_usage(body),
+        baton_usage=bool(body.baton_usage),
+        prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
+    )
+
+
+def _includes_usage(body: GenerateBody) -> bool:
+    """Who asks for the bill wants the chunk that carries it."""
+    return bool(body.baton_usage or (body.stream_options and body.stream_options.include_usage))
 
 
 def _plain(message: ChatMessage) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from baton.api.detokenise import Detokenizer
-from baton.api.engine import Burst, TokenLogprob
+from baton.api.engine import Bill, Burst, TokenLogprob
 from baton.api.stops import StopScanner
 from baton.core.request import FinishReason
 
@@ -44,6 +44,8 @@ class ChoiceReader:
         self.index = index
         self.tokens = 0
         self.cached_tokens = 0
+        self.bill: Bill | None = None
+        """What the choice cost; None until the engine has said how it ended, which may be after its last text."""
         self.finish: FinishReason | None = None
         self.stopped_by_string = False
         self._detokenizer = detokenizer

@@ -67,13 +67,13 @@ def group_of(
     n = body.n or 1
     seed = random_seed if body.seed is None else body.seed & _SEED_MASK
     samplings = [sampling_of(body, policy, seed, choice) for choice in range(n)]
-    salt = salt_of(asker.tenant, body.cache_salt)
+    salt, priority = salt_of(asker.tenant, body.cache_salt), body.priority or 0
     group = []
     for i, prompt in enumerate(prompts):
         tokens = frozen_tokens(prompt)
         leader = asker.choice_id(i * n)
         group += [
-            Submission(asker.choice_id(i * n + j), tokens, sampling, max_tokens, salt, leader=leader if j else None)
+            Submission(asker.choice_id(i * n + j), tokens, sampling, max_tokens, salt, priority, leader if j else None)
             for j, sampling in enumerate(samplings)
         ]
     return group

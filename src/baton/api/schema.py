@@ -38,6 +38,7 @@ PROMPTS_MAX = 256
 """Prompts × n in one body."""
 STOP_IDS_MAX = 1024
 SALT_CHARS_MAX = 256
+PRIORITY_MAX = 1000
 _INT32_MAX = 2**31 - 1
 _LOGGED_MAX = 64
 
@@ -97,7 +98,6 @@ IGNORED = frozenset(
         "metadata",
         "moderation",
         "parallel_tool_calls",
-        "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
         "reasoning_effort",
@@ -314,6 +314,10 @@ class GenerateBody(Body):
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=SALT_CHARS_MAX)] = None
     return_token_ids: bool | None = None
+    priority: Annotated[int | None, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = None
+    """Lower goes first, and is never preempted for a higher number. Absent is 0."""
+    baton_usage: bool | None = None
+    """Adds the bill to the usage as `usage.baton`; a stream then ends with a usage chunk whatever `stream_options` say."""
 
 
 class ChatMessage(Body):

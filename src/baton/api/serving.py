@@ -2,31 +2,36 @@
 
 A refusal or a dead engine before the first byte is an error status. After it, a stream gets one `error` event in the
 same shape and closes without `[DONE]`: a broken answer never looks like a whole one. A client that hangs up aborts
-every choice of its body.
+every choice of its body. However an accepted request ends, the access log gets one line for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.api.answer import Answer, ChoiceFailed, ClientGone
 from baton.api.answer import Receive as ReceiveMessage
-from baton.api.engine import Engine, EngineDead
+from baton.api.engine import Engine, EngineDead, Gauges
 from baton.api.errors import ApiError, engine_dead, refused
+from baton.api.logs import Finished, access
 from baton.api.metrics import AnswerTimes, Metrics
 from baton.api.preparing import Prepared
 from baton.api.reader import Delta
 from baton.api.registry import OpenRequests
-from baton.api.writing import DONE, Choice, sse, usage_of
+from baton.api.writing import DONE, Choice, bill_of, sse, usage_of
 from baton.core.errors import Refused
 from baton.core.request import FinishReason
 
-logger = logging.getLogger("baton.api")
+CLIENT_CLOSED = 499
+"""Nobody reads it; it is what the access log and the metrics show."""
+LATE_BILL_S = 60.0
+"""How long the access log waits for what an answer cost whose end the engine has yet to tell."""
 
 
 class Server:
@@ -36,8 +41,11 @@ class Server:
         self.open = OpenRequests()
         self._engine = engine
         self._metrics = metrics
+        self._late: dict[asyncio.Task[None], None] = {}
+        """Lines of the access log that wait for a bill; asyncio itself holds tasks only weakly."""
 
-    async def answer(self, prepared: Prepared, receive: ReceiveMessage) -> Response:
+    async def accept(self, prepared: Prepared, path: str, receive: ReceiveMessage) -> Run:
+        """Submit it. Raises an ApiError where it is not accepted."""
         answer = Answer(prepared.readers)
         self.open.claim(prepared.asker, answer)
         with self.open.released_on_error(prepared.asker):
@@ -50,57 +58,95 @@ class Server:
             answer.attach(streams, receive)
         lengths = [len(ids) for ids in prepared.prompt_ids]
         times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.group))
-        run = Run(prepared, answer, times, self._ended)
-        return EventStream(run) if prepared.stream else await whole(run)
+        return Run(prepared, path, answer, times, self._ended)
 
-    def _ended(self, prepared: Prepared) -> None:
-        self.open.release(prepared.asker)
-        gauges = self._engine.gauges
-        logger.info(
-            "%s ended: %s, prompt %d, output %d tokens; running %d, waiting %d, free %d, evictable %d, ratio %.3f",
-            prepared.asker.request_id,
-            ",".join(reader.finish.value if reader.finish else "cut" for reader in prepared.readers),
-            sum(len(ids) for ids in prepared.prompt_ids),
-            sum(reader.tokens for reader in prepared.readers),
-            gauges.running,
-            gauges.waiting,
-            gauges.blocks.get("free", 0),
-            gauges.blocks.get("evictable", 0),
-            gauges.reserve_ratio,
-        )
+    async def respond(self, run: Run) -> Response:
+        return EventStream(run) if run.prepared.stream else await whole(run)
+
+    def _ended(self, run: Run, status: int) -> None:
+        self.open.release(run.prepared.asker)
+        if not access.isEnabledFor(logging.INFO):
+            run.answer.close()
+            return
+        finished = run.finished(status, self._engine.gauges)
+        if run.answer.is_settled:
+            finished.log(bill_of(run.prepared.readers))
+            return
+        # Cut by a stop string or by its client: the engine tells the cost a step later, which no client waits for.
+        task = asyncio.create_task(_log_late(finished, run))
+        self._late[task] = None
+        task.add_done_callback(self._late.pop)
+
+
+async def _log_late(finished: Finished, run: Run) -> None:
+    await run.answer.settled(LATE_BILL_S)
+    run.answer.close()
+    finished.log(bill_of(run.prepared.readers))
 
 
 class Run:
     """One answer under way."""
 
-    def __init__(self, prepared: Prepared, answer: Answer, times: AnswerTimes, ended: Callable[[Prepared], None]) -> None:
+    def __init__(
+        self, prepared: Prepared, path: str, answer: Answer, times: AnswerTimes, ended: Callable[[Run, int], None]
+    ) -> None:
         self.prepared = prepared
+        self.answer = answer
         self.times = times
-        self._answer = answer
+        self._path = path
         self._ended = ended
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[Answer]:
         """However it is left, the id is free again and nothing of it stays in the engine."""
-        cut_short = FinishReason.ERROR
+        cut_short, status = FinishReason.ERROR, 500
         try:
-            async with self._answer:
-                yield self._answer
-        except ClientGone:
-            cut_short = FinishReason.ABORT
+            with _as_api_error(self.prepared.prompt_field):
+                async with self.answer:
+                    yield self.answer
+                    if self.prepared.baton_usage:
+                        await self.answer.billed()
+            status = 200
+        except (ClientGone, asyncio.CancelledError):
+            cut_short, status = FinishReason.ABORT, CLIENT_CLOSED
             raise
-        except EngineDead as death:
-            raise engine_dead(str(death)) from None
-        except Refused as refusal:
-            raise refused(refusal.refusal, self.prepared.prompt_field) from None
-        except ChoiceFailed as failure:
-            raise ApiError(503, f"{failure}; try again", "server_error", code="request_failed") from None
+        except ApiError as error:
+            status = error.status
+            raise
         finally:
             self.times.close(cut_short)
-            self._ended(self.prepared)
+            self._ended(self, status)
 
     def usage(self) -> dict[str, object]:
-        return usage_of(self.prepared.prompt_ids, self.prepared.readers)
+        usage = usage_of(self.prepared.prompt_ids, self.prepared.readers)
+        return usage | {"baton": bill_of(self.prepared.readers)} if self.prepared.baton_usage else usage
+
+    def finished(self, status: int, gauges: Gauges) -> Finished:
+        prepared, readers = self.prepared, self.prepared.readers
+        n = len(readers) // len(prepared.prompt_ids)
+        return Finished(
+            request_id=prepared.asker.request_id,
+            path=self._path,
+            status=status,
+            finishes=[reader.finish.value if reader.finish else "cut" for reader in readers],
+            prompt_tokens=sum(len(ids) for ids in prepared.prompt_ids),
+            completion_tokens=sum(reader.tokens for reader in readers),
+            cached_tokens=sum(reader.cached_tokens for reader in readers[::n]),
+            gauges=gauges,
+        )
+
+
+@contextmanager
+def _as_api_error(prompt_field: str) -> Iterator[None]:
+    """What can end an accepted request, as its client is told it."""
+    try:
+        yield
+    except EngineDead as death:
+        raise engine_dead(str(death)) from None
+    except Refused as refusal:
+        raise refused(refusal.refusal, prompt_field) from None
+    except ChoiceFailed as failure:
+        raise ApiError(503, f"{failure}; try again", "server_error", code="request_failed") from None
 
 
 async def whole(run: Run) -> Response:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from baton.api.engine import TokenLogprob
+from baton.api.engine import Bill, TokenLogprob
 from baton.api.reader import ChoiceReader, Delta
 from baton.core.request import FinishReason
 
@@ -78,6 +78,27 @@ def usage_of(prompt_ids: Sequence[Sequence[int]], readers: Sequence[ChoiceReader
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(reader.cached_tokens for reader in readers[::n])},
     }
+
+
+def bill_of(readers: Sequence[ChoiceReader]) -> Bill | None:
+    """What a body cost: counts are summed over its choices; of each time the longest, since choices run side by side.
+
+    None where the engine did not tell a choice's bill, because it died first: a sum without it would be wrong.
+    """
+    bills = [reader.bill for reader in readers if reader.bill is not None]
+    if len(bills) < len(readers):
+        return None
+    return Bill(
+        cached_tokens=sum(bill.cached_tokens for bill in bills),
+        computed_tokens=sum(bill.computed_tokens for bill in bills),
+        recomputed_tokens=sum(bill.recomputed_tokens for bill in bills),
+        preemptions=sum(bill.preemptions for bill in bills),
+        attempts=sum(bill.attempts for bill in bills),
+        queue_ms=max(bill.queue_ms for bill in bills),
+        prefill_ms=max(bill.prefill_ms for bill in bills),
+        transfer_ms=max(bill.transfer_ms for bill in bills),
+        decode_ms=max(bill.decode_ms for bill in bills),
+    )
 
 
 def sse(data: bytes) -> bytes:
