@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from baton.bench import compare as compare_module
+from baton.bench import turns as turns_module
 from baton.bench.children import ChildFailed, free_port, run_to_end, started
-from baton.bench.compare import NO_PEER, Compare, CompareOptions, Section, ServingLoad, Voice, sides_of
+from baton.bench.compare import Compare, CompareOptions, Section, ServingLoad, sides_of
 from baton.bench.machine import OtherLoad, describe_machine, other_load
 from baton.bench.report import write_json
 from baton.bench.sides import OURS, PEER, Side
+from baton.bench.turns import NO_PEER, Voice
 from baton.bench.verdict import Measured, Row, ratio
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +37,12 @@ def options(folder: Path, **more: object) -> CompareOptions:
 @pytest.fixture
 def small_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_module, "SERVING_LOADS", (ServingLoad(4, 8, 6),))
-    monkeypatch.setattr(compare_module, "IDLE_LOOK_S", 0.1)
+    monkeypatch.setattr(turns_module, "IDLE_LOOK_S", 0.1)
 
 
 @pytest.mark.usefixtures("small_loads")
 def test_both_sides_are_measured_in_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_module, "_versions", lambda _peer, _failures: {"Baton": "0"})
+    monkeypatch.setattr(compare_module, "versions_of", lambda _peer, _failures: {"Baton": "0"})
     (tmp_path / "conv.csv").write_text("num_prefill_tokens,num_decode_tokens\n5,4\n6,3\n")
     asked = options(tmp_path, peer="", traces=tmp_path, sections=(Section.SERVING, Section.PREFIX, Section.TRACE))
     spoken: list[str] = []
@@ -88,7 +90,7 @@ def test_absent_traces_are_said(tmp_path: Path) -> None:
 
 def test_the_scheduler_of_both_sides_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_module, "_our_scheduler_us", lambda: 50.0)
-    monkeypatch.setattr(compare_module, "_versions", lambda _peer, _failures: {})
+    monkeypatch.setattr(compare_module, "versions_of", lambda _peer, _failures: {})
     script = tmp_path / "peer.py"
     script.write_text("import sys; print('vllm slots=%s us_per_step=%d' % (sys.argv[2], 10 * int(sys.argv[3])))")
     asked = options(tmp_path, peer="env", peer_script=script, pairs=1, sections=(Section.SCHEDULER,))

@@ -26,6 +26,9 @@ METRICS = frozenset(
         "baton_request_success_total",
         "baton_stale_results_total",
         "baton_num_preemptions_total",
+        "baton_recomputed_tokens_total",
+        "baton_chunk_prefill_unsatisfied_total",
+        "baton_reserve_ratio",
         "baton_engine_steps_total",
         *(name + suffix for name in HISTOGRAMS for suffix in ("_bucket", "_sum", "_count")),
     }

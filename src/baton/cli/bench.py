@@ -7,27 +7,15 @@ failed, 2 the command was wrong.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import TextColumn
 
 from baton.bench.client import ServerUnreachable, first_model, open_http
-from baton.bench.compare import Compare, CompareOptions, Section, Voice, sides_of
+from baton.bench.compare import Compare, CompareOptions, Section, sides_of
 from baton.bench.load import RunResult, run_load
 from baton.bench.plot import PlotUnavailable, draw, require_matplotlib
 from baton.bench.report import show, summarise, write_json
@@ -36,12 +24,11 @@ from baton.bench.traces import TraceMalformed
 from baton.bench.verdict import Comparison
 from baton.bench.verdict import show as show_verdict
 from baton.bench.workload import Endpoint, TokenRange
-from baton.node.models import ModelUnavailable, resolve_model
+from baton.cli.bench_screen import model_folder, progress_bar, refuse, stop_servers_on_sigterm, voice_of, wide_console
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure a server, beside another one if you like.")
 
 LOAD, LENGTHS, SESSIONS, LIMITS = "Load", "Lengths and prompts", "Sessions and shared prefixes", "Limits and output"
-PIPE_COLUMNS = 150
 
 Url = Annotated[str, typer.Option(help="Base address of any OpenAI-compatible server.")]
 Model = Annotated[str | None, typer.Option(help="Model to ask for [default: the first that the server lists].")]
@@ -178,13 +165,9 @@ def compare(
     Starts both servers itself, takes turns, prints the spread and what else the machine was doing. Takes about fifteen
     minutes on two cores; --section and --pairs make it shorter. Ctrl-C stops everything that was started.
     """
-    console = _console()
-    signal.signal(signal.SIGTERM, _end_on_sigterm)
-    try:
-        folder = resolve_model(model, console.print)
-    except ModelUnavailable as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from error
+    console = wide_console()
+    stop_servers_on_sigterm()
+    folder = model_folder(console, model)
     options = CompareOptions(
         folder, peer, peer_scheduler_script, traces, tuple(section or Section), pairs, our_args, peer_args, seed
     )
@@ -196,33 +179,12 @@ def compare(
         raise typer.Exit(1)
 
 
-def _console() -> Console:
-    """Into a file or a pipe, where there is no width to ask for, tables get room enough not to fold."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPE_COLUMNS)
-
-
-def _bar(console: Console, *more: ProgressColumn) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, *more, console=console, transient=True)
-
-
 def _compare(console: Console, options: CompareOptions) -> Comparison:
-    with _bar(console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("starting")
-        voice = Voice(
-            say=partial(console.print, markup=False, highlight=False, soft_wrap=True),
-            doing=lambda what: bar.update(task, description=what),
-            done=lambda: bar.advance(task),
-        )
-        work = Compare(options, sides_of(options), voice)
+        work = Compare(options, sides_of(options), voice_of(console, bar, task))
         bar.update(task, total=work.measurements)
         return work.run()
-
-
-def _end_on_sigterm(_number: int, _frame: FrameType | None) -> None:
-    """Leave through the same doors as Ctrl-C, so that the servers are stopped."""
-    raise KeyboardInterrupt
 
 
 def _id_range(text: str) -> TokenRange:
@@ -236,7 +198,7 @@ def _measure(
     options: ServeOptions, model: str | None, api_key: str | None, json_file: Path | None, plot_file: Path | None
 ) -> bool:
     """True when requests failed."""
-    console = _console()
+    console = wide_console()
     try:
         if plot_file is not None:
             require_matplotlib()
@@ -244,8 +206,7 @@ def _measure(
         name = model or asyncio.run(_ask_model(options.url, api_key))
         result = _run(console, workload, name, api_key)
     except (BadOptions, TraceMalformed, PlotUnavailable) as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from error
+        raise refuse(console, error) from error
     except ServerUnreachable as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
@@ -269,7 +230,7 @@ def _run(console: Console, workload: Workload, model: str, api_key: str | None) 
         console.print(f"{workload.skipped:,} traced requests are longer than --skip-longer-than and are left out.")
     if workload.smeared:
         console.print("Requests of the trace that share one timestamp are spread until the next (--no-smear leaves them).")
-    with _bar(console, TextColumn("{task.fields[rate]}")) as bar:
+    with progress_bar(console, TextColumn("{task.fields[rate]}")) as bar:
         task = bar.add_task("requests", total=workload.requests, rate="")
 
         def advance(done: int, tokens: int) -> None:

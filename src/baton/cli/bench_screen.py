@@ -1,0 +1,69 @@
+"""What the commands of `baton bench` share on the screen: the console, progress, and leaving in good order."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from baton.bench.turns import Voice
+from baton.node.models import ModelUnavailable, resolve_model
+
+PIPE_COLUMNS = 150
+
+
+def wide_console() -> Console:
+    """Into a file or a pipe, where there is no width to ask for, tables get room enough not to fold."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPE_COLUMNS)
+
+
+def progress_bar(console: Console, *more: ProgressColumn) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, *more, console=console, transient=True)
+
+
+def voice_of(console: Console, bar: Progress, task: TaskID) -> Voice:
+    """Lines that stay go above the bar; what is going on now, and how much is done, into it."""
+    return Voice(
+        say=partial(console.print, markup=False, highlight=False, soft_wrap=True),
+        doing=lambda what: bar.update(task, description=what),
+        done=lambda: bar.advance(task),
+    )
+
+
+def refuse(console: Console, error: Exception) -> typer.Exit:
+    """Say what was wrong with the command; the exit to raise."""
+    console.print(str(error), style="red", markup=False, highlight=False)
+    return typer.Exit(2)
+
+
+def model_folder(console: Console, model: str) -> Path:
+    try:
+        return resolve_model(model, console.print)
+    except ModelUnavailable as error:
+        raise refuse(console, error) from error
+
+
+def stop_servers_on_sigterm() -> None:
+    """Leave through the same doors as Ctrl-C, so that the servers are stopped."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
