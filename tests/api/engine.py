@@ -1,7 +1,8 @@
 """A small engine in memory: it plays a script of bursts for each submission and honours the protocol.
 
 A script is a function from a submission to the token ids it will give. The engine cuts them into bursts, ends at stop
-tokens and at max_tokens, invents log-probabilities when asked, and notes what was stopped and aborted.
+tokens and at max_tokens, invents log-probabilities when asked, and notes what was stopped and aborted. As the real one,
+it goes on for a while after a stop, then tells how the stream ended and what it cost.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from baton.api.engine import Burst, Ended, EngineDead, EngineInfo, Gauges, TokenLogprob
+from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Gauges, TokenLogprob
 from baton.core.errors import Refusal, Refused
 from baton.core.request import FinishReason, Submission
 
@@ -23,27 +24,39 @@ class ScriptedStream:
         self.aborted = False
         self.ended = False
         self._engine = engine
+        self._let_go = asyncio.Event()
 
     def stop(self, keep: int) -> None:
         self.kept = keep if self.kept is None else self.kept
+        self._let_go.set()
 
     def abort(self) -> None:
         self.aborted = self.aborted or not self.ended
+        self._let_go.set()
 
     async def __aiter__(self) -> AsyncIterator[Burst]:
         tokens, reason = self._plan()
-        size = self._engine.burst_tokens
+        engine, size = self._engine, self._engine.burst_tokens
         chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)] or [()]
         for number, chunk in enumerate(chunks):
             await self._pause(number * size)
             last = number == len(chunks) - 1
+            if self._let_go.is_set() and not last:
+                yield Burst(chunk, (), None)  # it was in flight
+                await asyncio.sleep(engine.pause_s)
+                self.ended = True
+                yield Burst((), (), self._end(FinishReason.ABORT if self.aborted else FinishReason.STOP))
+                return
             self.ended = last
             yield Burst(
                 chunk,
                 tuple(self._logprob(token) for token in chunk) if self.submission.sampling.logprobs is not None else (),
-                Ended(reason, self._engine.cached_tokens) if last else None,
-                cached_tokens=self._engine.cached_tokens,
+                self._end(reason) if last else None,
+                cached_tokens=engine.cached_tokens,
             )
+
+    def _end(self, reason: FinishReason) -> Ended:
+        return Ended(reason, self._engine.cached_tokens, self._engine.bill(self.submission))
 
     def _plan(self) -> tuple[tuple[int, ...], FinishReason]:
         sampling, limit = self.submission.sampling, self.submission.max_tokens
@@ -64,7 +77,7 @@ class ScriptedStream:
             engine.death = "killed by the test"
             raise EngineDead(engine.death)
         if engine.hangs_after is not None and done >= engine.hangs_after:
-            await asyncio.Event().wait()
+            await self._let_go.wait()
         await asyncio.sleep(engine.pause_s)
 
     def _logprob(self, token: int) -> TokenLogprob:
@@ -80,6 +93,18 @@ class ScriptedEngine:
         self.burst_tokens = 1
         self.pause_s = 0.0
         self.cached_tokens = 0
+        self.bill: Callable[[Submission], Bill] = lambda _: Bill()
+        self.gauges = Gauges(
+            running=2,
+            waiting=1,
+            blocks={"free": 192, "evictable": 0, "running": 64},
+            prefix_queries=7,
+            preemptions={"growth": 3},
+            victim_policy="newest",
+            recomputed_tokens=41,
+            chunk_prefill_unsatisfied=5,
+            reserve_ratio=0.25,
+        )
         self.reason: FinishReason | None = None
         self.dies_after: int | None = None
         self.hangs_after: int | None = None
@@ -88,10 +113,6 @@ class ScriptedEngine:
         self.draining = False
         self.groups: list[list[Submission]] = []
         self.streams: list[ScriptedStream] = []
-
-    @property
-    def gauges(self) -> Gauges:
-        return Gauges(running=2, waiting=1, blocks={"free": 192, "evictable": 0, "running": 64}, prefix_queries=7)
 
     async def submit(self, group: Sequence[Submission]) -> list[ScriptedStream]:
         if self.death is not None:

@@ -89,6 +89,14 @@ FIELDS: list[tuple[str, object]] = [
     ("kv_transfer_params", None),
     ("model", 5),
     ("return_token_ids", 1),
+    ("priority", 1001),
+    ("priority", -1001),
+    ("priority", 1.0),
+    ("priority", True),
+    ("priority", "1"),
+    ("priority", 10**40),
+    ("baton_usage", 1),
+    ("baton_usage", "yes"),
 ]
 
 CHAT_FIELDS: list[tuple[str, object, str]] = [

@@ -1,0 +1,155 @@
+"""What the operator reads: the access log, the state log, and the metrics of preemption."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.api.engine import Bill, Gauges
+from baton.api.logs import StateLog
+from baton.core.errors import Refusal, RefusalCode
+from tests.api.conftest import Served
+from tests.api.engine import ScriptedEngine
+
+Eventually = Callable[[Callable[[], bool]], None]
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
+STATE = {"running": "2", "waiting": "1", "free": "192", "evictable": "0", "ratio": "0.250"}
+COST = Bill(recomputed_tokens=7, preemptions=2, queue_ms=1.5, prefill_ms=2.5, decode_ms=30.0)
+PAID = {"preemptions": "2", "recomputed": "7", "queue_ms": "1.5", "prefill_ms": "2.5", "decode_ms": "30.0"}
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, engine: ScriptedEngine) -> Callable[[], list[dict[str, str]]]:
+    """The lines of the access log so far, as their fields."""
+    caplog.set_level(logging.INFO, "baton.access")
+    engine.bill = lambda _: COST
+    engine.cached_tokens = 1
+
+    def read() -> list[dict[str, str]]:
+        logged = [record.getMessage() for record in caplog.records if record.name == "baton.access"]
+        return [dict(field.split("=", 1) for field in line.split(" ")) for line in logged]
+
+    return read
+
+
+Lines = Callable[[], list[dict[str, str]]]
+
+
+def test_a_finished_request_has_one_line_with_its_cost_and_the_state(served: Served, lines: Lines) -> None:
+    served.complete(headers={"X-Request-Id": "one"}, prompt="hi", max_tokens=3, n=2)
+    served.chat(headers={"X-Request-Id": "two"}, stream=True)
+    first, second = lines()
+    assert first == {
+        "id": "one", "path": "/v1/completions", "status": "200", "finish": "length,length", "prompt": "2", "completion": "6",
+        "cached": "1", **PAID, "preemptions": "4", "recomputed": "14", **STATE,
+    }  # fmt: skip
+    assert second == {
+        "id": "two", "path": "/v1/chat/completions", "status": "200", "finish": "stop", "prompt": "5", "completion": "17",
+        "cached": "1", **PAID, **STATE,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_cut_by_a_stop_string_is_logged_with_its_cost(
+    served: Served, engine: ScriptedEngine, lines: Lines, eventually: Eventually, stream: bool
+) -> None:
+    served.complete(stop="world", stream=stream)
+    eventually(lambda: len(lines()) == 1)
+    (line,) = lines()
+    assert line["finish"] == "stop"
+    assert line["completion"] == "2"
+    assert {name: line[name] for name in PAID} == PAID
+
+
+def test_a_death_is_logged_without_a_cost(served: Served, engine: ScriptedEngine, lines: Lines) -> None:
+    engine.dies_after = 2
+    assert served.chat().status == 503
+    (line,) = lines()
+    assert (line["status"], line["finish"]) == ("503", "cut")
+    assert {line[name] for name in PAID} == {"-"}
+
+
+def test_a_refused_request_is_logged_with_its_status_and_the_state(
+    served: Served, engine: ScriptedEngine, lines: Lines
+) -> None:
+    served.chat(headers={"X-Request-Id": "bad"}, n=99)
+    engine.refusal = Refusal(RefusalCode.QUEUE_FULL, "full", 1)
+    served.complete(headers={"X-Request-Id": "late"})
+    served.call("GET", "/v1/models")
+    assert lines() == [
+        {"id": "bad", "path": "/v1/chat/completions", "status": "400", "error": "invalid_value", **STATE},
+        {"id": "late", "path": "/v1/completions", "status": "429", "error": "queue_full", **STATE},
+    ]
+
+
+def test_a_client_that_hangs_up_is_logged_as_such(
+    served: Served, engine: ScriptedEngine, lines: Lines, eventually: Eventually
+) -> None:
+    from tests.api.test_lifecycle import opened
+
+    engine.hangs_after = 2
+    with opened(served, {"stream": True}):
+        eventually(lambda: len(engine.streams) == 1)
+    eventually(lambda: len(lines()) == 1)
+    (line,) = lines()
+    assert (line["status"], line["finish"], line["preemptions"]) == ("499", "cut", "2")
+
+
+def test_nothing_is_logged_while_it_is_off(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "baton.access")
+    served.chat()
+    served.complete(stop="world")
+    served.chat(n=99)
+    assert not caplog.records
+
+
+def test_the_state_is_logged_while_there_is_work_and_once_after_a_change(
+    engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "baton.engine")
+    tokens = 0
+    idle = Gauges(blocks={"free": 256, "evictable": 0, "running": 0}, reserve_ratio=0.7)
+    engine.gauges = idle
+    log = StateLog(engine, lambda: tokens, now_s=10.0)
+    log.tick(11.0)
+    assert caplog.messages == []
+    engine.gauges, tokens = replace(idle, running=1, reserve_ratio=0.6), 30
+    log.tick(13.0)
+    log.tick(14.0)
+    engine.gauges = idle
+    log.tick(15.0)
+    log.tick(16.0)
+    assert caplog.messages == [
+        "running=1 waiting=0 free=256 evictable=0 ratio=0.600 tokens_per_s=15.0",
+        "running=1 waiting=0 free=256 evictable=0 ratio=0.600 tokens_per_s=0.0",
+        "running=0 waiting=0 free=256 evictable=0 ratio=0.700 tokens_per_s=0.0",
+    ]
+
+
+def samples(served: Served) -> dict[str, str]:
+    page = served.call("GET", "/metrics").body.decode().splitlines()
+    return dict(line.rsplit(" ", 1) for line in page if not line.startswith("#"))
+
+
+def test_metrics_tell_preemptions_by_cause_and_policy(served: Served) -> None:
+    page = samples(served)
+    assert page['baton_num_preemptions_total{cause="growth",model_name="tiny",policy="newest"}'] == "3.0"
+    assert page['baton_num_preemptions_total{cause="self",model_name="tiny",policy="newest"}'] == "0.0"
+    assert page['baton_recomputed_tokens_total{model_name="tiny"}'] == "41.0"
+    assert page['baton_chunk_prefill_unsatisfied_total{model_name="tiny"}'] == "5.0"
+    assert page['baton_reserve_ratio{model_name="tiny"}'] == "0.25"
+    assert page['baton_stale_results_total{model_name="tiny"}'] == "0.0"
+
+
+def test_every_metric_of_the_dashboard_is_there_from_the_start(served: Served) -> None:
+    text = json.dumps(json.loads(DASHBOARD.read_text()))
+    named = set(re.findall(r"baton_\w+", text))
+    there = {re.split(r"[{ ]", sample, maxsplit=1)[0] for sample in samples(served)}
+    assert named
+    assert named <= there
