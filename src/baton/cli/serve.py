@@ -1,20 +1,27 @@
-"""`baton serve`: options in, one ServeSettings out. Every option can also be set as BATON_<NAME> in the environment."""
+"""`baton serve`: options in, one ServeSettings out, and where the log goes.
+
+Every option can also be set as BATON_<NAME> in the environment, or in a TOML file given with --config.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from baton.cli.config import read_options
+from baton.core.config import ReservePolicy, VictimPolicy
 from baton.core.errors import BatonError
 from baton.node.settings import EngineSettings
 
 console = Console(stderr=True, highlight=False)
 
-API, MODEL, KV = "API", "Model", "KV cache and scheduling"
+API, MODEL, KV, PRESSURE, LOG = "API", "Model", "KV cache and scheduling", "Under KV pressure", "Log"
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -37,11 +44,29 @@ class Attention(StrEnum):
     GATHER = "gather"
 
 
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 def _option(name: str, panel: str, text: str, least: float | None = None, most: float | None = None) -> Any:
     variable = _variable(name)
     return typer.Option(
         f"--{name}", help=text, envvar=variable, show_envvar=False, rich_help_panel=panel, min=least, max=most
     )
+
+
+def _switch(name: str, panel: str, text: str) -> Any:
+    return typer.Option(f"--{name}/--no-{name}", help=text, envvar=_variable(name), show_envvar=False, rich_help_panel=panel)
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Eager, so that the file's values are defaults before any other option is looked at."""
+    if path is not None:
+        context.default_map = {**(context.default_map or {}), **read_options(path, serve, reserved="config")}
+    return path
 
 
 def _variable(name: str) -> str:
@@ -83,17 +108,50 @@ MaxBatched = Annotated[
 BlockSize = Annotated[int, _option("block-size", KV, "Token positions a KV block.", 1)]
 KvBlocks = Annotated[int | None, _option("kv-blocks", KV, "KV pool in blocks. Default: what --kv-memory holds.", 1)]
 KvMemory = Annotated[str, _option("kv-memory", KV, "KV pool in bytes, such as 512M or 2G.")]
-PrefixCache = Annotated[
-    bool,
+PrefixCache = Annotated[bool, _switch("prefix-cache", KV, "Reuse the KV of prompts that begin alike.")]
+PlanAhead = Annotated[int, _option("plan-ahead", KV, "Steps in flight: 2 plans one while another computes.", 1, 3)]
+Reserve = Annotated[
+    ReservePolicy,
+    _option("reserve", PRESSURE, "What running requests keep free to grow into. More: fewer preemptions, smaller batches."),
+]
+RatioInitial = Annotated[
+    float, _option("ratio-initial", PRESSURE, "new-token-ratio: share of the remaining outputs reserved at the start.", 0, 1)
+]
+RatioDecay = Annotated[float, _option("ratio-decay", PRESSURE, "new-token-ratio: what the share falls by a pass.", 0)]
+RatioFloor = Annotated[float, _option("ratio-floor", PRESSURE, "new-token-ratio: the least share.", 0, 1)]
+RatioClip = Annotated[
+    int, _option("ratio-clip-tokens", PRESSURE, "new-token-ratio: remaining tokens beyond this are not reserved for.", 0)
+]
+FixedBlocks = Annotated[
+    int, _option("fixed-blocks", PRESSURE, "fixed-blocks: blocks a running request reserves after a preemption.", 0)
+]
+FixedBlocksDecay = Annotated[
+    float, _option("fixed-blocks-decay", PRESSURE, "fixed-blocks: what those fall by a pass, down to 0.", 0)
+]
+Victims = Annotated[
+    VictimPolicy, _option("victims", PRESSURE, "Who yields: the newest, or the one that is cheapest to compute again.")
+]
+MaxPreemptions = Annotated[
+    int, _option("max-preemptions", PRESSURE, "A request that yielded this often is no longer a victim.", 0)
+]
+AccessLog = Annotated[
+    bool, _switch("access-log", LOG, "A line for each finished request: its cost, and the engine's state at that moment.")
+]
+LogLevelOption = Annotated[
+    LogLevel, _option("log-level", LOG, "info also shows the engine's state, once a second while there is work.")
+]
+Config = Annotated[
+    Path | None,
     typer.Option(
-        "--prefix-cache/--no-prefix-cache",
-        help="Reuse the KV of prompts that begin alike.",
-        envvar=_variable("prefix-cache"),
+        "--config",
+        help="A TOML file of options, such as max-num-seqs = 64. Flags and the environment go before it.",
+        envvar=_variable("config"),
         show_envvar=False,
-        rich_help_panel=KV,
+        callback=_read_config,
+        is_eager=True,
+        metavar="FILE",
     ),
 ]
-PlanAhead = Annotated[int, _option("plan-ahead", KV, "Steps in flight: 2 plans one while another computes.", 1, 3)]
 
 
 def parse_bytes(text: str) -> int:
@@ -126,33 +184,55 @@ def serve(
     kv_memory: KvMemory = "2G",
     prefix_cache: PrefixCache = True,
     plan_ahead: PlanAhead = 2,
-) -> None:
+    reserve: Reserve = ReservePolicy.NEW_TOKEN_RATIO,
+    ratio_initial: RatioInitial = 0.7, ratio_decay: RatioDecay = 0.001, ratio_floor: RatioFloor = 0.1,
+    ratio_clip_tokens: RatioClip = 4096,
+    fixed_blocks: FixedBlocks = 16, fixed_blocks_decay: FixedBlocksDecay = 0.025,
+    victims: Victims = VictimPolicy.NEWEST, max_preemptions: MaxPreemptions = 8,
+    access_log: AccessLog = True, log_level: LogLevelOption = LogLevel.INFO,
+    config: Config = None,  # noqa: ARG001  its callback has made it the defaults of all the others
+) -> None:  # fmt: skip
     """Serve a model behind an OpenAI-compatible API.
 
     [dim]baton serve[/dim] serves the built-in SmolLM2-135M at http://127.0.0.1:8000;
     [dim]baton serve ./my-model --port 9000[/dim] a folder of safetensors;
     [dim]baton serve model.gguf --dtype float32[/dim] a GGUF file, converted once.
 
-    Each option can also be set in the environment: --max-num-seqs as BATON_MAX_NUM_SEQS, and so on.
+    Each option can also be set in the environment (--max-num-seqs as BATON_MAX_NUM_SEQS) or in a TOML file given with
+    --config (max-num-seqs = 64); a flag goes before the environment, that before the file.
     """
     engine = EngineSettings(
         endpoint="", model_folder=None, prefix_secret=b"", dtype=dtype, attention=attention, threads=threads,
         slots=max_num_seqs, block_size=block_size, blocks=kv_blocks, kv_memory_bytes=parse_bytes(kv_memory),
         context_tokens=max_model_len, step_tokens=max_num_batched_tokens, depth=plan_ahead, waiting_max=max_waiting,
-        prefix_cache=prefix_cache, step_ms=step_ms,
+        prefix_cache=prefix_cache, step_ms=step_ms, reserve=reserve, ratio_initial=ratio_initial, ratio_decay=ratio_decay,
+        ratio_floor=ratio_floor, ratio_clip_tokens=ratio_clip_tokens, fixed_blocks=fixed_blocks,
+        fixed_blocks_decay=fixed_blocks_decay, victims=victims, max_preemptions=max_preemptions,
     )  # fmt: skip
     scripted = executor is ExecutorKind.SCRIPTED
     _run(
         model="scripted" if scripted else model, host=host, port=port, api_keys=tuple(api_key or ()),
         served_model_names=tuple(served_model_name or ()), chat_template=chat_template, drain_timeout_s=drain_timeout,
-        scripted=scripted, engine=engine,
+        scripted=scripted, engine=engine, log_level=log_level, access_log=access_log,
     )  # fmt: skip
 
 
-def _run(**settings: Any) -> None:
+def log_to_stderr(level: LogLevel, access_log: bool) -> None:
+    """Everything of ours that is loud enough, a line each, on standard error; nothing of other libraries."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    ours = logging.getLogger("baton")
+    ours.handlers[:] = [handler]
+    ours.propagate = False
+    ours.setLevel(level.upper())
+    logging.getLogger("baton.access").setLevel(logging.NOTSET if access_log else logging.WARNING)
+
+
+def _run(log_level: LogLevel, access_log: bool, **settings: Any) -> None:
     # Imported late: `baton --help` must not wait for the libraries of a server.
     from baton.node import service
 
+    log_to_stderr(log_level, access_log)
     try:
         service.serve(
             service.ServeSettings(**settings), lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)

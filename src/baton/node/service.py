@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Generator
+import time
+from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +22,10 @@ import msgspec
 import uvicorn
 
 from baton.api.app import create_app
-from baton.api.engine import EngineDead
+from baton.api.engine import Engine, EngineDead
+from baton.api.logs import StateLog
+from baton.api.logs import state as state_log
+from baton.api.metrics import Metrics
 from baton.api.settings import ApiSettings
 from baton.api.text import ModelText, load_text
 from baton.core.errors import BatonError
@@ -37,6 +42,8 @@ DEATH_SHOWN_S = 2.0
 """How long a dead instance goes on answering 503, so that whoever watches it learns why before the port closes."""
 CONNECTIONS_CLOSE_S = 5
 CONNECTIONS_QUEUED = 2048
+STATE_LOG_S = 1.0
+"""Least time between two lines of the engine's state."""
 
 
 class CannotServe(BatonError):
@@ -124,6 +131,25 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
+@contextlib.asynccontextmanager
+async def _state_logged(engine: Engine, metrics: Metrics) -> AsyncIterator[None]:
+    """Inside, the engine's state is logged again and again; not even looked at where the level hides it."""
+    if not state_log.isEnabledFor(logging.INFO):
+        yield
+        return
+    logging_it = asyncio.create_task(_log_state(StateLog(engine, lambda: metrics.tokens_given, time.monotonic())))
+    try:
+        yield
+    finally:
+        logging_it.cancel()
+
+
+async def _log_state(log: StateLog) -> None:
+    while True:
+        await asyncio.sleep(STATE_LOG_S)
+        log.tick(time.monotonic())
+
+
 class _Instance:
     def __init__(self, settings: ServeSettings, engine: EngineSettings, say: Say) -> None:
         self._settings = settings
@@ -165,8 +191,9 @@ class _Instance:
             api_keys=self._settings.api_keys,
             chat_template=self._settings.chat_template,
         )
+        metrics = Metrics(engine, self._settings.names[0])
         config = uvicorn.Config(
-            create_app(engine, text, api),
+            create_app(engine, text, api, metrics),
             log_level="warning",
             access_log=False,
             backlog=CONNECTIONS_QUEUED,
@@ -177,7 +204,8 @@ class _Instance:
         listener.listen(CONNECTIONS_QUEUED)  # from here on nobody is turned away, so the banner tells the truth
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         self._say(self._banner(engine, listener))
-        death = await self._until_over(engine)
+        async with _state_logged(engine, metrics):
+            death = await self._until_over(engine)
         http.should_exit = True
         await serving
         if death is not None:

@@ -1,0 +1,209 @@
+"""`baton serve`: which settings come of flags, environment, file and defaults, and how a bad file is told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli import serve as serve_module
+from baton.cli.main import app
+from baton.cli.serve import LogLevel, log_to_stderr
+from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
+from baton.node.settings import EngineSettings
+
+Settings = dict[str, Any]
+
+
+class Serve:
+    """Runs the command up to where a server would start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.settings: Settings = {}
+        monkeypatch.setattr(serve_module, "_run", self._keep)
+
+    def _keep(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def __call__(self, *options: str, **environment: str) -> Settings:
+        result = CliRunner().invoke(app, ["serve", *options], env=environment, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return self.settings
+
+    def error(self, *options: str, **environment: str) -> str:
+        result = CliRunner().invoke(app, ["serve", *options], env={"COLUMNS": "400", **environment})
+        assert result.exit_code == 2, result.output
+        assert not self.settings
+        return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    for name in [name for name in os.environ if name.startswith("BATON_")]:
+        monkeypatch.delenv(name)
+    return Serve(monkeypatch)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "baton.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+Write = Callable[[str], str]
+
+
+def test_the_defaults_are_those_of_the_engine(serve: Serve) -> None:
+    engine: EngineSettings = serve()["engine"]
+    assert engine == EngineSettings(endpoint="", model_folder=None, prefix_secret=b"")
+    core = WorkerConfig(slots=64, blocks=1)
+    for name in ("reserve", "ratio_initial", "ratio_decay", "ratio_floor", "ratio_clip_tokens", "fixed_blocks",
+                 "fixed_blocks_decay", "victims", "max_preemptions"):  # fmt: skip
+        assert getattr(engine, name) == getattr(core, name)
+
+
+def test_every_constant_of_the_policies_is_a_flag(serve: Serve) -> None:
+    engine = serve(
+        "--reserve", "fixed-blocks", "--ratio-initial", "0.5", "--ratio-decay", "0.01", "--ratio-floor", "0.2",
+        "--ratio-clip-tokens", "100", "--fixed-blocks", "4", "--fixed-blocks-decay", "0.5", "--victims", "cheapest",
+        "--max-preemptions", "3",
+    )["engine"]  # fmt: skip
+    assert (engine.reserve, engine.victims) == (ReservePolicy.FIXED_BLOCKS, VictimPolicy.CHEAPEST)
+    assert (engine.ratio_initial, engine.ratio_decay, engine.ratio_floor) == (0.5, 0.01, 0.2)
+    assert (engine.ratio_clip_tokens, engine.fixed_blocks, engine.fixed_blocks_decay) == (100, 4, 0.5)
+    assert engine.max_preemptions == 3
+
+
+@pytest.mark.parametrize("options", [("--ratio-initial", "1.1"), ("--victims", "oldest"), ("--max-preemptions", "-1")])
+def test_a_constant_out_of_its_range_is_named(serve: Serve, options: tuple[str, str]) -> None:
+    assert options[0] in serve.error(*options)
+
+
+def test_a_flag_goes_before_the_environment_that_before_the_file_that_before_the_default(serve: Serve, file: Write) -> None:
+    path = file("max-num-seqs = 3\nblock-size = 4\nport = 5\n")
+    settings = serve("--config", path, "--max-num-seqs", "1", BATON_MAX_NUM_SEQS="2", BATON_BLOCK_SIZE="8")
+    engine = settings["engine"]
+    assert (engine.slots, engine.block_size, settings["port"], engine.depth) == (1, 8, 5, 2)
+
+
+def test_a_file_sets_options_of_every_type(serve: Serve, file: Write) -> None:
+    path = file(
+        """
+        model = "./folder"
+        host = "localhost"
+        api-key = ["one", "two"]
+        dtype = "float32"
+        prefix-cache = false
+        access-log = false
+        log-level = "warning"
+        kv-blocks = 7
+        drain-timeout = 5
+        ratio-floor = 0.25
+        reserve = "none"
+        """
+    )
+    settings = serve("--config", path)
+    engine = settings["engine"]
+    assert (settings["model"], settings["host"], settings["api_keys"]) == ("./folder", "localhost", ("one", "two"))
+    assert (settings["access_log"], settings["log_level"]) == (False, LogLevel.WARNING)
+    assert (engine.dtype, engine.prefix_cache, engine.blocks) == ("float32", False, 7)
+    assert settings["drain_timeout_s"] == 5.0
+    assert (engine.ratio_floor, engine.reserve) == (0.25, ReservePolicy.NONE)
+
+
+def test_a_flag_turns_on_what_the_file_turns_off(serve: Serve, file: Write) -> None:
+    path = file("prefix-cache = false\naccess-log = false\n")
+    settings = serve("--config", path, "--prefix-cache", BATON_ACCESS_LOG="1")
+    assert (settings["engine"].prefix_cache, settings["access_log"]) == (True, True)
+
+
+def test_the_model_of_the_command_line_goes_before_that_of_the_file(serve: Serve, file: Write) -> None:
+    assert serve("mine", "--config", file('model = "theirs"'))["model"] == "mine"
+
+
+def test_the_environment_can_name_the_file(serve: Serve, file: Write) -> None:
+    assert serve(BATON_CONFIG=file("port = 77"))["port"] == 77
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("max-num-seq = 64", "'max-num-seq' is not an option; did you mean 'max-num-seqs'?"),
+        ("max_num_seqs = 64", "'max_num_seqs' is not an option; did you mean 'max-num-seqs'?"),
+        ("zzz = 1", "'zzz' is not an option"),
+        ('config = "other.toml"', "'config' is not an option"),
+        ("help = true", "'help' is not an option"),
+        ("[server]\nport = 1", "'server' is not an option"),
+        ('port = "8000"', "'port' is wrong: Expected `int`, got `str`"),
+        ("port = 80.5", "'port' is wrong: Expected `int`, got `float`"),
+        ("port = true", "'port' is wrong: Expected `int`, got `bool`"),
+        ("port = 65536", "'port' is 65536; the most is 65535"),
+        ("block-size = 0", "'block-size' is 0; the least is 1"),
+        ("ratio-decay = nan", "'ratio-decay' is nan"),
+        ("ratio-floor = -0.1", "'ratio-floor' is -0.1; the least is 0"),
+        ("prefix-cache = 1", "'prefix-cache' is wrong: Expected `bool`, got `int`"),
+        ('prefix-cache = "no"', "'prefix-cache' is wrong: Expected `bool`, got `str`"),
+        ('api-key = "one"', "'api-key' is wrong: Expected `array | null`, got `str`"),
+        ("api-key = [1]", "'api-key' is wrong: Expected `str`, got `int`"),
+        ("host = 1979-05-27", "'host' is wrong"),
+        ("kv-memory = {a = 1}", "'kv-memory' is wrong"),
+        ('dtype = "int4"', "'dtype' is wrong: Invalid enum value 'int4'"),
+        ("port = \nhost = 1", "at line 1"),
+        ("port = 1\nport = 2", "Cannot overwrite a value"),
+    ],
+)
+def test_a_bad_file_is_told_with_the_key_and_the_file(serve: Serve, file: Write, text: str, named: str) -> None:
+    path = file(text)
+    for told in (serve.error("--config", path), serve.error(BATON_CONFIG=path)):
+        assert named in told
+        assert "baton.toml" in told
+
+
+def test_a_bad_key_is_told_even_where_a_flag_goes_before_it(serve: Serve, file: Write) -> None:
+    assert "'port' is wrong" in serve.error("--config", file('port = "x"'), "--port", "1")
+
+
+def test_a_file_that_cannot_be_read_is_told(serve: Serve, tmp_path: Path) -> None:
+    assert "nowhere.toml: No such file" in serve.error("--config", str(tmp_path / "nowhere.toml"))
+    (tmp_path / "bytes.toml").write_bytes(b"host = '\xff'")
+    assert "bytes.toml" in serve.error("--config", str(tmp_path / "bytes.toml"))
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    ours, access = logging.getLogger("baton"), logging.getLogger("baton.access")
+    before = ours.handlers[:], ours.propagate, ours.level, access.level
+    yield
+    ours.handlers[:], ours.propagate = before[0], before[1]
+    ours.setLevel(before[2])
+    access.setLevel(before[3])
+
+
+@pytest.mark.usefixtures("loggers")
+@pytest.mark.parametrize(
+    ("level", "access_log", "shown"),
+    [
+        (LogLevel.INFO, True, ["baton.access", "baton.engine"]),
+        (LogLevel.INFO, False, ["baton.engine"]),
+        (LogLevel.WARNING, True, []),
+    ],
+)
+def test_the_log_goes_to_stderr_as_asked(
+    capsys: pytest.CaptureFixture[str], level: LogLevel, access_log: bool, shown: list[str]
+) -> None:
+    log_to_stderr(level, access_log)
+    for name in ("baton.access", "baton.engine"):
+        logging.getLogger(name).info("a line")
+    captured = capsys.readouterr()
+    assert re.findall(r"INFO (\S+) a line", captured.err) == shown
+    assert captured.out == ""
