@@ -64,7 +64,7 @@ class WorkerConfig:
                 f"ratio_floor ({self.ratio_floor}) and ratio_initial ({self.ratio_initial}) must rise within 0 … 1"
             )
         for name in ("ratio_decay", "ratio_clip_tokens", "fixed_blocks", "fixed_blocks_decay", "max_preemptions"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # written so that NaN fails too
                 raise BadConfig(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.burst > self.block_size:
             raise BadConfig(f"burst ({self.burst}) must not be larger than block_size ({self.block_size})")

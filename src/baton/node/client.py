@@ -145,6 +145,7 @@ class EngineClient:
             block_size=ready.block_size,
         )
         self.details = ready.details
+        self._gauges = _gauges_of(ready.gauges, self._settings.victims)
 
     async def wait_dead(self) -> str:
         await self._dead.wait()

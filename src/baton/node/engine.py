@@ -62,6 +62,7 @@ from baton.wire.messages import (
     refused,
     step_output,
     submissions,
+    wire_gauges,
 )
 
 log = logging.getLogger("baton.engine")
@@ -241,6 +242,7 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
         blocks=config.blocks,
         block_size=config.block_size,
         details=details,
+        gauges=wire_gauges(worker.gauges()),
     )
     socket.send(encode_from_engine(ready))
     EngineLoop(worker, executor, socket).run()

@@ -76,6 +76,23 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
 ToEngine = Submit | Cancel | StopAt | Drain
 
 
+class WireGauges(msgspec.Struct, array_like=True, frozen=True):
+    running: int
+    waiting: int
+    free_blocks: int
+    evictable_blocks: int
+    running_blocks: int
+    prefix_queries: int
+    prefix_hits: int
+    stale_results: int
+    steps: int
+    preemptions_for_others: int
+    preemptions_of_self: int
+    recomputed_tokens: int
+    chunk_prefill_unsatisfied: int
+    reserve_ratio: float
+
+
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     version: int
     context_tokens: int
@@ -85,6 +102,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     block_size: int
     details: str
     """What the operator should know of the executor: dtype, kernels, sizes."""
+    gauges: WireGauges
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
@@ -127,23 +145,6 @@ class WireEnded(msgspec.Struct, array_like=True, frozen=True):
     reason: FinishReason
     generated_tokens: int
     bill: WireBill
-
-
-class WireGauges(msgspec.Struct, array_like=True, frozen=True):
-    running: int
-    waiting: int
-    free_blocks: int
-    evictable_blocks: int
-    running_blocks: int
-    prefix_queries: int
-    prefix_hits: int
-    stale_results: int
-    steps: int
-    preemptions_for_others: int
-    preemptions_of_self: int
-    recomputed_tokens: int
-    chunk_prefill_unsatisfied: int
-    reserve_ratio: float
 
 
 class StepOutput(msgspec.Struct, tag="step", frozen=True):
@@ -245,13 +246,13 @@ def step_output(settled: Settled, gauges: SchedulerGauges) -> StepOutput:
         tuple(_wire_logprobs(item) for item in settled.logprobs),
         tuple((item.serial, item.cached_tokens) for item in settled.started),
         tuple(_wire_ended(item) for item in settled.ended),
-        _wire_gauges(gauges),
+        wire_gauges(gauges),
     )
 
 
 def ended_output(ended: EndedRequest, gauges: SchedulerGauges) -> StepOutput:
     """The end of a request that never ran, in the shape of a step that yielded nothing."""
-    return StepOutput(b"", b"", b"", (), (), (_wire_ended(ended),), _wire_gauges(gauges))
+    return StepOutput(b"", b"", b"", (), (), (_wire_ended(ended),), wire_gauges(gauges))
 
 
 def _wire_logprobs(item: Logprobs) -> WireLogprobs:
@@ -269,7 +270,7 @@ def _wire_bill(bill: Bill) -> WireBill:
     )  # fmt: skip
 
 
-def _wire_gauges(item: SchedulerGauges) -> WireGauges:
+def wire_gauges(item: SchedulerGauges) -> WireGauges:
     blocks = item.blocks
     return WireGauges(
         item.running, item.waiting, blocks.free, blocks.evictable, blocks.running,
