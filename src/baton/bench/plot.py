@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CURVE_POINTS_MAX = 2000
 MARKED = (0.5, 0.9, 0.99)
-_BLUE, _ORANGE = "#2166ac", "#d95f02"
+BLUE, ORANGE = "#2166ac", "#d95f02"
 
 
 class PlotUnavailable(Exception):
@@ -66,9 +66,9 @@ def _cdf(axes: Axes, name: str, values_s: Sequence[float]) -> None:
     ordered = sorted(value * 1000.0 for value in values_s)
     points = min(len(ordered), CURVE_POINTS_MAX)
     shares = [i / max(1, points - 1) for i in range(points)]
-    axes.plot([percentile(ordered, share) for share in shares], shares, color=_BLUE)
+    axes.plot([percentile(ordered, share) for share in shares], shares, color=BLUE)
     marks = [percentile(ordered, share) for share in MARKED]
-    axes.plot(marks, MARKED, "o", color=_ORANGE, markersize=5)
+    axes.plot(marks, MARKED, "o", color=ORANGE, markersize=5)
     told = " · ".join(f"p{share * 100:.0f} {mark:,.0f}" for share, mark in zip(MARKED, marks, strict=True))
     axes.set_title(f"{name}\n{told} ms", fontsize=11)
     axes.set_xlim(0, ordered[-1] * 1.05)
@@ -86,7 +86,7 @@ def _token_rate(axes: Axes, result: RunResult, good: list[RequestRecord]) -> Non
         [i * width_s for i in range(len(counts))],
         [n * scale / width_s for n in counts],
         where="post",
-        color=_BLUE,
+        color=BLUE,
         linewidth=1,
     )
     axes.set_ylim(bottom=0)
@@ -102,5 +102,5 @@ def _in_flight(axes: Axes, records: list[RequestRecord]) -> None:
         alive += change
         xs.append(at_s)
         ys.append(alive)
-    axes.step(xs, ys, where="post", color=_ORANGE, linewidth=1)
+    axes.step(xs, ys, where="post", color=ORANGE, linewidth=1)
     axes.set_ylim(bottom=0)

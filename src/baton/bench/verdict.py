@@ -6,7 +6,7 @@ on both sides in pairs; its ratio is made pair by pair, so that slow drift of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from rich.console import Console
@@ -61,43 +61,58 @@ class Comparison(msgspec.Struct):
     failures: list[str]
 
 
-def ratio(row: Row) -> RatioSpread | None:
-    """Ours over the peer's, pair by pair; None without a complete pair."""
-    peer = {measured.pair: measured.value for measured in row.peer}
-    pairs = [measured.value / peer[measured.pair] for measured in row.ours if peer.get(measured.pair)]
+def pair_by_pair(ours: Sequence[Measured], others: Sequence[Measured]) -> RatioSpread | None:
+    """Each value over the other of the same pair; None without a complete pair."""
+    by_pair = {measured.pair: measured.value for measured in others}
+    pairs = [measured.value / by_pair[measured.pair] for measured in ours if by_pair.get(measured.pair)]
     return RatioSpread(median(pairs), min(pairs), max(pairs)) if pairs else None
 
 
+def ratio(row: Row) -> RatioSpread | None:
+    """Ours over the peer's."""
+    return pair_by_pair(row.ours, row.peer)
+
+
 def show(console: Console, comparison: Comparison) -> None:
-    machine = comparison.machine
-    versions = ", ".join(f"{name} {version}" for name, version in comparison.versions.items())
-    table = Table(
-        title=f"{comparison.model} on {machine['cpu']}, {machine['cores']} cores; {versions}", title_justify="left"
-    )
+    title = machine_title(comparison.model, comparison.machine, comparison.versions)
+    table = Table(title=title, title_justify="left")
     table.add_column("measurement")
     for column in ("Baton", "vLLM", "Baton / vLLM"):
         table.add_column(column, justify="right", overflow="fold")
     table.add_column("better")
     for row in comparison.rows:
-        spread = ratio(row)
-        shown = "–" if spread is None else f"{spread.median:.3g} ({spread.min:.3g} – {spread.max:.3g})"
         name = f"{row.name}, {row.unit}" if row.unit else row.name
-        table.add_row(name, _cell(row.ours, row.ours_absent), _cell(row.peer, row.peer_absent), shown, row.better)
+        ours, peer = shown_values(row.ours, row.ours_absent), shown_values(row.peer, row.peer_absent)
+        table.add_row(name, ours, peer, shown_ratio(ratio(row)), row.better)
     console.print(table)
+    print_remarks(console, comparison.notes, comparison.failures)
+
+
+def machine_title(model: str, machine: Mapping[str, str | int | float], versions: Mapping[str, str]) -> str:
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{model} on {machine['cpu']}, {machine['cores']} cores; {told}"
+
+
+def print_remarks(console: Console, notes: Sequence[str], failures: Sequence[str]) -> None:
+    """What goes below every table of pairs."""
     console.print(
         "Median of the pairs (smallest – largest). Only the ratio means something on a shared machine.", style="dim"
     )
-    for note in comparison.notes:
+    for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    for failure in comparison.failures:
+    for failure in failures:
         console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
-def _cell(measured: Sequence[Measured], absent: str) -> str:
+def shown_values(measured: Sequence[Measured], absent: str) -> str:
     if not measured:
         return absent or "–"
     values = [each.value for each in measured]
     return f"{short(median(values))} ({short(min(values))} – {short(max(values))})"
+
+
+def shown_ratio(spread: RatioSpread | None) -> str:
+    return "–" if spread is None else f"{spread.median:.3g} ({spread.min:.3g} – {spread.max:.3g})"
 
 
 def short(value: float) -> str:

@@ -8,6 +8,8 @@ import typer
 
 from baton import __version__
 from baton.cli.bench import bench_app
+from baton.cli.bench_policies import policies
+from baton.cli.bench_pressure import pressure
 from baton.cli.bench_scheduler import scheduler
 from baton.cli.chat import chat
 from baton.cli.serve import serve
@@ -20,6 +22,8 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(chat)
+bench_app.command()(pressure)
+bench_app.command()(policies)
 bench_app.command()(scheduler)
 app.add_typer(bench_app, name="bench")
 
