@@ -1,14 +1,15 @@
 // Paged attention and the small operations around it, for one CPU. Compiled at first use by native.py for the machine it
 // runs on; called through ctypes with plain pointers, so it knows nothing of torch.
 //
-// Numbers are bfloat16 or float32; sums are always float32. Vectors are GCC vector extensions of 16 floats, which the compiler
-// maps to what the machine has; only the bfloat16 dot product uses an intrinsic, where there is one.
+// Numbers are bfloat16 or float32; sums are always float32. Vectors are GCC vector extensions of 16 floats, which the
+// compiler maps to what the machine has; only the bfloat16 dot product uses intrinsics, where there are some.
 //
 // One KV head of one block (PAIR is 2 for bfloat16, 1 for float32), chosen so that both products of attention read it as it is:
 //
 //     K  [dim / PAIR][block_size][PAIR]       16 neighbouring keys at one pair of dims fill one vector
 //     V  [block_size / PAIR][dim][PAIR]       16 neighbouring dims at one pair of keys fill one vector
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -179,7 +180,7 @@ struct RotateArguments {
 
 namespace {
 
-// scores[r][j] = Q[r] · K[j] for `panels` × 16 keys from `from`
+// scores[r][j] = Q[r] · K[j] for PANELS × 16 keys
 template <typename T, int ROWS, int PANELS>
 inline void score_panel(const typename T::Element* query, int query_stride, const typename T::Element* keys, int dim,
                         int block_size, float* scores, int score_stride) {
@@ -200,9 +201,13 @@ template <typename T, int PANELS>
 inline void score_rows(const typename T::Element* query, int rows, const typename T::Element* keys, int dim, int block_size,
                        float* scores, int score_stride) {
     int r = 0;
-    for (; r + 6 <= rows; r += 6) score_panel<T, 6, PANELS>(query + r * dim, dim, keys, dim, block_size, scores + r * score_stride, score_stride);
-    for (; r + 3 <= rows; r += 3) score_panel<T, 3, PANELS>(query + r * dim, dim, keys, dim, block_size, scores + r * score_stride, score_stride);
-    for (; r < rows; r++) score_panel<T, 1, PANELS>(query + r * dim, dim, keys, dim, block_size, scores + r * score_stride, score_stride);
+#define BATON_SCORE(ROWS) \
+    score_panel<T, ROWS, PANELS>(query + r * dim, dim, keys, dim, block_size, scores + r * stride, score_stride)
+    const int64_t stride = score_stride;
+    for (; r + 6 <= rows; r += 6) BATON_SCORE(6);
+    for (; r + 3 <= rows; r += 3) BATON_SCORE(3);
+    for (; r < rows; r++) BATON_SCORE(1);
+#undef BATON_SCORE
 }
 
 template <typename T>
@@ -236,16 +241,20 @@ template <typename T, int PANELS>
 inline void mix_rows(const typename T::Element* weights, int weight_stride, int rows, const typename T::Element* values,
                      int dim, int keys, float* out, int out_stride) {
     int r = 0;
-    for (; r + 4 <= rows; r += 4) mix_panel<T, 4, PANELS>(weights + r * weight_stride, weight_stride, values, dim, keys, out + r * out_stride, out_stride);
-    for (; r + 3 <= rows; r += 3) mix_panel<T, 3, PANELS>(weights + r * weight_stride, weight_stride, values, dim, keys, out + r * out_stride, out_stride);
-    for (; r < rows; r++) mix_panel<T, 1, PANELS>(weights + r * weight_stride, weight_stride, values, dim, keys, out + r * out_stride, out_stride);
+#define BATON_MIX(ROWS) \
+    mix_panel<T, ROWS, PANELS>(weights + r * weight_stride, weight_stride, values, dim, keys, out + r * out_stride, out_stride)
+    for (; r + 4 <= rows; r += 4) BATON_MIX(4);
+    for (; r + 3 <= rows; r += 3) BATON_MIX(3);
+    for (; r < rows; r++) BATON_MIX(1);
+#undef BATON_MIX
 }
 
 template <typename T>
 void mix_block(const typename T::Element* weights, int weight_stride, int rows, const typename T::Element* values, int dim,
                int keys, float* out) {
     int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix_rows<T, 4>(weights, weight_stride, rows, values + d * T::PAIR, dim, keys, out + d, dim);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES)
+        mix_rows<T, 4>(weights, weight_stride, rows, values + d * T::PAIR, dim, keys, out + d, dim);
     for (; d < dim; d += LANES) mix_rows<T, 1>(weights, weight_stride, rows, values + d * T::PAIR, dim, keys, out + d, dim);
 }
 
@@ -398,7 +407,8 @@ public:
             weigh(block * size, static_cast<int>(count * size));
             for (int64_t b = 0; b < count; b++) {
                 int64_t left = end - (block + b) * size;
-                mix(values + table[block + b] * a_.block_stride, &s_.weights[b * size], static_cast<int>(left < size ? left : size));
+                const Element* there = values + table[block + b] * a_.block_stride;
+                mix(there, &s_.weights[b * size], static_cast<int>(left < size ? left : size));
             }
         }
         give();
@@ -534,17 +544,23 @@ void head(const void* x_, const void* panels_, float* out, int rows, int dim, in
 
 }  // namespace
 
+// The same entry points for both number formats.
+#define BATON_ENTRIES(SUFFIX, TYPE)                                                                                       \
+    void baton_attend_##SUFFIX(const AttentionArguments* a) { attend<TYPE>(*a); }                                         \
+    void baton_write_##SUFFIX(const WriteArguments* w) { write_kv<TYPE>(*w); }                                            \
+    void baton_rotate_##SUFFIX(const RotateArguments* r) { rotate<TYPE>(*r); }                                            \
+    void baton_norm_##SUFFIX(const void* x, const float* weight, void* out, int64_t rows, int dim, float epsilon,         \
+                             int threads) {                                                                               \
+        norm<TYPE>(x, weight, out, rows, dim, epsilon, threads);                                                          \
+    }                                                                                                                     \
+    void baton_gate_##SUFFIX(const void* x, void* out, int64_t rows, int dim, int kind, int threads) {                    \
+        gate<TYPE>(x, out, rows, dim, kind, threads);                                                                     \
+    }                                                                                                                     \
+    void baton_head_##SUFFIX(const void* x, const void* panels, float* out, int rows, int dim, int count, int threads) {  \
+        head<TYPE>(x, panels, out, rows, dim, count, threads);                                                            \
+    }
+
 extern "C" {
-void baton_head_bf16(const void* x, const void* panels, float* out, int rows, int dim, int count, int threads) { head<Bf16>(x, panels, out, rows, dim, count, threads); }
-void baton_head_f32(const void* x, const void* panels, float* out, int rows, int dim, int count, int threads) { head<F32>(x, panels, out, rows, dim, count, threads); }
-void baton_attend_bf16(const AttentionArguments* a) { attend<Bf16>(*a); }
-void baton_attend_f32(const AttentionArguments* a) { attend<F32>(*a); }
-void baton_write_bf16(const WriteArguments* w) { write_kv<Bf16>(*w); }
-void baton_write_f32(const WriteArguments* w) { write_kv<F32>(*w); }
-void baton_rotate_bf16(const RotateArguments* r) { rotate<Bf16>(*r); }
-void baton_rotate_f32(const RotateArguments* r) { rotate<F32>(*r); }
-void baton_norm_bf16(const void* x, const float* w, void* out, int64_t rows, int dim, float epsilon, int threads) { norm<Bf16>(x, w, out, rows, dim, epsilon, threads); }
-void baton_norm_f32(const void* x, const float* w, void* out, int64_t rows, int dim, float epsilon, int threads) { norm<F32>(x, w, out, rows, dim, epsilon, threads); }
-void baton_gate_bf16(const void* x, void* out, int64_t rows, int dim, int kind, int threads) { gate<Bf16>(x, out, rows, dim, kind, threads); }
-void baton_gate_f32(const void* x, void* out, int64_t rows, int dim, int kind, int threads) { gate<F32>(x, out, rows, dim, kind, threads); }
+BATON_ENTRIES(bf16, Bf16)
+BATON_ENTRIES(f32, F32)
 }

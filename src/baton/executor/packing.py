@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from baton.core.plan import Int32s, Int64s
+from baton.core.plan import Int32s
 from baton.executor.slots import SlotTable
 
 
@@ -78,8 +78,3 @@ def pack(slots: SlotTable, chunks: list[Feed], decode_slots: Int32s) -> PackedBa
         logit_rows=torch.from_numpy((starts[1:][samples] - 1).astype(np.int64)),
         chunk_sequences=len(chunks),
     )
-
-
-def sampled_positions(slots: SlotTable, sampled_slots: Int32s) -> Int64s:
-    """The index of the token about to be drawn for each slot: the number of tokens known before it."""
-    return slots.known[sampled_slots].copy()
