@@ -21,6 +21,8 @@ class Faults:
     short: set[int] = field(default_factory=set)
     no_usage: bool = False
     token_s: float = 0.0
+    preemptions_name: str = ""
+    """A counter on /metrics, in two labels, that rises by one with each completion."""
 
 
 class OpenAiServer:
@@ -35,6 +37,7 @@ class OpenAiServer:
     async def start(self) -> None:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._completions)
         self._runner = web.AppRunner(app, shutdown_timeout=0.5)
@@ -48,6 +51,13 @@ class OpenAiServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "words", "object": "model"}]})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        name, count = self.faults.preemptions_name, len(self.bodies)
+        lines = ["# HELP up Up.", "# TYPE up gauge", "up 1.0"]
+        if name:
+            lines += [f"# TYPE {name} counter", f'{name}{{reason="a"}} {count - 1}.0', f'{name}{{reason="b"}} 1.0']
+        return web.Response(text="\n".join(lines) + "\n")
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -107,8 +117,10 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--token-s", type=float, default=0.0)
+    parser.add_argument("--preemptions-name", default="")
     options = parser.parse_args()
-    server = OpenAiServer(Faults(token_s=options.token_s), options.port)
+    faults = Faults(token_s=options.token_s, preemptions_name=options.preemptions_name)
+    server = OpenAiServer(faults, options.port)
     await server.start()
     await asyncio.Event().wait()
 

@@ -20,7 +20,10 @@ def draw_pool(report: PolicyReport, path: Path) -> None:
     count = len(report.pool)
     figure = Figure(figsize=(12, 1.2 + 1.9 * count), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{report.requests:,} requests of {report.trace}: share of {report.pool_blocks:,} KV blocks in use")
+    figure.suptitle(
+        f"{report.requests:,} requests of {report.trace}: share of {report.pool_blocks:,} KV blocks in use\n"
+        "dashed: mean while requests wait"
+    )
     panels = figure.subplots(count, 1, sharex=True, squeeze=False)
     for axes, use in zip(panels[:, 0], report.pool, strict=True):
         _panel(axes, report, use)

@@ -289,7 +289,5 @@ def _cells(runs: Sequence[PolicyRun]) -> list[str]:
 
 
 def _cell(values: Sequence[float], form: str, *, spread: bool = True) -> str:
-    mean = form.format(sum(values) / len(values))
-    if not spread or len(values) == 1:
-        return mean
-    return f"{mean} ({form.format(min(values))} – {form.format(max(values))})"
+    mean, least, most = (form.format(value) for value in (sum(values) / len(values), min(values), max(values)))
+    return f"{mean} ({least}–{most})" if spread and least != most else mean

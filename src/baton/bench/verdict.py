@@ -108,11 +108,16 @@ def shown_values(measured: Sequence[Measured], absent: str) -> str:
     if not measured:
         return absent or "–"
     values = [each.value for each in measured]
-    return f"{short(median(values))} ({short(min(values))} – {short(max(values))})"
+    return _spread(*(short(value) for value in (median(values), min(values), max(values))))
 
 
 def shown_ratio(spread: RatioSpread | None) -> str:
-    return "–" if spread is None else f"{spread.median:.3g} ({spread.min:.3g} – {spread.max:.3g})"
+    return "–" if spread is None else _spread(f"{spread.median:.3g}", f"{spread.min:.3g}", f"{spread.max:.3g}")
+
+
+def _spread(middle: str, least: str, most: str) -> str:
+    """What is all the same is said once."""
+    return middle if least == middle == most else f"{middle} ({least} – {most})"
 
 
 def short(value: float) -> str:
