@@ -14,6 +14,7 @@ import pytest
 from baton.api.app import create_app
 from baton.api.settings import ApiSettings
 from baton.api.text import ModelText, SamplingDefaults
+from baton.core.errors import BatonError
 from baton.core.request import FinishReason
 from tests.api.conftest import REPLY, Served, serving
 from tests.api.engine import ScriptedEngine
@@ -272,7 +273,7 @@ def test_a_model_without_a_template_still_completes(engine: ScriptedEngine, sett
 
 def test_bad_settings_are_refused() -> None:
     for names, keys in [((), ()), (("",), ()), (("a",), ("",))]:
-        with pytest.raises(ValueError, match=r"served_model_names|API key"):
+        with pytest.raises(BatonError, match=r"served_model_names|API key"):
             ApiSettings(served_model_names=names, api_keys=keys)
 
 

@@ -161,13 +161,19 @@ def test_a_waiting_preempted_request_can_be_aborted_and_its_outputs_count() -> N
 
 
 def test_nobody_new_is_admitted_in_a_pass_that_preempts() -> None:
-    driver = Driver(config(slots=4))
-    start(driver, (A, 40), (B, 40), (C, 4))
+    driver = Driver(config(slots=3, blocks=18))
+    start(driver, (A, 50), (B, 50))
+    preempting_passes = 0
+    for _ in range(500):
+        if not driver.worker.gauges().waiting:
+            driver.submit(submission([1], 1))  # somebody small always waits who would fit
+        before, plans = preemptions(driver), len(driver.plans)
+        driver.tick() if driver.is_due else driver.settle_one()
+        if preemptions(driver) > before:
+            preempting_passes += 1
+            assert not driver.plans[plans].plan.starts
+    assert preempting_passes > 0
     driver.run()
-    for launch in driver.plans:
-        served = {int(slot) for slot in launch.plan.decode_slots} | {chunk.slot for chunk in launch.plan.chunks}
-        ghosts = [stop.slot for stop in launch.plan.stops if stop.slot in served]
-        assert not ghosts
 
 
 def test_a_lone_long_request_near_capacity_is_never_preempted() -> None:
@@ -178,11 +184,22 @@ def test_a_lone_long_request_near_capacity_is_never_preempted() -> None:
     assert preemptions(driver) == 0
 
 
-def test_a_long_request_that_follows_others_waits_for_their_blocks_rather_than_yield() -> None:
-    driver = Driver(config(slots=4))
-    serials = start(driver, (A, 54), (B, 3), (C, 3))
-    driver.run()
-    assert driver.ended[serials[0]].bill.preemptions == 0
+def test_a_request_that_finds_no_block_waits_for_those_on_their_way_rather_than_have_somebody_yield() -> None:
+    waited = 0
+    for tokens in range(2, 30):
+        driver = Driver(config(slots=4, blocks=14, depth=3))
+        long, short = start(driver, (A, 44), (B, tokens))
+        while not driver.worker.is_idle:
+            plans, yielded = len(driver.plans), preemptions(driver)
+            coming = short in driver.ended and driver.worker.scheduler.request(short) is not None
+            driver.tick() if driver.is_due else driver.settle_one()
+            request = driver.worker.scheduler.request(long)
+            if coming and len(driver.plans) > plans and request is not None and request.phase is Phase.RUNNING_DECODE:
+                waited += request.slot not in driver.plans[-1].plan.decode_slots
+                assert preemptions(driver) == yielded
+        assert driver.ended[long].bill.preemptions == 0
+        assert driver.outputs[long] == expected(A, 44)
+    assert waited > 0
 
 
 def test_two_requests_past_their_preemption_limit_do_not_starve_each_other() -> None:
@@ -201,20 +218,6 @@ def test_with_no_preemptions_allowed_everyone_is_admitted_with_the_whole_need() 
     driver.run()
     assert preemptions(driver) == 0
     assert [driver.outputs[s] for s in serials] == [expected(p, 30) for p in (A, B, C)]
-
-
-def test_a_chunked_prefill_that_does_not_fit_keeps_its_place_and_blocks_while_decodes_grow() -> None:
-    driver = Driver(config(step_tokens=8, blocks=20, reserve=ReservePolicy.NEW_TOKEN_RATIO, ratio_initial=0.5))
-    first = start(driver, (A, 30))[0]
-    for _ in range(8):
-        driver.tick() if driver.is_due else driver.settle_one()
-    long = list(range(45))
-    second = start(driver, (long, 8))[0]
-    third = start(driver, (C, 3))[0]
-    driver.run()
-    assert driver.outputs[first] == expected(A, 30)
-    assert driver.outputs[second] == expected(long, 8)
-    assert driver.outputs[third] == expected(C, 3)
 
 
 def test_an_unsatisfied_chunk_keeps_newcomers_out_and_is_counted() -> None:
@@ -240,10 +243,11 @@ def test_an_unsatisfied_chunk_keeps_newcomers_out_and_is_counted() -> None:
 
 
 def test_prefills_that_started_together_always_finish() -> None:
-    driver = Driver(config(step_tokens=8, slots=4, blocks=16, reserve=ReservePolicy.NEW_TOKEN_RATIO))
+    driver = Driver(config(step_tokens=8, slots=4, blocks=16, reserve=ReservePolicy.NONE))
     prompts = [list(range(i, i + 25)) for i in range(4)]
     serials = start(driver, *[(prompt, 30) for prompt in prompts])
     driver.run()
+    assert preemptions(driver) > 0
     assert [driver.outputs[s] for s in serials] == [expected(p, 30) for p in prompts]
 
 
@@ -322,13 +326,12 @@ def test_the_bill_adds_up() -> None:
 
 
 def test_a_resumed_request_finds_its_own_blocks_when_they_are_still_cached() -> None:
-    driver = Driver(config(prefix_cache=True, blocks=18))
-    serials = start(driver, (A, 40), (B, 8))
+    driver = Driver(config(prefix_cache=True))
+    serials = start(driver, (A, 40), (B, 40))
     driver.run()
-    third = start(driver, (C, 20))
-    driver.run()
-    assert driver.outputs[serials[0]] == expected(A, 40)
-    assert driver.outputs[third[0]] == expected(C, 20)
+    again = [start for launch in driver.plans for start in launch.plan.starts if start.epoch > 1]
+    assert any(start.computed > 0 for start in again)
+    assert [driver.outputs[serial] for serial in serials] == [expected(A, 40), expected(B, 40)]
 
 
 def test_sixty_four_requests_on_a_pool_hardly_larger_than_the_largest_all_finish_exactly() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from baton.core.config import BadConfig, WorkerConfig
 from baton.core.errors import IllegalTransition, InvariantViolated, RefusalCode
-from baton.core.plan import Outcome, StepResult
+from baton.core.plan import Outcome
 from baton.core.request import FinishReason, Move, Phase, Sampling, next_phase
 from baton.core.worker import Deliver, DrainOrdered, StepDone, Tick
 from baton.executor.scripted import undisturbed
@@ -319,10 +321,58 @@ def test_an_executor_that_counts_differently_ends_that_request_and_no_other() ->
     driver.in_flight.popleft()
     known = result.known.copy()
     known[0] += 1
-    driver.send(StepDone(_with_known(result, known)))
+    driver.send(StepDone(replace(result, known=known)))
     driver.run()
     assert driver.ended[bad].reason is FinishReason.ERROR
     assert driver.outputs[good] == expected([4, 5, 6], 9)
+    assert driver.worker.gauges().blocks.running == 0
+
+
+def test_what_a_broken_chunk_left_behind_is_never_cached() -> None:
+    driver = Driver(config(depth=1))
+    prompt = list(range(16))
+    (bad,) = driver.submit(submission(prompt, 4))
+    driver.tick()
+    result = driver.executor.collect()
+    driver.in_flight.popleft()
+    outcomes, counts = result.outcomes.copy(), result.counts.copy()
+    outcomes[0], counts[0] = Outcome.NOTHING_OUT_OF_BLOCKS, 0
+    driver.send(StepDone(replace(result, outcomes=outcomes, counts=counts, tokens=result.tokens[:0])))
+    driver.run()
+    assert driver.ended[bad].reason is FinishReason.ERROR
+    (good,) = driver.submit(submission(prompt, 4))
+    driver.run()
+    assert driver.ended[good].cached_tokens == 0
+    assert driver.outputs[good] == expected(prompt, 4)
+
+
+def test_an_abort_stays_an_abort_when_a_burst_runs_over_a_stop_token() -> None:
+    for stop in range(VOCABULARY):
+        sampling = Sampling(seed=0, temperature=0.0, stop_token_ids=(stop,))
+        driver = Driver(config(burst=4, depth=3))
+        (serial,) = driver.submit(submission([3, 1, 4], 40, sampling=sampling))
+        for _ in range(4):
+            driver.tick()
+        driver.settle_one()
+        was_over = serial in driver.ended
+        driver.cancel(serial)
+        driver.run()
+        assert driver.ended[serial].reason is (FinishReason.STOP if was_over else FinishReason.ABORT)
+
+
+def test_a_slot_that_answers_its_stop_with_something_else_ends_that_request_only() -> None:
+    driver = Driver(config(depth=1))
+    bad, good = driver.submit(submission([1, 2], 20, name="a"))[0], driver.submit(submission([3, 4], 9, name="b"))[0]
+    driver.tick(), driver.settle_one()
+    driver.worker.scheduler.order_stop(bad, FinishReason.ABORT, 0)
+    driver.tick()
+    result = driver.executor.collect()
+    driver.in_flight.popleft()
+    outcomes = result.outcomes.copy()
+    outcomes[0] = Outcome.NOTHING_EMPTY_SLOT
+    driver.send(StepDone(replace(result, outcomes=outcomes)))
+    driver.run()
+    assert driver.outputs[good] == expected([3, 4], 9)
     assert driver.worker.gauges().blocks.running == 0
 
 
@@ -332,7 +382,7 @@ def test_a_result_out_of_order_or_with_foreign_rows_is_a_broken_law() -> None:
     driver.tick(), driver.tick()
     first = driver.executor.collect()
     with pytest.raises(InvariantViolated, match="names other rows"):
-        driver.worker.scheduler.settle(_with_slots(first, first.slots + 1), 0)
+        driver.worker.scheduler.settle(replace(first, slots=first.slots + 1), 0)
     with pytest.raises(InvariantViolated, match="was due"):
         driver.worker.scheduler.settle(first, 0)
 
@@ -395,14 +445,6 @@ def test_a_delivery_carries_whole_rows() -> None:
     assert isinstance(effect, Deliver)
     assert int(effect.settled.counts.sum()) == len(effect.settled.tokens)
     driver.run()
-
-
-def _with_known(result: StepResult, known: np.ndarray) -> StepResult:
-    return StepResult(result.step, result.slots, result.epochs, result.outcomes, result.counts, result.tokens, known)
-
-
-def _with_slots(result: StepResult, slots: np.ndarray) -> StepResult:
-    return StepResult(result.step, slots, result.epochs, result.outcomes, result.counts, result.tokens, result.known)
 
 
 def test_outcomes_name_every_way_a_step_can_go() -> None:

@@ -65,5 +65,8 @@ def test_overload_is_answered_or_refused_and_streams_are_unbroken() -> None:
         assert sum(outcomes.values()) == REQUESTS
         assert outcomes["refused"] > 0
         assert outcomes["answered after preemption"] > 0
+        for _ in range(2000):  # the last slot comes back a step after its last token
+            if server.metric("baton_kv_blocks", state="running") == 0:
+                break
         assert server.metric("baton_kv_blocks", state="running") == 0
         assert server.metric("baton_num_requests_waiting") == 0

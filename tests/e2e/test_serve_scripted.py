@@ -82,7 +82,8 @@ def test_a_full_queue_answers_429_with_retry_after_and_serves_on() -> None:
                 assert refused.status_code == 429
                 assert int(refused.headers["retry-after"]) >= 1
                 assert refused.json()["error"]["code"] == "queue_full"
-        assert ask(server.url).status_code == 200
+        # The two clients above have left; how soon their places are free again is not this test's business.
+        assert any(ask(server.url).status_code == 200 for _ in range(200))
 
 
 def test_a_killed_engine_gives_a_typed_error_then_503_then_a_non_zero_exit() -> None:
@@ -128,11 +129,15 @@ def test_a_second_signal_stops_at_once() -> None:
     with baton_serve(*SCRIPTED, "--step-ms", "50") as server:
         body = {"model": "scripted", "prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-            next(lines_of(response))
+            lines = lines_of(response)
+            next(lines)
             server.process.send_signal(signal.SIGINT)
             _until_draining(server)
             server.process.send_signal(signal.SIGINT)
+            rest = list(lines)
+            assert "this instance was stopped" in rest[-1]
             assert server.process.wait(30) == 0
+        assert "Traceback" not in server.output()
 
 
 def test_the_engine_goes_when_the_front_end_is_killed() -> None:
@@ -158,6 +163,8 @@ def _wait_readable(descriptor: int) -> None:
         (("--max-num-batched-tokens", "8"), "step_tokens"),
         (("--block-size", "0"), "block-size"),
         (("--no-such-option",), "No such option"),
+        (("--api-key", ""), "API key is empty"),
+        (("--chat-template", "/nowhere.jinja"), "nowhere.jinja"),
     ],
 )
 def test_a_bad_option_is_told_clearly(options: tuple[str, ...], named: str) -> None:

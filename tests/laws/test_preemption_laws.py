@@ -82,7 +82,7 @@ class Machine:
     def submit(self) -> None:
         draws = self.draws
         start, length = draws.choice([0, 3]), draws.randrange(1, 30)
-        choices = draws.choice([1, 1, 1, 2])
+        choices = draws.choice([1, 1, 1, 2, 4])
         base = {
             "seed": draws.randrange(3), "temperature": draws.choice([0.0, 1.0]),
             "stop_token_ids": draws.choice([(), (0,), (5, 9)]), "min_tokens": draws.randrange(3),
@@ -125,7 +125,9 @@ class Machine:
             assert delivered == whole[: len(delivered)]
             if serial not in self.disturbed:
                 assert delivered == whole
-                assert driver.ended[serial].reason in (FinishReason.STOP, FinishReason.LENGTH)
+            assert driver.ended[serial].reason is not FinishReason.ERROR
+            bill = driver.ended[serial].bill
+            assert min(bill.cached_tokens, bill.computed_tokens, bill.recomputed_tokens) >= 0
             assert driver.ended[serial].bill.preemptions <= config.max_preemptions
         self.seen["steps"] += gauges.steps
         self.seen["preemptions"] += gauges.preemptions_for_others + gauges.preemptions_of_self

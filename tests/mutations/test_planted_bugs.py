@@ -16,14 +16,14 @@ from baton.core.blocks import BlockPool
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
 from baton.core.naming import Namer
-from baton.core.plan import Int64s
+from baton.core.plan import Int64s, StepResult
 from baton.core.records import EndedRequest, Flight, Request
 from baton.core.request import Move
 from baton.core.reserve import Promises
 from baton.core.scheduler import Scheduler, StepBuilder
 from baton.core.slots import PAD, Slots
 from baton.core.worker import Worker
-from tests.core import test_preemption, test_reserve
+from tests.core import test_preemption, test_reserve, test_scheduler
 from tests.laws.test_preemption_laws import Machine
 
 SEEDS = 40
@@ -176,6 +176,18 @@ def match_the_padding_of_stop_ids(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slots, "draws_stop", draws_stop)
 
 
+def cache_what_a_broken_chunk_left(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._split_broken
+
+    def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        self._note_chunks(flight, live)
+        sound, broken = original(self, flight, result, live)
+        self._name_full_blocks(flight.slots[broken])
+        return sound, broken
+
+    patch.setattr(Scheduler, "_split_broken", split)
+
+
 BY_LOAD: list[Plant] = [
     requeue_before_the_ack,
     free_blocks_at_the_order,
@@ -201,6 +213,7 @@ def test_a_planted_bug_is_caught_by_the_laws(plant: Plant, monkeypatch: pytest.M
 
 BY_CASE: list[tuple[Plant, Case]] = [
     (count_the_asker_in_its_own_reserve, test_reserve.test_the_asker_is_not_in_its_own_reserve),
+    (cache_what_a_broken_chunk_left, test_scheduler.test_what_a_broken_chunk_left_behind_is_never_cached),
     (decay_only_when_something_ran, test_preemption.test_a_pass_that_schedules_nothing_lowers_the_ratio_too),
     (no_pass_is_due_after_an_idle_one, test_preemption.test_a_pass_is_always_due_while_requests_wait_and_lowers_the_ratio),
 ]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,8 +29,9 @@ class ServerProcess:
 
     def wait_until_served(self) -> None:
         """The banner names the port; it appears when the server accepts connections."""
+        deadline = time.monotonic() + READY_S_MAX
         with self.log.open() as lines:
-            while True:
+            while time.monotonic() < deadline:
                 line = lines.readline()
                 found = re.search(r"is served at (http://\S+)", line)
                 if found and line.endswith("\n"):
@@ -41,6 +43,8 @@ class ServerProcess:
                     except subprocess.TimeoutExpired:
                         continue
                     raise RuntimeError(f"the server ended:\n{self.output()}")
+            else:
+                raise RuntimeError(f"the server was not ready in {READY_S_MAX} s:\n{self.output()}")
 
     def engine_pid(self) -> int:
         pid = self.process.pid

@@ -37,26 +37,31 @@ samplings = st.builds(
     sampling=samplings,
     max_tokens=st.one_of(st.none(), st.integers(1, 2**40)),
     salt=st.binary(max_size=40),
-    leader=st.one_of(st.none(), st.text(max_size=10)),
 )
-def test_a_submission_survives_the_wire(
-    prompt: list[int], sampling: Sampling, max_tokens: int | None, salt: bytes, leader: str | None
-) -> None:
-    item = Submission(
-        RequestId("r"), frozen_tokens(prompt), sampling, max_tokens, salt, -3, None if leader is None else RequestId(leader)
-    )
-    decoded = messages.decode_to_engine(messages.encode_to_engine(messages.submit(7, [item])))
+def test_a_submission_survives_the_wire(prompt: list[int], sampling: Sampling, max_tokens: int | None, salt: bytes) -> None:
+    leader = Submission(RequestId("r"), frozen_tokens(prompt), sampling, max_tokens, salt, 3)
+    follower = Submission(RequestId("s"), leader.prompt, sampling, max_tokens, salt, 3, RequestId("r"))
+    decoded = messages.decode_to_engine(messages.encode_to_engine(messages.submit(7, [leader, follower])))
     assert isinstance(decoded, messages.Submit)
-    (back,) = messages.submissions(decoded)
     assert decoded.ticket == 7
-    assert back.prompt.tolist() == prompt
-    assert (back.sampling, back.max_tokens, back.salt, back.priority, back.leader) == (
-        sampling,
-        max_tokens,
-        salt,
-        -3,
-        leader,
-    )
+    for item, back in zip((leader, follower), messages.submissions(decoded), strict=True):
+        assert back.prompt.tolist() == prompt
+        assert (back.request_id, back.leader) == (item.request_id, item.leader)
+        assert (back.sampling, back.max_tokens, back.salt, back.priority) == (sampling, max_tokens, salt, 3)
+
+
+def test_the_prompt_of_many_choices_travels_once() -> None:
+    leader = Submission(RequestId("0"), frozen_tokens(range(10_000)), Sampling(seed=0))
+    group = [leader] + [
+        Submission(RequestId(f"{i}"), leader.prompt, Sampling(0, i), leader=RequestId("0")) for i in range(1, 16)
+    ]
+    assert len(messages.encode_to_engine(messages.submit(0, group))) < 2 * leader.prompt.nbytes
+
+
+def test_a_follower_without_its_leader_is_refused() -> None:
+    lost = Submission(RequestId("1"), frozen_tokens([1]), Sampling(seed=0), leader=RequestId("0"))
+    with pytest.raises(WireError, match="no prompt"):
+        messages.submissions(messages.submit(0, [lost]))
 
 
 def _settled() -> Settled:

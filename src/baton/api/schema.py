@@ -39,6 +39,7 @@ PROMPTS_MAX = 256
 STOP_IDS_MAX = 1024
 SALT_CHARS_MAX = 256
 PRIORITY_MAX = 1000
+"""A client may step back behind others, not ahead of them: 0, the default, is the most important."""
 _INT32_MAX = 2**31 - 1
 _LOGGED_MAX = 64
 
@@ -314,7 +315,7 @@ class GenerateBody(Body):
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=SALT_CHARS_MAX)] = None
     return_token_ids: bool | None = None
-    priority: Annotated[int | None, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = None
+    priority: Annotated[int | None, Field(ge=0, le=PRIORITY_MAX)] = None
     """Lower goes first, and is never preempted for a higher number. Absent is 0."""
     baton_usage: bool | None = None
     """Adds the bill to the usage as `usage.baton`; a stream then ends with a usage chunk whatever `stream_options` say."""

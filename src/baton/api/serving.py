@@ -170,9 +170,9 @@ class EventStream(Response):
         self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with self._run.reading() as answer:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async for deltas in answer:
                     if events := self._events(deltas):
                         await send({"type": "http.response.body", "body": events, "more_body": True})

@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.api.text import SamplingDefaults
+from baton.core.errors import BatonError
+
+
+class BadApiSettings(BatonError):
+    """A setting of the HTTP surface that cannot work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +29,8 @@ class ApiSettings:
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
-            raise ValueError("served_model_names needs at least one name, and no empty one")
+            raise BadApiSettings("served_model_names needs at least one name, and no empty one")
         if not all(self.api_keys):
-            raise ValueError("an API key is empty: anybody could present it")
+            raise BadApiSettings("an API key is empty: anybody could present it")
         if self.body_bytes_max < 1:
-            raise ValueError("body_bytes_max must be at least 1")
+            raise BadApiSettings("body_bytes_max must be at least 1")

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.api.detokenise import ByteDetokenizer, Detokenizer, WindowDetokenizer, pieces_of
+from baton.core.errors import BatonError
 
 TEMPLATE_RESERVED = frozenset(
     [
@@ -48,11 +49,11 @@ def first_given(*values: T | None) -> T | None:
     return next((value for value in values if value is not None), None)
 
 
-class ModelTextError(Exception):
+class ModelTextError(BatonError):
     """The folder does not hold what is needed to turn text into tokens."""
 
 
-class TemplateRefused(Exception):
+class TemplateRefused(BatonError):
     """The chat template does not accept these messages; the message says why."""
 
 
@@ -158,7 +159,10 @@ def read_template(template: str | Path) -> str:
     """A path is read; a string is a path if it has no template syntax in it."""
     if isinstance(template, str) and ("{{" in template or "{%" in template):
         return template
-    return Path(template).read_text(encoding="utf-8")
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelTextError(f"the chat template {str(template)!r} cannot be read: {error}") from None
 
 
 def load_text(folder: Path) -> ModelText:

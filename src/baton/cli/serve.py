@@ -203,8 +203,9 @@ def serve(
     """
     engine = EngineSettings(
         endpoint="", model_folder=None, prefix_secret=b"", dtype=dtype, attention=attention, threads=threads,
-        slots=max_num_seqs, block_size=block_size, blocks=kv_blocks, kv_memory_bytes=parse_bytes(kv_memory),
-        context_tokens=max_model_len, step_tokens=max_num_batched_tokens, depth=plan_ahead, waiting_max=max_waiting,
+        log_level=log_level, slots=max_num_seqs, block_size=block_size, blocks=kv_blocks,
+        kv_memory_bytes=parse_bytes(kv_memory), context_tokens=max_model_len,
+        step_tokens=max_num_batched_tokens, depth=plan_ahead, waiting_max=max_waiting,
         prefix_cache=prefix_cache, step_ms=step_ms, reserve=reserve, ratio_initial=ratio_initial, ratio_decay=ratio_decay,
         ratio_floor=ratio_floor, ratio_clip_tokens=ratio_clip_tokens, fixed_blocks=fixed_blocks,
         fixed_blocks_decay=fixed_blocks_decay, victims=victims, max_preemptions=max_preemptions,

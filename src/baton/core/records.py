@@ -53,6 +53,10 @@ class Request:
     keep: int | None = None
     """How many outputs count, where the front end cut the answer (a stop string)."""
     bill: Bill = field(default_factory=Bill)
+    found_tokens: int = 0
+    """Positions that the cache had at the last start."""
+    computed_ever: int = 0
+    """Leading positions whose KV has existed at some time."""
 
     @property
     def tokens_at_start(self) -> int:

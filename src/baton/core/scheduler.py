@@ -32,7 +32,7 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import InvariantViolated
 from baton.core.naming import Namer
 from baton.core.plan import Chunk, Copy, Int32s, Int64s, Logprobs, Outcome, Start, StepPlan, StepResult, Stop
-from baton.core.prefix import PrefixIndex
+from baton.core.prefix import Key, PrefixIndex
 from baton.core.queue import WaitingQueue
 from baton.core.records import EndedRequest, Flight, Hit, Request, SchedulerGauges, Settled, StartedRequest
 from baton.core.request import FinishReason, Move, Phase, Serial, Submission, Tokens, next_phase
@@ -174,16 +174,21 @@ class Scheduler:
         """Put a request, already found possible, into the queue, or behind the leader whose blocks it shares."""
         serial = Serial(self._next_serial)
         self._next_serial += 1
-        keys = self.pool.prefix.keys_of(submission.prompt, submission.salt, self.config.block_size)
-        request = Request(serial, submission, limit, keys, since_us=now_us)
+        leading = None if leader is None else self._requests[leader]
+        keys = self._keys_of(submission, submission.prompt) if leading is None else leading.keys
+        request = Request(serial, submission, limit, keys, since_us=now_us, leader=leading)
         self._requests[serial] = request
-        if leader is None:
+        if leading is None:
             self._waiting.push(request)
         else:
-            request.leader = self._requests[leader]
-            request.leader.followers.append(request)
+            leading.followers.append(request)
             self._held_back += 1
         return serial
+
+    def _keys_of(self, submission: Submission, tokens: Tokens) -> list[Key]:
+        """The root, and where the cache is on the name of each full block."""
+        named = tokens if self.config.prefix_cache else tokens[:0]
+        return self.pool.prefix.keys_of(named, submission.salt, self.config.block_size)
 
     def order_stop(self, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None) -> EndedRequest | None:
         """End a request from outside. One that waits ends here; one that runs ends when the executor acknowledges."""
@@ -212,6 +217,8 @@ class Scheduler:
 
     def _order_end(self, request: Request, reason: FinishReason) -> None:
         """Its next acknowledgement is its end; what it still yields is nobody's."""
+        if request.ends_as is not None:
+            return
         request.ends_as = reason
         self.slots.muted[self._slot_of(request)] = True
         self._release_followers(request)
@@ -301,7 +308,7 @@ class Scheduler:
             if self.slots.phase[asker] != Phase.RUNNING_DECODE:
                 continue  # it was itself the victim for somebody before it
             while coming < 1:
-                victim = choose_victim(self.config.victims, self.slots, asker, self.rates)
+                victim = choose_victim(self.config.victims, self.slots, asker, self._lost_tokens, self.rates)
                 if victim is None:
                     return
                 coming += self.pool.exclusive(self.slots.blocks(victim))
@@ -311,8 +318,14 @@ class Scheduler:
             else:
                 coming -= 1
 
+    def _lost_tokens(self, rows: Int64s) -> Int64s:
+        """How many tokens each row would have to compute again: what others hold too is still there when it resumes."""
+        slots, size = self.slots, self.config.block_size
+        kept = [slots.held[slot] - self.pool.exclusive(slots.blocks(slot)) for slot in rows.tolist()]
+        return np.asarray(np.maximum(0, slots.known[rows] - np.array(kept, dtype=np.int64) * size))
+
     def _coming_back(self) -> int:
-        """Blocks of slots that are being let go of, less what nobody else may have of them."""
+        """Blocks that will be free once the slots that are being let go of are; those shared by two of them do not count."""
         slots = self.slots
         leaving = np.flatnonzero((slots.serial != NO_REQUEST) & (slots.phase >= Phase.PREEMPTING))
         return sum(self.pool.exclusive(slots.blocks(slot)) for slot in leaving.tolist())
@@ -463,14 +476,12 @@ class Scheduler:
         slots.set_stop_ids(slot, submission.sampling.stop_token_ids)
 
     def _charge_start(self, request: Request, hit: Hit) -> None:
-        bill, to_compute = request.bill, request.tokens_at_start - hit.computed
+        bill = request.bill
+        request.found_tokens = hit.computed
         if request.epoch == 1:
-            bill.cached_tokens = hit.computed
+            bill.cached_tokens = request.computed_ever = hit.computed
             self._prefix_queries += request.tokens_at_start
             self._prefix_hits += hit.computed
-        else:
-            bill.recomputed_tokens += to_compute
-            self._recomputed_tokens += to_compute
         bill.queue_us += self._now_us - request.since_us
         request.since_us = self._now_us
 
@@ -498,11 +509,14 @@ class Scheduler:
         self._now_us = now_us
         flight = self._land(result)
         live = self._fence(flight)
-        self._note_chunks(flight, live)
+        live, broken = self._split_broken(flight, result, live)
         started: list[StartedRequest] = []
         ended: list[EndedRequest] = []
+        self._note_chunks(flight, live)
         delivery = self._take_tokens(flight, result, live, started, ended)
         self._name_full_blocks(flight.slots[live])
+        for row in broken.tolist():
+            self._order_end(self._occupant(int(flight.slots[row])), FinishReason.ERROR)
         for row in range(flight.stops):
             self._acknowledge(flight, result, row, ended)
         return Settled(*delivery, started=tuple(started), ended=tuple(ended))
@@ -540,9 +554,7 @@ class Scheduler:
         ended: list[EndedRequest],
     ) -> Delivery:
         slots = self.slots
-        slots.pending[flight.slots[live]] -= flight.allowances[live]
-        broken = self._disagreeing(flight, result, live)
-        rows = live[(result.outcomes[live] == Outcome.TOKENS) & ~broken]
+        rows = live[result.outcomes[live] == Outcome.TOKENS]
         accepted, stopped = self._append_all(flight, result, rows)
         at = flight.slots[rows]
         slots.computed[at] = slots.known[at] - 1
@@ -551,8 +563,6 @@ class Scheduler:
         for row in rows[rows < flight.stops + len(flight.chunks)].tolist():
             self._note_prefilled(self._occupant(int(flight.slots[row])), started)
         self._finish_rows(at[heard], stopped[heard], ended)
-        for row in live[broken].tolist():
-            self._order_end(self._occupant(int(flight.slots[row])), FinishReason.ERROR)
         return delivery
 
     def _note_prefilled(self, request: Request, started: list[StartedRequest]) -> None:
@@ -563,13 +573,18 @@ class Scheduler:
         request.since_us = self._now_us
         self._release_followers(request)
 
-    def _disagreeing(self, flight: Flight, result: StepResult, live: Int64s) -> Bools:
-        """Live rows whose outcome is not what their plan allows, or whose token count differs between the two sides."""
+    def _split_broken(self, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        """Sound rows, and those whose outcome their plan does not allow or whose token count differs between the sides.
+
+        What a broken row computed is unknown, so nothing of it is counted, delivered or cached.
+        """
+        self.slots.pending[flight.slots[live]] -= flight.allowances[live]
         counts, allowed = result.counts[live], flight.allowances[live]
         expected = np.where(allowed > 0, Outcome.TOKENS, Outcome.NOTHING_CHUNK_UNFINISHED)
         wrong = (result.outcomes[live] != expected) | (counts > allowed) | ((allowed > 0) & (counts < 1))
         miscounted = result.known[live] != self.slots.known[flight.slots[live]] + counts
-        return np.asarray(wrong | miscounted)
+        broken = wrong | miscounted
+        return live[~broken], live[broken]
 
     def _append_all(self, flight: Flight, result: StepResult, rows: Int64s) -> tuple[Int64s, Bools]:
         """Append each row's tokens up to its first stop; answers how many were taken, and which rows drew a stop."""
@@ -584,7 +599,8 @@ class Scheduler:
             at = flight.slots[rows[going]]
             slots.append(at, tokens)
             accepted[going] = nth + 1
-            stopped[going] = drew_stop = slots.draws_stop(at, tokens)
+            # A muted row takes all its tokens, though nobody hears them: its count must go on agreeing with the executor's.
+            stopped[going] = drew_stop = slots.draws_stop(at, tokens) & ~slots.muted[at]
             going = going[~drew_stop]
         return accepted, stopped
 
@@ -626,8 +642,16 @@ class Scheduler:
         first_since_start = int(self.slots.known[slot]) > request.tokens_at_start
         bill.decode_us += spent if first_since_start else 0
         bill.prefill_us += 0 if first_since_start else spent
-        bill.computed_tokens = int(self.slots.computed[slot]) - bill.cached_tokens
+        self._charge_tokens(request, int(self.slots.computed[slot]))
         request.since_us = self._now_us
+
+    def _charge_tokens(self, request: Request, computed: int) -> None:
+        """Of what this stay computed, positions that had been computed before count as recomputed."""
+        again = max(0, min(computed, request.computed_ever) - request.found_tokens)
+        request.bill.recomputed_tokens += again
+        request.bill.computed_tokens += max(0, computed - request.computed_ever)
+        request.computed_ever = max(computed, request.computed_ever)
+        self._recomputed_tokens += again
 
     def _name_full_blocks(self, at: Int64s) -> None:
         if not self.config.prefix_cache:
@@ -641,10 +665,9 @@ class Scheduler:
         """The executor let go of a slot: its blocks come back, and its request ends or waits again."""
         slot = int(flight.slots[row])
         request = self._occupant(slot)
-        if result.outcomes[row] != Outcome.PREEMPTED:
-            raise InvariantViolated(f"slot {slot} was ordered to stop and answered {Outcome(result.outcomes[row]).name}")
         if request.phase is Phase.PREEMPTING:
-            if int(result.known[row]) != int(self.slots.known[slot]):
+            agreed = result.outcomes[row] == Outcome.PREEMPTED and result.known[row] == self.slots.known[slot]
+            if not agreed and request.ends_as is None:
                 request.ends_as = FinishReason.ERROR
             if request.ends_as is None:
                 self._requeue(request)
@@ -661,7 +684,7 @@ class Scheduler:
         self._charge_run(request)
         request.outputs = self.slots.outputs(self._slot_of(request))
         known = np.concatenate((request.submission.prompt, request.outputs))
-        request.keys = self.pool.prefix.keys_of(known, request.submission.salt, self.config.block_size)
+        request.keys = self._keys_of(request.submission, known)
         self._move(request, Move.ACK_PREEMPTION)
         self._waiting.push(request)
 

@@ -7,6 +7,7 @@ The asker itself may be the answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,9 @@ from baton.core.config import VictimPolicy
 from baton.core.plan import Int64s
 from baton.core.request import Phase
 from baton.core.slots import Slots
+
+LostTokens = Callable[[Int64s], Int64s]
+"""For each row, how many tokens it would have to compute again if it yielded now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ def candidates(slots: Slots, asker: int) -> Int64s:
     return np.asarray(rows[eligible])
 
 
-def choose_victim(policy: VictimPolicy, slots: Slots, asker: int, rates: Rates) -> int | None:
+def choose_victim(policy: VictimPolicy, slots: Slots, asker: int, lost_tokens: LostTokens, rates: Rates) -> int | None:
     """Among equals of the policy the least important, then the newest arrival, yields."""
     rows = candidates(slots, asker)
     if not len(rows):
@@ -40,10 +44,10 @@ def choose_victim(policy: VictimPolicy, slots: Slots, asker: int, rates: Rates) 
             order = np.lexsort((slots.serial[rows], slots.priority[rows]))
             return int(rows[order[-1]])
         case VictimPolicy.CHEAPEST:
-            order = np.lexsort((-slots.serial[rows], -slots.priority[rows], bring_back_us(slots, rows, rates)))
+            order = np.lexsort((-slots.serial[rows], -slots.priority[rows], bring_back_us(lost_tokens(rows), rates)))
             return int(rows[order[0]])
 
 
-def bring_back_us(slots: Slots, rows: Int64s, rates: Rates) -> Int64s:
-    """Time to compute again what these rows would lose."""
-    return np.asarray((slots.known[rows] * rates.prefill_us_per_token).astype(np.int64))
+def bring_back_us(lost_tokens: Int64s, rates: Rates) -> Int64s:
+    """Time to compute again what would be lost."""
+    return np.asarray((lost_tokens * rates.prefill_us_per_token).astype(np.int64))

@@ -99,7 +99,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """A request ended before it ever ran."""
+    """A request ended while it waited."""
 
     ended: EndedRequest
 

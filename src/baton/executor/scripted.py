@@ -51,9 +51,10 @@ def _draw(total: int, sampling: Sampling, generated: int, vocabulary: int) -> in
     """The token that follows a prefix with this sum; a greedy one ignores the seed."""
     state = total if sampling.temperature == 0 else total ^ _mix(sampling.seed * _ODD_A + sampling.choice)
     token = _mix(state) % vocabulary
-    while generated < sampling.min_tokens and token in sampling.stop_token_ids:
-        token = (token + 1) % vocabulary
-    return token
+    if generated >= sampling.min_tokens:
+        return token
+    allowed = ((token + step) % vocabulary for step in range(vocabulary))
+    return next((other for other in allowed if other not in sampling.stop_token_ids), token)
 
 
 def undisturbed(prompt: npt.ArrayLike, sampling: Sampling, tokens_max: int, vocabulary: int) -> list[int]:
@@ -112,9 +113,12 @@ class ScriptedExecutor:
         plan = self._launched.popleft()
         rows = _Rows()
         for stop in plan.stops:
-            slot = self._slots.pop(stop.slot, None)
-            known = len(slot.tokens) if slot is not None and slot.epoch == stop.epoch else 0
-            rows.add(stop.slot, stop.epoch, Outcome.PREEMPTED, [], known)
+            slot = self._slots.get(stop.slot)
+            if slot is None or slot.epoch != stop.epoch:
+                rows.add(stop.slot, stop.epoch, Outcome.NOTHING_EMPTY_SLOT, [], 0)
+            else:
+                del self._slots[stop.slot]
+                rows.add(stop.slot, stop.epoch, Outcome.PREEMPTED, [], len(slot.tokens))
         for copy in plan.copies:
             self._cells[copy.target] = self._cells[copy.source]
         for start in plan.starts:

@@ -25,6 +25,7 @@ from baton.core.request import FinishReason, Submission
 from baton.node.engine import QUEUED_MESSAGES_MAX
 from baton.node.settings import EngineSettings
 from baton.wire.messages import (
+    FRAME_BYTES_MAX,
     WIRE_VERSION,
     AcceptedAs,
     Cancel,
@@ -105,7 +106,7 @@ class EngineClient:
         self._tickets = count()
         self._submitting: dict[int, asyncio.Future[list[Stream]]] = {}
         self._streams: dict[int, Stream] = {}
-        self._outbox: asyncio.Queue[ToEngine] = asyncio.Queue()
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         """What goes to the engine, in order. Submissions are refused while it is long; stops and cancels never are."""
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._dead = asyncio.Event()
@@ -117,6 +118,7 @@ class EngineClient:
         self._stopping = False
         self._gauges = Gauges()
         self._tasks: list[asyncio.Task[None]] = []
+        self._process: asyncio.subprocess.Process | None = None
         self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
         self.details = ""
 
@@ -125,13 +127,16 @@ class EngineClient:
     async def start(self) -> None:
         """Start the process; `wait_ready` says when it serves."""
         self._socket.bind(self._settings.endpoint)
-        self._process = await asyncio.create_subprocess_exec(
+        self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "baton.node.engine", stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
-        stdin = self._stdin()
-        stdin.write(msgspec.json.encode(self._settings) + b"\n")
-        await stdin.drain()
-        self._tasks = [asyncio.create_task(work) for work in (self._receive(), self._post_all(), self._watch())]
+        if process.stdin is None:
+            raise EngineDead("the engine process has no standard input")
+        process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
+        await process.stdin.drain()
+        self._tasks = [asyncio.create_task(work) for work in (self._receive(), self._post_all(), self._watch(process))]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
 
     async def wait_ready(self) -> None:
         ready = await self._ready
@@ -147,6 +152,10 @@ class EngineClient:
         self.details = ready.details
         self._gauges = _gauges_of(ready.gauges, self._settings.victims)
 
+    def give_up(self, reason: str) -> None:
+        """End every open request now."""
+        self._die(reason)
+
     async def wait_dead(self) -> str:
         await self._dead.wait()
         return self._death or ""
@@ -154,12 +163,8 @@ class EngineClient:
     async def close(self) -> None:
         """Stop the process, by force where it does not go by itself, and give everything back."""
         self._stopping = True
-        self._stdin().close()
-        try:
-            await asyncio.wait_for(self._process.wait(), KILL_AFTER_S)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        if self._process is not None:
+            await self._end_process(self._process)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -168,17 +173,26 @@ class EngineClient:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _stdin(self) -> asyncio.StreamWriter:
-        if self._process.stdin is None:
-            raise EngineDead("the engine process has no standard input")
-        return self._process.stdin
+    async def _end_process(self, process: asyncio.subprocess.Process) -> None:
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), KILL_AFTER_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
 
-    async def _watch(self) -> None:
-        code = await self._process.wait()
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
         if not self._stopping:
             # A last message may still be in the socket; it knows more than the exit status does.
             await asyncio.sleep(0.05)
             self._die(self._last_words or f"the engine process ended with status {code}")
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """A fault of our own in talking to the engine is as final as the engine's death: nobody may wait for it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(f"the front end cannot talk to the engine: {type(error).__name__}: {error}")
 
     def _die(self, reason: str) -> None:
         if self._death is not None:
@@ -194,10 +208,6 @@ class EngineClient:
         self._dead.set()
 
     # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def death(self) -> str | None:
@@ -226,9 +236,13 @@ class EngineClient:
         if self._outbox.qsize() > QUEUED_MESSAGES_MAX:
             raise Refused(Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1))
         ticket = next(self._tickets)
+        frame = encode_to_engine(submit(ticket, group))
+        if len(frame) > FRAME_BYTES_MAX:
+            text = f"the body makes a message of {len(frame)} bytes for the engine, which takes at most {FRAME_BYTES_MAX}"
+            raise Refused(Refusal(RefusalCode.GROUP_TOO_LARGE, text))
         answer: asyncio.Future[list[Stream]] = asyncio.get_running_loop().create_future()
         self._submitting[ticket] = answer
-        self.post(submit(ticket, group))
+        self._outbox.put_nowait(frame)
         try:
             return list[TokenStream](await asyncio.shield(answer))
         except asyncio.CancelledError:
@@ -243,7 +257,7 @@ class EngineClient:
     def post(self, message: ToEngine) -> None:
         """Send without waiting."""
         if self._death is None:
-            self._outbox.put_nowait(message)
+            self._outbox.put_nowait(encode_to_engine(message))
 
     def _refuse_if_dead(self) -> None:
         if self._death is not None:
@@ -258,7 +272,7 @@ class EngineClient:
 
     async def _post_all(self) -> None:
         while True:
-            await self._socket.send(encode_to_engine(await self._outbox.get()))
+            await self._socket.send(await self._outbox.get())
 
     async def _receive(self) -> None:
         while True:

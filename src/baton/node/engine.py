@@ -250,15 +250,15 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
 
 def _exit_with_front_end() -> None:
     """Ends this process when standard input closes, whatever the main thread is doing."""
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: its lock would be held when the main thread ends the process for another reason.
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     os._exit(EXIT_ORPHANED)
 
 
 def main() -> None:
-    logging.basicConfig(
-        level=os.environ.get("BATON_LOG_LEVEL", "INFO"), format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     threading.Thread(target=_exit_with_front_end, daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(QUEUED_MESSAGES_MAX)

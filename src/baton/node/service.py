@@ -27,7 +27,7 @@ from baton.api.logs import StateLog
 from baton.api.logs import state as state_log
 from baton.api.metrics import Metrics
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText, load_text
+from baton.api.text import ModelText, load_text, read_template
 from baton.core.errors import BatonError
 from baton.executor.cachedir import cache_folder
 from baton.node.client import EngineClient
@@ -86,13 +86,24 @@ def _is_loopback(host: str) -> bool:
 
 def serve(settings: ServeSettings, say: Say) -> None:
     """Serve until told to stop. Raises CannotServe with the reason where that is not how it ends."""
+    api = _api_settings(settings)
     listener = _bind(settings.host, settings.port)
     try:
         with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
             text_folder, engine = _prepare(settings, Path(scratch), say)
-            asyncio.run(_Instance(settings, engine, say).run(listener, text_folder))
+            asyncio.run(_Instance(settings, api, engine, say).run(listener, text_folder))
     finally:
         listener.close()
+
+
+def _api_settings(settings: ServeSettings) -> ApiSettings:
+    """Made, and so checked, before anything slow happens."""
+    template = settings.chat_template
+    return ApiSettings(
+        served_model_names=settings.names,
+        api_keys=settings.api_keys,
+        chat_template=None if template is None else read_template(template),
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -151,8 +162,9 @@ async def _log_state(log: StateLog) -> None:
 
 
 class _Instance:
-    def __init__(self, settings: ServeSettings, engine: EngineSettings, say: Say) -> None:
+    def __init__(self, settings: ServeSettings, api: ApiSettings, engine: EngineSettings, say: Say) -> None:
         self._settings = settings
+        self._api = api
         self._engine_settings = engine
         self._say = say
         self._signals = 0
@@ -162,8 +174,8 @@ class _Instance:
     async def run(self, listener: socket.socket, text_folder: Path) -> None:
         self._listen_for_signals()
         engine = EngineClient(self._engine_settings)
-        await engine.start()
         try:
+            await engine.start()
             text = await asyncio.to_thread(load_text, text_folder)
             if not await self._ready(engine):
                 return
@@ -186,14 +198,9 @@ class _Instance:
         return True
 
     async def _serve(self, engine: EngineClient, text: ModelText, listener: socket.socket) -> None:
-        api = ApiSettings(
-            served_model_names=self._settings.names,
-            api_keys=self._settings.api_keys,
-            chat_template=self._settings.chat_template,
-        )
         metrics = Metrics(engine, self._settings.names[0])
         config = uvicorn.Config(
-            create_app(engine, text, api, metrics),
+            create_app(engine, text, self._api, metrics),
             log_level="warning",
             access_log=False,
             backlog=CONNECTIONS_QUEUED,
@@ -205,18 +212,20 @@ class _Instance:
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         self._say(self._banner(engine, listener))
         async with _state_logged(engine, metrics):
-            death = await self._until_over(engine)
+            death = await self._until_over(engine, serving)
+        engine.give_up("this instance was stopped")  # whoever is still open hears so instead of being cut off
         http.should_exit = True
         await serving
         if death is not None:
             raise CannotServe(f"the engine died: {death}")
 
-    async def _until_over(self, engine: EngineClient) -> str | None:
+    async def _until_over(self, engine: EngineClient, serving: asyncio.Task[None]) -> str | None:
         """Wait for the end of service. Answers the reason when the engine died."""
         dead, stop = asyncio.ensure_future(engine.wait_dead()), asyncio.ensure_future(self._told_to_stop.wait())
-        await asyncio.wait((dead, stop), return_when=asyncio.FIRST_COMPLETED)
-        if not dead.done():
+        await asyncio.wait((dead, stop, serving), return_when=asyncio.FIRST_COMPLETED)
+        if stop.done() and not dead.done():
             await self._drain(engine, dead)
+        stop.cancel()
         if dead.done():
             await asyncio.sleep(DEATH_SHOWN_S)
             return dead.result()

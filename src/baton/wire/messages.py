@@ -17,7 +17,7 @@ import numpy.typing as npt
 from baton.core.errors import BatonError, Refusal, RefusalCode
 from baton.core.plan import Logprobs
 from baton.core.records import Bill, EndedRequest, SchedulerGauges, Settled
-from baton.core.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
+from baton.core.request import FinishReason, RequestId, Sampling, Submission, Tokens, frozen_tokens
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -47,7 +47,8 @@ class WireSampling(msgspec.Struct, array_like=True, frozen=True):
 
 class WireSubmission(msgspec.Struct, array_like=True, frozen=True):
     request_id: str
-    prompt: bytes
+    prompt: bytes | None
+    """None: the leader's, which travels once for all its followers."""
     sampling: WireSampling
     max_tokens: int | None
     salt: bytes
@@ -209,19 +210,27 @@ def _wire_submission(item: Submission) -> WireSubmission:
         s.seed, s.choice, s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty,
         s.frequency_penalty, s.logit_bias, s.stop_token_ids, s.min_tokens, s.logprobs,
     )  # fmt: skip
-    return WireSubmission(
-        item.request_id, item.prompt.tobytes(), sampling, item.max_tokens, item.salt, item.priority, item.leader
-    )
+    prompt = item.prompt.tobytes() if item.leader is None else None
+    return WireSubmission(item.request_id, prompt, sampling, item.max_tokens, item.salt, item.priority, item.leader)
 
 
 def submissions(message: Submit) -> tuple[Submission, ...]:
-    return tuple(_submission(item) for item in message.group)
+    prompts: dict[str | None, Tokens] = {}
+    made = []
+    for item in message.group:
+        if item.prompt is not None:
+            prompts[item.request_id] = frozen_tokens(_int32s(item.prompt))
+        prompt = prompts.get(item.request_id if item.prompt is not None else item.leader)
+        if prompt is None:
+            raise WireError(f"submission {item.request_id!r} has no prompt, and neither has its leader {item.leader!r}")
+        made.append(_submission(item, prompt))
+    return tuple(made)
 
 
-def _submission(item: WireSubmission) -> Submission:
+def _submission(item: WireSubmission, prompt: Tokens) -> Submission:
     return Submission(
         request_id=RequestId(item.request_id),
-        prompt=frozen_tokens(_int32s(item.prompt)),
+        prompt=prompt,
         sampling=Sampling(**msgspec.structs.asdict(item.sampling)),
         max_tokens=item.max_tokens,
         salt=item.salt,
@@ -251,7 +260,7 @@ def step_output(settled: Settled, gauges: SchedulerGauges) -> StepOutput:
 
 
 def ended_output(ended: EndedRequest, gauges: SchedulerGauges) -> StepOutput:
-    """The end of a request that never ran, in the shape of a step that yielded nothing."""
+    """The end of a request that waited, in the shape of a step that yielded nothing."""
     return StepOutput(b"", b"", b"", (), (), (_wire_ended(ended),), wire_gauges(gauges))
 
 

@@ -1,0 +1,70 @@
+"""The front end's side of an engine: whatever fails in talking to it, nobody is left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton.api.engine import EngineDead
+from baton.core.errors import Refused
+from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.node import client as client_module
+from baton.node.client import EngineClient
+from baton.node.settings import EngineSettings
+from baton.wire.messages import WireError
+
+
+def ask(tokens: int = 4) -> Submission:
+    return Submission(RequestId("r"), frozen_tokens([1, 2, 3]), Sampling(seed=0, temperature=0.0), tokens)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[EngineClient]:
+    made = EngineClient(EngineSettings(endpoint="", model_folder=None, prefix_secret=b"x" * 32, step_ms=1.0))
+    await made.start()
+    await made.wait_ready()
+    yield made
+    await made.close()
+
+
+async def test_a_short_answer_arrives_whole(engine: EngineClient) -> None:
+    (stream,) = await engine.submit([ask()])
+    bursts = [burst async for burst in stream]
+    assert sum(len(burst.tokens) for burst in bursts) == 4
+    assert bursts[-1].ended is not None
+
+
+async def test_a_fault_while_receiving_ends_every_open_request(
+    engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stream,) = await engine.submit([ask(4000)])
+
+    def broken(_: bytes) -> None:
+        raise WireError("not a message")
+
+    monkeypatch.setattr(client_module, "decode_from_engine", broken)
+    with pytest.raises(EngineDead, match="cannot talk to the engine"):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineDead):
+        await engine.submit([ask()])
+
+
+async def test_a_group_too_large_for_one_message_is_refused_and_the_engine_lives(
+    engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "FRAME_BYTES_MAX", 100)
+    with pytest.raises(Refused, match="at most 100"):
+        await engine.submit([ask()])
+    monkeypatch.undo()
+    (stream,) = await engine.submit([ask()])
+    assert [burst async for burst in stream]
+
+
+async def test_giving_up_ends_open_requests_with_the_reason(engine: EngineClient) -> None:
+    (stream,) = await engine.submit([ask(4000)])
+    engine.give_up("told to")
+    with pytest.raises(EngineDead, match="told to"):
+        async for _ in stream:
+            pass
