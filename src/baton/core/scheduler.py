@@ -580,29 +580,29 @@ class Scheduler:
         """
         self.slots.pending[flight.slots[live]] -= flight.allowances[live]
         counts, allowed = result.counts[live], flight.allowances[live]
-        expected = np.where(allowed > 0, Outcome.TOKENS, Outcome.NOTHING_CHUNK_UNFINISHED)
-        wrong = (result.outcomes[live] != expected) | (counts > allowed) | ((allowed > 0) & (counts < 1))
-        miscounted = result.known[live] != self.slots.known[flight.slots[live]] + counts
-        broken = wrong | miscounted
+        yields = allowed > 0
+        expected = np.where(yields, Outcome.TOKENS, Outcome.NOTHING_CHUNK_UNFINISHED).astype(np.int8)
+        broken = (result.outcomes[live] != expected) | (counts > allowed) | (counts < yields)
+        broken |= result.known[live] != self.slots.known[flight.slots[live]] + counts
         return live[~broken], live[broken]
 
     def _append_all(self, flight: Flight, result: StepResult, rows: Int64s) -> tuple[Int64s, Bools]:
         """Append each row's tokens up to its first stop; answers how many were taken, and which rows drew a stop."""
         slots, firsts, counts = self.slots, _firsts(result.counts)[rows], result.counts[rows]
-        accepted = np.zeros(len(rows), dtype=np.int64)
-        stopped = np.zeros(len(rows), dtype=np.bool_)
-        going = np.arange(len(rows))
-        for nth in range(int(counts.max(initial=0))):
-            if nth:
-                going = going[counts[going] > nth]
-            tokens = result.tokens[firsts[going] + nth]
-            at = flight.slots[rows[going]]
-            slots.append(at, tokens)
-            accepted[going] = nth + 1
-            # A muted row takes all its tokens, though nobody hears them: its count must go on agreeing with the executor's.
-            stopped[going] = drew_stop = slots.draws_stop(at, tokens) & ~slots.muted[at]
-            going = going[~drew_stop]
+        accepted = np.ones(len(rows), dtype=np.int64)
+        stopped = self._append(flight.slots[rows], result.tokens[firsts])
+        for nth in range(1, int(counts.max(initial=1))):
+            going = np.flatnonzero((counts > nth) & ~stopped)
+            stopped[going] = self._append(flight.slots[rows[going]], result.tokens[firsts[going] + nth])
+            accepted[going] += 1
         return accepted, stopped
+
+    def _append(self, at: Int64s, tokens: Tokens) -> Bools:
+        """One token for each row. Answers which rows it stops."""
+        slots = self.slots
+        slots.append(at, tokens)
+        # A muted row takes all its tokens, though nobody hears them: its count must go on agreeing with the executor's.
+        return slots.draws_stop(at, tokens) & ~slots.muted[at]
 
     def _delivery(self, flight: Flight, result: StepResult, rows: Int64s, accepted: Int64s) -> Delivery:
         if int(accepted.sum()) == len(result.tokens):
