@@ -1,0 +1,152 @@
+"""What every executor must do with a plan, whatever is behind it. A new executor joins by one entry in EXECUTORS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.core.errors import InvariantViolated
+from baton.core.plan import Chunk, Copy, Outcome, Start, StepPlan, Stop
+from baton.core.request import frozen_tokens
+from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.scripted import ScriptedExecutor
+from baton.executor.torch_cpu import TorchCpuExecutor
+from tests.support.planner import GREEDY, Planner, generate
+from tests.support.tiny import make_model
+
+SHAPE = ExecutorShape(slots=4, blocks=32, block_size=4, context_tokens=64)
+
+
+def _scripted(_: Path) -> Executor:
+    return ScriptedExecutor(SHAPE, vocabulary=97)
+
+
+def _torch_cpu(folder: Path) -> Executor:
+    return TorchCpuExecutor.load(
+        folder, dtype="float64", slots=SHAPE.slots, blocks=SHAPE.blocks, block_size=SHAPE.block_size, context_tokens=64
+    )
+
+
+EXECUTORS: dict[str, Callable[[Path], Executor]] = {"scripted": _scripted, "torch_cpu": _torch_cpu}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("model")).folder
+
+
+@pytest.fixture(params=EXECUTORS)
+def make(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[[], Executor]]:
+    made: list[Executor] = []
+
+    def build() -> Executor:
+        made.append(EXECUTORS[request.param](folder))
+        return made[-1]
+
+    yield build
+    for executor in made:
+        executor.close()
+
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], list(range(20, 33))]
+
+
+@pytest.mark.parametrize(("chunk_tokens", "depth"), [(1 << 30, 1), (3, 1), (5, 3)])
+def test_tokens_do_not_depend_on_batch_chunks_or_steps_in_flight(
+    make: Callable[[], Executor], chunk_tokens: int, depth: int
+) -> None:
+    alone = [generate(make(), [prompt], 8)[0] for prompt in PROMPTS]
+    assert generate(make(), PROMPTS, 8, chunk_tokens=chunk_tokens, depth=depth) == alone
+
+
+def test_a_restart_from_delivered_tokens_goes_on_as_if_nothing_had_happened(make: Callable[[], Executor]) -> None:
+    whole = generate(make(), [PROMPTS[0]], 10)[0]
+    planner = Planner(make())
+    lane = planner.add(PROMPTS[0], 4)
+    planner.run()
+    planner.stop(lane)
+    tokens = [*PROMPTS[0], *lane.outputs]
+    again = planner.add(tokens, 6, slot=1)
+    planner.starts[-1] = Start(
+        again.slot, again.epoch, frozen_tokens(tokens), len(PROMPTS[0]), 0, again.limit, GREEDY, planner.starts[-1].blocks
+    )
+    planner.run()
+    assert lane.outputs + again.outputs == whole
+
+
+def test_a_stop_is_acknowledged_with_the_number_of_known_tokens(make: Callable[[], Executor]) -> None:
+    planner = Planner(make())
+    lane = planner.add(PROMPTS[0], 5)
+    planner.run()
+    planner.stop(lane)
+    result = planner.take_step()
+    assert Outcome(result.outcomes[0]) is Outcome.PREEMPTED
+    assert int(result.known[0]) == len(PROMPTS[0]) + 5
+
+
+def test_a_slot_or_epoch_it_does_not_hold_is_an_empty_slot_and_touches_nothing(make: Callable[[], Executor]) -> None:
+    planner = Planner(make())
+    lane = planner.add(PROMPTS[0], 6)
+    planner.take_step()
+    planner.stops.append(Stop(lane.slot, lane.epoch + 1))
+    planner.stops.append(Stop(3, 1))
+    result = planner.take_step()
+    assert [Outcome(outcome) for outcome in result.outcomes[:2]] == [Outcome.NOTHING_EMPTY_SLOT] * 2
+    planner.run()
+    assert lane.outputs == generate(make(), [PROMPTS[0]], 6)[0]
+
+
+def test_an_unfinished_chunk_yields_nothing_and_says_so(make: Callable[[], Executor]) -> None:
+    planner = Planner(make(), chunk_tokens=3)
+    planner.add(PROMPTS[0], 2)
+    result = planner.take_step()
+    assert Outcome(result.outcomes[0]) is Outcome.NOTHING_CHUNK_UNFINISHED
+    assert result.counts.tolist() == [0]
+    assert result.known.tolist() == [len(PROMPTS[0])]
+
+
+def test_without_a_block_nothing_is_computed_and_the_row_says_so(make: Callable[[], Executor]) -> None:
+    executor = make()
+    start = Start(0, 1, frozen_tokens(PROMPTS[0]), 7, 0, 20, GREEDY, np.array([0], dtype=np.int32))
+    executor.launch(StepPlan(step=1, base_step=0, starts=(start,), chunks=(Chunk(0, 1, 0, 7, True),)))
+    result = executor.collect()
+    assert Outcome(result.outcomes[0]) is Outcome.NOTHING_OUT_OF_BLOCKS
+    assert len(result.tokens) == 0
+
+
+def test_a_copied_block_serves_as_well_as_the_original(make: Callable[[], Executor]) -> None:
+    planner = Planner(make())
+    first = planner.add(PROMPTS[2], 4)
+    planner.run()
+    (copied,) = planner.take_blocks(1)
+    planner.copies.append(Copy(first.blocks[3], copied))
+    # 12 of 13 prompt positions come from elsewhere: three whole blocks shared, none of the last token's own block needed
+    second = planner.add(PROMPTS[2], 4, slot=1, computed=12, blocks=[*first.blocks[:3], copied])
+    planner.run()
+    assert second.outputs == first.outputs
+
+
+def test_a_reused_slot_remembers_nothing_of_its_last_occupant(make: Callable[[], Executor]) -> None:
+    planner = Planner(make())
+    planner.add(PROMPTS[2], 6, slot=0)
+    planner.run()
+    planner.clear()
+    lane = planner.add(PROMPTS[0], 6, slot=0)
+    planner.run()
+    assert lane.outputs == generate(make(), [PROMPTS[0]], 6)[0]
+
+
+def test_a_gap_between_plans_is_refused(make: Callable[[], Executor]) -> None:
+    executor = make()
+    with pytest.raises(InvariantViolated):
+        executor.launch(StepPlan(step=5, base_step=4, stops=(Stop(0, 1),)))
+        executor.collect()
+
+
+def test_closing_twice_is_harmless(make: Callable[[], Executor]) -> None:
+    executor = make()
+    executor.close()
+    executor.close()
