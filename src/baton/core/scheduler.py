@@ -588,7 +588,7 @@ class Scheduler:
 
     def _append_all(self, flight: Flight, result: StepResult, rows: Int64s) -> tuple[Int64s, Bools]:
         """Append each row's tokens up to its first stop; answers how many were taken, and which rows drew a stop."""
-        slots, firsts, counts = self.slots, _firsts(result.counts)[rows], result.counts[rows]
+        firsts, counts = _firsts(result.counts)[rows], result.counts[rows]
         accepted = np.ones(len(rows), dtype=np.int64)
         stopped = self._append(flight.slots[rows], result.tokens[firsts])
         for nth in range(1, int(counts.max(initial=1))):
