@@ -42,11 +42,17 @@ def billing(engine: ScriptedEngine) -> ScriptedEngine:
     return engine
 
 
-@pytest.mark.parametrize("priority", [-1000, 7, 1000])
+@pytest.mark.parametrize("priority", [0, 7, 1000])
 def test_every_choice_has_the_priority_that_was_asked_for(served: Served, engine: ScriptedEngine, priority: int) -> None:
     assert served.chat(priority=priority, n=2).status == 200
     assert served.complete(priority=priority, prompt=["a", "b"], max_tokens=1).status == 200
     assert {submission.priority for group in engine.groups for submission in group} == {priority}
+
+
+def test_a_client_cannot_step_ahead_of_the_default(served: Served) -> None:
+    reply = served.chat(priority=-1)
+    assert reply.status == 400
+    assert reply.json()["error"]["param"] == "priority"
 
 
 @pytest.mark.parametrize("fields", [{}, {"priority": None}])

@@ -13,7 +13,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_folder: str | None
     """None runs the scripted executor, which has no model."""
     prefix_secret: bytes
-    log_level: str = "INFO"
+    log_level: str = "info"
     dtype: str = "bfloat16"
     attention: str = "auto"
     threads: int | None = None
