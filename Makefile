@@ -26,6 +26,10 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/baton bench compare
+	$(BIN)/baton bench scheduler --sweep
+	$(BIN)/baton bench scheduler --preempting
+	$(BIN)/baton bench pressure
+	-$(BIN)/baton bench policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

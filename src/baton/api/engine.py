@@ -56,7 +56,7 @@ class Burst:
     """One for each token when asked for, else empty."""
     ended: Ended | None
     cached_tokens: int | None = None
-    """As in `Ended`, but early: an answer that a stop string cut off never sees its `Ended`. None: not known yet."""
+    """As in `Ended`, but early: an answer that a stop string cut off need not wait for its `Ended`. None: not known yet."""
 
 
 class TokenStream(Protocol):

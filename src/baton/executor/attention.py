@@ -1,8 +1,8 @@
 """Our name in the `transformers` attention interface, and what runs behind it.
 
 The model is called with `paged=<context>`; its layers hand that keyword to `paged_attention`, which hands the layer's call
-to the context. There is no global state. Two contexts exist: `Discovery`, at load, learns what each layer asks for and
-refuses what we do not implement; `StepAttention`, in each step, writes the new KV into blocks and attends to them.
+to the context. There is no global state. `Discovery`, at load, learns what each layer asks for and refuses what we do not
+implement; `GatherAttention` or `NativeAttention`, in each step, writes the new KV into blocks and attends to them.
 """
 
 from __future__ import annotations

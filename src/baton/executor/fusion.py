@@ -11,6 +11,7 @@ wants, and native norms, rotations and gates instead of half a dozen passes each
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from baton.executor.attention import AttentionCall, AttentionContext
 from baton.executor.kv import LayerSpec
-from baton.executor.native import LANES, Kernels, RotateArguments, address, head_panels
+from baton.executor.native import LANES, Kernels, RotateArguments, head_panels
 from baton.executor.support import vars_of
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class FastLayer(torch.nn.Module):
             dim=self._spec.key_dim,
             threads=torch.get_num_threads(),
         )
-        self._kernels.rotate(address(arguments))
+        self._kernels.rotate(ctypes.addressof(arguments))
 
 
 class FastNorm(torch.nn.Module):
@@ -237,6 +238,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 def pack_head(model: PreTrainedModel, kernels: Kernels) -> None:
     """Pack the map to the vocabulary. The embedding keeps its own copy where the two are tied."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    parts = [name for name, _ in head.named_parameters()]
-    if isinstance(head, torch.nn.Linear) and parts == ["weight"] and head.in_features % LANES == 0:
+    if not isinstance(head, torch.nn.Linear) or head.in_features % LANES:
+        return
+    if [name for name, _ in head.named_parameters()] == ["weight"]:
         model.set_output_embeddings(FastHead(head, kernels))  # type: ignore[no-untyped-call]

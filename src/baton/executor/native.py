@@ -215,7 +215,3 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-
-
-def address(arguments: ctypes.Structure) -> int:
-    return ctypes.addressof(arguments)

@@ -127,6 +127,7 @@ def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, En
         write_byte_tokenizer(scratch)
         return scratch, _with(base, None, secret)
     folder = resolve_model(settings.model, say)
+    say(f"loading {folder}")
     return folder, _with(base, folder, secret)
 
 
@@ -261,5 +262,6 @@ class _Instance:
         info, where = engine.info, f"[{host}]" if ":" in host else host
         return (
             f"{self._settings.names[0]} is served at http://{where}:{port} — {engine.details}, "
-            f"{info.slots} slots, {info.blocks} blocks of {info.block_size} tokens, context {info.context_tokens}"
+            f"{info.slots} slots, {info.blocks} blocks of {info.block_size} tokens, context {info.context_tokens}\n"
+            f"talk to it with: baton chat --url http://{where}:{port}"
         )
