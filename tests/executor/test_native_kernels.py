@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from baton.executor import native
 from baton.executor.attention import AttentionCall, GatherAttention
 from baton.executor.kv import KvPool, LayerSpec
 from baton.executor.loading import load_model
-from baton.executor.native import Kernels, RotateArguments, address, head_panels, load_kernels
+from baton.executor.native import Kernels, RotateArguments, head_panels, load_kernels
 from baton.executor.native_attention import NativeAttention, serves
 from baton.executor.packing import PackedBatch
 from baton.executor.probe import fuse_model, take_probe
@@ -132,7 +133,7 @@ def test_rotation_with_norms_of_queries_and_keys_agrees_with_torch(kernels: Kern
         given.data_ptr(), given.stride(0), cosines.data_ptr(), sines.data_ptr(), pointer, pointer,
         1e-6, tokens, heads, kv_heads, dim, 2,
     )  # fmt: skip
-    kernels.rotate(address(arguments))
+    kernels.rotate(ctypes.addressof(arguments))
     torch.testing.assert_close(given[:, : heads + kv_heads].float(), wanted, rtol=1e-2, atol=TOLERANCE[kernels.dtype])
     assert torch.equal(given[:, heads + kv_heads :], qkv[:, heads + kv_heads :])
 
