@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 
 import pytest
 
@@ -288,7 +287,6 @@ def test_a_body_of_100_mb_is_cut_off_early(served: Served, announced: bool) -> N
     framing = f"Content-Length: {size}" if announced else "Transfer-Encoding: chunked"
     piece = b"x" * 65_536 if announced else b"10000\r\n" + b"x" * 65_536 + b"\r\n"
     sent = 0
-    start = time.monotonic()
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as sock:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{framing}\r\n\r\n"
         sock.sendall(head.encode())
@@ -302,7 +300,6 @@ def test_a_body_of_100_mb_is_cut_off_early(served: Served, announced: bool) -> N
     assert answer.startswith(b"HTTP/1.1 413")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_too_large"
     assert sent < 24 << 20, "4 MiB and what the socket buffers hold"
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(

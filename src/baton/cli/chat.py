@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -288,6 +289,8 @@ def chat(
         raise typer.Exit(1) from error
     partner = Partner(url, model or found, api_key, temperature, max_tokens)
     if sys.stdin.isatty():
+        # A shell that starts us in the background leaves Ctrl-C ignored; at a terminal it means "stop this answer".
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         _converse(console, partner, system)
         return
     question = sys.stdin.read(PIPED_CHARS_MAX).strip()
