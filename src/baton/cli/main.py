@@ -13,6 +13,7 @@ from baton.cli.bench_pressure import pressure
 from baton.cli.bench_scheduler import scheduler
 from baton.cli.chat import chat
 from baton.cli.serve import serve
+from baton.cli.sim import sim_app
 
 app = typer.Typer(
     help="Baton serves language models. Start with [bold]baton serve[/bold], then talk to it with [bold]baton chat[/bold].",
@@ -26,6 +27,7 @@ bench_app.command()(pressure)
 bench_app.command()(policies)
 bench_app.command()(scheduler)
 app.add_typer(bench_app, name="bench")
+app.add_typer(sim_app, name="sim")
 
 
 def _version(asked: bool) -> None:
