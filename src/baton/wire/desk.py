@@ -169,6 +169,8 @@ class Desk:
         self._next_ticket = 0
         self._tickets: dict[int, State] = {}
         self._serials: dict[int, State] = {}
+        self._first_serial: int | None = None
+        """Engines number requests upwards: what is below was accepted in an earlier conversation and is nobody's here."""
         self._lost: str | None = None
         self.late = 0
         """Rows that came for a request of which nobody hears any more, and messages that came after the loss."""
@@ -261,6 +263,8 @@ class Desk:
             )
         del self._tickets[ticket]
         self._serials.update(opened)
+        if self._first_serial is None:
+            self._first_serial = min(serials, default=None)
         if state is State.UNWANTED:
             return Took([], [Cancel(serial) for serial in serials])
         return Took([Opened(ticket, serials)], [])
@@ -289,6 +293,9 @@ class Desk:
     def _ends(self, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
         by_serial: dict[int, WireEnded] = {}
         for end in ended:
+            if self._first_serial is None or end.serial < self._first_serial:
+                self.late += 1
+                continue
             if end.serial not in self._serials or end.serial in by_serial:
                 raise WireError(f"an end of serial {end.serial}, which is not open")
             by_serial[end.serial] = end
