@@ -163,6 +163,7 @@ def test_a_full_backlog_says_so_and_refuses_more_without_harm() -> None:
     (ack,) = instance.take(packets[0], 0).packets
     packets += front.take(ack, 0).packets
     assert not front.is_full
+    assert front.undelivered == 3
     assert [frame for data in packets[1:] for frame in instance.take(data, 0).frames] == [b"1", b"2"]
 
 
@@ -185,6 +186,24 @@ def test_many_frames_are_acknowledged_at_once() -> None:
     answers = [instance.take(_send(front, b"x"), 0).packets for _ in range(CONFIG.ack_every)]
     assert answers[:-1] == [[]] * (CONFIG.ack_every - 1)
     assert [_read(data).acked for data in answers[-1]] == [CONFIG.ack_every]
+    assert instance.take(_send(front, b"x"), 0).packets == []
+
+
+def test_later_frames_do_not_put_an_acknowledgement_off() -> None:
+    front, instance = _opened()
+    instance.take(_send(front, b"a"), 1_000)
+    instance.take(_send(front, b"b"), 2_000)
+    assert instance.next_deadline() == 1_000 + CONFIG.ack_delay_us
+
+
+def test_an_initiator_that_missed_the_first_answer_gets_another_soon() -> None:
+    front, instance = _pair()
+    (hello,) = front.open(0)
+    instance.take(hello, 0)
+    (again,) = front.tick(CONFIG.resend_us).packets
+    assert instance.take(again, 50_000).packets == []
+    (answer,) = instance.tick(50_000 + CONFIG.ack_delay_us).packets
+    assert front.take(answer, 60_000).news == [Opened(7)]
 
 
 def test_a_bare_packet_asks_for_no_answer() -> None:
@@ -283,6 +302,7 @@ def test_silence_before_the_first_answer_loses_the_session_too_and_it_is_asked_a
 def test_an_acceptor_that_hears_nothing_ends_the_session_and_answers_it_with_reset() -> None:
     front, instance = _opened()
     packet = _send(front, b"a")
+    assert instance.tick(CONFIG.acceptor_silent_us - 1).news == []
     took = instance.tick(CONFIG.acceptor_silent_us)
     assert took.news == [Lost(7, "silent for 2000 ms")]
     assert _kinds(took.packets) == [RESET]
@@ -293,6 +313,13 @@ def test_an_acceptor_that_hears_nothing_ends_the_session_and_answers_it_with_res
     (news,) = front.take(back.packets[0], 0).news
     assert isinstance(news, Lost)
     assert front.take(took.packets[0], 0) == Took([], [], [])
+
+
+def test_every_packet_of_the_session_is_a_sign_of_life() -> None:
+    front, instance = _opened()
+    assert front.take(instance.tick(500_000).packets[0], 500_000).news == []
+    assert front.tick(1_099_999).news == []
+    assert [type(news) for news in front.tick(1_100_000).news] == [Lost]
 
 
 def test_only_packets_of_the_session_are_signs_of_life() -> None:

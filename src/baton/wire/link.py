@@ -279,6 +279,10 @@ class _Conversation:
         """The last number given to a frame of ours."""
         return self._acked + len(self._flying)
 
+    @property
+    def undelivered(self) -> int:
+        return len(self._flying) + len(self._backlog)
+
     def send(self, frame: bytes, now_us: int) -> list[bytes]:
         if len(self._flying) < self._config.window:
             return [self._launch(frame, now_us)]
@@ -307,12 +311,11 @@ class _Conversation:
         return now_us - self.heard_us >= self._silent_us
 
     def due(self, now_us: int) -> list[bytes]:
-        packets = []
         if self._flying and now_us - self._flying[0][1] >= self._resend_us:
-            packets = self._repeat(now_us)
-        elif (self._ack_due_us is not None and now_us >= self._ack_due_us) or now_us - self._sent_us >= self.quiet_us:
-            packets = [self.bare(now_us)]
-        return packets
+            return self._repeat(now_us)
+        if (self._ack_due_us is not None and now_us >= self._ack_due_us) or now_us - self._sent_us >= self.quiet_us:
+            return [self.bare(now_us)]
+        return []
 
     def next_deadline(self) -> int:
         deadline = min(self.heard_us + self._silent_us, self._sent_us + self.quiet_us)
@@ -416,6 +419,11 @@ class Link(ABC):
     def is_full(self) -> bool:
         """No frame more until an acknowledgement comes."""
         return self._talk is not None and self._talk.is_full
+
+    @property
+    def undelivered(self) -> int:
+        """Frames of ours that the other side has not acknowledged; at 0 a driver may leave without losing any."""
+        return 0 if self._talk is None else self._talk.undelivered
 
     def send(self, frame: bytes, now_us: int) -> list[bytes]:
         """The packets to put on the network now; none when the frame has to wait for its turn."""
