@@ -81,6 +81,8 @@ class Client:
         self._note("is accepted")
 
     def declined(self, refusal: Refusal) -> None:
+        if self.ask.impossible:
+            self.host.world.fire(Fault.NONSENSE, self.name)
         self._note(f"is refused: {refusal.code}")
         self.judge.refused(self.name, refusal, self.ask.impossible)
         self._end_all()

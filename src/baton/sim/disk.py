@@ -14,7 +14,7 @@ from baton.sim.world import Host
 READ_US = 200
 WRITE_US = 500
 SLOW_US = 200_000
-SAFE_AFTER_US = 30_000
+SAFE_AFTER_US = 300_000
 """What was written less than this before a crash may be gone."""
 FILES_MAX = 10_000
 

@@ -135,7 +135,7 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         spike_us=int(rate("delay", 10_000, 300_000)),
         bit_flip=rate("bit-flip", 0.005, 0.1),
     )
-    disk = DiskRates(*(rate("disk", 0.0, 0.6) for _ in range(5)))
+    disk = DiskRates(*(rate("disk", 0.1, 0.6) for _ in range(5)))
     return Rates(
         network=network,
         disk=disk,

@@ -187,8 +187,6 @@ class Run:
                 self._bury(seat.instance)
         if "overload" in self.scenario.classes:
             self.world.fire(Fault.OVERLOAD, FRONT)
-        for _ in range(self.judge.ends["refused: impossible"]):
-            self.world.fire(Fault.NONSENSE, FRONT)
         return Verdict(
             seed=self.scenario.seed,
             broken=broken,
