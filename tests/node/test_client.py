@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from baton.api.engine import EngineDead
+from baton.api.engine import EngineDead, TokenStream
 from baton.core.errors import Refused
 from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.node import client as client_module
 from baton.node.client import EngineClient
 from baton.node.settings import EngineSettings
-from baton.wire.messages import WireError
+from baton.wire.desk import Desk, Took
+from baton.wire.messages import FromEngine, WireError
 
 
 def ask(tokens: int = 4) -> Submission:
@@ -57,6 +59,7 @@ async def test_a_group_too_large_for_one_message_is_refused_and_the_engine_lives
     monkeypatch.setattr(client_module, "FRAME_BYTES_MAX", 100)
     with pytest.raises(Refused, match="at most 100"):
         await engine.submit([ask()])
+    assert engine.open_requests == 0
     monkeypatch.undo()
     (stream,) = await engine.submit([ask()])
     assert [burst async for burst in stream]
@@ -68,3 +71,54 @@ async def test_giving_up_ends_open_requests_with_the_reason(engine: EngineClient
     with pytest.raises(EngineDead, match="told to"):
         async for _ in stream:
             pass
+
+
+async def test_a_submitter_that_leaves_before_the_answer_leaves_nothing_running(engine: EngineClient) -> None:
+    leaving = asyncio.create_task(engine.submit([ask(4000)]))
+    await asyncio.sleep(0)
+    assert engine.open_requests == 1
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await engine.wait_idle()
+    assert engine.gauges.steps < 1000
+    (stream,) = await engine.submit([ask()])
+    assert [burst async for burst in stream]
+
+
+async def test_a_submitter_that_leaves_as_the_answer_comes_leaves_nothing_running(
+    engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving = asyncio.create_task(engine.submit([ask(4000)]))
+    take = Desk.take
+
+    def leave_now(desk: Desk, message: FromEngine) -> Took:
+        leaving.cancel()
+        return take(desk, message)
+
+    monkeypatch.setattr(Desk, "take", leave_now)
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await engine.wait_idle()
+    assert engine.gauges.steps < 1000
+
+
+@pytest.mark.parametrize("let_go", [lambda stream: stream.stop(1), lambda stream: stream.abort()], ids=["stop", "abort"])
+async def test_after_letting_go_the_end_still_comes(engine: EngineClient, let_go: Callable[[TokenStream], None]) -> None:
+    (stream,) = await engine.submit([ask(4000)])
+    bursts = []
+    async for burst in stream:
+        bursts.append(burst)
+        let_go(stream)
+    assert bursts[-1].ended is not None
+    assert sum(len(burst.tokens) for burst in bursts) < 1000
+    assert engine.open_requests == 0
+
+
+async def test_nobody_waits_for_a_dead_engine_to_become_idle(engine: EngineClient) -> None:
+    await engine.submit([ask(4000)])
+    idle = asyncio.create_task(engine.wait_idle())
+    await asyncio.sleep(0)
+    engine.give_up("told to")
+    await idle
+    assert engine.open_requests == 0

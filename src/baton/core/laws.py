@@ -5,6 +5,8 @@ Each law is a function that raises InvariantViolated with what it found. They re
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from baton.core.errors import InvariantViolated
@@ -16,14 +18,8 @@ from baton.core.slots import NO_REQUEST
 
 def audit(scheduler: Scheduler) -> None:
     """Every law. Costs O(pool): for tests, simulation and replay, not for serving."""
-    blocks_are_conserved(scheduler)
-    references_equal_tables(scheduler)
-    names_belong_to_blocks(scheduler)
-    rows_match_requests(scheduler)
-    lengths_are_ordered(scheduler)
-    promises_are_covered(scheduler)
-    prefills_fit_together(scheduler)
-    nobody_yields_too_often(scheduler)
+    for law in LAWS.values():
+        law(scheduler)
 
 
 def _require(holds: bool, what: str) -> None:
@@ -117,3 +113,15 @@ def nobody_yields_too_often(scheduler: Scheduler) -> None:
     most = scheduler.config.max_preemptions
     for request in scheduler.requests():
         _require(request.bill.preemptions <= most, f"request {request.serial} yielded {request.bill.preemptions} times")
+
+
+LAWS: dict[str, Callable[[Scheduler], None]] = {
+    "conservation": blocks_are_conserved,
+    "references": references_equal_tables,
+    "names": names_belong_to_blocks,
+    "rows": rows_match_requests,
+    "lengths": lengths_are_ordered,
+    "promises": promises_are_covered,
+    "prefills": prefills_fit_together,
+    "yielding": nobody_yields_too_often,
+}

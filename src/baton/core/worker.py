@@ -64,11 +64,16 @@ class DrainOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class Orphaned:
+    """The front end is gone, and with it every client: what is open ends."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """`next_deadline` has come."""
 
 
-Event = Submitted | Cancelled | StopFound | StepDone | DrainOrdered | Tick
+Event = Submitted | Cancelled | StopFound | StepDone | DrainOrdered | Orphaned | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,8 @@ class Worker:
                 effects = [Deliver(self.scheduler.settle(result, now_us))]
             case DrainOrdered():
                 self._draining = True
+            case Orphaned():
+                effects = self._stop_all()
             case Tick():
                 effects, idle_pass = self._pass()
         self._planned_out = idle_pass
@@ -185,6 +192,10 @@ class Worker:
     def _stop(self, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
         ended = self.scheduler.order_stop(serial, reason, self._now_us, keep)
         return [Withdrawn(ended)] if ended else []
+
+    def _stop_all(self) -> list[Effect]:
+        serials = [request.serial for request in self.scheduler.requests()]
+        return [effect for serial in serials for effect in self._stop(serial, FinishReason.ABORT, None)]
 
     def _submit(self, event: Submitted) -> Accepted | GroupRefused:
         refusal = self._refusal(event.group)

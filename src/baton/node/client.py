@@ -1,6 +1,7 @@
 """The front end's side of an engine process: starts it, submits to it, hands tokens to the streams that wait for them.
 
-Implements `api.engine.Engine`. All methods run on one event loop. When the process dies, every open stream and every pending
+Implements `api.engine.Engine`. All methods run on one event loop. What is open, and what a message means to it, the Desk
+knows; here are the process, the socket and those who wait. When the process dies, every open stream and every pending
 submission ends with EngineDead and the reason.
 """
 
@@ -12,7 +13,6 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -24,27 +24,22 @@ from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.core.request import FinishReason, Submission
 from baton.node.engine import QUEUED_MESSAGES_MAX
 from baton.node.settings import EngineSettings
+from baton.wire.desk import Came, Declined, Desk, Died, News, Opened, Progress
 from baton.wire.messages import (
     FRAME_BYTES_MAX,
     WIRE_VERSION,
-    AcceptedAs,
-    Cancel,
     Drain,
-    Failed,
     FromEngine,
     LogprobLine,
     Ready,
-    RefusedWith,
-    Rows,
     StepOutput,
-    StopAt,
+    Submit,
     ToEngine,
     WireEnded,
     WireGauges,
     decode_from_engine,
     encode_to_engine,
-    refusal_of,
-    submit,
+    refused,
 )
 
 KILL_AFTER_S = 5.0
@@ -58,7 +53,6 @@ class Stream:
         self._serial = serial
         self._bursts: deque[Burst] = deque()
         self._death: str | None = None
-        self._over = False
         self._news = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[Burst]:
@@ -74,25 +68,18 @@ class Stream:
             await self._news.wait()
 
     def stop(self, keep: int) -> None:
-        self._let_go(StopAt(self._serial, keep))
+        self._client.stop(self._serial, keep)
 
     def abort(self) -> None:
-        self._let_go(Cancel(self._serial))
+        self._client.abort(self._serial)
 
     def push(self, burst: Burst) -> None:
         self._bursts.append(burst)
-        self._over = self._over or burst.ended is not None
         self._news.set()
 
     def fail(self, reason: str) -> None:
         self._death = reason
-        self._over = True
         self._news.set()
-
-    def _let_go(self, message: ToEngine) -> None:
-        if not self._over:
-            self._over = True
-            self._client.post(message)
 
 
 class EngineClient:
@@ -103,8 +90,9 @@ class EngineClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(QUEUED_MESSAGES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._tickets = count()
-        self._submitting: dict[int, asyncio.Future[list[Stream]]] = {}
+        self._desk = Desk()
+        self._answers: dict[int, asyncio.Future[list[Stream]]] = {}
+        """By ticket: what submitters wait for."""
         self._streams: dict[int, Stream] = {}
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         """What goes to the engine, in order. Submissions are refused while it is long; stops and cancels never are."""
@@ -198,14 +186,15 @@ class EngineClient:
         if self._death is not None:
             return
         self._death = reason
-        for future in self._submitting.values():
-            if not future.done():
-                future.set_exception(EngineDead(reason))
-        for stream in self._streams.values():
-            stream.fail(reason)
+        for lost in self._desk.lose(reason):
+            if lost.ticket is not None:
+                self._answers.pop(lost.ticket).set_exception(EngineDead(reason))
+            elif lost.serial is not None:
+                self._streams.pop(lost.serial).fail(reason)
         if not self._ready.done():
             self._ready.set_exception(EngineDead(reason))
         self._dead.set()
+        self._fewer.set()
 
     # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -223,7 +212,7 @@ class EngineClient:
 
     @property
     def open_requests(self) -> int:
-        return len(self._streams) + len(self._submitting)
+        return self._desk.open_requests
 
     async def wait_idle(self) -> None:
         """Until no request is open."""
@@ -235,38 +224,50 @@ class EngineClient:
         self._refuse_if_dead()
         if self._outbox.qsize() > QUEUED_MESSAGES_MAX:
             raise Refused(Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1))
-        ticket = next(self._tickets)
-        frame = encode_to_engine(submit(ticket, group))
-        if len(frame) > FRAME_BYTES_MAX:
-            text = f"the body makes a message of {len(frame)} bytes for the engine, which takes at most {FRAME_BYTES_MAX}"
-            raise Refused(Refusal(RefusalCode.GROUP_TOO_LARGE, text))
-        answer: asyncio.Future[list[Stream]] = asyncio.get_running_loop().create_future()
-        self._submitting[ticket] = answer
-        self._outbox.put_nowait(frame)
+        message = self._desk.submit(group)
+        answer = self._answers[message.ticket] = asyncio.get_running_loop().create_future()
+        self._send_or_refuse(message)
         try:
             return list[TokenStream](await asyncio.shield(answer))
         except asyncio.CancelledError:
-            # The client left before the engine answered: what it accepts must not run on for nobody.
-            answer.add_done_callback(self._abandon)
+            self._abandon(message.ticket, answer)
             raise
+
+    def _send_or_refuse(self, message: Submit) -> None:
+        frame = encode_to_engine(message)
+        if len(frame) <= FRAME_BYTES_MAX:
+            self._outbox.put_nowait(frame)
+            return
+        text = f"the body makes a message of {len(frame)} bytes for the engine, which takes at most {FRAME_BYTES_MAX}"
+        self._take(refused(message.ticket, Refusal(RefusalCode.GROUP_TOO_LARGE, text)))  # in the engine's place
+
+    def _abandon(self, ticket: int, answer: asyncio.Future[list[Stream]]) -> None:
+        """The client left before it had its streams: what the engine accepts must not run on for nobody."""
+        if not answer.done():
+            self._desk.abandon(ticket)
+            del self._answers[ticket]
+        elif answer.exception() is None:
+            for stream in answer.result():
+                stream.abort()
+
+    def stop(self, serial: int, keep: int) -> None:
+        self.post(self._desk.stop(serial, keep))
+
+    def abort(self, serial: int) -> None:
+        self.post(self._desk.cancel(serial))
 
     def drain(self) -> None:
         self._draining = True
         self.post(Drain())
 
-    def post(self, message: ToEngine) -> None:
-        """Send without waiting."""
-        if self._death is None:
+    def post(self, message: ToEngine | None) -> None:
+        """Send without waiting. None is an order that nobody needs any more."""
+        if message is not None and self._death is None:
             self._outbox.put_nowait(encode_to_engine(message))
 
     def _refuse_if_dead(self) -> None:
         if self._death is not None:
             raise EngineDead(self._death)
-
-    def _abandon(self, answer: asyncio.Future[list[Stream]]) -> None:
-        if not answer.cancelled() and answer.exception() is None:
-            for stream in answer.result():
-                stream.abort()
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -279,47 +280,39 @@ class EngineClient:
             self._take(decode_from_engine(await self._socket.recv()))
 
     def _take(self, message: FromEngine) -> None:
-        match message:
-            case StepOutput():
-                self._deliver(message)
-            case AcceptedAs(ticket, serials):
+        if isinstance(message, StepOutput):
+            self._gauges = _gauges_of(message.gauges, self._settings.victims)
+        took = self._desk.take(message)
+        for order in took.orders:
+            self.post(order)
+        for news in took.news:
+            self._tell(news)
+        self._fewer.set()
+
+    def _tell(self, news: News) -> None:
+        match news:
+            case Progress(serial):
+                self._streams[serial].push(_burst_of(news))
+                if news.ended is not None:
+                    del self._streams[serial]
+            case Opened(ticket, serials):
                 # Made here, not by the submitter: a short answer may be over before the submitter wakes up.
                 streams = [Stream(self, serial) for serial in serials]
                 self._streams.update(zip(serials, streams, strict=True))
-                self._answer(ticket).set_result(streams)
-            case RefusedWith(ticket):
-                self._answer(ticket).set_exception(Refused(refusal_of(message)))
-            case Ready():
-                self._ready.set_result(message)
-            case Failed(reason):
+                self._answers.pop(ticket).set_result(streams)
+            case Declined(ticket, refusal):
+                self._answers.pop(ticket).set_exception(Refused(refusal))
+            case Came(ready):
+                self._ready.set_result(ready)
+            case Died(reason):
                 self._last_words = reason
                 self._die(reason)
 
-    def _answer(self, ticket: int) -> asyncio.Future[list[Stream]]:
-        self._fewer.set()
-        return self._submitting.pop(ticket)
 
-    def _deliver(self, output: StepOutput) -> None:
-        self._gauges = _gauges_of(output.gauges, self._settings.victims)
-        rows = Rows(output)
-        cached = dict(output.started)
-        ended = {item.serial: _ended_of(item) for item in output.ended}
-        at = 0
-        for row, (serial, length) in enumerate(zip(rows.serials, rows.counts, strict=True)):
-            tokens = tuple(rows.tokens[at : at + length])
-            at += length
-            logprobs = _logprobs_of(tokens, rows.logprobs.get(row))
-            self._push(serial, Burst(tokens, logprobs, ended.pop(serial, None), cached.get(serial)))
-        for serial, end in ended.items():
-            self._push(serial, Burst((), (), end))
-
-    def _push(self, serial: int, burst: Burst) -> None:
-        stream = self._streams.get(serial)
-        if stream is not None:
-            stream.push(burst)
-            if burst.ended is not None:
-                del self._streams[serial]
-                self._fewer.set()
+def _burst_of(news: Progress) -> Burst:
+    tokens = tuple(news.tokens)
+    ended = None if news.ended is None else _ended_of(news.ended)
+    return Burst(tokens, _logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
 
 
 def _logprobs_of(tokens: tuple[int, ...], lines: list[LogprobLine] | None) -> tuple[TokenLogprob, ...]:

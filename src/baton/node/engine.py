@@ -24,44 +24,19 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError
 from baton.core.plan import StepPlan, StepResult
 from baton.core.prefix import PrefixIndex
-from baton.core.request import Serial
-from baton.core.worker import (
-    Accepted,
-    Cancelled,
-    Deliver,
-    DrainOrdered,
-    Effect,
-    Event,
-    GroupRefused,
-    Launch,
-    StepDone,
-    StopFound,
-    Submitted,
-    Tick,
-    Withdrawn,
-    Worker,
-)
+from baton.core.worker import Effect, Event, Launch, StepDone, Tick, Worker
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.scripted_text import BYTE_VOCABULARY
 from baton.node.settings import EngineSettings
+from baton.wire.dispatch import event_of, message_of
 from baton.wire.messages import (
     WIRE_VERSION,
-    AcceptedAs,
-    Cancel,
-    Drain,
     Failed,
     FromEngine,
     Ready,
-    StopAt,
-    Submit,
-    ToEngine,
     decode_to_engine,
     encode_from_engine,
-    ended_output,
-    refused,
-    step_output,
-    submissions,
     wire_gauges,
 )
 
@@ -114,41 +89,22 @@ class EngineLoop:
             except zmq.Again:
                 return
             # A frame that is no message ends the engine: dropping it would leave somebody waiting for ever.
-            self._tell(_event_of(decode_to_engine(frame)))
+            self._tell(event_of(decode_to_engine(frame)))
 
     def _tell(self, event: Event) -> None:
         for effect in self._worker.handle(event, self._now_us()):
             self._carry_out(effect)
 
     def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Launch(plan):
-                self._executor.launch(plan)
-                self._steps_in_flight += 1
-            case Deliver(settled):
-                self._send(step_output(settled, self._worker.gauges()))
-            case Withdrawn(ended):
-                self._send(ended_output(ended, self._worker.gauges()))
-            case Accepted(ticket, serials):
-                self._send(AcceptedAs(ticket, serials))
-            case GroupRefused(ticket, refusal):
-                self._send(refused(ticket, refusal))
+        if isinstance(effect, Launch):
+            self._executor.launch(effect.plan)
+            self._steps_in_flight += 1
+        elif (message := message_of(effect, self._worker.gauges)) is not None:
+            self._send(message)
 
     def _send(self, message: FromEngine) -> None:
         # Blocks at the high-water mark: a front end that does not read pauses the engine instead of filling memory.
         self._socket.send(encode_from_engine(message))
-
-
-def _event_of(message: ToEngine) -> Event:
-    match message:
-        case Submit():
-            return Submitted(message.ticket, submissions(message))
-        case Cancel(serial):
-            return Cancelled(Serial(serial))
-        case StopAt(serial, keep):
-            return StopFound(Serial(serial), keep)
-        case Drain():
-            return DrainOrdered()
 
 
 def build_executor(settings: EngineSettings) -> tuple[Executor, str]:

@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from pathlib import Path
 
-from baton.core.errors import BatonError
+from baton.wire.keyfile import KEY_BYTES, read_key, write_key
 
-SECRET_BYTES = 32
-
-
-class BadSecret(BatonError):
-    """The file with the secret is there but does not hold one."""
+log = logging.getLogger("baton.node")
 
 
 def prefix_secret(folder: Path) -> bytes:
-    """Read the secret, or make it. Of two processes that make it at once, both end up with the same one."""
+    """Read the secret, or make it. Of two processes that make it at once, both end up with the same one.
+
+    A damaged file is replaced, and a folder that cannot be written costs only that names change with the next start.
+    """
     path = folder / "prefix.key"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_once(path, secrets.token_bytes(SECRET_BYTES))
-    secret = path.read_bytes()
-    if len(secret) != SECRET_BYTES:
-        raise BadSecret(f"{path} holds {len(secret)} bytes instead of {SECRET_BYTES}; remove it to have a new one made")
-    return secret
+    made = secrets.token_bytes(KEY_BYTES)
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(path, made, replace=False)
+        found = read_key(path.read_bytes())
+        if found is None:
+            log.warning("%s is damaged; a new key takes its place, and KV that was stored under the old one is not found", path)
+            _write(path, made, replace=True)
+            found = read_key(path.read_bytes())
+    except OSError as error:
+        log.warning("cannot keep the key of the prefix cache in %s: %s", path, error)
+        return made
+    return found or made
 
 
-def _write_once(path: Path, secret: bytes) -> None:
+def _write(path: Path, secret: bytes, *, replace: bool) -> None:
     own = path.with_suffix(f".{os.getpid()}")
     descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secret)
     try:
-        os.link(own, path)  # fails where another was first, and then the other's counts
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(write_key(secret))
+            file.flush()
+            os.fsync(file.fileno())
+        if replace:
+            os.replace(own, path)
+        else:
+            os.link(own, path)
     except FileExistsError:
-        pass
+        pass  # another process was first, and its secret counts
     finally:
-        own.unlink()
+        own.unlink(missing_ok=True)

@@ -1,0 +1,105 @@
+"""What a client asks in a fuzzed world, and how it behaves: drawn from the seed, one stream a request.
+
+Owns the draw and nothing else. A request's own stream makes it independent of its neighbours, so that leaving some out (when a
+failure is shrunk) leaves the others as they were.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.core.config import WorkerConfig
+from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.sim.faults import Rates
+
+VOCABULARY = 32
+"""Small, so that stop tokens, token 0 among them, are drawn often."""
+TEMPLATES = 4
+SALTS = (b"", b"", b"", b"tenant")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    index: int
+    prompt: tuple[int, ...]
+    choices: int
+    sampling: Sampling
+    max_tokens: int
+    salt: bytes
+    priority: int
+    impossible: bool
+    think_us: int
+    """After the former request of the same user."""
+    patience_us: int | None
+    """How long the client waits before it disconnects; None: until the end."""
+    stop_after: int | None
+    """The client finds a stop string after so many tokens."""
+    reads_every_us: int | None
+    """A slow reader takes one burst at a time."""
+
+    def group(self, before: tuple[int, ...]) -> tuple[Submission, ...]:
+        """`before`: what this user's conversation holds so far."""
+        prompt = frozen_tokens(np.array(before + self.prompt, dtype=np.int32))
+        leader = RequestId(f"{self.index}.0")
+        return tuple(
+            Submission(
+                request_id=RequestId(f"{self.index}.{choice}"),
+                prompt=prompt,
+                sampling=_choice(self.sampling, choice),
+                max_tokens=self.max_tokens,
+                salt=self.salt,
+                priority=self.priority,
+                leader=leader if choice else None,
+            )
+            for choice in range(self.choices)
+        )
+
+
+def _choice(sampling: Sampling, choice: int) -> Sampling:
+    return Sampling(
+        seed=sampling.seed,
+        choice=choice,
+        temperature=sampling.temperature,
+        stop_token_ids=sampling.stop_token_ids,
+        min_tokens=sampling.min_tokens,
+    )
+
+
+def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: Rates, seed: int) -> Ask:
+    impossible = stream.random() < rates.nonsense
+    longest = config.sequence_tokens_max
+    most = max(1, longest // 2)
+    prompt_tokens = stream.randint(1, min(24, most))
+    max_tokens = stream.randint(1, min(16, longest - prompt_tokens))
+    if impossible:
+        prompt_tokens, max_tokens = stream.choice(((0, 4), (longest, 1), (1, longest + 1), (longest + 3, 2)))
+    return Ask(
+        index=index,
+        prompt=_prompt(stream, prompt_tokens, seed),
+        choices=stream.choice((1, 1, 1, 1, 2, 3)) if config.waiting_max >= 3 else 1,
+        sampling=Sampling(
+            seed=stream.randrange(1 << 32),
+            temperature=stream.choice((0.0, 1.0)),
+            stop_token_ids=tuple(sorted(stream.sample(range(VOCABULARY), stream.choice((0, 0, 1, 2))))),
+            min_tokens=stream.choice((0, 0, 0, min(3, max_tokens))),
+        ),
+        max_tokens=max_tokens,
+        salt=stream.choice(SALTS),
+        priority=stream.choice((0, 0, 0, 1, 5)),
+        impossible=impossible,
+        think_us=stream.randrange(40_000),
+        patience_us=stream.randrange(200_000) if stream.random() < rates.disconnect else None,
+        stop_after=stream.randint(1, 8) if stream.random() < 0.15 else None,
+        reads_every_us=stream.randrange(5_000, 60_000) if stream.random() < rates.slow_reader else None,
+    )
+
+
+def _prompt(stream: random.Random, tokens: int, seed: int) -> tuple[int, ...]:
+    """Prompts begin like others do, so that the prefix cache has something to find."""
+    shared = stream.randint(0, tokens)
+    base = seed + stream.randrange(TEMPLATES) * 17
+    begins = tuple((base + at * at) % VOCABULARY for at in range(shared))
+    return begins + tuple(stream.randrange(VOCABULARY) for _ in range(tokens - shared))

@@ -1,0 +1,209 @@
+"""Clients of a fuzzed world: users who ask one thing after another, some impatient, some slow to read.
+
+Owns what each client has seen. A user is a chain of asks: a chain of one is an arrival of an open loop, a longer one a user
+who waits for each answer before the next question (a closed loop), and one that carries its history a conversation of
+several rounds. Every client compares what it gets with what an undisturbed run would have said, as it comes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.core.errors import Refusal
+from baton.core.request import Submission
+from baton.sim.asks import Ask
+from baton.sim.faults import Fault
+from baton.sim.front import Booking, Front
+from baton.sim.judge import ENDS_ONCE, SAME_TOKENS, Judge, LawBroken
+from baton.sim.world import Host
+from baton.wire.messages import WireEnded
+
+RETRY_US = 30_000
+"""A user whom nobody could serve asks the next thing a little later."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One choice of an ask, as its client sees it."""
+
+    name: str
+    submission: Submission
+    expected: list[int]
+    got: list[int] = field(default_factory=list)
+    keep: int | None = None
+    """Where the client cut it off."""
+    over: bool = False
+
+
+class Client:
+    """One ask, from submission until every choice has ended."""
+
+    def __init__(self, user: User, ask: Ask, before: tuple[int, ...]) -> None:
+        self.ask = ask
+        self.judge = user.judge
+        self.host = user.host
+        self._user = user
+        self._group = ask.group(before)
+        self._answers: list[_Answer] = []
+        self._booking: Booking | None = None
+        self._left = False
+        self._unread: deque[tuple[int, list[int], WireEnded | None]] = deque()
+        self._reading = False
+
+    @property
+    def first_answer(self) -> tuple[int, ...]:
+        """What a conversation goes on from."""
+        return tuple(int(token) for token in self._group[0].prompt) + tuple(self._answers[0].got)
+
+    @property
+    def open(self) -> bool:
+        return any(not answer.over for answer in self._answers)
+
+    def submit(self, front: Front) -> None:
+        for submission in self._group:
+            expected = [] if self.ask.impossible else self.judge.expected(submission, self.ask.max_tokens)
+            self._answers.append(_Answer(submission.request_id, submission, expected))
+        self._booking = front.submit(self._group, self)
+        if self._booking is None:
+            self._note("finds nobody to serve it")
+            self.judge.ends["nobody serves"] += len(self._answers)
+            self._end_all()
+            return
+        self._note(f"asks {self._booking.instance}: {len(self._group[0].prompt)} tokens, {len(self._group)} choices")
+        if self.ask.patience_us is not None:
+            self.host.after(self.ask.patience_us, self._leave)
+
+    # ── what the front end tells ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def opened(self) -> None:
+        self._note("is accepted")
+
+    def declined(self, refusal: Refusal) -> None:
+        if self.ask.impossible:
+            self.host.world.fire(Fault.NONSENSE, self.name)
+        self._note(f"is refused: {refusal.code}")
+        self.judge.refused(self.name, refusal, self.ask.impossible)
+        self._end_all()
+
+    def progress(self, place: int, tokens: list[int], _cached: int | None, ended: WireEnded | None) -> None:
+        if self.ask.reads_every_us is None:
+            self._read(place, tokens, ended)
+            return
+        self._unread.append((place, tokens, ended))
+        if not self._reading:
+            self._reading = True
+            self.host.world.fire(Fault.SLOW_READER, self.name)
+            self.host.after(self.ask.reads_every_us, self._read_next)
+
+    def lost(self, place: int | None, reason: str) -> None:
+        while self._unread:
+            self._read(*self._unread.popleft())
+        self._note(f"loses its instance: {reason}")
+        self.judge.lost(self.name, reason)
+        for answer in self._answers if place is None else [self._answers[place]]:
+            self._end(answer)
+
+    # ── what the client does ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read_next(self) -> None:
+        if not self._unread:
+            self._reading = False
+            return
+        self._read(*self._unread.popleft())
+        if self.ask.reads_every_us is not None:
+            self.host.after(self.ask.reads_every_us, self._read_next)
+
+    def _read(self, place: int, tokens: list[int], ended: WireEnded | None) -> None:
+        answer = self._answers[place]
+        if answer.over:
+            raise LawBroken(ENDS_ONCE, f"{answer.name} heard {tokens} {ended} after its end")
+        if answer.keep is None:
+            self.judge.tokens(answer.name, answer.submission, len(answer.got), tokens, answer.expected)
+            answer.got.extend(tokens)
+            if len(answer.got) > len(answer.expected):
+                raise LawBroken(SAME_TOKENS, f"{answer.name} got {len(answer.got)} of {len(answer.expected)} tokens")
+            self._look_for_stop(place, answer)
+        if ended is not None:
+            self._note(f"{place} ends: {ended.reason} after {ended.generated_tokens}")
+            self.judge.ended(answer.name, ended, len(answer.expected), len(answer.got), answer.keep, self._left)
+            self.judge.bill(answer.name, answer.submission, ended, self._user.preemptions_max)
+            self._end(answer)
+
+    def _look_for_stop(self, place: int, answer: _Answer) -> None:
+        after = self.ask.stop_after
+        if after is not None and len(answer.got) >= after and self._booking is not None:
+            answer.keep = after
+            del answer.got[after:]
+            self._booking.stop(place, after)
+
+    def _leave(self) -> None:
+        if self._booking is None or not self.open or self._left:
+            return
+        self._left = True
+        early = self._booking.serials is None
+        self.host.world.fire(Fault.EARLY_DISCONNECT if early else Fault.DISCONNECT, self.name)
+        self._booking.leave()
+        if early:  # nobody will hear of it any more
+            self.judge.ends["left early"] += len(self._answers)
+            self._end_all()
+
+    def _end_all(self) -> None:
+        for answer in self._answers:
+            self._end(answer)
+
+    def _end(self, answer: _Answer) -> None:
+        if answer.over:
+            raise LawBroken(ENDS_ONCE, f"{answer.name} ended twice")
+        answer.over = True
+        if not self.open:
+            self._user.finished(self)
+
+    @property
+    def name(self) -> str:
+        return f"client {self.ask.index}"
+
+    def _note(self, what: str) -> None:
+        if self.host.world.keeps_notes:
+            self.host.world.note(self.name, what)
+
+
+class User:
+    def __init__(
+        self, host: Host, front: Front, judge: Judge, asks: Sequence[Ask], *, converses: bool, tokens_max: int, preemptions_max: int
+    ) -> None:
+        self.host = host
+        self.judge = judge
+        self.preemptions_max = preemptions_max
+        self.client: Client | None = None
+        """The one that is open."""
+        self.made = 0
+        self._front = front
+        self._asks = deque(asks)
+        self._converses = converses
+        self._tokens_max = tokens_max
+        self._history: tuple[int, ...] = ()
+
+    @property
+    def done(self) -> bool:
+        return not self._asks and self.client is None
+
+    def start(self, at_us: int) -> None:
+        self.host.at(at_us, self._ask)
+
+    def finished(self, client: Client) -> None:
+        self.client = None
+        if self._converses:
+            self._history = client.first_answer
+        if self._asks:
+            self.host.after(RETRY_US + self._asks[0].think_us, self._ask)
+
+    def _ask(self) -> None:
+        ask = self._asks.popleft()
+        self.made += 1
+        room = self._tokens_max - len(ask.prompt) - ask.max_tokens
+        fits = self._converses and not ask.impossible and len(self._history) <= room
+        before = self._history if fits else ()
+        self.client = Client(self, ask, before)
+        self.client.submit(self._front)

@@ -1,0 +1,93 @@
+"""A device: runs the steps of one instance one after the other, each for as long as a model of step times says.
+
+Owns the executor (the production contract; scripted or counting) and when each launched step ends. The instance is told of a
+result when its step is over; a device that is slowed down takes longer for everything. It may also be made to disagree with
+the scheduler about a row, as faulty kernels do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from baton.core.plan import Outcome, StepPlan, StepResult
+from baton.executor.contract import Executor
+from baton.sim.faults import Fault
+from baton.sim.records import StepSpan
+from baton.sim.world import Host
+
+
+class Times(Protocol):
+    """How long a step takes; `StepTimes` is one."""
+
+    def step_us(self, decodes: int, decode_context: int, prefill_tokens: int, prefill_pairs: int) -> int: ...
+
+
+class Device:
+    def __init__(self, host: Host, executor: Executor, times: Times, done: Callable[[StepResult], None]) -> None:
+        self._host = host
+        self._executor = executor
+        self._times = times
+        self._done = done
+        self._free_us = 0
+        """When everything launched so far will have run."""
+        self._stream = host.world.stream(f"device {host.name} life {host.lives}")
+        self._context = _Contexts(executor.shape.slots)
+        self.slowness = 1.0
+        self.disagreement = 0.0
+        self.in_flight = 0
+        self.spans: deque[StepSpan] | None = None
+        self.number = 0
+
+    def launch(self, plan: StepPlan) -> None:
+        self._executor.launch(plan)
+        took_us = self._times.step_us(*self._context.load_of(plan))
+        begins_us = max(self._host.world.now_us, self._free_us)
+        self._free_us = begins_us + max(1, int(took_us * self.slowness))
+        self.in_flight += 1
+        if self.spans is not None:
+            tokens = plan.tokens - len(plan.decode_slots)
+            self.spans.append(StepSpan(self.number, plan.step, begins_us, self._free_us, len(plan.decode_slots), tokens))
+        self._host.at(self._free_us, self._finish)
+
+    def _finish(self) -> None:
+        self.in_flight -= 1
+        result = self._executor.collect()
+        if self.disagreement and len(result.slots) and self._stream.random() < self.disagreement:
+            result = self._disagreed(result)
+        self._done(result)
+
+    def _disagreed(self, result: StepResult) -> StepResult:
+        """One row reports another number of known tokens than it has."""
+        self._host.world.fire(Fault.DISAGREEMENT, self._host.name)
+        row = self._stream.randrange(len(result.slots))
+        known = result.known.copy()
+        known[row] += self._stream.choice((-1, 1))
+        return replace(result, known=known)
+
+
+class _Contexts:
+    """How many tokens each slot will have known when a step runs: what the step's cost depends on."""
+
+    def __init__(self, slots: int) -> None:
+        self._known = np.zeros(slots, dtype=np.int64)
+
+    def load_of(self, plan: StepPlan) -> tuple[int, int, int, int]:
+        """(decodes, tokens they attend to, prefill tokens, pairs of positions that prefill attends over)."""
+        known, decodes = self._known, plan.decode_slots
+        for start in plan.starts:
+            known[start.slot] = len(start.tokens)
+        tokens = pairs = 0
+        for chunk in plan.chunks:
+            tokens += chunk.end - chunk.begin
+            pairs += (chunk.end * (chunk.end + 1) - chunk.begin * (chunk.begin + 1)) // 2
+            known[chunk.slot] += chunk.samples
+        context = int(known[decodes].sum())
+        known[decodes] += 1
+        return len(decodes), context, tokens, pairs
+
+

@@ -1,0 +1,153 @@
+"""What can go wrong, and how often in one world: drawn from the seed.
+
+Owns the list of fault classes and their rates. It injects nothing itself: the network, the disks, the devices, the clients
+and `chaos` do, and count what they did under these names. A report in which one of them is zero is a failed report.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Fault(StrEnum):
+    LOSS = "packet lost"
+    DUPLICATION = "packet duplicated"
+    REORDERING = "packet overtaken"
+    DELAY = "packet delayed"
+    BIT_FLIP = "bit flipped"
+    PARTITION = "packet cut off"
+    CLOG = "direction clogged"
+    CRASH = "instance crashed"
+    ENGINE_FAILURE = "engine failed with last words"
+    PAUSE = "instance paused"
+    ROLLING_RESTART = "instance drained and restarted"
+    SLOW_DEVICE = "device slowed down"
+    DISAGREEMENT = "device disagreed about a row"
+    DISK_SLOW = "disk slow"
+    DISK_FULL = "disk full"
+    DISK_TORN = "write torn"
+    DISK_LOST = "write lost in a crash"
+    DISK_CORRUPT = "bit flipped on disk"
+    DISCONNECT = "client disconnected"
+    EARLY_DISCONNECT = "client left before the answer to its submission"
+    SLOW_READER = "client read slowly"
+    OVERLOAD = "arrivals at up to 4 × the rate"
+    NONSENSE = "impossible request"
+
+
+CLASSES: dict[str, tuple[Fault, ...]] = {
+    "loss": (Fault.LOSS,),
+    "duplication": (Fault.DUPLICATION,),
+    "reordering": (Fault.REORDERING,),
+    "delay": (Fault.DELAY,),
+    "bit-flip": (Fault.BIT_FLIP,),
+    "partition": (Fault.PARTITION,),
+    "clog": (Fault.CLOG,),
+    "crash": (Fault.CRASH, Fault.ENGINE_FAILURE),
+    "pause": (Fault.PAUSE,),
+    "rolling-restart": (Fault.ROLLING_RESTART,),
+    "device": (Fault.SLOW_DEVICE, Fault.DISAGREEMENT),
+    "disk": (Fault.DISK_SLOW, Fault.DISK_FULL, Fault.DISK_TORN, Fault.DISK_LOST, Fault.DISK_CORRUPT),
+    "disconnect": (Fault.DISCONNECT, Fault.EARLY_DISCONNECT),
+    "slow-reader": (Fault.SLOW_READER,),
+    "overload": (Fault.OVERLOAD,),
+    "nonsense": (Fault.NONSENSE,),
+}
+"""What a seed draws from, and a user names on the command line."""
+
+CLASSES_MIN, CLASSES_MAX = 3, 8
+
+MAY_LOSE_AN_INSTANCE = frozenset(("loss", "delay", "partition", "clog", "crash", "pause", "rolling-restart", "bit-flip"))
+"""Without one of these nobody may be told that an instance is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkRates:
+    delay_us: int = 200
+    jitter_us: int = 0
+    loss: float = 0.0
+    duplication: float = 0.0
+    reordering: float = 0.0
+    late_us: int = 0
+    """How late a packet that is overtaken, or a duplicate, may come."""
+    spike: float = 0.0
+    spike_us: int = 0
+    bit_flip: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRates:
+    slow: float = 0.0
+    full: float = 0.0
+    torn: float = 0.0
+    lost: float = 0.0
+    corrupt: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How often each thing goes wrong while chaos reigns. Zero: never."""
+
+    network: NetworkRates
+    disk: DiskRates
+    partitions: int = 0
+    clogs: int = 0
+    crashes: int = 0
+    pauses: int = 0
+    rolling_restarts: int = 0
+    slow_devices: int = 0
+    disagreement: float = 0.0
+    """Chance a step."""
+    disconnect: float = 0.0
+    """Chance a request; so are the two below."""
+    slow_reader: float = 0.0
+    nonsense: float = 0.0
+    overload: float = 1.0
+    """Arrival rate ×."""
+
+
+def draw_classes(stream: random.Random) -> tuple[str, ...]:
+    count = stream.randint(CLASSES_MIN, CLASSES_MAX)
+    return tuple(sorted(stream.sample(tuple(CLASSES), count)))
+
+
+def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) -> Rates:
+    """One stream a class, so that leaving a class out changes nothing about the others."""
+
+    def rate(name: str, least: float, most: float) -> float:
+        return stream_of[name].uniform(least, most) if name in classes else 0.0
+
+    def times(name: str, most: int) -> int:
+        return stream_of[name].randint(1, most) if name in classes else 0
+
+    late = "reordering" in classes or "duplication" in classes
+    network = NetworkRates(
+        delay_us=200,
+        jitter_us=int(rate("delay", 100, 3_000)),
+        loss=rate("loss", 0.01, 0.3),
+        duplication=rate("duplication", 0.01, 0.5),
+        reordering=rate("reordering", 0.02, 0.4),
+        late_us=stream_of["reordering"].randint(1_000, 40_000) if late else 0,
+        spike=rate("delay", 0.005, 0.05),
+        spike_us=int(rate("delay", 10_000, 300_000)),
+        bit_flip=rate("bit-flip", 0.005, 0.1),
+    )
+    disk = DiskRates(*(rate("disk", 0.1, 0.6) for _ in range(5)))
+    return Rates(
+        network=network,
+        disk=disk,
+        partitions=times("partition", 3),
+        clogs=times("clog", 4),
+        crashes=times("crash", 3),
+        pauses=times("pause", 3),
+        rolling_restarts=times("rolling-restart", 2),
+        slow_devices=times("device", 3),
+        disagreement=rate("device", 0.0, 0.03),
+        disconnect=rate("disconnect", 0.05, 0.4),
+        slow_reader=rate("slow-reader", 0.1, 0.6),
+        nonsense=rate("nonsense", 0.03, 0.2),
+        overload=max(1.0, rate("overload", 1.5, 4.0)),
+    )

@@ -1,0 +1,162 @@
+"""The front end: production desks, one for each instance and session, and a simple spread of requests over them.
+
+Owns which request is open at which instance. It turns to the instances in order, skipping those that are not there; where
+none is, the client is told so at once. It hands news to callers and decides nothing else: no retries, no choice by load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from baton.core.errors import Refusal
+from baton.core.request import Submission
+from baton.sim.world import Host
+from baton.wire.desk import Came, Declined, Desk, Died, Opened, Progress
+from baton.wire.messages import Drain, ToEngine, WireEnded, decode_from_engine, encode_to_engine
+
+
+class Caller(Protocol):
+    """Who made a submission, and hears of it. Each choice of the group is named by its place in it."""
+
+    def opened(self) -> None: ...
+
+    def declined(self, refusal: Refusal) -> None: ...
+
+    def progress(self, place: int, tokens: list[int], cached_tokens: int | None, ended: WireEnded | None) -> None: ...
+
+    def lost(self, place: int | None, reason: str) -> None:
+        """The instance is gone; None: before it had answered the submission."""
+
+
+class Line(Protocol):
+    @property
+    def is_full(self) -> bool: ...
+
+    def send(self, frame: bytes) -> None: ...
+
+
+class Booking:
+    """A submitted group, as its caller holds it. It belongs to one session: after that it does nothing any more."""
+
+    def __init__(self, counter: Counter, ticket: int) -> None:
+        self.instance = counter.number
+        self._counter = counter
+        self._desk = counter.desk
+        self._ticket = ticket
+        self.serials: tuple[int, ...] | None = None
+        """None until the instance has accepted it."""
+
+    def leave(self) -> None:
+        """The caller is gone."""
+        if self.serials is None:
+            self._counter.forget(self._ticket, self._desk)
+            return
+        for serial in self.serials:
+            self._counter.order(self._desk.cancel(serial))
+
+    def stop(self, place: int, keep: int) -> None:
+        if self.serials is not None:
+            self._counter.order(self._desk.stop(self.serials[place], keep))
+
+
+class Counter:
+    """The front end's side of one instance: a desk for as long as a session lasts."""
+
+    def __init__(self, host: Host, number: int) -> None:
+        self.number = number
+        self.desk = Desk()
+        self.serves = False
+        """Whether the instance has said that it is ready, and is not known to be gone."""
+        self.line: Line | None = None
+        self.sessions_lost = 0
+        self.late = 0
+        self._host = host
+        self._pending: dict[int, tuple[Caller, Booking]] = {}
+        self._callers: dict[int, tuple[Caller, int]] = {}
+
+    def submit(self, group: Sequence[Submission], caller: Caller) -> Booking:
+        message = self.desk.submit(group)
+        booking = Booking(self, message.ticket)
+        self._pending[message.ticket] = (caller, booking)
+        self.order(message)
+        return booking
+
+    def forget(self, ticket: int, desk: Desk) -> None:
+        """The caller left before the answer."""
+        desk.abandon(ticket)
+        if desk is self.desk:
+            self._pending.pop(ticket, None)
+
+    def drain(self) -> None:
+        self.order(Drain())
+
+    def order(self, message: ToEngine | None) -> None:
+        if message is not None and self.line is not None:
+            self.line.send(encode_to_engine(message))
+
+    # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def opened(self) -> None:
+        """The session is there; the instance serves when it says so."""
+
+    def lost(self, reason: str) -> None:
+        """The instance, or the way to it, is gone: everything open there ends here."""
+        self.serves = False
+        self.sessions_lost += 1
+        self.late += self.desk.late
+        gone, self.desk = self.desk, Desk()
+        pending, self._pending = self._pending, {}
+        callers, self._callers = self._callers, {}
+        for end in gone.lose(reason):
+            if end.ticket is not None:
+                pending[end.ticket][0].lost(None, end.reason)
+            elif end.serial is not None:
+                caller, place = callers[end.serial]
+                caller.lost(place, end.reason)
+
+    def took(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            took = self.desk.take(decode_from_engine(frame))
+            for order in took.orders:
+                self.order(order)
+            for news in took.news:
+                match news:
+                    case Progress():
+                        self._progress(news)
+                    case Opened(ticket, serials):
+                        caller, booking = self._pending.pop(ticket)
+                        self._callers.update({serial: (caller, place) for place, serial in enumerate(serials)})
+                        booking.serials = serials
+                        caller.opened()
+                    case Declined(ticket, refusal):
+                        self._pending.pop(ticket)[0].declined(refusal)
+                    case Came():
+                        self.serves = True
+                    case Died(reason):
+                        self.lost(reason)
+
+    def _progress(self, news: Progress) -> None:
+        caller, place = self._callers[news.serial]
+        if news.ended is not None:
+            del self._callers[news.serial]
+        caller.progress(place, news.tokens, news.cached_tokens, news.ended)
+
+
+class Front:
+    def __init__(self, host: Host, instances: int) -> None:
+        self.counters = [Counter(host, number) for number in range(instances)]
+        self._turn = 0
+
+    def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
+        """None where no instance serves."""
+        for _ in self.counters:
+            counter = self.counters[self._turn % len(self.counters)]
+            self._turn += 1
+            if counter.serves:
+                return counter.submit(group, caller)
+        return None
+
+    @property
+    def open_requests(self) -> int:
+        return sum(counter.desk.open_requests for counter in self.counters)

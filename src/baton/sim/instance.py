@@ -1,0 +1,177 @@
+"""One instance: the production Worker and codec on a simulated host, device and disk.
+
+Owns what the engine process owns in service: the worker, its executor's device, and the conversation with the front end. The
+order of things is that of the real engine loop: messages first, then every pass that is due, then results as steps end; an
+instance whose front end does not take its messages stands still. Nothing about scheduling is decided here.
+
+A life begins with the key of the prefix cache, read from disk or made anew. It ends in a crash, in a failure with last
+words, or in a restart after a drain; the next life is a new object on the same host with a higher incarnation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.config import WorkerConfig
+from baton.core.plan import StepResult
+from baton.core.prefix import PrefixIndex
+from baton.core.worker import Event, Launch, Orphaned, StepDone, Tick, Worker
+from baton.executor.contract import Executor, ExecutorShape
+from baton.sim.device import Device, Times
+from baton.sim.disk import Disk
+from baton.sim.faults import Fault
+from baton.sim.world import Alarm, Host
+from baton.wire.dispatch import event_of, message_of
+from baton.wire.keyfile import KEY_BYTES, read_key, write_key
+from baton.wire.messages import WIRE_VERSION, Failed, FromEngine, Ready, decode_to_engine, encode_from_engine, wire_gauges
+
+KEY_FILE = "prefix.key"
+
+
+class Conversation(Protocol):
+    """The instance's end of its line to the front end."""
+
+    @property
+    def is_full(self) -> bool: ...
+
+    def send(self, frame: bytes) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    number: int
+    config: WorkerConfig
+    make_executor: Callable[[ExecutorShape], Executor]
+    times: Times
+
+    @property
+    def shape(self) -> ExecutorShape:
+        config = self.config
+        return ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens, config.burst)
+
+
+class Instance:
+    """One life of an instance, from start to crash."""
+
+    def __init__(self, host: Host, disk: Disk, spec: InstanceSpec, told: Callable[[Instance], None] | None = None) -> None:
+        self.host = host
+        self.spec = spec
+        self.worker: Worker | None = None
+        """None until the key is there."""
+        self.device: Device
+        self._told = told
+        """Called after every event that the worker has handled: where the laws are checked."""
+        self._disk = disk
+        self._executor = spec.make_executor(spec.shape)
+        self.device = Device(host, self._executor, spec.times, self._finished)
+        self._conversation: Conversation | None = None
+        self._inbox: deque[bytes] = deque()
+        self._results: deque[StepResult] = deque()
+        """Steps that have ended; they and messages wait here while the line is full."""
+        self._alarm = Alarm(host, self._pump)
+        self._restart: Callable[[], None] | None = None
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, ready: Callable[[Instance], None]) -> None:
+        """Read the key; then `ready` is called, which gives the instance its line."""
+        self._disk.read(KEY_FILE, lambda data: self._begin(data, ready))
+
+    def _begin(self, data: bytes | None, ready: Callable[[Instance], None]) -> None:
+        secret = read_key(data) if data is not None else None
+        if secret is None:
+            secret = self.host.world.stream(f"key {self.host.name} life {self.host.lives}").randbytes(KEY_BYTES)
+            self._disk.write(KEY_FILE, write_key(secret), lambda _placed: None)
+        config = self.spec.config
+        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks))
+        ready(self)
+
+    def fail(self, reason: str) -> None:
+        """The engine cannot go on: its last words, before the host goes down."""
+        if self._conversation is not None and not self._conversation.is_full:
+            self._say(Failed(reason))
+
+    def restart_when_idle(self, restart: Callable[[], None]) -> None:
+        self._restart = restart
+
+    # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def answer(self, conversation: Conversation) -> None:
+        """A front end has opened a session: say who we are."""
+        worker = self._require_worker()
+        self._conversation = conversation
+        config = worker.config
+        self._say(
+            Ready(
+                version=WIRE_VERSION,
+                context_tokens=config.sequence_tokens_max,
+                vocabulary=self._executor.vocabulary,
+                slots=config.slots,
+                blocks=config.blocks,
+                block_size=config.block_size,
+                details=f"{self.host.name}, simulated",
+                gauges=wire_gauges(worker.gauges()),
+            )
+        )
+
+    def orphan(self) -> None:
+        """The session is over: nobody will hear of what is open."""
+        self._conversation = None
+        self._inbox.clear()
+        self._tell(Orphaned())
+        self._pump()
+
+    def take(self, frames: list[bytes]) -> None:
+        """What has arrived; also when nothing has, but the line may have room again."""
+        self._inbox.extend(frames)
+        self._pump()
+
+    # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _pump(self) -> None:
+        worker = self._require_worker()
+        while self._inbox and self._has_room:
+            self._tell(event_of(decode_to_engine(self._inbox.popleft())))
+        while self._results and self._has_room:
+            self._tell(StepDone(self._results.popleft()))
+        while self._has_room and (deadline := worker.next_deadline()) is not None and deadline <= self.host.world.now_us:
+            self._tell(Tick())
+        # With a step in flight its end is what the loop waits for; a full line is waited for by whoever empties it.
+        waits = not self.device.in_flight and self._has_room
+        self._alarm.set(worker.next_deadline() if waits else None)
+        if self._restart is not None and worker.is_idle:
+            restart, self._restart = self._restart, None
+            self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
+            self.host.after(0, restart)
+
+    @property
+    def _has_room(self) -> bool:
+        return self._conversation is None or not self._conversation.is_full
+
+    def _finished(self, result: StepResult) -> None:
+        self._results.append(result)
+        self._pump()
+
+    def _tell(self, event: Event) -> None:
+        worker = self._require_worker()
+        for effect in worker.handle(event, self.host.world.now_us):
+            if isinstance(effect, Launch):
+                self.device.launch(effect.plan)
+            elif self._conversation is not None:
+                message = message_of(effect, worker.gauges)
+                if message is not None:
+                    self._say(message)
+        if self._told is not None:
+            self._told(self)
+
+    def _say(self, message: FromEngine) -> None:
+        if self._conversation is not None:
+            self._conversation.send(encode_from_engine(message))
+
+    def _require_worker(self) -> Worker:
+        if self.worker is None:
+            raise RuntimeError(f"{self.host.name} was spoken to before it had started")
+        return self.worker

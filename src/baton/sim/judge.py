@@ -1,0 +1,144 @@
+"""The laws of a world: what clients and operators were promised, checked while it runs.
+
+Owns the verdict. A broken promise is a `LawBroken` with the law's name; so is a law of the core, and an error that our own
+code raised. The laws of the core are checked on the worker that was touched: a cheap one after each event, all of them every
+64 events, when a phase ends, and after every event when a failure is replayed.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from baton.core.errors import BatonError, InvariantViolated, Refusal, RefusalCode
+from baton.core.laws import LAWS
+from baton.core.request import FinishReason, Submission
+from baton.core.worker import Worker
+from baton.executor.scripted import undisturbed
+from baton.sim.faults import MAY_LOSE_AN_INSTANCE
+from baton.wire.messages import WireEnded
+
+AUDIT_EVERY = 64
+
+ENDS_ONCE = "every request ends exactly once"
+SAME_TOKENS = "a client's tokens are those of an undisturbed run"
+TRUE_END = "the end says what was delivered, and why"
+TRUE_BILL = "the bill adds up"
+DESERVED_REFUSAL = "only what cannot be served now is refused"
+DESERVED_LOSS = "nobody loses an instance that was never gone"
+DESERVED_ERROR = "nobody pays for a disagreement that never was"
+LIVENESS = "after healing, every open request ends in time"
+DEADLOCK = "while a request is open, something is due"
+NOTHING_HELD = "nothing stays held when nobody is left"
+LEDGER_SUMS = "the ledger sums to the pool"
+OWN_CHECKS = "our own code found no fault"
+
+
+class LawBroken(BatonError):
+    def __init__(self, law: str, what: str) -> None:
+        super().__init__(f"{law}: {what}")
+        self.law = law
+        self.what = what
+
+
+class Judge:
+    def __init__(self, classes: Sequence[str], vocabulary: int, always_audit: bool = False) -> None:
+        self.ends: Counter[str] = Counter()
+        """How requests ended, over the whole world."""
+        self.moves: Counter[str] = Counter()
+        """How often each transition of a request was taken, over all lives of all workers."""
+        self.disagreements = 0
+        self._classes = classes
+        self._vocabulary = vocabulary
+        self._audit_every = 1 if always_audit else AUDIT_EVERY
+        self._audit_in = self._audit_every
+
+    # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def look_at(self, worker: Worker) -> None:
+        """After each event of this worker."""
+        gauges = worker.scheduler.pool.gauges()
+        if gauges.free + gauges.evictable + gauges.running != worker.config.blocks:
+            raise LawBroken(LEDGER_SUMS, f"{gauges} in a pool of {worker.config.blocks}")
+        if not worker.is_idle and worker.next_deadline() is None:
+            raise LawBroken(DEADLOCK, "no pass is due")
+        self._audit_in -= 1
+        if not self._audit_in:
+            self._audit_in = self._audit_every
+            self.audit(worker)
+
+    def audit(self, worker: Worker) -> None:
+        for name, law in LAWS.items():
+            try:
+                law(worker.scheduler)
+            except InvariantViolated as error:
+                raise LawBroken(name, str(error)) from error
+
+    def bury(self, worker: Worker) -> None:
+        """A worker's life is over: its transitions count."""
+        for (phase, move), times in getattr(worker.scheduler, "moves", dict)().items():
+            self.moves[f"{phase.name} ─{move.value}→"] += times
+
+    def nothing_held(self, worker: Worker, where: str) -> None:
+        gauges = worker.gauges()
+        held = gauges.running, gauges.waiting, gauges.blocks.running
+        if any(held):
+            raise LawBroken(NOTHING_HELD, f"{where} still has {held} running, waiting, blocks")
+
+    # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def expected(self, submission: Submission, tokens: int) -> list[int]:
+        return undisturbed(submission.prompt, submission.sampling, tokens, self._vocabulary)
+
+    def tokens(self, name: str, submission: Submission, before: int, new: Sequence[int], expected: Sequence[int]) -> None:
+        if list(new) != list(expected[before : before + len(new)]):
+            raise LawBroken(SAME_TOKENS, f"{name} got {list(new)} at {before}, not {expected[before : before + len(new)]}")
+
+    def ended(self, name: str, ended: WireEnded, expected: int, got: int, keep: int | None, left: bool) -> None:
+        """`expected`: tokens of the undisturbed answer; `got`: delivered; `keep`: where the client cut it; `left`: it went."""
+        self.ends[ended.reason] += 1
+        match FinishReason(ended.reason):
+            case FinishReason.ABORT:
+                if not left:
+                    raise LawBroken(TRUE_END, f"{name} was aborted, but its client stayed")
+            case FinishReason.ERROR:
+                if "device" not in self._classes:
+                    raise LawBroken(DESERVED_ERROR, f"{name} ended with an error")
+            case FinishReason.STOP | FinishReason.LENGTH:
+                wanted = (expected,) if keep is None else (expected, min(keep, expected))
+                if ended.generated_tokens not in wanted or (keep is None and not left and got != ended.generated_tokens):
+                    raise LawBroken(TRUE_END, f"{name}: {ended.generated_tokens} tokens ended it, {got} came, {wanted} wanted")
+
+    def bill(self, name: str, submission: Submission, ended: WireEnded, preemptions_max: int) -> None:
+        bill = ended.bill
+        if min(bill.queue_us, bill.prefill_us, bill.decode_us, bill.recomputed_tokens, bill.computed_tokens) < 0:
+            raise LawBroken(TRUE_BILL, f"{name}: {bill}")
+        if bill.cached_tokens >= len(submission.prompt) or bill.preemptions > preemptions_max:
+            raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
+
+    def refused(self, name: str, refusal: Refusal, impossible: bool) -> None:
+        self.ends[f"refused: {refusal.code}"] += 1
+        for_now = refusal.code in (RefusalCode.QUEUE_FULL, RefusalCode.DRAINING)
+        if impossible == for_now and refusal.code is not RefusalCode.DRAINING:
+            raise LawBroken(DESERVED_REFUSAL, f"{name}: {refusal}")
+        if refusal.code is RefusalCode.DRAINING and "rolling-restart" not in self._classes:
+            raise LawBroken(DESERVED_REFUSAL, f"{name}: {refusal}")
+
+    def lost(self, name: str, reason: str) -> None:
+        self.ends["lost"] += 1
+        if not any(name in MAY_LOSE_AN_INSTANCE for name in self._classes):
+            raise LawBroken(DESERVED_LOSS, f"{name}: {reason}")
+
+
+def judged(work: Callable[[], None]) -> LawBroken | None:
+    """Run something; whatever our code raises in it breaks a law. A broken law is the finding, not an accident to hide."""
+    try:
+        work()
+    except LawBroken as broken:
+        return broken
+    except (BatonError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next((f"{frame.name} ({frame.lineno})" for frame in reversed(frames)), "?")
+        return LawBroken(OWN_CHECKS, f"{type(error).__name__} in {where}: {error}")
+    return None

@@ -1,0 +1,136 @@
+"""The network between hosts: packets with a delay, and everything that can go wrong with them.
+
+Owns packets between `send` and their arrival. Without faults, packets of one direction arrive in order after a delay with
+jitter. Each direction draws from a stream of its own. A fault that fires is counted and told.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.sim.faults import Fault, NetworkRates
+from baton.sim.world import Host, World
+
+Receive = Callable[[str, bytes], None]
+
+IN_TRANSIT_MAX = 100_000
+"""Packets on their way at once; a world that needs more has lost control of its senders."""
+
+
+@dataclass(slots=True)
+class _Direction:
+    source: str
+    target: str
+    stream: random.Random
+    last_us: int = 0
+    """When the last packet arrives: the next one comes after it, unless it overtakes."""
+    clogged: list[bytes] | None = None
+    """What waits while nothing passes."""
+    cut: bool = False
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    host: Host
+    receive: Receive
+
+
+@dataclass(slots=True)
+class Network:
+    world: World
+    rates: NetworkRates
+    _endpoints: dict[str, _Endpoint] = field(default_factory=dict)
+    _directions: dict[tuple[str, str], _Direction] = field(default_factory=dict)
+    _in_transit: int = 0
+
+    def attach(self, name: str, host: Host, receive: Receive) -> None:
+        """`receive(sender, packet)` is called for each packet to `name`; a later call takes the name over (a restart)."""
+        self._endpoints[name] = _Endpoint(host, receive)
+
+    def send(self, source: str, target: str, packet: bytes) -> None:
+        way, rates = self._direction(source, target), self.rates
+        draw = way.stream.random
+        if way.cut:
+            self.world.fire(Fault.PARTITION, f"{source}→{target}")
+            return
+        if rates.loss and draw() < rates.loss:
+            self.world.fire(Fault.LOSS, f"{source}→{target}")
+            return
+        if rates.bit_flip and draw() < rates.bit_flip:
+            packet = _flipped(packet, way.stream)
+            self.world.fire(Fault.BIT_FLIP, f"{source}→{target}")
+        self._carry(way, packet)
+        if rates.duplication and draw() < rates.duplication:
+            self.world.fire(Fault.DUPLICATION, f"{source}→{target}")
+            self._carry(way, packet, late_us=int(draw() * rates.late_us))
+
+    def cut(self, one: str, other: str) -> None:
+        """Nothing passes between the two, either way, until `heal` or `join`."""
+        for ends in ((one, other), (other, one)):
+            self._direction(*ends).cut = True
+
+    def join(self, one: str, other: str) -> None:
+        for ends in ((one, other), (other, one)):
+            self._direction(*ends).cut = False
+
+    def clog(self, source: str, target: str) -> None:
+        """Packets of this direction pile up and arrive together when it is cleared."""
+        way = self._direction(source, target)
+        if way.clogged is None:
+            way.clogged = []
+            self.world.fire(Fault.CLOG, f"{source}→{target}")
+
+    def clear(self, source: str, target: str) -> None:
+        way = self._direction(source, target)
+        waiting, way.clogged = way.clogged, None
+        for packet in waiting or ():
+            self._carry(way, packet)
+
+    def heal(self) -> None:
+        self.rates = NetworkRates(delay_us=self.rates.delay_us)
+        for way in self._directions.values():
+            way.cut = False
+            if way.clogged is not None:
+                self.clear(way.source, way.target)
+
+    def _direction(self, source: str, target: str) -> _Direction:
+        way = self._directions.get((source, target))
+        if way is None:
+            way = _Direction(source, target, self.world.stream(f"network {source}→{target}"))
+            self._directions[source, target] = way
+        return way
+
+    def _carry(self, way: _Direction, packet: bytes, late_us: int = 0) -> None:
+        if way.clogged is not None:
+            if len(way.clogged) < IN_TRANSIT_MAX:
+                way.clogged.append(packet)
+            return
+        if self._in_transit >= IN_TRANSIT_MAX:
+            return  # as a router with full queues would
+        rates, draw = self.rates, way.stream.random
+        arrives_us = self.world.now_us + late_us + rates.delay_us + int(draw() * rates.jitter_us)
+        if rates.spike and draw() < rates.spike:
+            arrives_us += int(draw() * rates.spike_us)
+            self.world.fire(Fault.DELAY, f"{way.source}→{way.target}")
+        if rates.reordering and draw() < rates.reordering:
+            arrives_us += int(draw() * rates.late_us)
+            self.world.fire(Fault.REORDERING, f"{way.source}→{way.target}")
+        elif not late_us:
+            arrives_us = way.last_us = max(arrives_us, way.last_us)
+        self._in_transit += 1
+        self.world.at(arrives_us, self._arrive, way, packet)
+
+    def _arrive(self, way: _Direction, packet: bytes) -> None:
+        self._in_transit -= 1
+        end = self._endpoints.get(way.target)
+        if end is not None:
+            end.host.run(end.receive, way.source, packet)
+
+
+def _flipped(packet: bytes, stream: random.Random) -> bytes:
+    at = stream.randrange(len(packet) * 8)
+    spoilt = bytearray(packet)
+    spoilt[at // 8] ^= 1 << (at % 8)
+    return bytes(spoilt)

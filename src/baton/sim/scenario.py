@@ -1,0 +1,300 @@
+"""One fuzzed world: everything about it follows from a seed, less what a user (or the shrinker) leaves out.
+
+Owns the draw of a cluster, its load and its faults, the two phases, and the verdict:
+
+    chaos    requests arrive, faults happen; safety laws after each event
+    heal     no fault any more; every open request must end within a bound, and then nothing may be held
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+
+from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
+from baton.executor.contract import ExecutorShape
+from baton.executor.scripted import ScriptedExecutor
+from baton.sim.asks import VOCABULARY, Ask, draw_ask
+from baton.sim.chaos import Chaos
+from baton.sim.clients import User
+from baton.sim.faults import CLASSES, Fault, Rates, draw_classes, draw_rates
+from baton.sim.front import Front
+from baton.sim.instance import Instance, InstanceSpec
+from baton.sim.judge import DEADLOCK, LIVENESS, Judge, LawBroken, judged
+from baton.sim.lines import initiator
+from baton.sim.network import Network
+from baton.sim.seats import FRONT, Seat
+from baton.sim.world import Host, World, stream_of
+from baton.wire.link import LinkConfig
+
+EVENTS_MAX = 200_000
+HEALED_WITHIN_US = 60_000_000
+QUIET_WITHIN_US = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """What to leave out of a seed's world. None: nothing."""
+
+    classes: tuple[str, ...] | None = None
+    asks: tuple[int, ...] | None = None
+    instances: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTimes:
+    base_us: int
+    token_us: int
+
+    def step_us(self, decodes: int, decode_context: int, prefill_tokens: int, prefill_pairs: int) -> int:  # noqa: ARG002
+        return self.base_us + self.token_us * (decodes + prefill_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    instances: int
+    classes: tuple[str, ...]
+    rates: Rates
+    config: WorkerConfig
+    times: FlatTimes
+    link: LinkConfig
+    span_us: int
+    users: tuple[tuple[int, bool, tuple[Ask, ...]], ...]
+    """(when, whether it converses, what it asks)."""
+
+    @property
+    def asks(self) -> int:
+        return sum(len(asks) for _, _, asks in self.users)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    seed: int
+    broken: LawBroken | None
+    digest: str
+    events: int
+    virtual_us: int
+    asks: int
+    fired: Counter[str]
+    moves: Counter[str]
+    ends: Counter[str]
+    story: tuple[str, ...]
+    scenario: Scenario
+
+
+def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
+    trim = trim or Trim()
+    stream = stream_of(seed, "scenario")
+    instances = stream.randint(3, 5)
+    classes = draw_classes(stream)
+    classes = classes if trim.classes is None else trim.classes
+    rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in CLASSES}, classes)
+    span_us = stream.randint(300_000, 1_200_000)
+    config = _draw_config(seed)
+    users = _draw_users(seed, config, rates, span_us)
+    if trim.asks is not None:
+        users = _only(users, trim.asks)
+    shape = stream_of(seed, "times")
+    return Scenario(
+        seed=seed,
+        instances=instances if trim.instances is None else trim.instances,
+        classes=classes,
+        rates=rates,
+        config=config,
+        times=FlatTimes(shape.randint(2_000, 20_000), shape.randint(10, 500)),
+        link=LinkConfig(
+            heartbeat_us=60_000, silent_us=shape.choice((150_000, 300_000, 600_000)), acceptor_silent_us=700_000
+        ),
+        span_us=span_us,
+        users=users,
+    )
+
+
+def _draw_config(seed: int) -> WorkerConfig:
+    stream = stream_of(seed, "config")
+    block_size = stream.choice((1, 2, 4, 4, 8))
+    burst = stream.choice((1, 1, 1, 2, 3))
+    burst = min(burst, block_size)
+    slots = stream.randint(2, 6)
+    context = stream.randint(32, 56)
+    whole = -(-context // block_size)
+    return WorkerConfig(
+        slots=slots,
+        blocks=int(whole * stream.choice((1.0, 1.1, 1.5, 2.5, 4.0))),
+        block_size=block_size,
+        context_tokens=context,
+        step_tokens=slots * burst + stream.choice((0, 2, 8, 32)),
+        burst=burst,
+        depth=stream.randint(1, 3),
+        waiting_max=stream.choice((3, 8, 64)),
+        prefix_cache=stream.random() < 0.8,
+        reserve=stream.choice(tuple(ReservePolicy)),
+        ratio_decay=stream.choice((0.001, 0.02)),
+        victims=stream.choice(tuple(VictimPolicy)),
+        max_preemptions=stream.randint(0, 8),
+    )
+
+
+def _draw_users(
+    seed: int, config: WorkerConfig, rates: Rates, span_us: int
+) -> tuple[tuple[int, bool, tuple[Ask, ...]], ...]:
+    """At least 40 requests: an open loop, users who wait for their answers, and conversations."""
+    stream = stream_of(seed, "users")
+    asks = iter(range(1_000))
+
+    def ask() -> Ask:
+        index = next(asks)
+        return draw_ask(stream_of(seed, f"ask {index}"), index, config, rates, seed)
+
+    arrivals_us = span_us / rates.overload
+    users: list[tuple[int, bool, tuple[Ask, ...]]] = []
+    for _ in range(stream.randint(24, 32)):
+        users.append((int(stream.random() * arrivals_us), False, (ask(),)))
+    for _ in range(stream.randint(2, 3)):
+        users.append((stream.randrange(span_us // 4), False, tuple(ask() for _ in range(4))))
+    for _ in range(stream.randint(2, 3)):
+        users.append((stream.randrange(span_us // 3), True, tuple(ask() for _ in range(4))))
+    return tuple(users)
+
+
+def _only(
+    users: tuple[tuple[int, bool, tuple[Ask, ...]], ...], kept: tuple[int, ...]
+) -> tuple[tuple[int, bool, tuple[Ask, ...]], ...]:
+    left = ((at, converses, tuple(ask for ask in asks if ask.index in kept)) for at, converses, asks in users)
+    return tuple(user for user in left if user[2])
+
+
+class Run:
+    """A scenario under way."""
+
+    def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
+        self.scenario = scenario
+        self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
+        self.judge = Judge(scenario.classes, VOCABULARY, always_audit)
+        self.network = Network(self.world, scenario.rates.network)
+        self._front_host = Host(self.world, FRONT)
+        self.front = Front(self._front_host, scenario.instances)
+        self.seats = [self._seat(number) for number in range(scenario.instances)]
+        self.chaos = Chaos(self.world, self.network, self.seats, scenario.rates, scenario.span_us)
+        self.users = [self._user(*user) for user in scenario.users]
+
+    def verdict(self) -> Verdict:
+        broken = judged(self._live)
+        for seat in self.seats:
+            if seat.instance is not None:
+                self._bury(seat.instance)
+        if "overload" in self.scenario.classes:
+            self.world.fire(Fault.OVERLOAD, FRONT)
+        return Verdict(
+            seed=self.scenario.seed,
+            broken=broken,
+            digest=self.world.digest(),
+            events=self.world.events,
+            virtual_us=self.world.now_us,
+            asks=sum(user.made for user in self.users),
+            fired=self.world.fired,
+            moves=self.judge.moves,
+            ends=self.judge.ends,
+            story=tuple(self.world.story),
+            scenario=self.scenario,
+        )
+
+    def _live(self) -> None:
+        for seat in self.seats:
+            seat.boot()
+        for counter in self.front.counters:
+            if counter.line is not None:
+                counter.line.open()
+        for user, (at_us, _, _) in zip(self.users, self.scenario.users, strict=True):
+            user.start(at_us + 30_000)
+        self.chaos.unleash()
+        self._until(self.scenario.span_us)
+        self.world.note("world", "heals")
+        self.chaos.heal()
+        self._audit_all()
+        self._until_all_have_ended(self.world.now_us + HEALED_WITHIN_US)
+        self._until_nothing_is_held(self.world.now_us + QUIET_WITHIN_US)
+
+    def _until(self, until_us: int) -> None:
+        while (next_us := self.world.next_us) is not None and next_us < until_us:
+            self.world.step()
+        self.world.now_us = until_us
+
+    def _until_all_have_ended(self, bound_us: int) -> None:
+        while waiting := [user for user in self.users if not user.done]:
+            next_us = self.world.next_us
+            client = next((user.client for user in waiting if user.client is not None), None)
+            if next_us is None:
+                raise LawBroken(DEADLOCK, f"nothing is due while {client.name if client else 'a user'} waits")
+            if next_us > bound_us:
+                raise LawBroken(LIVENESS, f"{len(waiting)} users still wait, {client.name if client else 'idle'} first")
+            self.world.step()
+            for _ in range(31):  # asking everybody after each event would take longer than the event
+                if self.world.next_us is not None and self.world.next_us <= bound_us:
+                    self.world.step()
+
+    def _until_nothing_is_held(self, bound_us: int) -> None:
+        while not self._nothing_open():
+            next_us = self.world.next_us
+            if next_us is None or next_us > bound_us:
+                break
+            self.world.step()
+        self._audit_all()
+        for seat in self.seats:
+            if seat.instance is not None and seat.instance.worker is not None:
+                self.judge.nothing_held(seat.instance.worker, seat.name)
+        if self.front.open_requests:
+            raise LawBroken(LIVENESS, f"the front end still has {self.front.open_requests} open requests")
+
+    def _nothing_open(self) -> bool:
+        workers = [seat.instance.worker for seat in self.seats if seat.instance is not None]
+        return not self.front.open_requests and all(worker is not None and worker.is_idle for worker in workers)
+
+    def _audit_all(self) -> None:
+        for seat in self.seats:
+            if seat.instance is not None and seat.instance.worker is not None:
+                self.judge.audit(seat.instance.worker)
+
+    def _seat(self, number: int) -> Seat:
+        scenario = self.scenario
+        spec = InstanceSpec(number, scenario.config, partial(_scripted), scenario.times)
+        counter = self.front.counters[number]
+        seat = Seat(
+            self.world, self.network, spec, counter, scenario.link, scenario.rates.disk, self._told, self._bury
+        )
+        counter.line = initiator(
+            self._front_host, self.network, f"{FRONT} {number}", seat.name, counter, scenario.link
+        )
+        return seat
+
+    def _user(self, _at_us: int, converses: bool, asks: tuple[Ask, ...]) -> User:
+        config = self.scenario.config
+        return User(
+            self._front_host,
+            self.front,
+            self.judge,
+            asks,
+            converses=converses,
+            tokens_max=config.sequence_tokens_max,
+            preemptions_max=config.max_preemptions,
+        )
+
+    def _told(self, instance: Instance) -> None:
+        if instance.worker is not None:
+            self.judge.look_at(instance.worker)
+
+    def _bury(self, instance: Instance) -> None:
+        if instance.worker is not None:
+            self.judge.bury(instance.worker)
+
+
+def _scripted(shape: ExecutorShape) -> ScriptedExecutor:
+    return ScriptedExecutor(shape, VOCABULARY)
+
+
+def run_seed(seed: int, trim: Trim | None = None, *, tell_story: bool = False, always_audit: bool = False) -> Verdict:
+    return Run(draw_scenario(seed, trim), tell_story=tell_story, always_audit=always_audit).verdict()
+
+

@@ -1,0 +1,118 @@
+"""A seat: the host and disk on which the lives of one instance follow each other, and its line to the front end.
+
+Owns starting, crashing and restarting. A life is an `Instance`; the seat gives it a line when it has started, and passes on
+what the line tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.sim.disk import Disk
+from baton.sim.faults import DiskRates, Fault
+from baton.sim.front import Counter
+from baton.sim.instance import Instance, InstanceSpec
+from baton.sim.lines import LinkEnd, acceptor
+from baton.sim.network import Network
+from baton.sim.world import Host, World
+from baton.wire.link import LinkConfig
+
+FRONT = "front"
+
+
+class Seat:
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        spec: InstanceSpec,
+        counter: Counter,
+        link: LinkConfig,
+        disk: DiskRates,
+        told: Callable[[Instance], None] | None = None,
+        buried: Callable[[Instance], None] | None = None,
+    ) -> None:
+        self.name = f"instance {spec.number}"
+        self.counter = counter
+        self.host = Host(world, self.name)
+        self.disk = Disk(self.host, disk)
+        self.instance: Instance | None = None
+        """The present life; None while the host is down."""
+        self._network = network
+        self._spec = spec
+        self._link = link
+        self._told = told
+        self._buried = buried
+        self.disagreement = 0.0
+        self.slowness = 1.0
+
+    def boot(self) -> None:
+        self.host.restart()
+        life = Instance(self.host, self.disk, self._spec, self._told)
+        life.device.disagreement, life.device.slowness = self.disagreement, self.slowness
+        self.instance = life
+        self._note(f"starts life {self.host.lives + 1}")
+        life.start(self._serve)
+
+    def crash(self) -> None:
+        if self.instance is None:
+            return
+        if self._buried is not None:
+            self._buried(self.instance)
+        self.instance = None
+        self.host.resume()
+        self.host.crash()
+        self.disk.crash()
+        self._note("is down")
+
+    def fail(self) -> None:
+        """The engine ends by itself, with last words."""
+        if self.instance is not None and not self.host.paused:
+            self.host.world.fire(Fault.ENGINE_FAILURE, self.name)
+            self.instance.fail("a simulated fault of the device")
+            self.crash()
+
+    def restart_when_idle(self, down_us: int) -> None:
+        """A drain has been ordered: when everything open has ended, the next life begins."""
+        if self.instance is not None and self.instance.worker is not None:
+            self.instance.restart_when_idle(lambda: self._cycle(down_us))
+
+    def set_device(self, *, slowness: float | None = None, disagreement: float | None = None) -> None:
+        self.slowness = self.slowness if slowness is None else slowness
+        self.disagreement = self.disagreement if disagreement is None else disagreement
+        if self.instance is not None:
+            self.instance.device.slowness = self.slowness
+            self.instance.device.disagreement = self.disagreement
+
+    def _cycle(self, down_us: int) -> None:
+        self.crash()
+        self.host.world.after(down_us, self.boot_if_down)
+
+    def boot_if_down(self) -> None:
+        if self.instance is None:
+            self.boot()
+
+    def _serve(self, life: Instance) -> None:
+        end = _Answering(life)
+        end.line = acceptor(self.host, self._network, self.name, f"{FRONT} {self._spec.number}", end, self._link)
+
+    def _note(self, what: str) -> None:
+        if self.host.world.keeps_notes:
+            self.host.world.note(self.name, what)
+
+
+class _Answering:
+    """The instance's end of its line."""
+
+    def __init__(self, life: Instance) -> None:
+        self._life = life
+        self.line: LinkEnd
+
+    def opened(self) -> None:
+        self._life.answer(self.line)
+
+    def lost(self, _reason: str) -> None:
+        self._life.orphan()
+
+    def took(self, frames: list[bytes]) -> None:
+        self._life.take(frames)

@@ -1,0 +1,175 @@
+"""Virtual time: one heap of events, one random stream a component, and the story of what happened.
+
+Owns the clock and the order of events. Time is in integer microseconds; events at one moment happen in the order in which
+they were asked for (heap keys are (time, sequence)). Everything random in a world comes from `stream(name)`, which depends on
+the seed and the name alone: a component that draws more or less does not disturb the others. Nothing here reads a real clock,
+iterates a set or asks for `hash()`, so one seed is one run, in any process.
+
+An actor is any object that asks its host for events:
+
+    host.after(delay_us, self._wake, argument)      happens later, unless the host has crashed by then
+    alarm = Alarm(host, self._wake); alarm.set(at)  for objects that are pulled: `alarm.set(worker.next_deadline())`
+
+A host is a machine that can crash (its events never happen) and pause (they happen when it wakes up).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+
+from baton.core.errors import BatonError
+
+STORY_LINES_MAX = 200_000
+
+Act = Callable[..., None]
+
+
+class EventsExhausted(BatonError):
+    """The run took more events than its bound: something goes round in circles."""
+
+
+def stream_of(seed: int, name: str) -> random.Random:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return random.Random(int.from_bytes(digest, "little"))
+
+
+class World:
+    def __init__(self, seed: int, *, events_max: int, tell_story: bool = False, keep_digest: bool = True) -> None:
+        self.seed = seed
+        self.now_us = 0
+        self.events = 0
+        self.fired: Counter[str] = Counter()
+        """How often each fault fired."""
+        self.keeps_notes = keep_digest or tell_story
+        """Whether `note` does anything; ask before making a line costs something."""
+        self.story: deque[str] = deque(maxlen=STORY_LINES_MAX)
+        self._tell_story = tell_story
+        self._events_max = events_max
+        self._heap: list[tuple[int, int, Act, tuple[object, ...]]] = []
+        self._sequence = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def stream(self, name: str) -> random.Random:
+        return stream_of(self.seed, name)
+
+    def at(self, at_us: int, act: Act, *arguments: object) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, (max(at_us, self.now_us), self._sequence, act, arguments))
+
+    def after(self, delay_us: int, act: Act, *arguments: object) -> None:
+        self.at(self.now_us + delay_us, act, *arguments)
+
+    @property
+    def next_us(self) -> int | None:
+        """When the next event is due; None: nothing will ever happen again."""
+        return self._heap[0][0] if self._heap else None
+
+    def step(self) -> None:
+        """Let the next event happen."""
+        if self.events >= self._events_max:
+            raise EventsExhausted(f"{self.events} events by {self.now_us} µs, and no end")
+        self.events += 1
+        self.now_us, _, act, arguments = heapq.heappop(self._heap)
+        act(*arguments)
+
+    def fire(self, fault: str, where: str) -> None:
+        """A fault happens."""
+        self.fired[fault] += 1
+        if self.keeps_notes:
+            self.note(where, f"fault: {fault}")
+
+    def note(self, who: str, what: str) -> None:
+        """One line of the story. The digest covers every line, whether it is kept or not."""
+        line = f"{self.now_us} {who} {what}"
+        self._digest.update(line.encode())
+        if self._tell_story:
+            self.story.append(line)
+
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+
+class Host:
+    """A machine: what runs on it stops at a crash and stands still in a pause."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.lives = 0
+        """Changes with every crash: events of an earlier life never happen."""
+        self.up = True
+        self._paused = False
+        self._held: list[tuple[int, Act, tuple[object, ...]]] = []
+
+    def after(self, delay_us: int, act: Act, *arguments: object) -> None:
+        self.world.after(delay_us, self._run, self.lives, act, arguments)
+
+    def at(self, at_us: int, act: Act, *arguments: object) -> None:
+        self.world.at(at_us, self._run, self.lives, act, arguments)
+
+    def crash(self) -> None:
+        self.lives += 1
+        self.up = False
+        self._held.clear()
+
+    def restart(self) -> None:
+        self.up = True
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        """Everything that was due meanwhile happens now, in its order."""
+        self._paused = False
+        held, self._held = self._held, []
+        for life, act, arguments in held:
+            self.world.after(0, self._run, life, act, arguments)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    def run(self, act: Act, *arguments: object) -> None:
+        """Now, unless the host is down or asleep."""
+        self._run(self.lives, act, arguments)
+
+    def _run(self, life: int, act: Act, arguments: tuple[object, ...]) -> None:
+        if life != self.lives or not self.up:
+            return
+        if self._paused:
+            self._held.append((life, act, arguments))
+        else:
+            act(*arguments)
+
+
+class Alarm:
+    """Wakes an actor at the last time that was set, and at no other."""
+
+    def __init__(self, host: Host, wake: Callable[[], None]) -> None:
+        self._host = host
+        self._wake = wake
+        self._at_us: int | None = None
+        self._armed_us: int | None = None
+        """The earliest event of ours in the heap: setting a later time waits for that one, then asks again."""
+
+    def set(self, at_us: int | None) -> None:
+        self._at_us = at_us
+        if at_us is not None and (self._armed_us is None or at_us < self._armed_us):
+            self._armed_us = at_us
+            self._host.at(at_us, self._ring, at_us)
+
+    def _ring(self, armed_us: int) -> None:
+        if armed_us != self._armed_us:
+            return
+        self._armed_us = None
+        if self._at_us is None:
+            return
+        if self._at_us <= self._host.world.now_us:
+            self._at_us = None
+            self._wake()
+        else:
+            self.set(self._at_us)

@@ -1,0 +1,314 @@
+"""The front end's book of what is open at one engine: tickets it waits for, serials whose tokens it hears.
+
+    message = desk.submit(group)       what travels to the engine
+    took    = desk.take(message)       what a message from it means: news for the clients, orders to send back
+    lost    = desk.lose(reason)        the engine is gone: everything open ends here
+
+A ticket is the desk's number for a submitted group. The engine answers it once; accepted, it becomes one serial for each
+submission of the group. Each entry of the book is in one state, and what can happen to it is one table:
+
+    tickets                                           serials
+    SUBMITTED ───────────────── accepted ───────────▶ OPEN ── let go ──▶ STOPPING
+      │    └── refused, lost ──▶ gone                   └── ended, lost ──┴──▶ gone
+      │ abandoned
+      ▼
+    ABANDONED ───────────────── accepted ───────────▶ UNWANTED ── ended, lost ──▶ gone
+           └── refused, lost ──▶ gone
+
+Promises: whoever submitted hears of each ticket and of each serial exactly one end and nothing after it, and nothing at all
+of what it abandoned; every serial of an abandoned ticket is cancelled. The desk has no clock, socket or task in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from baton.core.errors import BatonError, IllegalTransition, Refusal
+from baton.core.request import Submission
+from baton.wire.messages import (
+    AcceptedAs,
+    Cancel,
+    Failed,
+    FromEngine,
+    LogprobLine,
+    Ready,
+    RefusedWith,
+    Rows,
+    StepOutput,
+    StopAt,
+    Submit,
+    ToEngine,
+    WireEnded,
+    WireError,
+    refusal_of,
+    submit,
+)
+
+
+class DeskClosed(BatonError):
+    """The engine behind this desk is gone; the message says why."""
+
+
+class State(Enum):
+    SUBMITTED = "submitted"
+    ABANDONED = "abandoned"
+    """Nobody waits for the answer any more."""
+    OPEN = "open"
+    STOPPING = "stopping"
+    """The engine was told to end it; tokens and the end still come."""
+    UNWANTED = "unwanted"
+    """Accepted after it was abandoned: cancelled, and nobody hears of it."""
+    GONE = "gone"
+
+
+class Move(Enum):
+    ABANDON = "abandoned"
+    ACCEPT = "accepted"
+    REFUSE = "refused"
+    LET_GO = "let go"
+    END = "ended"
+    LOSE = "lost"
+
+
+TRANSITIONS: dict[tuple[State, Move], State] = {
+    (State.SUBMITTED, Move.ACCEPT): State.OPEN,
+    (State.SUBMITTED, Move.REFUSE): State.GONE,
+    (State.SUBMITTED, Move.ABANDON): State.ABANDONED,
+    (State.SUBMITTED, Move.LOSE): State.GONE,
+    (State.ABANDONED, Move.ACCEPT): State.UNWANTED,
+    (State.ABANDONED, Move.REFUSE): State.GONE,
+    (State.ABANDONED, Move.LOSE): State.GONE,
+    (State.OPEN, Move.LET_GO): State.STOPPING,
+    (State.OPEN, Move.END): State.GONE,
+    (State.OPEN, Move.LOSE): State.GONE,
+    (State.STOPPING, Move.END): State.GONE,
+    (State.STOPPING, Move.LOSE): State.GONE,
+    (State.UNWANTED, Move.END): State.GONE,
+    (State.UNWANTED, Move.LOSE): State.GONE,
+}
+"""Accepting moves a ticket into the state that its serials begin in."""
+
+UNHEARD = (State.ABANDONED, State.UNWANTED)
+
+
+def next_state(state: State, move: Move) -> State:
+    try:
+        return TRANSITIONS[state, move]
+    except KeyError:
+        raise IllegalTransition(f"an entry in {state.name} cannot take the move {move.name}") from None
+
+
+# ── what `take` and `lose` say ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Opened(msgspec.Struct, frozen=True):
+    ticket: int
+    serials: tuple[int, ...]
+    """One for each submission of the group, in its order."""
+
+
+class Declined(msgspec.Struct, frozen=True):
+    ticket: int
+    refusal: Refusal
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What a step brought to one request. `ended` comes with the last news of a serial, which may have no token."""
+
+    serial: int
+    tokens: list[int]
+    logprobs: list[LogprobLine] | None
+    """One for each token where they were asked for."""
+    cached_tokens: int | None
+    """Prompt tokens that the prefix cache had; known from the first token on and said with it."""
+    ended: WireEnded | None
+
+
+class Came(msgspec.Struct, frozen=True):
+    """The engine serves."""
+
+    ready: Ready
+
+
+class Died(msgspec.Struct, frozen=True):
+    """The engine's last words. What is open stays so until `lose`."""
+
+    reason: str
+
+
+News = Opened | Declined | Progress | Came | Died
+
+
+class Took(msgspec.Struct, frozen=True):
+    news: list[News]
+    """In the order in which it happened."""
+    orders: list[ToEngine]
+    """To be sent to the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The end of what was open at an engine that is gone: a ticket before its answer, a serial after it."""
+
+    ticket: int | None
+    serial: int | None
+    reason: str
+    retryable: bool = True
+    """Nothing was wrong with the request: another engine may be asked."""
+
+
+# ── the book ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Desk:
+    def __init__(self) -> None:
+        self._next_ticket = 0
+        self._tickets: dict[int, State] = {}
+        self._serials: dict[int, State] = {}
+        self._first_serial: int | None = None
+        """Engines number requests upwards: what is below was accepted in an earlier conversation and is nobody's here."""
+        self._lost: str | None = None
+        self.late = 0
+        """Rows that came for a request of which nobody hears any more, and messages that came after the loss."""
+
+    @property
+    def open_tickets(self) -> int:
+        """Groups that the engine has not answered, abandoned ones included."""
+        return len(self._tickets)
+
+    @property
+    def open_serials(self) -> int:
+        """Requests that the engine has not ended, stopping and unwanted ones included."""
+        return len(self._serials)
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._tickets) + len(self._serials)
+
+    def submit(self, group: Sequence[Submission]) -> Submit:
+        if self._lost is not None:
+            raise DeskClosed(f"the engine is gone: {self._lost}")
+        message = submit(self._next_ticket, group)
+        self._tickets[message.ticket] = State.SUBMITTED
+        self._next_ticket += 1
+        return message
+
+    def abandon(self, ticket: int) -> None:
+        """The client left before the answer. Does nothing after the answer: then there are serials to cancel."""
+        if self._tickets.get(ticket) is State.SUBMITTED:
+            _move(self._tickets, ticket, Move.ABANDON)
+
+    def cancel(self, serial: int) -> Cancel | None:
+        """The order that ends a request whose client left; None when it has ended or was told to."""
+        return Cancel(serial) if self._let_go(serial) else None
+
+    def stop(self, serial: int, keep: int) -> StopAt | None:
+        """The order that ends a request after `keep` tokens; None when it has ended or was told to."""
+        return StopAt(serial, keep) if self._let_go(serial) else None
+
+    def _let_go(self, serial: int) -> bool:
+        if self._serials.get(serial) is not State.OPEN:
+            return False
+        _move(self._serials, serial, Move.LET_GO)
+        return True
+
+    def take(self, message: FromEngine) -> Took:
+        """A WireError means that the engine broke the rules of the conversation; the book is then as it was."""
+        if self._lost is not None:
+            self.late += 1
+            return Took([], [])
+        match message:
+            case StepOutput():
+                return Took(self._step(message), [])
+            case AcceptedAs(ticket, serials):
+                return self._accepted(ticket, serials)
+            case RefusedWith(ticket):
+                unheard = self._state_of(ticket) in UNHEARD
+                _move(self._tickets, ticket, Move.REFUSE)
+                return Took([] if unheard else [Declined(ticket, refusal_of(message))], [])
+            case Ready():
+                return Took([Came(message)], [])
+            case Failed(reason):
+                return Took([Died(reason)], [])
+
+    def lose(self, reason: str) -> list[Lost]:
+        """The engine is gone. Every ticket and serial that somebody hears of ends here; a second loss ends nothing."""
+        if self._lost is not None:
+            return []
+        self._lost = reason
+        ends = [Lost(ticket, None, reason) for ticket in _heard(self._tickets)]
+        ends += [Lost(None, serial, reason) for serial in _heard(self._serials)]
+        for book in (self._tickets, self._serials):
+            for key in list(book):
+                _move(book, key, Move.LOSE)
+        return ends
+
+    def _state_of(self, ticket: int) -> State:
+        state = self._tickets.get(ticket)
+        if state is None:
+            raise WireError(f"an answer to ticket {ticket}, which waits for none")
+        return state
+
+    def _accepted(self, ticket: int, serials: tuple[int, ...]) -> Took:
+        state = next_state(self._state_of(ticket), Move.ACCEPT)
+        opened = dict.fromkeys(serials, state)
+        known = [serial for serial in opened if serial in self._serials]
+        if known or len(opened) != len(serials):
+            raise WireError(
+                f"ticket {ticket} was accepted as {serials}, of which {known} are open already or some are equal"
+            )
+        del self._tickets[ticket]
+        self._serials.update(opened)
+        if self._first_serial is None:
+            self._first_serial = min(serials, default=None)
+        if state is State.UNWANTED:
+            return Took([], [Cancel(serial) for serial in serials])
+        return Took([Opened(ticket, serials)], [])
+
+    def _step(self, output: StepOutput) -> list[News]:
+        rows, cached, ended = Rows(output), dict(output.started), self._ends(output.ended)
+        news: list[News] = []
+        at = 0
+        for row, (serial, count) in enumerate(zip(rows.serials, rows.counts, strict=True)):
+            begin, at = at, at + count
+            state = self._serials.get(serial)
+            end = ended.pop(serial, None) if ended else None
+            if state is State.OPEN or state is State.STOPPING:
+                tokens = rows.tokens[begin:at]
+                news.append(Progress(serial, tokens, rows.logprobs.get(row), cached.get(serial), end))
+            else:
+                self.late += 1
+            if end is not None:
+                _move(self._serials, serial, Move.END)
+        for serial, end in ended.items():
+            if self._serials[serial] is not State.UNWANTED:
+                news.append(Progress(serial, [], None, None, end))
+            _move(self._serials, serial, Move.END)
+        return news
+
+    def _ends(self, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
+        by_serial: dict[int, WireEnded] = {}
+        for end in ended:
+            if self._first_serial is None or end.serial < self._first_serial:
+                self.late += 1
+                continue
+            if end.serial not in self._serials or end.serial in by_serial:
+                raise WireError(f"an end of serial {end.serial}, which is not open")
+            by_serial[end.serial] = end
+        return by_serial
+
+
+def _move(book: dict[int, State], key: int, move: Move) -> None:
+    state = next_state(book[key], move)
+    if state is State.GONE:
+        del book[key]
+    else:
+        book[key] = state
+
+
+def _heard(book: dict[int, State]) -> list[int]:
+    return [key for key, state in book.items() if state not in UNHEARD]

@@ -1,0 +1,64 @@
+"""What a message means to a Worker, and what an order of the Worker says on the wire.
+
+Whoever drives a Worker translates here, be it the engine process or a simulator. Nothing is decided and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.core.records import SchedulerGauges
+from baton.core.request import Serial
+from baton.core.worker import (
+    Accepted,
+    Cancelled,
+    Deliver,
+    DrainOrdered,
+    Effect,
+    Event,
+    GroupRefused,
+    Launch,
+    StopFound,
+    Submitted,
+    Withdrawn,
+)
+from baton.wire.messages import (
+    AcceptedAs,
+    Cancel,
+    Drain,
+    FromEngine,
+    StopAt,
+    Submit,
+    ToEngine,
+    ended_output,
+    refused,
+    step_output,
+    submissions,
+)
+
+
+def event_of(message: ToEngine) -> Event:
+    match message:
+        case Submit():
+            return Submitted(message.ticket, submissions(message))
+        case Cancel(serial):
+            return Cancelled(Serial(serial))
+        case StopAt(serial, keep):
+            return StopFound(Serial(serial), keep)
+        case Drain():
+            return DrainOrdered()
+
+
+def message_of(effect: Effect, gauges: Callable[[], SchedulerGauges]) -> FromEngine | None:
+    """What the front end must hear; None for a Launch, which is the executor's. `gauges` is read only where they travel."""
+    match effect:
+        case Deliver(settled):
+            return step_output(settled, gauges())
+        case Launch():
+            return None
+        case Withdrawn(ended):
+            return ended_output(ended, gauges())
+        case Accepted(ticket, serials):
+            return AcceptedAs(ticket, serials)
+        case GroupRefused(ticket, refusal):
+            return refused(ticket, refusal)

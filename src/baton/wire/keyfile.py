@@ -1,0 +1,26 @@
+"""The file that keeps the prefix cache's secret: what is written, and whether what is read back is whole.
+
+A file that is torn, swapped or rotten is not a secret: its owner makes a new one and loses only what was cached under the old.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+KEY_BYTES = 32
+_MAGIC = b"baton-key-1\n"
+_CHECK_BYTES = 8
+
+
+def write_key(secret: bytes) -> bytes:
+    return _MAGIC + secret + _check(secret)
+
+
+def read_key(data: bytes) -> bytes | None:
+    """The secret, or None where the file is damaged."""
+    secret = data[len(_MAGIC) : len(_MAGIC) + KEY_BYTES]
+    return secret if len(secret) == KEY_BYTES and data == write_key(secret) else None
+
+
+def _check(secret: bytes) -> bytes:
+    return hashlib.blake2b(secret, digest_size=_CHECK_BYTES, person=b"baton-keyfile").digest()

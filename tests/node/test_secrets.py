@@ -1,0 +1,42 @@
+"""The key of the prefix cache outlives restarts, and damage to it costs cached names, never the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.node.secrets import prefix_secret
+from baton.wire.keyfile import KEY_BYTES, read_key, write_key
+
+
+def test_the_key_is_the_same_after_a_restart(tmp_path: Path) -> None:
+    assert prefix_secret(tmp_path) == prefix_secret(tmp_path)
+    assert (tmp_path / "prefix.key").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"x" * 52])
+def test_a_damaged_file_is_replaced_by_a_new_key(tmp_path: Path, damage: bytes) -> None:
+    first = prefix_secret(tmp_path)
+    (tmp_path / "prefix.key").write_bytes(damage)
+    second = prefix_secret(tmp_path)
+    assert second != first
+    assert prefix_secret(tmp_path) == second
+
+
+def test_a_folder_that_cannot_be_written_costs_only_stability(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert len(prefix_secret(tmp_path / "file" / "folder")) == KEY_BYTES
+
+
+@given(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), st.data())
+def test_no_damaged_file_is_taken_for_a_key(secret: bytes, data: st.DataObject) -> None:
+    whole = write_key(secret)
+    assert read_key(whole) == secret
+    at = data.draw(st.integers(0, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[at] ^= 1 << data.draw(st.integers(0, 7))
+    assert read_key(bytes(flipped)) is None
+    assert read_key(whole[:at]) is None
