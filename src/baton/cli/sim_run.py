@@ -44,18 +44,20 @@ Trace = Annotated[
     typer.Option(exists=True, dir_okay=False, rich_help_panel=TRACED, help="Mooncake, Azure or ShareGPT trace; also .gz."),
 ]
 Limit = Annotated[int | None, _option("limit", TRACED, "First requests that fit. Default: all.", 1, 1_000_000)]
-Speed = Annotated[float | None, _option("speed", TRACED, "The trace's times, × this fast [1].", 0.001, 10_000)]
-Requests = Annotated[int | None, _option("requests", MADE_UP, "How many [1000].", 1, 1_000_000)]
-InputTokens = Annotated[int | None, _option("input-tokens", MADE_UP, "Prompt; in a session, new each round [1024].", 1)]
-OutputTokens = Annotated[int | None, _option("output-tokens", MADE_UP, "Answer [256].", 1)]
+Speed = Annotated[float | None, _option("speed", TRACED, "The trace's times, × this fast. Default: 1.", 0.001, 10_000)]
+Requests = Annotated[int | None, _option("requests", MADE_UP, "How many. Default: 1000.", 1, 1_000_000)]
+InputTokens = Annotated[
+    int | None, _option("input-tokens", MADE_UP, "Prompt; in a session, new each round. Default: 1024.", 1)
+]
+OutputTokens = Annotated[int | None, _option("output-tokens", MADE_UP, "Answer. Default: 256.", 1)]
 Sessions = Annotated[int | None, _option("sessions", MADE_UP, "Conversations, instead of --requests.", 1, 1_000_000)]
-Rounds = Annotated[int | None, _option("rounds", MADE_UP, "Of each session; history is sent along [1].", 1, 1000)]
-ThinkS = Annotated[float | None, _option("think-s", MADE_UP, "Pause before each further round [0].", 0, 86_400)]
+Rounds = Annotated[int | None, _option("rounds", MADE_UP, "Of each session; history is sent along. Default: 1.", 1, 1000)]
+ThinkS = Annotated[float | None, _option("think-s", MADE_UP, "Pause before each further round. Default: 0.", 0, 86_400)]
 Rate = Annotated[
     float | None, _option("rate", ARRIVING, "Open loop: requests (or sessions) a second, Poisson.", 0.001, 1_000_000)
 ]
 Concurrency = Annotated[
-    int | None, _option("concurrency", ARRIVING, "Closed loop: clients [made-up load: 64 an instance].", 1, 1_000_000)
+    int | None, _option("concurrency", ARRIVING, "Closed loop: clients. Made-up load: 64 an instance.", 1, 1_000_000)
 ]
 MaxTokens = Annotated[
     int | None, _option("max-tokens", ARRIVING, "What clients declare. Default: just what the answer needs.", 1)
@@ -66,7 +68,7 @@ StepTimesName = Annotated[
 ]
 KvBlocks = Annotated[int | None, _option("kv-blocks", CLUSTER, "KV pool of each instance, in blocks.", 1, 100_000_000)]
 KvMemory = Annotated[
-    str | None, _option("kv-memory", CLUSTER, "Or in bytes, such as 40G [h200-8b: 102G, about 110 GB; else 2G].")
+    str | None, _option("kv-memory", CLUSTER, "Or in bytes, such as 40G. Default: 102G for h200-8b, else 2G.")
 ]
 BlockSize = Annotated[int, _option("block-size", CLUSTER, "Token positions a KV block.", 1, 4096)]
 MaxNumSeqs = Annotated[int, _option("max-num-seqs", CLUSTER, "Most requests that an instance runs at once.", 1, 100_000)]
@@ -77,7 +79,7 @@ MaxModelLen = Annotated[
     int, _option("max-model-len", CLUSTER, "Longest sequence; traced requests beyond it are left out.", 1, 10_000_000)
 ]
 MaxWaiting = Annotated[
-    int | None, _option("max-waiting", CLUSTER, "Longest queue of an instance; beyond it requests are refused [none].", 1)
+    int | None, _option("max-waiting", CLUSTER, "Longest queue; beyond it requests are refused. Default: none.", 1)
 ]
 PrefixCache = Annotated[
     bool,
@@ -106,7 +108,7 @@ TpotSlo = Annotated[
 ]
 LookEveryS = Annotated[
     float | None,
-    _option("look-every-s", RESULTS, "Pool and queues are looked at [0.1; 1 in runs over 20 min].", 0.001, 3600),
+    _option("look-every-s", RESULTS, "When pool and queues are looked at. Default: 0.1, in long runs 1.", 0.001, 3600),
 ]
 JsonFile = Annotated[Path | None, _file("json", "Write the numbers here.")]
 PlotFile = Annotated[Path | None, _file("plot", "Draw a PNG of the first seed (extra: plot).")]
