@@ -17,8 +17,9 @@ MAY_IMPORT = {
     "wire": {"core"},
     "api": {"core"},
     "node": {"core", "executor", "wire", "api"},
-    "bench": {"core", "executor", "wire", "api", "node"},
-    "cli": {"core", "executor", "wire", "api", "node", "bench"},
+    "sim": {"core", "wire", "executor"},
+    "bench": {"core", "executor", "wire", "api", "node", "sim"},
+    "cli": {"core", "executor", "wire", "api", "node", "bench", "sim"},
 }
 """Layer → the other layers of ours that it may import."""
 
