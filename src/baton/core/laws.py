@@ -24,6 +24,7 @@ def audit(scheduler: Scheduler) -> None:
     promises_are_covered(scheduler)
     prefills_fit_together(scheduler)
     nobody_yields_too_often(scheduler)
+    the_crew_is_current(scheduler)
 
 
 def _require(holds: bool, what: str) -> None:
@@ -111,6 +112,16 @@ def prefills_fit_together(scheduler: Scheduler) -> None:
         kept[slots.blocks(slot)] = True
     room = scheduler.pool.blocks - int(np.count_nonzero(kept & (references > 0)))
     _require(lacking <= room, f"started prefills lack {lacking} blocks and at most {room} can ever be free")
+
+
+def the_crew_is_current(scheduler: Scheduler) -> None:
+    """The decodes that the scheduler remembers from one plan to the next are those that the table has."""
+    slots, crew, rows = scheduler.slots, scheduler.crew(), scheduler.slots.decoding()
+    if crew is None:
+        return
+    _require(np.array_equal(crew.slots, rows), f"rows {crew.slots.tolist()} are taken to decode, {rows.tolist()} do")
+    _require(np.array_equal(crew.epochs, slots.epoch[rows]), "a decode is remembered with another epoch")
+    _require(np.array_equal(crew.serials, slots.serial[rows]), "a decode is remembered with another request")
 
 
 def nobody_yields_too_often(scheduler: Scheduler) -> None:
