@@ -8,6 +8,7 @@ import typer
 
 from baton import __version__
 from baton.cli.bench import bench_app
+from baton.cli.bench_calibrate import calibrate
 from baton.cli.bench_policies import policies
 from baton.cli.bench_pressure import pressure
 from baton.cli.bench_scheduler import scheduler
@@ -26,6 +27,7 @@ app.command()(chat)
 bench_app.command()(pressure)
 bench_app.command()(policies)
 bench_app.command()(scheduler)
+bench_app.command()(calibrate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(sim_app, name="sim")
 
