@@ -27,7 +27,7 @@ def test_a_session_sends_its_history_along_and_pauses() -> None:
     load = Synthetic(2, 100, 20, rounds=3, think_us=7_000, rate_per_s=1.0)
     calls = load.calls(0)
     assert [call.session for call in calls] == [0, 0, 0, 1, 1, 1]
-    assert [call.input_tokens for call in calls[:3]] == [100, 220, 340]
+    assert [call.input_tokens for call in calls[:3]] == [100, 100, 100]  # new ones; the history is the client's to send
     assert [call.think_us for call in calls[:3]] == [0, 7_000, 7_000]
     assert [call.at_us is None for call in calls] == [False, True, True] * 2
     assert (load.requests, load.sequence_tokens_max) == (6, 360)

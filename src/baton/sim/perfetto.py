@@ -8,9 +8,10 @@
       request             async slices, packed by the viewer: request ⊃ queue, prefill, decode
     process "front end"   requests that no instance took
 
-Owns the shape of that file and a bound on its size: steps and requests beyond their bounds are left out from the end, looks
-are thinned evenly, and `otherData` of the file says how many of each. A preempted request went through queue and prefill
-more than once and the record has only sums, so its time before the first token is one slice and its arguments tell the rest.
+Owns the shape of that file and a bound on its size: of steps and requests only the latest are shown (a record keeps the
+latest steps), looks are thinned evenly, and `otherData` of the file says how many of each are missing. A preempted request
+went through queue and prefill more than once and the record has only sums, so its time before the first token is one slice
+and its arguments tell the rest.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ def timeline(
         looks=len(record.looks) - len(looks),
     )
     events = list(_processes(record))
-    events.extend(map(_step, spans[:steps_max]))
+    events.extend(map(_step, spans[-steps_max:]))
     for look in looks:
         events.extend(_counters(look))
-    for journey in journeys[:requests_max]:
+    for journey in journeys[-requests_max:]:
         events.extend(_request(journey))
     about: dict[str, Argument] = {
         "run": record.label,

@@ -58,8 +58,8 @@ class Synthetic:
 
     @property
     def sequence_tokens_max(self) -> int:
-        """The last round's prompt, and what it declares."""
-        return self._prompt_tokens(self.rounds - 1) + self.declared_tokens
+        """The last round's prompt, which has all former rounds before it, and what that round declares."""
+        return self.rounds * self.input_tokens + (self.rounds - 1) * self.output_tokens + self.declared_tokens
 
     def calls(self, seed: int) -> list[Call]:
         """Conversation after conversation, each with its rounds in order."""
@@ -73,15 +73,12 @@ class Synthetic:
     def _call(self, conversation: int, number: int, at_us: int | None) -> Call:
         return Call(
             at_us=at_us if number == 0 else None,
-            input_tokens=self._prompt_tokens(number),
+            input_tokens=self.input_tokens,
             output_tokens=self.output_tokens,
             max_tokens=self.declared_tokens,
             session=conversation if self.rounds > 1 else None,
             think_us=self.think_us if number else 0,
         )
-
-    def _prompt_tokens(self, number: int) -> int:
-        return (number + 1) * self.input_tokens + number * self.output_tokens
 
 
 def poisson_us(rate_per_s: float, seed: int) -> Iterator[int]:
