@@ -1,8 +1,8 @@
 """An executor that only counts: it keeps to the contract, but has neither weights nor KV.
 
-It knows how long each answer will be, yields a filler token until then and a stop token at the end, and checks what it can of
-the plans it is given (their order, epochs, block tables, limits). Slots are columns, so that a step over many rows costs a few
-array operations. Whoever drives it in virtual time decides how long a step takes.
+It knows how long each answer will be, yields a filler token until then and a stop token at the end, and checks what it can
+of the plans it is given (their order, epochs, block tables, limits). Slots are columns, so that a step over many rows costs
+a few array operations. Whoever drives it in virtual time decides how long a step takes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CountingExecutor:
     def _mixed(self, plan: StepPlan) -> StepResult:
         stops = np.array([stop.slot for stop in plan.stops], dtype=np.int64)
         chunk_slots = np.array([chunk.slot for chunk in plan.chunks], dtype=np.int64)
-        rows = np.concatenate((chunk_slots, plan.decode_slots))
+        rows: Int64s = np.concatenate((chunk_slots, plan.decode_slots), dtype=np.int64)
         heads = [stop.epoch for stop in plan.stops] + [chunk.epoch for chunk in plan.chunks]
         epochs = np.concatenate((np.array(heads, dtype=np.int64), plan.decode_epochs))
         outcomes, tokens = self._compute(plan, rows, epochs[len(stops) :])

@@ -120,7 +120,7 @@ class Client:
         if answer.over:
             raise LawBroken(ENDS_ONCE, f"{answer.name} heard {tokens} {ended} after its end")
         if answer.keep is None:
-            self.judge.tokens(answer.name, answer.submission, len(answer.got), tokens, answer.expected)
+            self.judge.tokens(answer.name, len(answer.got), tokens, answer.expected)
             answer.got.extend(tokens)
             if len(answer.got) > len(answer.expected):
                 raise LawBroken(SAME_TOKENS, f"{answer.name} got {len(answer.got)} of {len(answer.expected)} tokens")
@@ -171,7 +171,15 @@ class Client:
 
 class User:
     def __init__(
-        self, host: Host, front: Front, judge: Judge, asks: Sequence[Ask], *, converses: bool, tokens_max: int, preemptions_max: int
+        self,
+        host: Host,
+        front: Front,
+        judge: Judge,
+        asks: Sequence[Ask],
+        *,
+        converses: bool,
+        tokens_max: int,
+        preemptions_max: int,
     ) -> None:
         self.host = host
         self.judge = judge

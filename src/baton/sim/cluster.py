@@ -184,7 +184,9 @@ class _Cluster:
         record = self.record
         record.end_us = self.world.now_us - _SETTLED_US
         record.steps = sum(life.worker.gauges().steps for life in self._lives if life.worker is not None)
-        record.spans = [span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans]
+        record.spans = [
+            span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans
+        ]
         record.spans_left_out = record.steps - len(record.spans)
         for journey in record.journeys:
             wanted = self.spec.calls[journey.index].output_tokens

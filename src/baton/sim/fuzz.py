@@ -1,6 +1,7 @@
 """Many seeds at once, the first that fails, and the smallest world in which it still does.
 
-Owns the processes that run seeds, the sums over all of them, and shrinking. Reports are values; the command line prints them.
+Owns the processes that run seeds, the sums over all of them, and shrinking. Reports are values; the command line prints
+them.
 """
 
 from __future__ import annotations
@@ -68,9 +69,7 @@ class Totals:
 
     def never(self) -> list[str]:
         """Faults that never fired and transitions that were never taken: what these seeds say nothing about."""
-        return [name for name in EVERY_FAULT if not self.fired[name]] + [
-            name for name in EVERY_MOVE if not self.moves[name]
-        ]
+        return [name for name in EVERY_FAULT if not self.fired[name]] + [name for name in EVERY_MOVE if not self.moves[name]]
 
 
 def cores() -> int:
@@ -104,9 +103,7 @@ def _start(first_seed: int, seeds: int, stride: int) -> subprocess.Popen[bytes]:
     arguments = ["--first-seed", str(first_seed), "--seeds", str(seeds), "--stride", str(stride)]
     # One thread each: numpy's own pools would only stand in each other's way.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "baton.sim.shard", *arguments], stdout=subprocess.PIPE, env=environment
-    )
+    return subprocess.Popen([sys.executable, "-m", "baton.sim.shard", *arguments], stdout=subprocess.PIPE, env=environment)
 
 
 def _reports(shards: list[subprocess.Popen[bytes]], seeds: int) -> Iterator[SeedReport]:
@@ -146,12 +143,12 @@ class Shrunk:
 
 
 def shrink(seed: int, law: str, tried: Callable[[Trim], None] = lambda _trim: None) -> Shrunk:
-    """The smallest world found in which the seed still breaks the same law: fewer faults, fewer requests, fewer instances."""
+    """The smallest world found in which the seed still breaks the same law: fewer faults, requests and instances."""
     shrinker = _Shrinker(seed, law, tried)
     scenario = draw_scenario(seed)
     best = Trim(
         classes=scenario.classes,
-        asks=tuple(ask.index for _, _, asks in scenario.users for ask in asks),
+        asks=scenario.asks,
         instances=scenario.instances,
     )
     if not shrinker.fails(best):
@@ -207,4 +204,3 @@ class _Shrinker:
             if self.fails(smaller):
                 return smaller
         return best
-

@@ -91,12 +91,12 @@ class Judge:
     def expected(self, submission: Submission, tokens: int) -> list[int]:
         return undisturbed(submission.prompt, submission.sampling, tokens, self._vocabulary)
 
-    def tokens(self, name: str, submission: Submission, before: int, new: Sequence[int], expected: Sequence[int]) -> None:
+    def tokens(self, name: str, before: int, new: Sequence[int], expected: Sequence[int]) -> None:
         if list(new) != list(expected[before : before + len(new)]):
             raise LawBroken(SAME_TOKENS, f"{name} got {list(new)} at {before}, not {expected[before : before + len(new)]}")
 
     def ended(self, name: str, ended: WireEnded, expected: int, got: int, keep: int | None, left: bool) -> None:
-        """`expected`: tokens of the undisturbed answer; `got`: delivered; `keep`: where the client cut it; `left`: it went."""
+        """`expected`: tokens of the undisturbed answer; `got`: of those delivered; `keep`: where the client cut; `left`: went."""
         self.ends[ended.reason] += 1
         match FinishReason(ended.reason):
             case FinishReason.ABORT:
@@ -108,7 +108,9 @@ class Judge:
             case FinishReason.STOP | FinishReason.LENGTH:
                 wanted = (expected,) if keep is None else (expected, min(keep, expected))
                 if ended.generated_tokens not in wanted or (keep is None and not left and got != ended.generated_tokens):
-                    raise LawBroken(TRUE_END, f"{name}: {ended.generated_tokens} tokens ended it, {got} came, {wanted} wanted")
+                    raise LawBroken(
+                        TRUE_END, f"{name}: {ended.generated_tokens} tokens ended it, {got} came, {wanted} wanted"
+                    )
 
     def bill(self, name: str, submission: Submission, ended: WireEnded, preemptions_max: int) -> None:
         bill = ended.bill
