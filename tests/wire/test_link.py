@@ -730,8 +730,8 @@ def _chaos_then_healing(world: World, acts: list[tuple[str, int]]) -> None:
         _act(world, act, amount)
         world.run(world.now_us + 1_000)
     world.heal()
-    # Packets of the bad times arrive, the repetition that waits longest comes, a life that is gone is noticed.
-    world.run(world.now_us + 700_000)
+    # The last copies of the bad times arrive (800 ms), then at the latest silence (600 ms) ends what cannot go on.
+    world.run(world.now_us + 1_500_000)
     world.open()
     world.run(world.now_us + 100_000)
     for who in (FRONT, INSTANCE) * 10:
