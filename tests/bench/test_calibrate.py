@@ -17,6 +17,7 @@ from baton.bench.calibrate import (
     Stepper,
     Trial,
     calibrate,
+    delivery_cost_us,
     fit_roofline,
     make_grid,
     measure,
@@ -180,10 +181,26 @@ def test_sizes_come_from_the_model_folder(tmp_path: Path) -> None:
     assert 0 < sizes.token_flop <= sizes.weight_bytes == model_sizes(folder, "float32").weight_bytes / 2
 
 
+def test_delivering_costs_something() -> None:
+    assert delivery_cost_us() > 0.0
+
+
 def test_the_command_prints_a_table_and_writes_a_model_that_loads(tmp_path: Path) -> None:
     out = tmp_path / "new" / "mine.json"
     folder = save_tiny(tmp_path / "model")
-    command = ["bench", "calibrate", str(folder), "--out", str(out), "--quick", "--seconds", "1", "--kv-memory", "64M"]
+    command = [
+        "bench",
+        "calibrate",
+        str(folder),
+        "--out",
+        str(out),
+        "--quick",
+        "--seconds",
+        "1",
+        "--kv-memory",
+        "64M",
+        "--no-delivery",
+    ]
     ran = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert ran.exit_code == 0, ran.output
     for word in ("1 decodes at 64", "roofline", "worst"):
