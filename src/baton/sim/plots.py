@@ -31,7 +31,7 @@ WINDOWS = 60
 MOMENTS_MAX = 240
 CURVE_POINTS_MAX = 2000
 DOTS_MAX = 20_000
-BARS_MAX = 64
+BARS_LEAST, BARS_MAX, TICKS_MAX = 6, 64, 16
 LEAST_SHOWN_S = 1e-4
 """A logarithmic axis has no zero."""
 
@@ -149,8 +149,9 @@ def _first_tokens(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen],
             continue
         if alone:
             every = -(-len(arrived_s) // DOTS_MAX)
+            size = 2.5 if len(arrived_s) > CURVE_POINTS_MAX else 5.0
             axes.plot(
-                arrived_s[::every], ttft_s[::every], ".", color=SKY, markersize=2.5, alpha=0.35, markeredgewidth=0,
+                arrived_s[::every], ttft_s[::every], ".", color=SKY, markersize=size, alpha=0.45, markeredgewidth=0,
                 label="request",
             )  # fmt: skip
         middle_s, p50, p90 = _windows(arrived_s, ttft_s)
@@ -250,28 +251,26 @@ def _queues(axes: Axes, levels: Sequence[Levels | None], pens: Sequence[Pen]) ->
     for level, pen in zip(levels, pens, strict=True):
         if level is None:
             _nothing(axes)
-            continue
-        for part, colour, style, name in (
-            (level.running, BLUE, "-", "running"),
-            (level.waiting, RED, "--", "waiting"),
-        ):
-            mean = np.nanmean(part, axis=1)
-            if alone:
-                axes.plot(level.at_s, mean, style, color=colour, linewidth=1.5, label=name)
-                axes.fill_between(
-                    level.at_s, np.nanmin(part, axis=1), np.nanmax(part, axis=1), color=colour, alpha=0.15, linewidth=0
-                )
-            else:
-                axes.plot(level.at_s, mean, style, color=pen.colour, linewidth=1.3)
-    if alone and levels[0] is not None and levels[0].running.shape[1] > 1:
-        _retitle(axes, "requests (band: least to most)")
+        elif alone:
+            _running_and_waiting(axes, level)
+        else:
+            axes.plot(level.at_s, np.nanmean(level.running, axis=1), "-", color=pen.colour, linewidth=1.3)
+            axes.plot(level.at_s, np.nanmean(level.waiting, axis=1), "--", color=pen.colour, linewidth=1.3)
     axes.set_ylim(bottom=0)
     _legend(axes)
 
 
-def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) -> None:
-    from matplotlib.ticker import MaxNLocator
+def _running_and_waiting(axes: Axes, level: Levels) -> None:
+    several = level.running.shape[1] > 1
+    for part, colour, style, name in ((level.running, BLUE, "-", "running"), (level.waiting, RED, "--", "waiting")):
+        axes.plot(level.at_s, np.nanmean(part, axis=1), style, color=colour, linewidth=2, label=name)
+        if several:
+            axes.plot(level.at_s, np.nanmax(part, axis=1), style, color=colour, linewidth=0.7, alpha=0.7)
+    if several:
+        _retitle(axes, "requests (thin: the instance with most)")
 
+
+def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) -> None:
     _frame(axes, "busy share", "share of the span")
     axes.set_ylim(0, 1)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
@@ -292,8 +291,10 @@ def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) ->
             _retitle(axes, "busy share, from looks")
     many = records[0].instances > BARS_MAX
     axes.set_xlabel("instances, least busy first" if many else "instance")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(-0.6, records[0].instances - 0.4)
+    count = records[0].instances
+    axes.set_xticks(range(0, count, -(-count // TICKS_MAX)))
+    around = max(0.0, (BARS_LEAST - count) / 2)  # one bar must not fill the panel
+    axes.set_xlim(-0.6 - around, count - 0.4 + around)
     _legend(axes)
 
 
