@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from baton.cli.sim_fuzz import fuzz, replay
 from baton.cli.sim_run import run
 
 sim_app = typer.Typer(
@@ -12,9 +13,6 @@ sim_app = typer.Typer(
 )
 
 
-@sim_app.callback()
-def sim() -> None:
-    """Keeps `run` a subcommand while it is the only one."""
-
-
 sim_app.command()(run)
+sim_app.command()(fuzz)
+sim_app.command()(replay)
