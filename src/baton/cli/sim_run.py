@@ -101,7 +101,7 @@ ComparePolicies = Annotated[
         help="Policies side by side, such as new-token-ratio/newest,none/cheapest; 'all' is every pair.",
     ),
 ]
-Seeds = Annotated[int, _option("seeds", RESULTS, "Runs of each policy; others arrive at other times.", 1, 100)]
+Seeds = Annotated[int, _option("seeds", RESULTS, "Runs of each policy; each seed has arrival times of its own.", 1, 100)]
 TtftSlo = Annotated[float, _option("ttft-slo-s", RESULTS, "Goodput: first token within.", 0.001, 86_400)]
 TpotSlo = Annotated[
     float, _option("tpot-slo-ms", RESULTS, "Goodput: and then a token within, on the mean.", 0.001, 86_400_000)
@@ -137,7 +137,7 @@ def run(
 
     Conversations:  baton sim run --sessions 200 --rounds 5 --think-s 2 --concurrency 64
 
-    Policies:       baton sim run --kv-blocks 12000 --max-tokens 2048 --compare new-token-ratio,none --seeds 3
+    Policies:       baton sim run --kv-blocks 12000 --rate 9 --max-tokens 2048 --compare none,new-token-ratio --seeds 3
     """
     options = SimOptions(
         trace=trace, speed=speed, limit=limit, requests=requests, input_tokens=input_tokens, output_tokens=output_tokens,
