@@ -96,7 +96,7 @@ class Judge:
             raise LawBroken(SAME_TOKENS, f"{name} got {list(new)} at {before}, not {expected[before : before + len(new)]}")
 
     def ended(self, name: str, ended: WireEnded, expected: int, got: int, keep: int | None, left: bool) -> None:
-        """`expected`: tokens of the undisturbed answer; `got`: of those delivered; `keep`: where the client cut; `left`: went."""
+        """Of an answer of `expected` tokens the client got some, cut it at `keep`, or `left`."""
         self.ends[ended.reason] += 1
         match FinishReason(ended.reason):
             case FinishReason.ABORT:
