@@ -86,17 +86,17 @@ class StepBuilder:
         if self._grows:
             grow_slots, grow_at, grow_blocks = (_read_only(np.concatenate(part)) for part in zip(*self._grows, strict=True))
         return StepPlan(
-            self.step,
-            self.step - 1,
-            tuple(self.stops),
-            tuple(self.copies),
-            tuple(self.starts),
-            grow_slots,
-            grow_at,
-            grow_blocks,
-            tuple(self.chunks),
-            self.decodes.slots_named,
-            self.decodes.epochs,
+            step=self.step,
+            base_step=self.step - 1,
+            stops=tuple(self.stops),
+            copies=tuple(self.copies),
+            starts=tuple(self.starts),
+            grow_slots=grow_slots,
+            grow_at=grow_at,
+            grow_blocks=grow_blocks,
+            chunks=tuple(self.chunks),
+            decode_slots=self.decodes.slots_named,
+            decode_epochs=self.decodes.epochs,
         )
 
 
