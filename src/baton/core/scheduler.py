@@ -631,6 +631,8 @@ class Scheduler:
         stopped = self._append(at, result.tokens[firsts])
         for nth in range(1, self.config.burst):
             going = ((counts > nth) & ~stopped).nonzero()[0]
+            if not len(going):
+                break
             stopped[going] = self._append(at[going], result.tokens[firsts[going] + nth])
             accepted[going] += 1
         return accepted, stopped
@@ -769,7 +771,7 @@ def _firsts_of(result: StepResult, rows: Int64s) -> Int64s:
 
 def _same(one: Column, other: Column) -> bool:
     """Equal element for element. As bytes, because numpy takes ten times as long for arrays of a few rows."""
-    return one.tobytes() == other.tobytes() or np.array_equal(one, other)
+    return len(one) == len(other) and (one.tobytes() == other.tobytes() or np.array_equal(one, other))
 
 
 def _read_only(column: Column) -> Column:
