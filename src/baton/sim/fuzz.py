@@ -7,13 +7,13 @@ them.
 from __future__ import annotations
 
 import os
-import queue
+import selectors
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import IO
 
 import msgspec
 
@@ -24,6 +24,7 @@ from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
 from baton.sim.shard import SeedReport
 
 SHRINK_RUNS_MAX = 200
+READ_BYTES = 1 << 16
 EVERY_FAULT = tuple(str(fault) for fault in Fault)
 EVERY_MOVE = tuple(f"{phase.name} ─{move.value}→" for phase, move in TRANSITIONS)
 
@@ -96,6 +97,7 @@ def run_many(
         for shard in shards:
             shard.kill()
             shard.wait()
+            _pipe(shard).close()
     return totals
 
 
@@ -108,28 +110,30 @@ def _start(first_seed: int, seeds: int, stride: int) -> subprocess.Popen[bytes]:
 
 def _reports(shards: list[subprocess.Popen[bytes]], seeds: int) -> Iterator[SeedReport]:
     """As they come, from any shard."""
-    lines: queue.Queue[bytes | None] = queue.Queue(maxsize=1000)
-    for shard in shards:
-        threading.Thread(target=_read, args=(shard, lines), daemon=True).start()
     decoder = msgspec.json.Decoder(SeedReport)
-    come = ended = 0
-    while come < seeds:
-        line = lines.get()
-        if line is None:
-            ended += 1
-            if ended == len(shards):
+    come = 0
+    with selectors.DefaultSelector() as ready:
+        for shard in shards:
+            ready.register(_pipe(shard), selectors.EVENT_READ, bytearray())
+        while come < seeds:
+            if not ready.get_map():
                 codes = [shard.poll() for shard in shards]
                 raise ShardDied(f"{come} of {seeds} seeds were run; the processes ended with {codes}")
-            continue
-        come += 1
-        yield decoder.decode(line)
+            for key, _ in ready.select():
+                data = os.read(key.fd, READ_BYTES)
+                if not data:
+                    ready.unregister(key.fileobj)
+                key.data.extend(data)
+                *lines, rest = bytes(key.data).split(b"\n")
+                key.data[:] = rest
+                come += len(lines)
+                yield from map(decoder.decode, lines)
 
 
-def _read(shard: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) -> None:
-    if shard.stdout is not None:
-        for line in shard.stdout:
-            lines.put(line)
-    lines.put(None)
+def _pipe(shard: subprocess.Popen[bytes]) -> IO[bytes]:
+    if shard.stdout is None:
+        raise ShardDied("a process that runs seeds has no output")
+    return shard.stdout
 
 
 # ── shrinking ────────────────────────────────────────────────────────────────────────────────────────────────────────────
