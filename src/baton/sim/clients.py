@@ -18,6 +18,7 @@ from baton.sim.faults import Fault
 from baton.sim.front import Booking, Front
 from baton.sim.judge import ENDS_ONCE, SAME_TOKENS, Judge, LawBroken
 from baton.sim.world import Host
+from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
 
 RETRY_US = 30_000
@@ -97,11 +98,11 @@ class Client:
             self.host.world.fire(Fault.SLOW_READER, self.name)
             self.host.after(self.ask.reads_every_us, self._read_next)
 
-    def lost(self, place: int | None, reason: str) -> None:
+    def lost(self, place: int | None, end: Lost) -> None:
         while self._unread:
             self._read(*self._unread.popleft())
-        self._note(f"loses its instance: {reason}")
-        self.judge.lost(self.name, reason)
+        self._note(f"loses its instance: {end.reason}")
+        self.judge.lost(self.name, end)
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
 

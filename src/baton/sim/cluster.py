@@ -27,6 +27,7 @@ from baton.sim.instance import Instance, InstanceSpec
 from baton.sim.lines import PipeEnd
 from baton.sim.records import Journey, Look, Outcome, RunRecord, StepSpan
 from baton.sim.world import Host, World
+from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
 
 PREFIX_ID_TOKENS = 512
@@ -274,8 +275,8 @@ class _Client:
             journey.queue_us, journey.prefill_us, journey.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
             self._end(Outcome(ended.reason))
 
-    def lost(self, _place: int | None, reason: str) -> None:
-        raise RunFailed(f"an instance was lost where none can be: {reason}")
+    def lost(self, _place: int | None, end: Lost) -> None:
+        raise RunFailed(f"an instance was lost where none can be: {end.reason}")
 
     def _end(self, outcome: Outcome) -> None:
         journey = self._journey

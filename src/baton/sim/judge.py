@@ -17,6 +17,7 @@ from baton.core.request import FinishReason, Submission
 from baton.core.worker import Worker
 from baton.executor.scripted import undisturbed
 from baton.sim.faults import MAY_LOSE_AN_INSTANCE
+from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
 
 AUDIT_EVERY = 64
@@ -127,10 +128,12 @@ class Judge:
         if refusal.code is RefusalCode.DRAINING and "rolling-restart" not in self._classes:
             raise LawBroken(DESERVED_REFUSAL, f"{name}: {refusal}")
 
-    def lost(self, name: str, reason: str) -> None:
+    def lost(self, name: str, end: Lost) -> None:
         self.ends["lost"] += 1
-        if not any(name in MAY_LOSE_AN_INSTANCE for name in self._classes):
-            raise LawBroken(DESERVED_LOSS, f"{name}: {reason}")
+        if not any(drawn in MAY_LOSE_AN_INSTANCE for drawn in self._classes):
+            raise LawBroken(DESERVED_LOSS, f"{name}: {end.reason}")
+        if not end.retryable or not end.reason:
+            raise LawBroken(TRUE_END, f"{name} lost its instance and is not told that it may try again: {end}")
 
 
 def judged(work: Callable[[], None]) -> LawBroken | None:
