@@ -108,7 +108,7 @@ def decay_only_when_something_ran(patch: pytest.MonkeyPatch) -> None:
     original = Scheduler._note_pass
 
     def note_pass(self: Scheduler, step: StepBuilder) -> None:
-        if step.chunks or len(step.decode_slots):
+        if step.chunks or len(step.decodes.slots):
             original(self, step)
 
     patch.setattr(Scheduler, "_note_pass", note_pass)
@@ -116,7 +116,7 @@ def decay_only_when_something_ran(patch: pytest.MonkeyPatch) -> None:
 
 def append_a_stale_result(patch: pytest.MonkeyPatch) -> None:
     def fence(self: Scheduler, flight: Flight) -> Int64s:
-        return np.arange(flight.stops, len(flight.slots))
+        return np.arange(flight.stops, len(flight.crew.slots))
 
     patch.setattr(Scheduler, "_fence", fence)
 
@@ -182,7 +182,7 @@ def cache_what_a_broken_chunk_left(patch: pytest.MonkeyPatch) -> None:
     def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
         self._note_chunks(flight, live)
         sound, broken = original(self, flight, result, live)
-        self._name_full_blocks(flight.slots[broken])
+        self._name_full_blocks(flight.crew.slots[broken])
         return sound, broken
 
     patch.setattr(Scheduler, "_split_broken", split)

@@ -8,11 +8,13 @@ import typer
 
 from baton import __version__
 from baton.cli.bench import bench_app
+from baton.cli.bench_calibrate import calibrate
 from baton.cli.bench_policies import policies
 from baton.cli.bench_pressure import pressure
 from baton.cli.bench_scheduler import scheduler
 from baton.cli.chat import chat
 from baton.cli.serve import serve
+from baton.cli.sim import sim_app
 
 app = typer.Typer(
     help="Baton serves language models. Start with [bold]baton serve[/bold], then talk to it with [bold]baton chat[/bold].",
@@ -25,7 +27,9 @@ app.command()(chat)
 bench_app.command()(pressure)
 bench_app.command()(policies)
 bench_app.command()(scheduler)
+bench_app.command()(calibrate)
 app.add_typer(bench_app, name="bench")
+app.add_typer(sim_app, name="sim")
 
 
 def _version(asked: bool) -> None:

@@ -109,6 +109,16 @@ def prefills_fit_together(scheduler: Scheduler) -> None:
     _require(lacking <= room, f"started prefills lack {lacking} blocks and at most {room} can ever be free")
 
 
+def the_crew_is_current(scheduler: Scheduler) -> None:
+    """The decodes that the scheduler remembers from one plan to the next are those that the table has."""
+    slots, crew, rows = scheduler.slots, scheduler.crew(), scheduler.slots.decoding()
+    if crew is None:
+        return
+    _require(np.array_equal(crew.slots, rows), f"rows {crew.slots.tolist()} are taken to decode, {rows.tolist()} do")
+    _require(np.array_equal(crew.epochs, slots.epoch[rows]), "a decode is remembered with another epoch")
+    _require(np.array_equal(crew.serials, slots.serial[rows]), "a decode is remembered with another request")
+
+
 def nobody_yields_too_often(scheduler: Scheduler) -> None:
     most = scheduler.config.max_preemptions
     for request in scheduler.requests():
@@ -124,4 +134,5 @@ LAWS: dict[str, Callable[[Scheduler], None]] = {
     "promises": promises_are_covered,
     "prefills": prefills_fit_together,
     "yielding": nobody_yields_too_often,
+    "crew": the_crew_is_current,
 }

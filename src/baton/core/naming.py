@@ -6,6 +6,8 @@ its block is never among those named: what counts is `computed`, not `known`.
 
 from __future__ import annotations
 
+import numpy as np
+
 from baton.core.blocks import BlockPool
 from baton.core.plan import Int64s
 from baton.core.prefix import Key
@@ -29,7 +31,10 @@ class Namer:
         """Rows with whole computed blocks that were not offered yet: those with one block of outputs, and all others."""
         slots, size = self._slots, self._block_size
         full = slots.computed[at] // size
-        at, full = at[full > slots.published[at]], full[full > slots.published[at]]
+        more = full > slots.published[at]
+        if not np.count_nonzero(more):
+            return at[:0], at[:0]
+        at, full = at[more], full[more]
         next_is_output = slots.published[at] * size >= slots.prompt[at]
         plain = (full == slots.published[at] + 1) & next_is_output
         return at[plain], at[~plain]

@@ -1,8 +1,8 @@
 """The whole contract with an executor: a StepPlan goes in, a StepResult comes out, one for one and in order.
 
 A plan is a *delta*. The executor keeps each slot's tokens, block table, lengths and sampling state on its device; a plan
-says what changes and which slots compute. Arrays in a plan are private read-only copies: the scheduler plans step k+1
-while step k computes, so nothing live may be shared.
+says what changes and which slots compute. Arrays in a plan are read-only and never change: the scheduler plans step k+1
+while step k computes, so nothing live may be shared. Plans with the same decodes may name them by the same arrays.
 
 Order inside a plan: stops, copies, starts, grows, then the chunks and decodes are computed as one batch.
 
@@ -27,16 +27,12 @@ import numpy.typing as npt
 
 from baton.core.request import Sampling, Tokens
 
+Int8s = npt.NDArray[np.int8]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
-
-def _no_int32s() -> Int32s:
-    return np.empty(0, dtype=np.int32)
-
-
-def _no_int64s() -> Int64s:
-    return np.empty(0, dtype=np.int64)
+NO_INT32S: Int32s = np.empty(0, dtype=np.int32)
+NO_INT64S: Int64s = np.empty(0, dtype=np.int64)
 
 
 class Stop(NamedTuple):
@@ -89,13 +85,13 @@ class StepPlan:
     stops: tuple[Stop, ...] = ()
     copies: tuple[Copy, ...] = ()
     starts: tuple[Start, ...] = ()
-    grow_slots: Int32s = field(default_factory=_no_int32s)
+    grow_slots: Int32s = field(default_factory=lambda: NO_INT32S)
     """Row i: entry `grow_at[i]` of the table of `grow_slots[i]` becomes `grow_blocks[i]`."""
-    grow_at: Int32s = field(default_factory=_no_int32s)
-    grow_blocks: Int32s = field(default_factory=_no_int32s)
+    grow_at: Int32s = field(default_factory=lambda: NO_INT32S)
+    grow_blocks: Int32s = field(default_factory=lambda: NO_INT32S)
     chunks: tuple[Chunk, ...] = ()
-    decode_slots: Int32s = field(default_factory=_no_int32s)
-    decode_epochs: Int64s = field(default_factory=_no_int64s)
+    decode_slots: Int32s = field(default_factory=lambda: NO_INT32S)
+    decode_epochs: Int64s = field(default_factory=lambda: NO_INT64S)
 
     @property
     def tokens(self) -> int:
@@ -138,7 +134,7 @@ class StepResult:
     step: int
     slots: Int32s
     epochs: Int64s
-    outcomes: npt.NDArray[np.int8]
+    outcomes: Int8s
     counts: Int32s
     """How many tokens each row yields; 0 unless the outcome is TOKENS."""
     tokens: Tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.core.blocks import BlockGauges
-from baton.core.plan import Chunk, Int32s, Int64s, Logprobs
+from baton.core.plan import Chunk, Int8s, Int32s, Int64s, Logprobs
 from baton.core.prefix import Key
 from baton.core.request import FinishReason, Phase, Serial, Submission, Tokens
 
@@ -124,18 +124,34 @@ class SchedulerGauges:
     chunk_prefill_unsatisfied: int
     """Passes in which the next chunk of a started prefill did not fit."""
     reserve_ratio: float
+    broken_rows: int = 0
+    """Rows on which scheduler and executor disagreed; each ended its request with an error, unless it was ending anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The rows of one step, with what is true of each of them until the step settles. Nothing in it is ever written.
+
+    So all steps between two moves, in which the same requests decode, share one.
+    """
+
+    slots: Int64s
+    """As numpy indexes fastest: a pass indexes with these a dozen times."""
+    slots_named: Int32s
+    """The same, as plans and results name them."""
+    epochs: Int64s
+    serials: Int64s
+    allowances: Int32s
+    """The most tokens that each row may yield."""
+    outcomes: Int8s
+    """What each row answers if it is sound; stops aside."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched plan, remembered until its result settles. Rows: stops, chunks, decodes."""
+    """A launched plan, remembered until its result settles. Rows of its crew: stops, chunks, decodes."""
 
     step: int
-    slots: Int64s
-    """As numpy indexes fastest: a pass indexes with these a dozen times."""
-    epochs: Int64s
-    serials: Int64s
-    allowances: Int64s
-    """The most tokens that each row may yield."""
+    crew: Crew
     stops: int
     chunks: tuple[Chunk, ...]

@@ -16,8 +16,7 @@ import numpy as np
 
 from baton.core.config import ReservePolicy, WorkerConfig
 from baton.core.plan import Int64s
-from baton.core.request import Phase
-from baton.core.slots import Slots
+from baton.core.slots import DECODING, Slots
 
 BLOCKS_EXPECTED_A_DECODE = 16
 """What a decoding request is expected to add soon, when the ratio is set anew after a preemption."""
@@ -47,7 +46,7 @@ class NewTokenRatio:
         if not len(rows):
             self.ratio = self._config.ratio_initial
             return
-        decoding = int(np.count_nonzero(slots.phase[rows] == Phase.RUNNING_DECODE))
+        decoding = int(np.count_nonzero(slots.phase[rows] == DECODING))
         used = int((slots.known[rows] - slots.prompt[rows]).sum())
         allowed = int((slots.limit[rows] - slots.prompt[rows]).sum())
         soon = BLOCKS_EXPECTED_A_DECODE * self._config.block_size * decoding
@@ -114,6 +113,8 @@ class Promises:
 
     def promised(self, slots: Slots) -> int:
         """Blocks that no unprotected growth may touch."""
+        if not np.count_nonzero(slots.protected):
+            return 0  # as nearly always
         rows = slots.running()
         rows = rows[slots.protected[rows]]
         return int(self._whole_need(slots, rows).sum())

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,16 +32,18 @@ from baton.core.blocks import BlockPool
 from baton.core.config import WorkerConfig
 from baton.core.errors import InvariantViolated
 from baton.core.naming import Namer
-from baton.core.plan import Chunk, Copy, Int32s, Int64s, Logprobs, Outcome, Start, StepPlan, StepResult, Stop
+from baton.core.plan import NO_INT32S, Chunk, Copy, Int32s, Int64s, Logprobs, Outcome, Start, StepPlan, StepResult, Stop
 from baton.core.prefix import Key, PrefixIndex
 from baton.core.queue import WaitingQueue
-from baton.core.records import EndedRequest, Flight, Hit, Request, SchedulerGauges, Settled, StartedRequest
-from baton.core.request import FinishReason, Move, Phase, Serial, Submission, Tokens, next_phase
+from baton.core.records import Crew, EndedRequest, Flight, Hit, Request, SchedulerGauges, Settled, StartedRequest
+from baton.core.request import TRANSITIONS, FinishReason, Move, Phase, Serial, Submission, Tokens, next_phase
 from baton.core.reserve import Promises, blocks_for
-from baton.core.slots import NO_REQUEST, Slots
+from baton.core.slots import DECODING, FINISHED, NO_REQUEST, PREEMPTING, Slots
 from baton.core.victims import Rates, choose_victim
 
 Bools = npt.NDArray[np.bool_]
+Column = TypeVar("Column", bound=npt.NDArray[np.integer[Any]])
+TOKENS, CHUNK_UNFINISHED = np.int8(Outcome.TOKENS), np.int8(Outcome.NOTHING_CHUNK_UNFINISHED)
 Delivery = tuple[Int64s, Int32s, Tokens, tuple[Logprobs, ...]]
 
 
@@ -58,17 +61,16 @@ class Wait:
 class StepBuilder:
     """A plan in the making; lives for one pass."""
 
-    def __init__(self, step: int, budget: int) -> None:
+    def __init__(self, step: int, budget: int, decodes: Crew) -> None:
         self.step = step
         self.budget = budget
+        self.decodes = decodes
         self.preempted = False
         self.chunk_prefill_unsatisfied = False
         self.stops: list[Stop] = []
         self.copies: list[Copy] = []
         self.starts: list[Start] = []
         self.chunks: list[Chunk] = []
-        self.decode_slots: Int32s = np.empty(0, dtype=np.int32)
-        self.decode_epochs: Int64s = np.empty(0, dtype=np.int64)
         self._grows: list[tuple[Int32s, Int32s, Int32s]] = []
 
     @property
@@ -80,21 +82,22 @@ class StepBuilder:
         self._grows.append((slots, at, blocks))
 
     def build(self) -> StepPlan:
-        grows = [np.concatenate(part) for part in zip(*self._grows, strict=True)] if self._grows else None
-        plan = StepPlan(
-            step=self.step,
-            base_step=self.step - 1,
-            stops=tuple(self.stops),
-            copies=tuple(self.copies),
-            starts=tuple(self.starts),
-            chunks=tuple(self.chunks),
-            decode_slots=self.decode_slots,
-            decode_epochs=self.decode_epochs,
-            **(dict(zip(("grow_slots", "grow_at", "grow_blocks"), grows, strict=True)) if grows else {}),
+        grow_slots = grow_at = grow_blocks = NO_INT32S
+        if self._grows:
+            grow_slots, grow_at, grow_blocks = (_read_only(np.concatenate(part)) for part in zip(*self._grows, strict=True))
+        return StepPlan(
+            self.step,
+            self.step - 1,
+            tuple(self.stops),
+            tuple(self.copies),
+            tuple(self.starts),
+            grow_slots,
+            grow_at,
+            grow_blocks,
+            tuple(self.chunks),
+            self.decodes.slots_named,
+            self.decodes.epochs,
         )
-        for array in (plan.grow_slots, plan.grow_at, plan.grow_blocks, plan.decode_slots, plan.decode_epochs):
-            array.setflags(write=False)
-        return plan
 
 
 class Scheduler:
@@ -115,10 +118,14 @@ class Scheduler:
         self._stopping: list[int] = []
         """Slots whose Stop goes into the next plan."""
         self._flights: deque[Flight] = deque()
+        self._crew: Crew | None = None
+        """Every row that decodes, remembered from one plan to the next; a move makes it forgotten."""
+        self._moves = dict.fromkeys(TRANSITIONS, 0)
         self._now_us = 0
         self._next_serial = 0
         self._steps = 0
         self._stale_results = 0
+        self._broken_rows = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._preemptions_for_others = 0
@@ -152,6 +159,14 @@ class Scheduler:
         """For the laws."""
         return self._promises.promised(self.slots)
 
+    def crew(self) -> Crew | None:
+        """For the laws: who decodes, if that is remembered."""
+        return self._crew
+
+    def moves(self) -> dict[tuple[Phase, Move], int]:
+        """How often each transition of the table was taken; a copy, for reports."""
+        return dict(self._moves)
+
     def gauges(self) -> SchedulerGauges:
         return SchedulerGauges(
             running=self.slots.occupied,
@@ -166,6 +181,7 @@ class Scheduler:
             recomputed_tokens=self._recomputed_tokens,
             chunk_prefill_unsatisfied=self._unsatisfied_passes,
             reserve_ratio=self._promises.policy.ratio,
+            broken_rows=self._broken_rows,
         )
 
     # ── intake ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -244,7 +260,7 @@ class Scheduler:
     def plan(self, now_us: int) -> StepPlan | None:
         """The next step, or None when there is nothing to do in it."""
         self._now_us = now_us
-        step = StepBuilder(self._steps + 1, self.config.step_tokens)
+        step = StepBuilder(self._steps + 1, self.config.step_tokens, self._decoding())
         self._continue_decodes(step)
         self._order_stops(step)
         self._continue_prefills(step)
@@ -255,7 +271,7 @@ class Scheduler:
         if plan.is_empty:
             return None
         self._steps += 1
-        self._flights.append(self._flight_of(plan))
+        self._flights.append(self._flight_of(plan, step.decodes))
         return plan
 
     def _note_pass(self, step: StepBuilder) -> None:
@@ -269,19 +285,38 @@ class Scheduler:
         self._stopping.clear()
 
     def _continue_decodes(self, step: StepBuilder) -> None:
-        slots, config = self.slots, self.config
-        rows = slots.in_phase(Phase.RUNNING_DECODE)
-        reach = slots.known[rows] + slots.pending[rows]
-        open_rows = reach < slots.limit[rows]
-        rows, reach = rows[open_rows], reach[open_rows]
-        ends = np.minimum(reach + config.burst - 1, slots.limit[rows])
+        slots, config, rows = self.slots, self.config, step.decodes.slots
+        reach, limit = slots.known[rows] + slots.pending[rows], slots.limit[rows]
+        open_rows = reach < limit
+        if np.count_nonzero(open_rows) < len(rows):
+            rows, reach, limit = rows[open_rows], reach[open_rows], limit[open_rows]
+        ends = np.minimum(reach + (config.burst - 1), limit)
         short = ends > slots.held[rows] * config.block_size
-        if short.any():
+        if np.count_nonzero(short):
             rows = self._grow_or_wait(step, rows, rows[short])
         slots.pending[rows] += config.burst
         step.budget -= len(rows) * config.burst
-        step.decode_slots = rows.astype(np.int32)
-        step.decode_epochs = slots.epoch[rows]
+        if len(rows) < len(step.decodes.slots):
+            step.decodes = self._crew_of_decodes(rows)
+
+    def _decoding(self) -> Crew:
+        if self._crew is None:
+            self._crew = self._crew_of_decodes(self.slots.decoding())
+        return self._crew
+
+    def _crew_of_decodes(self, rows: Int64s) -> Crew:
+        return self._crew_of(rows, np.full(len(rows), self.config.burst, dtype=np.int32))
+
+    def _crew_of(self, rows: Int64s, allowances: Int32s) -> Crew:
+        slots = self.slots
+        return Crew(
+            slots=_read_only(rows),
+            slots_named=_read_only(rows.astype(np.int32)),
+            epochs=_read_only(slots.epoch[rows]),
+            serials=_read_only(slots.serial[rows]),
+            allowances=_read_only(allowances),
+            outcomes=_read_only(np.where(allowances > 0, TOKENS, CHUNK_UNFINISHED)),
+        )
 
     def _grow_or_wait(self, step: StepBuilder, rows: Int64s, short: Int64s) -> Int64s:
         """One more block for each row that needs it, the most important first. Answers the rows that can decode."""
@@ -295,8 +330,8 @@ class Scheduler:
             self._relieve(step, starved)
             short = np.concatenate((short[sure], fed))
             rows = rows[~np.isin(rows, starved)]
-            rows = rows[slots.phase[rows] == Phase.RUNNING_DECODE]
-            short = short[slots.phase[short] == Phase.RUNNING_DECODE]
+            rows = rows[slots.phase[rows] == DECODING]
+            short = short[slots.phase[short] == DECODING]
         if len(short):
             self._grow_by_one(step, short)
         return rows
@@ -305,7 +340,7 @@ class Scheduler:
         """Order victims to yield until what comes back is enough for those who found no block."""
         coming = self._coming_back()
         for asker in starved.tolist():
-            if self.slots.phase[asker] != Phase.RUNNING_DECODE:
+            if self.slots.phase[asker] != DECODING:
                 continue  # it was itself the victim for somebody before it
             while coming < 1:
                 victim = choose_victim(self.config.victims, self.slots, asker, self._lost_tokens, self.rates)
@@ -327,7 +362,7 @@ class Scheduler:
     def _coming_back(self) -> int:
         """Blocks that will be free once the slots that are being let go of are; those shared by two of them do not count."""
         slots = self.slots
-        leaving = np.flatnonzero((slots.serial != NO_REQUEST) & (slots.phase >= Phase.PREEMPTING))
+        leaving = np.flatnonzero((slots.serial != NO_REQUEST) & (slots.phase >= PREEMPTING))
         return sum(self.pool.exclusive(slots.blocks(slot)) for slot in leaving.tolist())
 
     def _preempt(self, step: StepBuilder, victim: int, asker: int) -> None:
@@ -365,7 +400,7 @@ class Scheduler:
         missing = blocks_for(end, self.config.block_size) - int(slots.held[slot])
         if missing <= 0 or slots.protected[slot]:
             return True
-        nobody_decodes = not len(slots.in_phase(Phase.RUNNING_DECODE))
+        nobody_decodes = not len(slots.decoding())
         kept = self._promises.promised(slots) if nobody_decodes else self._promises.kept(slots, asker=slot)
         return missing <= self.pool.available - kept
 
@@ -485,22 +520,14 @@ class Scheduler:
         bill.queue_us += self._now_us - request.since_us
         request.since_us = self._now_us
 
-    def _flight_of(self, plan: StepPlan) -> Flight:
-        stop_slots = [stop.slot for stop in plan.stops]
-        chunk_slots = [chunk.slot for chunk in plan.chunks]
-        heads = np.array(stop_slots + chunk_slots, dtype=np.int64)
-        rows: Int64s = np.concatenate((heads, plan.decode_slots), dtype=np.int64)
-        allowances = np.full(len(rows), self.config.burst, dtype=np.int64)
-        allowances[: len(heads)] = [0] * len(stop_slots) + [int(chunk.samples) for chunk in plan.chunks]
-        return Flight(
-            step=plan.step,
-            slots=rows,
-            epochs=self.slots.epoch[rows],
-            serials=self.slots.serial[rows],
-            allowances=allowances,
-            stops=len(stop_slots),
-            chunks=plan.chunks,
-        )
+    def _flight_of(self, plan: StepPlan, decodes: Crew) -> Flight:
+        if not (plan.stops or plan.chunks):
+            return Flight(plan.step, decodes, 0, ())
+        heads = [stop.slot for stop in plan.stops] + [chunk.slot for chunk in plan.chunks]
+        may_yield = [0] * len(plan.stops) + [int(chunk.samples) for chunk in plan.chunks]
+        rows = np.concatenate((np.array(heads, dtype=np.int64), decodes.slots))
+        allowances = np.concatenate((np.array(may_yield, dtype=np.int32), decodes.allowances))
+        return Flight(plan.step, self._crew_of(rows, allowances), len(plan.stops), plan.chunks)
 
     # ── settling ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -514,9 +541,9 @@ class Scheduler:
         ended: list[EndedRequest] = []
         self._note_chunks(flight, live)
         delivery = self._take_tokens(flight, result, live, started, ended)
-        self._name_full_blocks(flight.slots[live])
+        self._name_full_blocks(flight.crew.slots[live])
         for row in broken.tolist():
-            self._order_end(self._occupant(int(flight.slots[row])), FinishReason.ERROR)
+            self._order_end(self._occupant(int(flight.crew.slots[row])), FinishReason.ERROR)
         for row in range(flight.stops):
             self._acknowledge(flight, result, row, ended)
         return Settled(*delivery, started=tuple(started), ended=tuple(ended))
@@ -526,20 +553,25 @@ class Scheduler:
             due = self._flights[0].step if self._flights else "none"
             raise InvariantViolated(f"result of step {result.step} arrived while step {due} was due")
         flight = self._flights.popleft()
-        if not (np.array_equal(flight.slots, result.slots) and np.array_equal(flight.epochs, result.epochs)):
+        if not (_same(flight.crew.slots_named, result.slots) and _same(flight.crew.epochs, result.epochs)):
             raise InvariantViolated(f"the result of step {result.step} names other rows than its plan")
         return flight
 
     def _fence(self, flight: Flight) -> Int64s:
         """Rows (stops aside) whose request is still the one that was planned, and still open."""
-        slots, rows = self.slots, flight.slots
-        same = (slots.serial[rows] == flight.serials) & (slots.epoch[rows] == flight.epochs)
-        live = flight.stops + np.flatnonzero((same & (slots.phase[rows] != Phase.FINISHED))[flight.stops :])
+        crew, rows = flight.crew, flight.crew.slots
+        serial, epoch, phase = self.slots.serial[rows], self.slots.epoch[rows], self.slots.phase[rows]
+        if _same(serial, crew.serials) and _same(epoch, crew.epochs) and FINISHED not in phase.tobytes():
+            return np.arange(flight.stops, len(rows))
+        is_live = (serial == crew.serials) & (epoch == crew.epochs) & (phase != FINISHED)
+        live: Int64s = flight.stops + is_live[flight.stops :].nonzero()[0]
         self._stale_results += len(rows) - flight.stops - len(live)
         return live
 
     def _note_chunks(self, flight: Flight, live: Int64s) -> None:
         """The KV of these positions exists now."""
+        if not flight.chunks:
+            return
         first, last = flight.stops, flight.stops + len(flight.chunks)
         for row in live[(live >= first) & (live < last)].tolist():
             chunk = flight.chunks[row - first]
@@ -553,16 +585,19 @@ class Scheduler:
         started: list[StartedRequest],
         ended: list[EndedRequest],
     ) -> Delivery:
-        slots = self.slots
-        rows = live[result.outcomes[live] == Outcome.TOKENS]
-        accepted, stopped = self._append_all(flight, result, rows)
-        at = flight.slots[rows]
+        slots, crew = self.slots, flight.crew
+        rows = live[crew.allowances[live] > 0] if flight.chunks else live
+        at = crew.slots[rows]
+        accepted, stopped = self._append_all(result, rows, at)
         slots.computed[at] = slots.known[at] - 1
-        heard = ~slots.muted[at]
-        delivery = self._delivery(flight, result, rows[heard], accepted[heard])
-        for row in rows[rows < flight.stops + len(flight.chunks)].tolist():
-            self._note_prefilled(self._occupant(int(flight.slots[row])), started)
-        self._finish_rows(at[heard], stopped[heard], ended)
+        if flight.chunks:
+            for slot in at[rows < flight.stops + len(flight.chunks)].tolist():
+                self._note_prefilled(self._occupant(slot), started)
+        muted = slots.muted[at]
+        if np.count_nonzero(muted):
+            rows, at, accepted, stopped = rows[~muted], at[~muted], accepted[~muted], stopped[~muted]
+        delivery = self._delivery(flight, result, rows, accepted)
+        self._finish_rows(at, stopped, ended)
         return delivery
 
     def _note_prefilled(self, request: Request, started: list[StartedRequest]) -> None:
@@ -578,22 +613,25 @@ class Scheduler:
 
         What a broken row computed is unknown, so nothing of it is counted, delivered or cached.
         """
-        self.slots.pending[flight.slots[live]] -= flight.allowances[live]
-        counts, allowed = result.counts[live], flight.allowances[live]
-        yields = allowed > 0
-        expected = np.where(yields, Outcome.TOKENS, Outcome.NOTHING_CHUNK_UNFINISHED).astype(np.int8)
-        broken = (result.outcomes[live] != expected) | (counts > allowed) | (counts < yields)
-        broken |= result.known[live] != self.slots.known[flight.slots[live]] + counts
+        slots, at = self.slots, flight.crew.slots[live]
+        counts, allowed = result.counts[live], flight.crew.allowances[live]
+        outcomes, expected = result.outcomes[live], flight.crew.outcomes[live]
+        known, agreed = result.known[live], slots.known[at] + counts
+        slots.pending[at] -= allowed
+        if _same(outcomes, expected) and _same(counts, allowed) and _same(known, agreed):
+            return live, live[:0]  # every row yielded all it may, as in almost every step
+        broken = (outcomes != expected) | (counts > allowed) | (counts < (allowed > 0)) | (known != agreed)
+        self._broken_rows += int(np.count_nonzero(broken))
         return live[~broken], live[broken]
 
-    def _append_all(self, flight: Flight, result: StepResult, rows: Int64s) -> tuple[Int64s, Bools]:
+    def _append_all(self, result: StepResult, rows: Int64s, at: Int64s) -> tuple[Int32s, Bools]:
         """Append each row's tokens up to its first stop; answers how many were taken, and which rows drew a stop."""
-        firsts, counts = _firsts(result.counts)[rows], result.counts[rows]
-        accepted = np.ones(len(rows), dtype=np.int64)
-        stopped = self._append(flight.slots[rows], result.tokens[firsts])
-        for nth in range(1, int(counts.max(initial=1))):
-            going = np.flatnonzero((counts > nth) & ~stopped)
-            stopped[going] = self._append(flight.slots[rows[going]], result.tokens[firsts[going] + nth])
+        firsts, counts = _firsts_of(result, rows), result.counts[rows]
+        accepted = np.minimum(counts, 1)
+        stopped = self._append(at, result.tokens[firsts])
+        for nth in range(1, self.config.burst):
+            going = ((counts > nth) & ~stopped).nonzero()[0]
+            stopped[going] = self._append(at[going], result.tokens[firsts[going] + nth])
             accepted[going] += 1
         return accepted, stopped
 
@@ -601,26 +639,30 @@ class Scheduler:
         """One token for each row. Answers which rows it stops."""
         slots = self.slots
         slots.append(at, tokens)
+        stopped = slots.draws_stop(at, tokens)
         # A muted row takes all its tokens, though nobody hears them: its count must go on agreeing with the executor's.
-        return slots.draws_stop(at, tokens) & ~slots.muted[at]
+        return stopped & ~slots.muted[at] if np.count_nonzero(stopped) else stopped
 
-    def _delivery(self, flight: Flight, result: StepResult, rows: Int64s, accepted: Int64s) -> Delivery:
-        if int(accepted.sum()) == len(result.tokens):
+    def _delivery(self, flight: Flight, result: StepResult, rows: Int64s, accepted: Int32s) -> Delivery:
+        taken = int(accepted.sum())
+        if taken == len(result.tokens):
             tokens = result.tokens  # nothing was cut off or dropped, as in almost every step
         else:
-            within = np.arange(int(accepted.sum())) - np.repeat(_firsts(accepted), accepted)
-            tokens = result.tokens[np.repeat(_firsts(result.counts)[rows], accepted) + within]
+            within = np.arange(taken) - np.repeat(_firsts(accepted), accepted)
+            tokens = result.tokens[np.repeat(_firsts_of(result, rows), accepted) + within]
         logprobs: tuple[Logprobs, ...] = ()
         if result.logprobs:
             place = {row: index for index, row in enumerate(rows.tolist())}
             logprobs = tuple(
                 _cut(item, place[item.row], int(accepted[place[item.row]])) for item in result.logprobs if item.row in place
             )
-        return flight.serials[rows], accepted.astype(np.int32), tokens, logprobs
+        return flight.crew.serials[rows], accepted, tokens, logprobs
 
     def _finish_rows(self, at: Int64s, stopped: Bools, ended: list[EndedRequest]) -> None:
         """End the requests of rows that drew a stop token or reached their limit."""
         over = stopped | (self.slots.known[at] >= self.slots.limit[at])
+        if not np.count_nonzero(over):
+            return
         for slot, by_stop in zip(at[over].tolist(), stopped[over].tolist(), strict=True):
             request = self._occupant(slot)
             if request.phase is not Phase.PREEMPTING:  # else its Stop is on the way already
@@ -663,10 +705,11 @@ class Scheduler:
 
     def _acknowledge(self, flight: Flight, result: StepResult, row: int, ended: list[EndedRequest]) -> None:
         """The executor let go of a slot: its blocks come back, and its request ends or waits again."""
-        slot = int(flight.slots[row])
+        slot = int(flight.crew.slots[row])
         request = self._occupant(slot)
         if request.phase is Phase.PREEMPTING:
             agreed = result.outcomes[row] == Outcome.PREEMPTED and result.known[row] == self.slots.known[slot]
+            self._broken_rows += not agreed
             if not agreed and request.ends_as is None:
                 request.ends_as = FinishReason.ERROR
             if request.ends_as is None:
@@ -700,7 +743,10 @@ class Scheduler:
 
     def _move(self, request: Request, move: Move) -> None:
         """The only place where a phase changes."""
-        request.phase = next_phase(request.phase, move)
+        self._crew = None
+        phase = next_phase(request.phase, move)
+        self._moves[request.phase, move] += 1
+        request.phase = phase
         if request.slot is not None:
             self.slots.phase[request.slot] = request.phase
 
@@ -709,9 +755,26 @@ def _kept(request: Request, generated: int) -> int:
     return generated if request.keep is None else min(generated, request.keep)
 
 
-def _firsts(counts: npt.NDArray[np.int32] | Int64s) -> Int64s:
+def _firsts(counts: Int32s) -> Int64s:
     """Where each row's tokens begin when rows lie end to end."""
     return np.cumsum(counts, dtype=np.int64) - counts
+
+
+def _firsts_of(result: StepResult, rows: Int64s) -> Int64s:
+    """Where the tokens of these rows begin; they are sound, so that each yields at least one."""
+    if len(rows) == len(result.counts) == len(result.tokens):
+        return rows  # one token each
+    return _firsts(result.counts)[rows]
+
+
+def _same(one: Column, other: Column) -> bool:
+    """Equal element for element. As bytes, because numpy takes ten times as long for arrays of a few rows."""
+    return one.tobytes() == other.tobytes() or np.array_equal(one, other)
+
+
+def _read_only(column: Column) -> Column:
+    column.setflags(write=False)
+    return column
 
 
 def _cut(item: Logprobs, row: int, lines: int) -> Logprobs:

@@ -14,7 +14,6 @@ import numpy as np
 
 from baton.core.config import VictimPolicy
 from baton.core.plan import Int64s
-from baton.core.request import Phase
 from baton.core.slots import Slots
 
 LostTokens = Callable[[Int64s], Int64s]
@@ -29,7 +28,7 @@ class Rates:
 
 
 def candidates(slots: Slots, asker: int) -> Int64s:
-    rows = slots.in_phase(Phase.RUNNING_DECODE)
+    rows = slots.decoding()
     eligible = ~slots.protected[rows] & (slots.priority[rows] >= slots.priority[asker])
     return np.asarray(rows[eligible])
 

@@ -148,21 +148,21 @@ class Worker:
         idle_pass = False
         effects: list[Effect] = []
         match event:
+            case Tick():
+                effects, idle_pass = self._pass()
+            case StepDone(result):
+                self.scheduler.rates = self._meter.done(self.scheduler.rates, now_us)
+                effects = [Deliver(self.scheduler.settle(result, now_us))]
             case Submitted():
                 effects = [self._submit(event)]
             case Cancelled(serial):
                 effects = self._stop(serial, FinishReason.ABORT, None)
             case StopFound(serial, keep):
                 effects = self._stop(serial, FinishReason.STOP, keep)
-            case StepDone(result):
-                self.scheduler.rates = self._meter.done(self.scheduler.rates, now_us)
-                effects = [Deliver(self.scheduler.settle(result, now_us))]
             case DrainOrdered():
                 self._draining = True
             case Orphaned():
                 effects = self._stop_all()
-            case Tick():
-                effects, idle_pass = self._pass()
         self._planned_out = idle_pass
         return effects
 

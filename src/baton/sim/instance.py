@@ -18,7 +18,19 @@ from typing import Protocol
 from baton.core.config import WorkerConfig
 from baton.core.plan import StepResult
 from baton.core.prefix import PrefixIndex
-from baton.core.worker import Event, Launch, Orphaned, StepDone, Tick, Worker
+from baton.core.worker import (
+    Accepted,
+    Deliver,
+    Effect,
+    Event,
+    GroupRefused,
+    Launch,
+    Orphaned,
+    StepDone,
+    Tick,
+    Withdrawn,
+    Worker,
+)
 from baton.executor.contract import Executor, ExecutorShape
 from baton.sim.device import Device, Times
 from baton.sim.disk import Disk
@@ -158,6 +170,8 @@ class Instance:
     def _tell(self, event: Event) -> None:
         worker = self._require_worker()
         for effect in worker.handle(event, self.host.world.now_us):
+            if self.host.world.keeps_notes:
+                self._note(effect)
             if isinstance(effect, Launch):
                 self.device.launch(effect.plan)
             elif self._conversation is not None:
@@ -166,6 +180,23 @@ class Instance:
                     self._say(message)
         if self._told is not None:
             self._told(self)
+
+    def _note(self, effect: Effect) -> None:
+        match effect:
+            case Launch(plan):
+                slots = plan.decode_slots.tolist()
+                chunks = [(chunk.slot, chunk.begin, chunk.end) for chunk in plan.chunks]
+                what = f"plans step {plan.step}: slots {slots} decode, chunks {chunks}, {len(plan.stops)} stop"
+            case Deliver(settled):
+                ends = [(ended.serial, ended.reason.value) for ended in settled.ended]
+                what = f"settles: {settled.counts.tolist()} tokens for {settled.serials.tolist()}, ends {ends}"
+            case Accepted(ticket, serials):
+                what = f"accepts ticket {ticket} as {list(serials)}"
+            case GroupRefused(ticket, refusal):
+                what = f"refuses ticket {ticket}: {refusal.code}"
+            case Withdrawn(ended):
+                what = f"withdraws {ended.serial}: {ended.reason}"
+        self.host.world.note(self.host.name, what)
 
     def _say(self, message: FromEngine) -> None:
         if self._conversation is not None:

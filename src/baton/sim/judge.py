@@ -77,7 +77,7 @@ class Judge:
 
     def bury(self, worker: Worker) -> None:
         """A worker's life is over: its transitions count."""
-        for (phase, move), times in getattr(worker.scheduler, "moves", dict)().items():
+        for (phase, move), times in worker.scheduler.moves().items():
             self.moves[f"{phase.name} ─{move.value}→"] += times
 
     def nothing_held(self, worker: Worker, where: str) -> None:

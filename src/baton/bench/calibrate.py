@@ -1,0 +1,454 @@
+"""Measures the executor of this machine step by step, and makes a step-time model of it.
+
+Owns the grid of steps, the driving of an executor through them, and the fit. The executor is driven by StepPlans, two in
+flight as in service, with no server around it. KV is not computed but copied into place from one real block: a step reads
+the same bytes, and a grid of long contexts takes seconds instead of minutes.
+
+    visit of a trial:   launch ─ launch ─ collect ─ launch ─ collect ─ …      a step's time lies between two collects
+
+The grid is walked several times and each trial keeps its median, so that a neighbour who was busy for a while does not bend
+one corner of the model. Steps that mix chunks and decodes are measured too but not fitted: they show what the model is worth
+where it was not told.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from baton.bench.scheduler import time_scheduler
+from baton.bench.stats import median
+from baton.core.errors import BatonError
+from baton.core.plan import Chunk, Copy, Int32s, Outcome, Start, StepPlan, StepResult, Stop
+from baton.core.request import Sampling, frozen_tokens
+from baton.executor.contract import Executor
+from baton.sim.steptime import Point, Roofline, StepTimes, StepTimesFile
+
+IN_FLIGHT = 2
+"""As in service: the next step waits in the executor while one computes."""
+LARGE_STEP_TOKENS = 512
+"""Such a step takes long enough to be timed once a visit, and needs no warming up."""
+SMALL_STEPS = 4
+"""Steps of a visit to a smaller trial; the first one warms up."""
+DRAWN_FROM = (1000, 20_000)
+"""Token ids, where the vocabulary has them."""
+KNEES_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LEAST_US = 1e-6
+"""A cost that the fit finds to be nothing; the model wants it positive."""
+
+_GREEDY = Sampling(seed=0, temperature=0.0)
+
+
+class CannotCalibrate(BatonError):
+    """The executor did not do what a trial asked of it, or there is too little room; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A step to be measured: so many decodes at a context, and chunks of several sequences that begin at a position."""
+
+    decodes: int = 0
+    context_tokens: int = 0
+    """Of each decode."""
+    sequences: int = 0
+    chunk_tokens: int = 0
+    begin_tokens: int = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        return self.sequences * self.chunk_tokens
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool(self.decodes and self.sequences)
+
+    @property
+    def is_large(self) -> bool:
+        return self.prefill_tokens >= LARGE_STEP_TOKENS
+
+    def blocks(self, block_size: int) -> int:
+        decodes = self.decodes * -(-(self.context_tokens + SMALL_STEPS) // block_size)
+        return decodes + self.sequences * -(-(self.begin_tokens + self.chunk_tokens + 1) // block_size)
+
+    def point(self, us: float) -> Point:
+        pairs = self.chunk_tokens * self.begin_tokens + self.chunk_tokens * (self.chunk_tokens + 1) // 2
+        return Point(
+            decodes=self.decodes,
+            decode_context=self.decodes * self.context_tokens,
+            prefill_tokens=self.prefill_tokens,
+            prefill_pairs=self.sequences * pairs,
+            us=us,
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{self.decodes} decodes at {self.context_tokens}"] if self.decodes else []
+        if self.sequences:
+            parts.append(
+                f"{self.sequences} × {self.chunk_tokens} prefill" + f" at {self.begin_tokens}" * (self.begin_tokens > 0)
+            )
+        return ", ".join(parts)
+
+
+DECODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CONTEXTS = (64, 256, 768)
+LONG_CONTEXT, LONG_CONTEXT_DECODES = 2048, (1, 8, 24)
+QUICK_DECODES, QUICK_CONTEXTS = (1, 4, 16, 64), (64, 768)
+PREFILLS = (
+    (1, 16, 0), (1, 16, 512), (1, 64, 0), (1, 64, 1024), (1, 128, 0), (1, 256, 0), (2, 128, 0), (1, 512, 0), (4, 128, 0),
+    (1, 512, 1536), (1, 1024, 0), (8, 128, 0), (1, 2048, 0), (4, 512, 0), (16, 128, 0),
+)  # fmt: skip
+"""(sequences, tokens of each, position at which each begins)"""
+QUICK_PREFILLS = ((1, 16, 0), (1, 128, 0), (4, 128, 0), (1, 512, 0), (1, 512, 1536))
+MIXED = ((16, 192, 2, 128), (60, 160, 1, 64), (48, 192, 4, 128), (32, 576, 1, 512), (32, 192, 12, 128))
+"""(decodes, their context, sequences, tokens of each)"""
+
+
+def make_grid(executor: Executor, step_tokens: int, quick: bool = False) -> list[Trial]:
+    """Every trial that this executor and budget have room for, cheap ones first."""
+    decodes, contexts = (QUICK_DECODES, QUICK_CONTEXTS) if quick else (DECODES, CONTEXTS)
+    trials = [Trial(rows, context) for rows in decodes for context in contexts]
+    if not quick:
+        trials += [Trial(rows, LONG_CONTEXT) for rows in LONG_CONTEXT_DECODES]
+    trials += [Trial(0, 0, *prefill) for prefill in (QUICK_PREFILLS if quick else PREFILLS)]
+    trials += [Trial(*mixed) for mixed in MIXED]
+    fitting = [trial for trial in trials if _fits(trial, executor, step_tokens)]
+    if not any(trial.decodes for trial in fitting) or not any(trial.sequences for trial in fitting):
+        raise CannotCalibrate("the executor has too few slots, KV blocks or positions for any step of the grid")
+    return fitting
+
+
+def _fits(trial: Trial, executor: Executor, step_tokens: int) -> bool:
+    shape = executor.shape
+    longest = max(trial.context_tokens + SMALL_STEPS, trial.begin_tokens + trial.chunk_tokens + 1)
+    return (
+        trial.decodes + trial.sequences <= shape.slots
+        and trial.blocks(shape.block_size) <= shape.blocks
+        and longest <= shape.context_tokens
+        and trial.decodes + trial.prefill_tokens <= step_tokens
+    )
+
+
+def monotonic_us() -> float:
+    return time.perf_counter_ns() / 1000
+
+
+class Stepper:
+    """Drives one executor through trials; owns step numbers, epochs and which block goes where."""
+
+    def __init__(self, executor: Executor, clock_us: Callable[[], float] = monotonic_us) -> None:
+        self._executor = executor
+        self._clock_us = clock_us
+        self._step = 0
+        self._epoch = 0
+        self._draws = np.random.default_rng(0)
+
+    def fill(self, blocks: int) -> None:
+        """Real KV into the first `blocks` blocks: pages that nobody ever wrote read faster than memory does."""
+        size = self._executor.shape.block_size
+        start = self._start(0, size, 0, size + 1, 0)
+        chunk = Chunk(0, start.epoch, 0, size, samples=True)
+        copies = tuple(Copy(0, target) for target in range(1, blocks))
+        self._run(iter([self._plan(starts=(start,), chunks=(chunk,)), self._plan(stops=(_stop(start),), copies=copies)]))
+
+    def visit(self, trial: Trial) -> list[float]:
+        """Microseconds of each step that counts."""
+        steps = 1 if trial.is_large else SMALL_STEPS
+        times_us = self._run(self._plans(trial, steps), trial)
+        return times_us[:1] if trial.is_large else times_us[1:steps]
+
+    def _plans(self, trial: Trial, steps: int) -> Iterator[StepPlan]:
+        """Decodes that go on from step to step beside chunks of ever new sequences, and at the end a stop for all."""
+        blocks = 0
+        decoding: list[Start] = []
+        # So that the context of the steps that count is, on average, the trial's.
+        known = max(1, trial.context_tokens - steps // 2)
+        for slot in range(trial.decodes):
+            decoding.append(self._start(slot, known, known - 1, known + steps, blocks))
+            blocks += len(decoding[-1].blocks)
+        starts, stops = decoding, list[Stop]()
+        slots = np.arange(trial.decodes, dtype=np.int32)
+        epochs = np.array([start.epoch for start in decoding], dtype=np.int64)
+        for _ in range(steps):
+            fed = self._chunked(trial, blocks)
+            yield self._plan(
+                stops=tuple(stops),
+                starts=(*starts, *fed),
+                chunks=tuple(Chunk(new.slot, new.epoch, new.computed, len(new.tokens), samples=True) for new in fed),
+                decode_slots=slots,
+                decode_epochs=epochs,
+            )
+            starts, stops = [], [_stop(start) for start in fed]
+        yield self._plan(stops=(*stops, *(_stop(start) for start in decoding)))
+
+    def _chunked(self, trial: Trial, blocks: int) -> list[Start]:
+        fed: list[Start] = []
+        length = trial.begin_tokens + trial.chunk_tokens
+        for number in range(trial.sequences):
+            fed.append(self._start(trial.decodes + number, length, trial.begin_tokens, length + 1, blocks))
+            blocks += len(fed[-1].blocks)
+        return fed
+
+    def _start(self, slot: int, known: int, computed: int, limit: int, first_block: int) -> Start:
+        self._epoch += 1
+        low, high = DRAWN_FROM if self._executor.vocabulary > DRAWN_FROM[1] else (0, self._executor.vocabulary)
+        tokens = frozen_tokens(self._draws.integers(low, high, known))
+        count = -(-limit // self._executor.shape.block_size)
+        blocks: Int32s = np.arange(first_block, first_block + count, dtype=np.int32)
+        return Start(slot, self._epoch, tokens, known, computed, limit, _GREEDY, blocks)
+
+    def _plan(
+        self,
+        *,
+        stops: tuple[Stop, ...] = (),
+        copies: tuple[Copy, ...] = (),
+        starts: tuple[Start, ...] = (),
+        chunks: tuple[Chunk, ...] = (),
+        decode_slots: Int32s | None = None,
+        decode_epochs: npt.NDArray[np.int64] | None = None,
+    ) -> StepPlan:
+        self._step += 1
+        nobody, no_epochs = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
+        return StepPlan(
+            self._step, self._step - 1, stops, copies, starts, chunks=chunks,
+            decode_slots=nobody if decode_slots is None else decode_slots,
+            decode_epochs=no_epochs if decode_epochs is None else decode_epochs,
+        )  # fmt: skip
+
+    def _run(self, plans: Iterator[StepPlan], trial: Trial | None = None) -> list[float]:
+        times_us: list[float] = []
+        in_flight = 0
+        before_us = self._clock_us()
+        plan = next(plans, None)
+        while plan is not None or in_flight:
+            if plan is not None and in_flight < IN_FLIGHT:
+                self._executor.launch(plan)
+                in_flight += 1
+                plan = next(plans, None)
+                continue
+            result = self._executor.collect()
+            in_flight -= 1
+            now_us = self._clock_us()
+            times_us.append(now_us - before_us)
+            before_us = now_us
+            _check(result, trial)
+        return times_us
+
+
+def _stop(start: Start) -> Stop:
+    return Stop(start.slot, start.epoch)
+
+
+def _check(result: StepResult, trial: Trial | None) -> None:
+    """A step in which a row did nothing has not been measured."""
+    idle = ~np.isin(result.outcomes, (Outcome.TOKENS, Outcome.PREEMPTED))
+    if idle.any():
+        raise CannotCalibrate(
+            f"{trial or 'filling the KV pool'}: {int(idle.sum())} of {len(idle)} rows computed nothing "
+            f"({Outcome(int(result.outcomes[idle][0])).name.lower()})"
+        )
+
+
+@dataclass(slots=True)
+class Measured:
+    trial: Trial
+    times_us: list[float] = field(default_factory=list)
+
+    @property
+    def us(self) -> float:
+        return median(self.times_us)
+
+    @property
+    def spread(self) -> float:
+        """Greatest ÷ least."""
+        return max(self.times_us) / min(self.times_us)
+
+
+def measure(
+    executor: Executor,
+    trials: Sequence[Trial],
+    budget_s: float,
+    clock_us: Callable[[], float] = monotonic_us,
+    advance: Callable[[Trial], None] = lambda _trial: None,
+) -> list[Measured]:
+    """Walks the grid once, and again as long as another walk fits into the budget."""
+    stepper = Stepper(executor, clock_us)
+    began_us = clock_us()
+    stepper.fill(max(trial.blocks(executor.shape.block_size) for trial in trials))
+    measured = [Measured(trial) for trial in trials]
+    for trial in trials:
+        # The first step of a size sets up what later ones reuse; it is no measure of them.
+        if not trial.is_large:
+            stepper.visit(trial)
+    while True:
+        walk_us = clock_us()
+        for one in measured:
+            one.times_us += stepper.visit(one.trial)
+            advance(one.trial)
+        now_us = clock_us()
+        if (now_us - began_us) + (now_us - walk_us) > budget_s * 1e6:
+            return measured
+
+
+HOST_ROWS = (8, 64)
+HOST_STEPS = 200
+
+
+def host_costs_us() -> tuple[float, float]:
+    """What deciding and the message to the front end take: of a step, and of each row in it."""
+    few, many = (time_scheduler(rows, HOST_STEPS).us_per_step for rows in HOST_ROWS)
+    row_us = max(0.0, (many - few) / (HOST_ROWS[1] - HOST_ROWS[0]))
+    return max(0.0, few - row_us * HOST_ROWS[0]), row_us
+
+
+class ModelSizes(msgspec.Struct, frozen=True):
+    """What the model is; the fit finds the rates."""
+
+    weight_bytes: float
+    token_flop: float
+    kv_bytes_per_token: float
+    pair_flop: float
+
+
+def model_sizes(folder: Path, dtype: str) -> ModelSizes:
+    """Read from a model folder's configuration and the headers of its weights."""
+    # Imported here because these take seconds, and a wrong option should be told at once.
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    from baton.executor.loading import DTYPES
+    from baton.executor.support import text_config, vars_of
+
+    parameters = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as weights:
+            parameters += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    config = text_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
+    head_dim = vars_of(config, "head_dim", None) or int(config.hidden_size) // heads
+    kv_heads = vars_of(config, "num_key_value_heads", None) or heads
+    table = int(config.vocab_size) * int(config.hidden_size)
+    item_bytes = DTYPES[dtype].itemsize
+    return ModelSizes(
+        # A table of its own for embeddings is looked up, not multiplied with; a tied one also gives the logits, row by row.
+        weight_bytes=float(item_bytes * (parameters if config.tie_word_embeddings else parameters - table)),
+        token_flop=2.0 * (parameters - table * (1 if config.tie_word_embeddings else 2)),
+        kv_bytes_per_token=2.0 * int(str(kv_heads)) * int(str(head_dim)) * layers * item_bytes,
+        pair_flop=4.0 * heads * int(str(head_dim)) * layers,
+    )
+
+
+def fit_roofline(measured: Sequence[Measured], sizes: ModelSizes) -> Roofline:
+    """The roofline with the least relative error over the steps that are not mixed.
+
+    With the knee (the tokens at which products take as long as reading the weights) given, a step's time is linear in what
+    is unknown; so every knee is tried.
+    """
+    points = [one.trial.point(one.us) for one in measured if not one.trial.is_mixed]
+    fits = [(*_fit_with_knee(points, knee), knee) for knee in KNEES_TOKENS]
+    _, costs, knee = min(fits, key=lambda fitted: fitted[0])
+    launch_us, token_us, row_us, context_us, pair_us = costs
+    token_us, context_us, pair_us = max(token_us, LEAST_US), max(context_us, LEAST_US), max(pair_us, LEAST_US)
+    rate = _rounded(sizes.token_flop / token_us * 1e6)
+    return Roofline(
+        launch_us=round(launch_us, 1),
+        weight_bytes=sizes.weight_bytes,
+        weight_bytes_per_s=_rounded(sizes.weight_bytes / (token_us * knee) * 1e6),
+        token_flop=sizes.token_flop,
+        decode_flop_per_s=rate,
+        prefill_flop_per_s=rate,
+        row_us=round(row_us, 2),
+        kv_bytes_per_token=sizes.kv_bytes_per_token,
+        kv_bytes_per_s=_rounded(sizes.kv_bytes_per_token / context_us * 1e6),
+        pair_flop=sizes.pair_flop,
+        attention_flop_per_s=_rounded(sizes.pair_flop / pair_us * 1e6),
+    )
+
+
+def _rounded(value: float) -> float:
+    """Four digits: more would claim too much."""
+    return float(f"{value:.4g}")
+
+
+def _fit_with_knee(points: Sequence[Point], knee: int) -> tuple[float, tuple[float, ...]]:
+    """Squared relative error, and launch, token, row, context and pair in microseconds."""
+    rows = np.array(
+        [
+            (1.0, max(knee, point.decodes + point.prefill_tokens), point.decodes, point.decode_context, point.prefill_pairs)
+            for point in points
+        ]
+    )
+    relative = rows / np.array([point.us for point in points])[:, None]
+    return _least_squares_from_zero(relative, np.ones(len(points)))
+
+
+def _least_squares_from_zero(
+    matrix: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]
+) -> tuple[float, tuple[float, ...]]:
+    """Non-negative least squares by trying each set of columns: with five columns there are thirty-one."""
+    columns = matrix.shape[1]
+    best = (math.inf, (0.0,) * columns)
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    for size in range(1, columns + 1):
+        for chosen in combinations(range(columns), size):
+            some = list(chosen)
+            found = np.linalg.lstsq(matrix[:, some] / scale[some], wanted, rcond=None)[0] / scale[some]
+            if (found < 0).any():
+                continue
+            error = float(np.square(matrix[:, some] @ found - wanted).sum())
+            if error < best[0]:
+                costs = np.zeros(columns)
+                costs[some] = found
+                best = (error, tuple(costs.tolist()))
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One trial beside what is said about it."""
+
+    measured: Measured
+    roofline_error: float
+    """Said ÷ measured − 1, by the roofline alone."""
+    model_error: float
+    """The same by the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    file: StepTimesFile
+    rows: list[Row]
+
+    def worst(self, mixed: bool) -> float:
+        """Greatest error of the roofline where it was fitted, or of the model where it was not."""
+        errors = [
+            row.model_error if mixed else row.roofline_error for row in self.rows if row.measured.trial.is_mixed is mixed
+        ]
+        return max((abs(error) for error in errors), default=0.0)
+
+
+def calibrate(
+    measured: Sequence[Measured], sizes: ModelSizes, name: str, measured_on: str, host_us: float, host_row_us: float
+) -> Calibration:
+    roofline = fit_roofline(measured, sizes)
+    points = tuple(one.trial.point(round(one.us, 1)) for one in measured if not one.trial.is_mixed)
+    file = StepTimesFile(
+        name=name, measured_on=measured_on, roofline=roofline, host_us=round(host_us, 1),
+        host_row_us=round(host_row_us, 2), points=points,
+    )  # fmt: skip
+    alone = StepTimes(msgspec.structs.replace(file, points=(), host_us=0.0, host_row_us=0.0))
+    whole = StepTimes(msgspec.structs.replace(file, host_us=0.0, host_row_us=0.0))
+    return Calibration(file, [Row(one, _error(alone, one), _error(whole, one)) for one in measured])
+
+
+def _error(model: StepTimes, one: Measured) -> float:
+    point = one.trial.point(one.us)
+    said = model.step_us(point.decodes, point.decode_context, point.prefill_tokens, point.prefill_pairs)
+    return said / one.us - 1.0

@@ -1,0 +1,335 @@
+"""`baton sim run`: from options to a report.
+
+Owns what the options mean together, which are refused, and the runs: every policy meets the same requests with every seed. A
+run is summed up as soon as it is over; only what a picture or a timeline needs is kept, so memory does not grow with seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from baton import __version__
+from baton.bench.calls import JITTER_GAPS, TraceLoad, read_load
+from baton.bench.policies import POLICIES, Policy
+from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
+from baton.core.errors import BatonError
+from baton.sim.cluster import Call, RunSpec, simulate
+from baton.sim.records import RunRecord
+from baton.sim.report import SCHEMA, RunSummary, Setting, SimReport, Targets, summarise
+from baton.sim.steptime import StepTimes, load_step_times
+from baton.sim.workload import BadWorkload, Synthetic
+
+CLIENTS_AN_INSTANCE = 64
+DEFAULT_REQUESTS, DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1000, 1024, 256
+KV_MEMORY_BYTES = {"h200-8b": 102 << 30}
+"""What is left of the machine's memory beside the weights."""
+KV_MEMORY_BYTES_OTHERS = 2 << 30
+"""As `baton serve` takes."""
+BLOCKS_MAX = 100_000_000
+LONG_RUN_S = 1200.0
+LOOK_EVERY_S, LOOK_EVERY_S_LONG = 0.1, 1.0
+COMPARE_SYNTAX = (
+    "write RESERVE/VICTIMS, or RESERVE alone, with commas between, such as new-token-ratio/newest,none/cheapest; "
+    f"RESERVE is {', '.join(ReservePolicy)}; VICTIMS is {', '.join(VictimPolicy)}; 'all' is every pair"
+)
+
+
+class BadSimOptions(BatonError):
+    """Options that do not go together, or mean nothing; the message names them and says what does."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimOptions:
+    """Absent is None; what then holds is decided here, not on the command line."""
+
+    trace: Path | None = None
+    speed: float | None = None
+    limit: int | None = None
+    requests: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    max_tokens: int | None = None
+    rate: float | None = None
+    concurrency: int | None = None
+    sessions: int | None = None
+    rounds: int | None = None
+    think_s: float | None = None
+    instances: int = 1
+    step_times: str = "h200-8b"
+    kv_blocks: int | None = None
+    kv_memory_bytes: int | None = None
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 131_072
+    max_waiting: int | None = None
+    prefix_cache: bool = True
+    reserve: ReservePolicy = ReservePolicy.NEW_TOKEN_RATIO
+    victims: VictimPolicy = VictimPolicy.NEWEST
+    max_preemptions: int = 8
+    compare: str | None = None
+    seeds: int = 1
+    ttft_slo_s: float = 10.0
+    tpot_slo_ms: float = 100.0
+    network_us: int = 100
+    host_us: int = 0
+    look_every_s: float | None = None
+
+
+def parse_policies(text: str, victims: VictimPolicy) -> tuple[Policy, ...]:
+    """The policies of `--compare`; one that names no victims takes `victims`."""
+    if text.strip() == "all":
+        return POLICIES
+    policies = tuple(_parse_policy(item.strip(), victims) for item in text.split(","))
+    if len(set(policies)) < len(policies):
+        raise BadSimOptions(f"--compare {text!r} names a policy twice")
+    if len(policies) < 2:
+        raise BadSimOptions(f"--compare {text!r} has nothing to compare with: {COMPARE_SYNTAX}")
+    return policies
+
+
+def _parse_policy(item: str, victims: VictimPolicy) -> Policy:
+    reserve, slash, chosen = item.partition("/")
+    try:
+        return Policy(ReservePolicy(reserve), VictimPolicy(chosen) if slash else victims)
+    except ValueError:
+        raise BadSimOptions(f"--compare: {item!r} is no policy: {COMPARE_SYNTAX}") from None
+
+
+def label_of(policy: Policy) -> str:
+    return f"{policy.reserve}/{policy.victims}"
+
+
+def refuse_contradictions(options: SimOptions) -> None:
+    """Wherever one of two options would silently do nothing."""
+    made_up = {
+        "--requests": options.requests, "--input-tokens": options.input_tokens, "--output-tokens": options.output_tokens,
+        "--sessions": options.sessions, "--rounds": options.rounds, "--think-s": options.think_s,
+    }  # fmt: skip
+    idle = ", ".join(name for name, value in made_up.items() if value is not None)
+    traced, talks = options.trace is not None, options.sessions is not None
+    rated, closed, sped = (value is not None for value in (options.rate, options.concurrency, options.speed))
+    rules = (
+        (traced and idle, f"--trace brings its own requests; leave out {idle} (--limit takes the first ones)"),
+        (not traced and (sped or options.limit is not None), "--limit and --speed are for a --trace"),
+        (rated and closed, "--rate is an open loop and --concurrency a closed one; give one of them"),
+        (sped and (rated or closed), "--speed plays the trace's own times, which --rate and --concurrency replace"),
+        (talks and options.requests is not None, "--sessions × --rounds is the number of requests; leave out --requests"),
+        (not talks and (options.rounds or options.think_s) is not None, "--rounds and --think-s are for --sessions"),
+        (
+            options.kv_blocks is not None and options.kv_memory_bytes is not None,
+            "--kv-blocks and --kv-memory both size the pool",
+        ),
+    )
+    for broken, message in rules:
+        if broken:
+            raise BadSimOptions(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked of the cluster: calls by seed, and how they are told of."""
+
+    told: str
+    requests: int
+    calls: Callable[[int], list[Call]]
+    concurrency: int | None
+    span_s: float | None
+    """About how long arrivals take, where that is known beforehand."""
+    notes: tuple[str, ...] = ()
+
+
+def load_of(options: SimOptions, sequence_tokens_max: int) -> Load:
+    if options.trace is not None:
+        return _traced(options, options.trace, sequence_tokens_max)
+    return _synthetic(options, sequence_tokens_max)
+
+
+def _synthetic(options: SimOptions, sequence_tokens_max: int) -> Load:
+    made = Synthetic(
+        conversations=options.sessions or options.requests or DEFAULT_REQUESTS,
+        input_tokens=options.input_tokens or DEFAULT_INPUT_TOKENS,
+        output_tokens=options.output_tokens or DEFAULT_OUTPUT_TOKENS,
+        max_tokens=options.max_tokens,
+        rounds=options.rounds or 1,
+        think_us=round((options.think_s or 0.0) * 1e6),
+        rate_per_s=options.rate,
+    )
+    if made.sequence_tokens_max > sequence_tokens_max:
+        raise BadWorkload(
+            f"the longest request is {made.sequence_tokens_max:,} tokens with what it declares; "
+            f"a sequence has at most {sequence_tokens_max:,} (--max-model-len, --kv-blocks)"
+        )
+    if options.rate is not None:
+        concurrency, pace = None, f"{options.rate:g} new a second"
+    else:
+        concurrency = options.concurrency or CLIENTS_AN_INSTANCE * options.instances
+        pace = f"{concurrency:,} clients"
+    talks = f" in {made.conversations:,} conversations of {made.rounds}" if made.rounds > 1 else ""
+    told = f"{made.requests:,} requests{talks}, {made.input_tokens:,} tokens in, {made.output_tokens:,} out, {pace}"
+    span_s = made.conversations / options.rate if options.rate is not None else None
+    return Load(told, made.requests, made.calls, concurrency, span_s)
+
+
+def _traced(options: SimOptions, trace: Path, sequence_tokens_max: int) -> Load:
+    load = read_load(trace, options.limit, options.max_tokens, sequence_tokens_max)
+    count = len(load.requests)
+    told = f"{count:,} requests of {trace.name}"
+    notes: tuple[str, ...] = ()
+    if load.skipped:
+        notes = (f"{load.skipped:,} requests of the trace are left out: empty, or over {sequence_tokens_max:,} tokens.",)
+    if (clients := options.concurrency) is not None:
+        closed = load.when_a_client_is_free()
+        return Load(f"{told}, {clients:,} clients", count, lambda _seed: closed, clients, None, notes)
+    if (rate := options.rate) is not None:
+        return Load(f"{told}, {rate:g} a second", count, lambda seed: load.at_rate(seed, rate), None, count / rate, notes)
+    if not load.is_timed:
+        raise BadSimOptions(f"{trace} has lengths but no times: say when requests come with --rate or --concurrency")
+    speed = options.speed or 1.0
+    told, span_s = f"{told} at {speed:g} × its rate", load.gap_s * count / speed
+    notes += _notes_on_times(load, speed, options.seeds)
+    return Load(told, count, lambda seed: load.at_their_times(seed, speed), None, span_s, notes)
+
+
+def _notes_on_times(load: TraceLoad, speed: float, seeds: int) -> tuple[str, ...]:
+    notes = []
+    if load.bunched:
+        notes.append(
+            f"{load.bunched:,} requests share the timestamp of the one before; they are spread until the next timestamp."
+        )
+    if seeds > 1:
+        late_s = JITTER_GAPS * load.gap_s / speed
+        notes.append(f"Seed 0 keeps the trace's times; the others move each arrival by up to {late_s:.3g} s.")
+    return tuple(notes)
+
+
+class Simulation:
+    """Raises BadSimOptions, BadWorkload, BadConfig, BadStepTimes or TraceMalformed before anything runs."""
+
+    def __init__(self, options: SimOptions) -> None:
+        refuse_contradictions(options)
+        self.options = options
+        self.targets = Targets(options.ttft_slo_s, options.tpot_slo_ms)
+        self.step_times = load_step_times(options.step_times)
+        self.policies = _policies(options)
+        shape = _config(options, self.step_times)
+        self.load = load_of(options, shape.sequence_tokens_max)
+        self.config = replace(shape, waiting_max=options.max_waiting or self.load.requests)
+
+    @property
+    def requests(self) -> int:
+        """In all runs together."""
+        return self.load.requests * len(self.policies) * self.options.seeds
+
+    @property
+    def title(self) -> str:
+        shape = f"{self.options.instances} × {self.step_times.name}, {self.config.blocks:,} KV blocks each"
+        return f"{self.load.told}; {shape}"
+
+    def run(
+        self, doing: Callable[[str], None], advance: Callable[[int], None], keep: bool = False
+    ) -> tuple[SimReport, list[RunRecord]]:
+        """The report and, if asked to keep them, the first seed's run of each policy."""
+        summaries: list[RunSummary] = []
+        kept: list[RunRecord] = []
+        for policy in self.policies:
+            for seed in range(self.options.seeds):
+                doing(f"{label_of(policy)}, seed {seed}")
+                record = simulate(self.spec(policy, seed), advance)
+                summaries.append(summarise(record, self.targets))
+                if keep and seed == 0:
+                    kept.append(record)
+        return self._report(summaries), kept
+
+    def spec(self, policy: Policy, seed: int) -> RunSpec:
+        options = self.options
+        return RunSpec(
+            label=label_of(policy),
+            instances=options.instances,
+            config=replace(self.config, reserve=policy.reserve, victims=policy.victims),
+            step_times=self.step_times,
+            calls=self.load.calls(seed),
+            concurrency=self.load.concurrency,
+            seed=seed,
+            network_us=options.network_us,
+            host_us=options.host_us,
+            look_every_us=self._look_every_us(),
+        )
+
+    def _look_every_us(self) -> int:
+        if self.options.look_every_s is not None:
+            return max(1, round(self.options.look_every_s * 1e6))
+        long = self.load.span_s is not None and self.load.span_s > LONG_RUN_S
+        return round((LOOK_EVERY_S_LONG if long else LOOK_EVERY_S) * 1e6)
+
+    def _report(self, runs: list[RunSummary]) -> SimReport:
+        return SimReport(
+            schema=SCHEMA,
+            version=__version__,
+            settings=self._settings(),
+            ttft_target_s=self.targets.ttft_s,
+            tpot_target_ms=self.targets.tpot_ms,
+            notes=list(self.load.notes),
+            runs=runs,
+        )
+
+    def _settings(self) -> dict[str, Setting]:
+        """What the options came to, defaults included."""
+        options, config = self.options, self.config
+        return {
+            "load": self.load.told,
+            "trace": options.trace.name if options.trace is not None else None,
+            "speed": options.speed,
+            "limit": options.limit,
+            "rate": options.rate,
+            "concurrency": self.load.concurrency,
+            "max_tokens": options.max_tokens,
+            "instances": options.instances,
+            "step_times": self.step_times.name,
+            "kv_blocks": config.blocks,
+            "block_size": config.block_size,
+            "max_num_seqs": config.slots,
+            "max_num_batched_tokens": config.step_tokens,
+            "max_model_len": config.context_tokens,
+            "max_waiting": config.waiting_max,
+            "prefix_cache": config.prefix_cache,
+            "max_preemptions": config.max_preemptions,
+            "seeds": options.seeds,
+            "network_us": options.network_us,
+            "host_us": options.host_us,
+            "look_every_us": self._look_every_us(),
+        }
+
+
+def _policies(options: SimOptions) -> tuple[Policy, ...]:
+    if options.compare is None:
+        return (Policy(options.reserve, options.victims),)
+    return parse_policies(options.compare, options.victims)
+
+
+def _config(options: SimOptions, step_times: StepTimes) -> WorkerConfig:
+    return WorkerConfig(
+        slots=options.max_num_seqs,
+        blocks=_blocks(options, step_times),
+        block_size=options.block_size,
+        context_tokens=options.max_model_len,
+        step_tokens=options.max_num_batched_tokens,
+        prefix_cache=options.prefix_cache,
+        max_preemptions=options.max_preemptions,
+    )
+
+
+def _blocks(options: SimOptions, step_times: StepTimes) -> int:
+    if options.kv_blocks is not None:
+        return options.kv_blocks
+    memory_bytes = options.kv_memory_bytes or KV_MEMORY_BYTES.get(step_times.name, KV_MEMORY_BYTES_OTHERS)
+    block_bytes = step_times.file.roofline.kv_bytes_per_token * options.block_size
+    blocks = int(memory_bytes / block_bytes)
+    if not 1 <= blocks <= BLOCKS_MAX:
+        raise BadSimOptions(
+            f"{memory_bytes:,} bytes of KV are {blocks:,} blocks of {block_bytes:,.0f}; from 1 to {BLOCKS_MAX:,} can be "
+            "simulated (--kv-memory, --kv-blocks)"
+        )
+    return blocks

@@ -1,0 +1,195 @@
+"""`baton sim fuzz` and `baton sim replay`: whole clusters with faults, one seed a world."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from baton.cli.bench_screen import progress_bar, refuse, wide_console
+from baton.sim.faults import CLASSES
+from baton.sim.fuzz import EVERY_FAULT, EVERY_MOVE, ShardDied, Shrunk, Totals, cores, run_many, shrink
+from baton.sim.scenario import Trim, Verdict, run_seed
+from baton.sim.shard import SeedReport
+
+STORY_LINES = 120
+EVERYTHING_FIRES_FROM = 1000
+"""With so many seeds, a fault or a transition that never happened is a hole in the fuzzer, and an error."""
+
+Seeds = Annotated[int, typer.Option(min=1, max=10_000_000, help="How many worlds to run.")]
+FirstSeed = Annotated[int, typer.Option(min=0, help="The seed of the first; the others follow.")]
+Minutes = Annotated[float | None, typer.Option(min=0.01, help="Run for so long instead, however many seeds that is.")]
+Jobs = Annotated[int | None, typer.Option(min=1, max=256, help="Processes at once. Default: one a core.")]
+StoryFile = Annotated[Path | None, typer.Option("--story", dir_okay=False, help="Write the whole story of a failure here.")]
+Shrinks = Annotated[bool, typer.Option("--shrink/--no-shrink", help="Look for the smallest world that still fails.")]
+Seed = Annotated[int, typer.Argument(min=0, help="The seed of the world.")]
+Faults = Annotated[str | None, typer.Option(help=f"Only these faults, by comma: {', '.join(CLASSES)}. Default: as drawn.")]
+Requests = Annotated[str | None, typer.Option(help="Only these requests, as 3,7,12-15. Default: all.")]
+Instances = Annotated[int | None, typer.Option(min=1, max=64, help="So many instances. Default: as drawn.")]
+
+
+def fuzz(
+    seeds: Seeds = 2000,
+    first_seed: FirstSeed = 0,
+    minutes: Minutes = None,
+    jobs: Jobs = None,
+    story: StoryFile = None,
+    shrinks: Shrinks = True,
+) -> None:
+    """Run simulated clusters with faults until one breaks a law, or all seeds are done.
+
+    Each seed is a world of its own: instances with the real scheduler and wire protocol, clients, a network, disks, and faults
+    at rates that the seed draws. First chaos, with safety laws after each event; then everything heals, and every open request
+    must end. The first seed that fails is shrunk to the smallest world that still fails, and told as a story.
+    """
+    console = wide_console()
+    began = time.monotonic()
+    until = None if minutes is None else began + minutes * 60
+    wanted = seeds if until is None else 100_000_000
+    with progress_bar(console) as bar:
+        task = bar.add_task("seeds", total=seeds if until is None else None)
+
+        def seen(_report: SeedReport) -> None:
+            bar.update(task, advance=1)
+
+        try:
+            totals = run_many(
+                first_seed, wanted, jobs or cores(), seen, lambda: until is None or time.monotonic() < until
+            )
+        except ShardDied as error:
+            raise refuse(console, error) from error
+    show_totals(console, totals, time.monotonic() - began)
+    failure = totals.first_failure
+    if failure is not None:
+        _tell_failure(console, failure, story, shrinks)
+        raise typer.Exit(1)
+    never = totals.never()
+    if never and totals.seeds >= EVERYTHING_FIRES_FROM:
+        console.print(f"[red]never happened in {totals.seeds} seeds: {', '.join(never)}[/red]")
+        raise typer.Exit(1)
+
+
+def replay(
+    seed: Seed,
+    faults: Faults = None,
+    requests: Requests = None,
+    instances: Instances = None,
+    story: StoryFile = None,
+) -> None:
+    """Run one seed again and tell its story, one line an event; all laws after every event."""
+    console = wide_console()
+    try:
+        trim = Trim(_classes(faults), _indices(requests), instances)
+    except typer.BadParameter as error:
+        raise refuse(console, error) from error
+    verdict = run_seed(seed, trim, tell_story=True, always_audit=True)
+    _tell_story(console, verdict, story)
+    console.print(f"digest {verdict.digest}, {verdict.events:,} events, {verdict.virtual_us / 1e6:.3f} s of virtual time")
+    if verdict.broken is not None:
+        raise typer.Exit(1)
+
+
+def _classes(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in CLASSES:
+            raise typer.BadParameter(f"--faults {name!r} is none of {', '.join(CLASSES)}")
+    return tuple(sorted(set(names)))
+
+
+def _indices(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    kept: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        try:
+            kept.extend(range(int(first), int(last if dash else first) + 1))
+        except ValueError:
+            raise typer.BadParameter(f"--requests {part!r} is neither a number nor a range such as 3-7") from None
+    return tuple(kept)
+
+
+# ── what is printed ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def show_totals(console: Console, totals: Totals, wall_s: float) -> None:
+    console.print(
+        f"{totals.seeds:,} seeds in {wall_s:.1f} s ({totals.seeds / wall_s:.1f} a second): {totals.events:,} events, "
+        f"{totals.requests:,} requests, {totals.virtual_us / 1e6:,.0f} s of virtual time; "
+        f"each with at least {totals.instances_min or 0} instances, {totals.requests_min or 0} requests and "
+        f"{totals.classes_min or 0} classes of faults"
+    )
+    console.print(_counts("fault", totals.fired, EVERY_FAULT))
+    console.print(_counts("transition", totals.moves, EVERY_MOVE))
+    console.print(_counts("end of a request", totals.ends, tuple(sorted(totals.ends))))
+
+
+def _counts(title: str, counts: Counter[str], names: tuple[str, ...]) -> Table:
+    table = Table(title_justify="left")
+    table.add_column(title)
+    table.add_column("times", justify="right")
+    for name in names:
+        times = counts[name]
+        table.add_row(name, f"{times:,}" if times else "[red]never[/red]")
+    return table
+
+
+def _tell_failure(console: Console, failure: SeedReport, story: Path | None, shrinks: bool) -> None:
+    console.print(f"[red]seed {failure.seed} breaks a law[/red]: {failure.law}: {failure.what}")
+    if failure.law is None:
+        return
+    if shrinks:
+        with console.status("shrinking …"):
+            shrunk = shrink(failure.seed, failure.law)
+        console.print(f"shrunk in {shrunk.runs} runs")
+    else:
+        shrunk = Shrunk(Trim(), run_seed(failure.seed, tell_story=True, always_audit=True), 0)
+    _tell_story(console, shrunk.verdict, story)
+    console.print(f"replay with: [bold]{replay_command(failure.seed, shrunk.trim)}[/bold]", soft_wrap=True)
+
+
+def replay_command(seed: int, trim: Trim) -> str:
+    words = ["baton", "sim", "replay", str(seed)]
+    if trim.classes is not None:
+        words += ["--faults", ",".join(trim.classes)]
+    if trim.asks is not None:
+        words += ["--requests", ",".join(str(index) for index in trim.asks)]
+    if trim.instances is not None:
+        words += ["--instances", str(trim.instances)]
+    return shlex.join(words)
+
+
+def _tell_story(console: Console, verdict: Verdict, file: Path | None) -> None:
+    scenario = verdict.scenario
+    lines = [_line(line) for line in verdict.story]
+    console.print(
+        f"seed {verdict.seed}: {scenario.instances} instances, {scenario.asks} requests, faults: "
+        f"{', '.join(scenario.classes) or 'none'}; {scenario.config}",
+        soft_wrap=True,
+    )
+    if file is not None:
+        file.write_text("\n".join(lines) + "\n")
+        console.print(f"the story, {len(lines):,} lines, is in {file}")
+    if len(lines) > STORY_LINES:
+        console.print(f"… {len(lines) - STORY_LINES:,} lines before these" + ("" if file else " (--story FILE has all)"))
+    for line in lines[-STORY_LINES:]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if verdict.broken is None:
+        console.print("[green]no law is broken[/green]")
+    else:
+        console.print(f"[red]broken[/red]: {verdict.broken.law}: ", end="")
+        console.print(verdict.broken.what, markup=False, soft_wrap=True)
+
+
+def _line(line: str) -> str:
+    at_us, _, rest = line.partition(" ")
+    return f"{int(at_us) / 1000:>12.3f} ms  {rest}"

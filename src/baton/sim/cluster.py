@@ -1,0 +1,292 @@
+"""A workload on a cluster, in virtual time: what `baton sim run` and the benchmarks measure.
+
+Owns one run: real workers behind real desks and the real codec, devices that take as long as a model of step times says and
+compute nothing, clients that know how long their answers will be. Nothing goes wrong here; for that there is `scenario`.
+Memory grows with requests and looks, never with tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.core.config import WorkerConfig
+from baton.core.errors import BatonError, Refusal
+from baton.core.request import RequestId, Sampling, Submission, Tokens
+from baton.executor.contract import ExecutorShape
+from baton.executor.counting import FILLER_TOKEN, STOP_TOKEN, CountingExecutor
+from baton.sim.device import Times
+from baton.sim.disk import Disk
+from baton.sim.faults import DiskRates
+from baton.sim.front import Booking, Counter, Front
+from baton.sim.instance import Instance, InstanceSpec
+from baton.sim.lines import PipeEnd
+from baton.sim.records import Journey, Look, Outcome, RunRecord, StepSpan
+from baton.sim.world import Host, World
+from baton.wire.messages import WireEnded
+
+PREFIX_ID_TOKENS = 512
+"""Prompt tokens that one prefix id stands for."""
+EVENTS_MAX = 1_000_000_000
+UNIQUE_FROM = 1 << 24
+"""Token values from here on are one request's own; below are those of prefix ids."""
+
+
+class RunFailed(BatonError):
+    """The run could not be carried to its end, or its answers are not what was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request that a client will make."""
+
+    at_us: int | None
+    """Open loop: when. None: when a client is free; or, in a session, after the call before."""
+    input_tokens: int
+    """In a session: what this round adds to the former prompts and answers."""
+    output_tokens: int
+    """What it will really generate; the scheduler learns it when the stop token comes."""
+    max_tokens: int
+    """What the client declares."""
+    prefix_ids: tuple[int, ...] = ()
+    """Equal leading ids mean equal text, PREFIX_ID_TOKENS each; the rest of the prompt is the request's own."""
+    session: int | None = None
+    think_us: int = 0
+    """Pause after the former call of the session."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    label: str
+    instances: int
+    config: WorkerConfig
+    step_times: Times
+    calls: Sequence[Call]
+    concurrency: int | None = None
+    """Clients at once, for calls without a time."""
+    seed: int = 0
+    network_us: int = 100
+    """One way, between the front end and an instance."""
+    host_us: int = 0
+    """What the front end spends on a request before it is submitted (HTTP, tokenising), one after the other."""
+    look_every_us: int = 1_000_000
+    spans_max: int = 200_000
+
+
+def simulate(spec: RunSpec, progress: Callable[[int], None] = lambda _ended: None) -> RunRecord:
+    """`progress` is told how many more requests have ended."""
+    return _Cluster(spec, progress).run()
+
+
+class _Cluster:
+    def __init__(self, spec: RunSpec, progress: Callable[[int], None]) -> None:
+        self.spec = spec
+        self.world = World(spec.seed, events_max=EVENTS_MAX, keep_digest=False)
+        self.host = Host(self.world, "front")
+        self.front = Front(self.host, spec.instances)
+        self.record = RunRecord(spec.label, spec.seed, spec.instances, spec.config.blocks, spec.config.block_size)
+        self.progress = progress
+        self.ended = 0
+        self._free_us = 0
+        """When the front end has dealt with what has arrived."""
+        self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max) if spec.spans_max else deque(maxlen=0)
+        self._lives = [self._start(number) for number in range(spec.instances)]
+        self._chains = _chains(spec.calls)
+
+    def run(self) -> RunRecord:
+        began_s = time.perf_counter()
+        self._begin_load()
+        self.world.after(self.spec.look_every_us, self._look)
+        world, calls = self.world, len(self.spec.calls)
+        while self.ended < calls:
+            if world.next_us is None:
+                raise RunFailed(f"nothing is due while {calls - self.ended} requests are open")
+            world.step()
+        self._conclude()
+        self.record.wall_s = time.perf_counter() - began_s
+        return self.record
+
+    # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self, number: int) -> Instance:
+        host = Host(self.world, f"instance {number}")
+        spec = InstanceSpec(number, self.spec.config, self._executor, self.spec.step_times)
+        life = Instance(host, Disk(host, DiskRates()), spec)
+        if self.spec.spans_max:
+            life.device.spans = self._spans
+        life.device.number = number
+        life.start(lambda started: self._connect(started, self.front.counters[number]))
+        return life
+
+    def _executor(self, shape: ExecutorShape) -> CountingExecutor:
+        return CountingExecutor(shape, lambda seed: self.spec.calls[seed].output_tokens)
+
+    def _connect(self, life: Instance, counter: Counter) -> None:
+        counter.line = PipeEnd(life.host, self.spec.network_us, life.take)
+        life.answer(PipeEnd(self.host, self.spec.network_us, counter.took))
+
+    # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin_load(self) -> None:
+        timed = [chain for chain in self._chains if chain[0][1].at_us is not None]
+        free = iter([chain for chain in self._chains if chain[0][1].at_us is None])
+        self._arrivals = iter(sorted(timed, key=lambda chain: chain[0][1].at_us or 0))
+        self._arrive_next()
+        for _ in range(self.spec.concurrency or 1):
+            self.host.after(_SETTLED_US, _Client(self, free).go_on)
+
+    def _arrive_next(self) -> None:
+        chain = next(self._arrivals, None)
+        if chain is not None:
+            self.host.at((chain[0][1].at_us or 0) + _SETTLED_US, self._arrive, chain)
+
+    def _arrive(self, chain: Chain) -> None:
+        _Client(self, iter([chain])).go_on()
+        self._arrive_next()
+
+    def spend_host(self) -> int:
+        """Microseconds until the front end has dealt with one more request."""
+        now_us = self.world.now_us
+        self._free_us = max(now_us, self._free_us) + self.spec.host_us
+        return self._free_us - now_us
+
+    def finished(self) -> None:
+        self.ended += 1
+        self.progress(1)
+
+    # ── what is left behind ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look(self) -> None:
+        for life in self._lives:
+            if life.worker is not None:
+                gauges = life.worker.gauges()
+                blocks = gauges.blocks
+                self.record.looks.append(
+                    Look(
+                        self.world.now_us - _SETTLED_US,
+                        life.spec.number,
+                        gauges.running,
+                        gauges.waiting,
+                        blocks.free,
+                        blocks.evictable,
+                        blocks.running,
+                        gauges.preemptions_for_others + gauges.preemptions_of_self,
+                        gauges.reserve_ratio,
+                    )
+                )
+        self.world.after(self.spec.look_every_us, self._look)
+
+    def _conclude(self) -> None:
+        record = self.record
+        record.end_us = self.world.now_us - _SETTLED_US
+        record.steps = sum(life.worker.gauges().steps for life in self._lives if life.worker is not None)
+        record.spans = [span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans]
+        record.spans_left_out = record.steps - len(record.spans)
+        for journey in record.journeys:
+            wanted = self.spec.calls[journey.index].output_tokens
+            if journey.outcome in (Outcome.STOP, Outcome.LENGTH) and journey.output_tokens != wanted:
+                raise RunFailed(f"request {journey.index} got {journey.output_tokens} tokens, not {wanted}")
+
+
+Chain = list[tuple[int, Call]]
+"""Calls that follow each other, with their indices."""
+
+_SETTLED_US = 10_000
+"""Before this the instances start; the clocks of records count from here."""
+
+
+def _chains(calls: Sequence[Call]) -> list[Chain]:
+    """A session is a chain; every other call is one of its own."""
+    chains: list[Chain] = []
+    of_session: dict[int, Chain] = {}
+    for index, call in enumerate(calls):
+        chain = of_session.get(call.session) if call.session is not None else None
+        if chain is None:
+            chain = []
+            chains.append(chain)
+            if call.session is not None:
+                of_session[call.session] = chain
+        chain.append((index, call))
+    return chains
+
+
+class _Client:
+    """Goes through chain after chain, one call at a time."""
+
+    def __init__(self, cluster: _Cluster, chains: Iterator[Chain]) -> None:
+        self._cluster = cluster
+        self._chains = chains
+        self._chain: deque[tuple[int, Call]] = deque()
+        self._history = np.empty(0, dtype=np.int32)
+        self._journey: Journey
+        self._prompt: Tokens
+
+    def go_on(self) -> None:
+        if not self._chain:
+            self._chain.extend(next(self._chains, ()))
+            self._history = np.empty(0, dtype=np.int32)
+            if not self._chain:
+                return
+            self._arrive(*self._chain.popleft())
+        else:
+            index, call = self._chain.popleft()
+            self._cluster.host.after(call.think_us, self._arrive, index, call)
+
+    def _arrive(self, index: int, call: Call) -> None:
+        cluster = self._cluster
+        self._prompt = np.concatenate((self._history, _prompt(index, call)), dtype=np.int32)
+        self._prompt.setflags(write=False)
+        self._journey = Journey(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
+        cluster.record.journeys.append(self._journey)
+        cluster.host.after(cluster.spend_host(), self._submit, index, call)
+
+    def _submit(self, index: int, call: Call) -> None:
+        sampling = Sampling(seed=index, temperature=0.0, stop_token_ids=(STOP_TOKEN,))
+        submission = Submission(RequestId(str(index)), self._prompt, sampling, call.max_tokens)
+        booking: Booking | None = self._cluster.front.submit((submission,), self)
+        if booking is None:
+            raise RunFailed("no instance serves")
+        self._journey.instance = booking.instance
+
+    # ── what the front end tells ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def opened(self) -> None:
+        """Tokens follow."""
+
+    def declined(self, _refusal: Refusal) -> None:
+        self._end(Outcome.REFUSED)
+
+    def progress(self, _place: int, tokens: list[int], cached: int | None, ended: WireEnded | None) -> None:
+        journey = self._journey
+        if journey.first_us is None and tokens:
+            journey.first_us = self._cluster.world.now_us - _SETTLED_US
+            journey.cached_tokens = cached or 0
+        journey.output_tokens += len(tokens)
+        if ended is not None:
+            bill = ended.bill
+            journey.recomputed_tokens, journey.preemptions = bill.recomputed_tokens, bill.preemptions
+            journey.queue_us, journey.prefill_us, journey.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
+            self._end(Outcome(ended.reason))
+
+    def lost(self, _place: int | None, reason: str) -> None:
+        raise RunFailed(f"an instance was lost where none can be: {reason}")
+
+    def _end(self, outcome: Outcome) -> None:
+        journey = self._journey
+        journey.ended_us = self._cluster.world.now_us - _SETTLED_US
+        journey.outcome = outcome
+        answer = np.full(journey.output_tokens, FILLER_TOKEN, dtype=np.int32)
+        self._history = np.concatenate((self._prompt, answer)) if self._chain else self._history
+        self._cluster.finished()
+        self.go_on()
+
+
+def _prompt(index: int, call: Call) -> Tokens:
+    """Text that is shared where the prefix ids are, and the request's own after them."""
+    shared = np.repeat(np.array(call.prefix_ids, dtype=np.int32), PREFIX_ID_TOKENS)[: call.input_tokens]
+    own = np.full(call.input_tokens - len(shared), UNIQUE_FROM + index, dtype=np.int32)
+    return np.concatenate((shared, own), dtype=np.int32)

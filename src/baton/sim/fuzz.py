@@ -1,0 +1,210 @@
+"""Many seeds at once, the first that fails, and the smallest world in which it still does.
+
+Owns the processes that run seeds, the sums over all of them, and shrinking. Reports are values; the command line prints them.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from baton.core.errors import BatonError
+from baton.core.request import TRANSITIONS
+from baton.sim.faults import Fault
+from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
+from baton.sim.shard import SeedReport
+
+SHRINK_RUNS_MAX = 200
+EVERY_FAULT = tuple(str(fault) for fault in Fault)
+EVERY_MOVE = tuple(f"{phase.name} ─{move.value}→" for phase, move in TRANSITIONS)
+
+
+class ShardDied(BatonError):
+    """A process that ran seeds ended before it had run them all."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the seeds that have been run."""
+
+    seeds: int = 0
+    events: int = 0
+    virtual_us: int = 0
+    requests: int = 0
+    requests_min: int | None = None
+    instances_min: int | None = None
+    classes_min: int | None = None
+    fired: Counter[str] = field(default_factory=Counter)
+    moves: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    failures: list[SeedReport] = field(default_factory=list)
+
+    def add(self, report: SeedReport) -> None:
+        self.seeds += 1
+        self.events += report.events
+        self.virtual_us += report.virtual_us
+        self.requests += report.requests
+        self.fired.update(report.fired)
+        self.moves.update(report.moves)
+        self.ends.update(report.ends)
+        if report.law is not None:
+            self.failures.append(report)
+            return
+        self.requests_min = min(report.requests, self.requests_min or report.requests)
+        self.instances_min = min(report.instances, self.instances_min or report.instances)
+        self.classes_min = min(len(report.classes), self.classes_min or len(report.classes))
+
+    @property
+    def first_failure(self) -> SeedReport | None:
+        return min(self.failures, key=lambda report: report.seed, default=None)
+
+    def never(self) -> list[str]:
+        """Faults that never fired and transitions that were never taken: what these seeds say nothing about."""
+        return [name for name in EVERY_FAULT if not self.fired[name]] + [
+            name for name in EVERY_MOVE if not self.moves[name]
+        ]
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def run_many(
+    first_seed: int,
+    seeds: int,
+    jobs: int,
+    seen: Callable[[SeedReport], None] = lambda _report: None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Totals:
+    """Stops at the first failure, or when `go_on` says so (it is asked after each seed)."""
+    totals = Totals()
+    shards = [_start(first_seed + shard, -(-(seeds - shard) // jobs), jobs) for shard in range(min(jobs, seeds))]
+    try:
+        for report in _reports(shards, seeds):
+            totals.add(report)
+            seen(report)
+            if totals.failures or not go_on():
+                break
+    finally:
+        for shard in shards:
+            shard.kill()
+            shard.wait()
+    return totals
+
+
+def _start(first_seed: int, seeds: int, stride: int) -> subprocess.Popen[bytes]:
+    arguments = ["--first-seed", str(first_seed), "--seeds", str(seeds), "--stride", str(stride)]
+    # One thread each: numpy's own pools would only stand in each other's way.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "baton.sim.shard", *arguments], stdout=subprocess.PIPE, env=environment
+    )
+
+
+def _reports(shards: list[subprocess.Popen[bytes]], seeds: int) -> Iterator[SeedReport]:
+    """As they come, from any shard."""
+    lines: queue.Queue[bytes | None] = queue.Queue(maxsize=1000)
+    for shard in shards:
+        threading.Thread(target=_read, args=(shard, lines), daemon=True).start()
+    decoder = msgspec.json.Decoder(SeedReport)
+    come = ended = 0
+    while come < seeds:
+        line = lines.get()
+        if line is None:
+            ended += 1
+            if ended == len(shards):
+                codes = [shard.poll() for shard in shards]
+                raise ShardDied(f"{come} of {seeds} seeds were run; the processes ended with {codes}")
+            continue
+        come += 1
+        yield decoder.decode(line)
+
+
+def _read(shard: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) -> None:
+    if shard.stdout is not None:
+        for line in shard.stdout:
+            lines.put(line)
+    lines.put(None)
+
+
+# ── shrinking ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    trim: Trim
+    verdict: Verdict
+    runs: int
+
+
+def shrink(seed: int, law: str, tried: Callable[[Trim], None] = lambda _trim: None) -> Shrunk:
+    """The smallest world found in which the seed still breaks the same law: fewer faults, fewer requests, fewer instances."""
+    shrinker = _Shrinker(seed, law, tried)
+    scenario = draw_scenario(seed)
+    best = Trim(
+        classes=scenario.classes,
+        asks=tuple(ask.index for _, _, asks in scenario.users for ask in asks),
+        instances=scenario.instances,
+    )
+    if not shrinker.fails(best):
+        best = Trim()  # naming everything must change nothing; if it does, the whole world is the answer
+    else:
+        best = shrinker.fewer_classes(best)
+        best = shrinker.fewer_asks(best)
+        best = shrinker.fewer_instances(best)
+        best = shrinker.fewer_classes(best)
+    return Shrunk(best, run_seed(seed, best, tell_story=True, always_audit=True), shrinker.runs)
+
+
+class _Shrinker:
+    def __init__(self, seed: int, law: str, tried: Callable[[Trim], None]) -> None:
+        self._seed = seed
+        self._law = law
+        self._tried = tried
+        self.runs = 0
+
+    def fails(self, trim: Trim) -> bool:
+        if self.runs >= SHRINK_RUNS_MAX:
+            return False
+        self.runs += 1
+        self._tried(trim)
+        broken = run_seed(self._seed, trim, always_audit=True).broken
+        return broken is not None and broken.law == self._law
+
+    def fewer_classes(self, best: Trim) -> Trim:
+        for name in best.classes or ():
+            smaller = replace(best, classes=tuple(kept for kept in best.classes or () if kept != name))
+            best = smaller if self.fails(smaller) else best
+        return best
+
+    def fewer_asks(self, best: Trim) -> Trim:
+        """Leave out ever smaller runs of requests, as long as the failure stays."""
+        size = max(1, len(best.asks or ()) // 2)
+        while True:
+            at = 0
+            while at < len(best.asks or ()):
+                kept = (best.asks or ())[:at] + (best.asks or ())[at + size :]
+                smaller = replace(best, asks=kept)
+                if kept and self.fails(smaller):
+                    best = smaller
+                else:
+                    at += size
+            if size == 1:
+                return best
+            size //= 2
+
+    def fewer_instances(self, best: Trim) -> Trim:
+        for instances in range(1, best.instances or 1):
+            smaller = replace(best, instances=instances)
+            if self.fails(smaller):
+                return smaller
+        return best
+

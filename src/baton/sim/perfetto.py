@@ -1,0 +1,194 @@
+"""A run as a timeline that ui.perfetto.dev (and chrome://tracing) opens: JSON in the Chrome trace format.
+
+    process "instance 3"
+      steps               one slice a step: "decode 7", "prefill 2048 + 7"
+      KV blocks           counter: requests, cached, free
+      requests            counter: running, waiting
+      preemptions         counter, since the start
+      request             async slices, packed by the viewer: request ⊃ queue, prefill, decode
+    process "front end"   requests that no instance took
+
+Owns the shape of that file and a bound on its size: of steps and requests only the latest are shown (a record keeps the
+latest steps), looks are thinned evenly, and `otherData` of the file says how many of each are missing. A preempted request
+went through queue and prefill more than once and the record has only sums, so its time before the first token is one slice
+and its arguments tell the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from baton.sim.records import Journey, Look, RunRecord, StepSpan
+
+STEPS_MAX = 200_000
+REQUESTS_MAX = 20_000
+LOOKS_MAX = 50_000
+STEPS_TRACK = 1
+FRONT_PROCESS = 1
+"""Viewers give process 0 a meaning of its own."""
+
+Argument = str | int | float | None
+
+
+class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the format; the names are the format's own. Times are in microseconds."""
+
+    name: str
+    ph: str
+    pid: int
+    ts: int | None = None
+    dur: int | None = None
+    tid: int | None = None
+    cat: str | None = None
+    id: str | None = None
+    args: dict[str, Argument] | None = None
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """What a timeline does not show, because files that no viewer opens show nothing."""
+
+    steps: int
+    requests: int
+    looks: int
+
+    @property
+    def told(self) -> str | None:
+        parts = [("steps", self.steps), ("requests", self.requests), ("looks", self.looks)]
+        missing = ", ".join(f"{count:,} {name}" for name, count in parts if count)
+        return f"Left out of the timeline to keep it small: {missing}." if missing else None
+
+
+class Timeline(
+    msgspec.Struct, frozen=True, rename={"events": "traceEvents", "unit": "displayTimeUnit", "about": "otherData"}
+):
+    """The whole file."""
+
+    events: list[TraceEvent]
+    about: dict[str, Argument]
+    unit: str = "ms"
+
+
+def timeline(
+    record: RunRecord, steps_max: int = STEPS_MAX, requests_max: int = REQUESTS_MAX, looks_max: int = LOOKS_MAX
+) -> tuple[Timeline, LeftOut]:
+    spans = sorted(record.spans, key=lambda span: (span.begin_us, span.instance))
+    journeys = [journey for journey in record.journeys if journey.ended_us is not None]
+    journeys.sort(key=lambda journey: (journey.arrived_us, journey.index))
+    # Instances are looked at together, so whole rounds of looks stay or go.
+    rounds = sorted({look.at_us for look in record.looks})
+    every = max(1, -(-len(record.looks) // looks_max))
+    shown = frozenset(rounds[::every])
+    looks = [look for look in record.looks if look.at_us in shown]
+    left_out = LeftOut(
+        steps=record.spans_left_out + max(0, len(spans) - steps_max),
+        requests=len(record.journeys) - min(len(journeys), requests_max),
+        looks=len(record.looks) - len(looks),
+    )
+    events = list(_processes(record))
+    events.extend(map(_step, spans[-steps_max:]))
+    for look in looks:
+        events.extend(_counters(look))
+    for journey in journeys[-requests_max:]:
+        events.extend(_request(journey))
+    about: dict[str, Argument] = {
+        "run": record.label,
+        "seed": record.seed,
+        "pool blocks an instance": record.pool_blocks,
+        "steps left out": left_out.steps,
+        "requests left out": left_out.requests,
+        "looks left out": left_out.looks,
+    }
+    return Timeline(events, about), left_out
+
+
+def write_timeline(path: Path, record: RunRecord) -> LeftOut:
+    made, left_out = timeline(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.encode(made) + b"\n")
+    return left_out
+
+
+def process_of(instance: int | None) -> int:
+    return FRONT_PROCESS if instance is None else FRONT_PROCESS + 1 + instance
+
+
+def _processes(record: RunRecord) -> Iterator[TraceEvent]:
+    yield from _process(None, "front end")
+    for instance in range(record.instances):
+        yield from _process(instance, f"instance {instance}")
+        pid = process_of(instance)
+        yield TraceEvent("thread_name", "M", pid, tid=STEPS_TRACK, args={"name": "steps"})
+
+
+def _process(instance: int | None, name: str) -> Iterator[TraceEvent]:
+    pid = process_of(instance)
+    yield TraceEvent("process_name", "M", pid, args={"name": name})
+    yield TraceEvent("process_sort_index", "M", pid, args={"sort_index": pid})
+
+
+def _step(span: StepSpan) -> TraceEvent:
+    name = f"prefill {span.prefill_tokens} + {span.decodes}" if span.prefill_tokens else f"decode {span.decodes}"
+    args: dict[str, Argument] = {"step": span.step, "decodes": span.decodes, "prefill tokens": span.prefill_tokens}
+    pid = process_of(span.instance)
+    return TraceEvent(name, "X", pid, span.begin_us, span.end_us - span.begin_us, STEPS_TRACK, "step", args=args)
+
+
+def _counters(look: Look) -> Iterator[TraceEvent]:
+    pid = process_of(look.instance)
+    blocks: dict[str, Argument] = {
+        "requests": look.running_blocks,
+        "cached": look.evictable_blocks,
+        "free": look.free_blocks,
+    }
+    yield TraceEvent("KV blocks", "C", pid, look.at_us, args=blocks)
+    yield TraceEvent("requests", "C", pid, look.at_us, args={"running": look.running, "waiting": look.waiting})
+    yield TraceEvent("preemptions", "C", pid, look.at_us, args={"preemptions": look.preemptions})
+
+
+def _request(journey: Journey) -> Iterator[TraceEvent]:
+    """Slices of one id nest, so the outer one is opened first and closed last."""
+    if journey.ended_us is None:
+        return
+    yield _edge("b", "request", journey, journey.arrived_us, _told(journey))
+    for name, begin_us, end_us in _stages(journey, journey.ended_us):
+        yield _edge("b", name, journey, begin_us)
+        yield _edge("e", name, journey, end_us)
+    yield _edge("e", "request", journey, journey.ended_us)
+
+
+def _stages(journey: Journey, ended_us: int) -> Iterator[tuple[str, int, int]]:
+    first_us = journey.first_us
+    if first_us is None:
+        yield "no token", journey.arrived_us, ended_us
+        return
+    if journey.preemptions:
+        yield "queue and prefill", journey.arrived_us, first_us
+        yield "decode, preempted", first_us, ended_us
+        return
+    started_us = max(journey.arrived_us, first_us - journey.prefill_us)
+    yield "queue", journey.arrived_us, started_us
+    yield "prefill", started_us, first_us
+    yield "decode", first_us, ended_us
+
+
+def _edge(ph: str, name: str, journey: Journey, at_us: int, args: dict[str, Argument] | None = None) -> TraceEvent:
+    pid = process_of(journey.instance)
+    return TraceEvent(name, ph, pid, at_us, tid=STEPS_TRACK, cat="request", id=str(journey.index), args=args)
+
+
+def _told(journey: Journey) -> dict[str, Argument]:
+    return {
+        "request": journey.index,
+        "outcome": journey.outcome,
+        "input tokens": journey.input_tokens,
+        "cached tokens": journey.cached_tokens,
+        "output tokens": journey.output_tokens,
+        "preemptions": journey.preemptions,
+        "recomputed tokens": journey.recomputed_tokens,
+        "queue ms": journey.queue_us / 1e3,
+        "prefill ms": journey.prefill_us / 1e3,
+        "decode ms": journey.decode_us / 1e3,
+    }

@@ -1,0 +1,356 @@
+"""From what a simulated run left behind to the numbers that are published.
+
+Owns the names, units and definitions of those numbers, and nothing of how they look. Times to the first token and to the
+end are in seconds, times a token in milliseconds, rates a simulated second. What was not seen is None, never zero.
+
+    finished     ended by a stop token or by its length; only these count in latencies, tokens and the prefix hit rate
+    good         finished within both targets; an answer of one token has no time a token and is held to the first alone
+    span         from the first arrival to the last end; all rates are over it
+    pool shares  one look at one instance counts as much as any other
+    busy         share of the span in which a device computed, where every step was kept; else of looks that saw work
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.errors import BatonError
+from baton.sim.records import Journey, Look, Outcome, RunRecord, StepSpan
+
+SCHEMA = 1
+FINISHED = (Outcome.STOP, Outcome.LENGTH)
+Setting = str | int | float | bool | None
+
+
+class BadRecord(BatonError):
+    """A record that no run could have left behind; the message says what contradicts what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a client counts as good service."""
+
+    ttft_s: float
+    tpot_ms: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("ttft_s", self.ttft_s), ("tpot_ms", self.tpot_ms)):
+            if not 0.0 < value < math.inf:  # written so that NaN fails too
+                raise ValueError(f"the target {name} must be a positive number, not {value}")
+
+    def met_by(self, journey: Journey) -> bool:
+        if journey.outcome not in FINISHED or journey.ttft_us is None or journey.ttft_us > self.ttft_s * 1e6:
+            return False
+        return journey.tpot_us is None or journey.tpot_us <= self.tpot_ms * 1e3
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Many values of one unit; percentiles are interpolated linearly."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Counts(msgspec.Struct, frozen=True):
+    requests: int
+    finished: int
+    refused: int
+    aborted: int
+    errors: int
+    lost: int
+    unfinished: int
+
+    @property
+    def broken(self) -> int:
+        """Requests that a cluster without faults ends otherwise."""
+        return self.errors + self.lost + self.unfinished
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Of finished requests."""
+
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    recomputed_tokens: int
+    hit_rate: float | None
+    """Cached ÷ input."""
+    recomputed_share: float | None
+    """Of all tokens whose KV was computed."""
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """A simulated second."""
+
+    requests_per_s: float | None
+    input_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+    good_per_s: float | None
+    good_share: float | None
+    """Of all requests, also of those that were refused."""
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """Shares of an instance's pool."""
+
+    held_mean: float
+    """By requests."""
+    held_peak: float
+    cached_mean: float
+    """By nobody, and kept for prompts that begin alike."""
+    free_mean: float
+
+
+class Queues(msgspec.Struct, frozen=True):
+    """Requests at one instance."""
+
+    running_mean: float
+    running_peak: int
+    waiting_mean: float
+    waiting_peak: int
+
+
+class Busy(msgspec.Struct, frozen=True):
+    """Share of the span in which instances computed."""
+
+    least: float
+    median: float
+    most: float
+    exact: bool
+    """False: estimated from looks, because not every step was kept."""
+
+
+class RunSummary(msgspec.Struct, frozen=True):
+    label: str
+    seed: int
+    instances: int
+    counts: Counts
+    ttft_s: Distribution | None
+    tpot_ms: Distribution | None
+    e2e_s: Distribution | None
+    queue_s: Distribution | None
+    tokens: Tokens
+    rates: Rates
+    preemptions: int
+    preempted_requests: int
+    ledger: Ledger | None
+    queues: Queues | None
+    busy: Busy | None
+    span_s: float | None
+    simulated_s: float
+    steps: int
+    wall_s: float
+    simulated_per_wall: float | None
+
+
+class SimReport(msgspec.Struct, frozen=True):
+    """The JSON file of `baton sim run`."""
+
+    schema: int
+    version: str
+    settings: dict[str, Setting]
+    ttft_target_s: float
+    tpot_target_ms: float
+    notes: list[str]
+    runs: list[RunSummary]
+
+    @property
+    def labels(self) -> list[str]:
+        return list(dict.fromkeys(run.label for run in self.runs))
+
+    def of(self, label: str) -> list[RunSummary]:
+        return [run for run in self.runs if run.label == label]
+
+
+def summarise(record: RunRecord, targets: Targets) -> RunSummary:
+    check(record)
+    finished = [journey for journey in record.journeys if journey.outcome in FINISHED]
+    span_us = span_of(record)
+    preempted = [journey.preemptions for journey in record.journeys if journey.preemptions]
+    simulated_s = record.end_us / 1e6
+    return RunSummary(
+        label=record.label,
+        seed=record.seed,
+        instances=record.instances,
+        counts=_counts(record.journeys),
+        ttft_s=describe(journey.ttft_us for journey in finished),
+        tpot_ms=describe((journey.tpot_us for journey in finished), unit_us=1e3),
+        e2e_s=describe(_e2e_us(journey) for journey in finished),
+        queue_s=describe(journey.queue_us for journey in finished),
+        tokens=_tokens(finished),
+        rates=_rates(record.journeys, finished, span_us, targets),
+        preemptions=sum(preempted),
+        preempted_requests=len(preempted),
+        ledger=_ledger(record),
+        queues=_queues(record.looks),
+        busy=_busy(record),
+        span_s=None if span_us is None else span_us / 1e6,
+        simulated_s=simulated_s,
+        steps=record.steps,
+        wall_s=record.wall_s,
+        simulated_per_wall=simulated_s / record.wall_s if record.wall_s > 0 else None,
+    )
+
+
+def check(record: RunRecord) -> None:
+    """Nonsense is refused before it becomes a number that looks like a result."""
+    if record.instances < 1 or record.pool_blocks < 1 or record.block_size < 1:
+        raise BadRecord(f"{record.instances} instances of {record.pool_blocks} blocks of {record.block_size} tokens")
+    for journey in record.journeys:
+        _check_journey(journey, record.instances)
+    for look in record.looks:
+        blocks = look.free_blocks + look.evictable_blocks + look.running_blocks
+        if blocks != record.pool_blocks:
+            raise BadRecord(f"instance {look.instance} had {blocks} blocks at {look.at_us} µs, not {record.pool_blocks}")
+    for name, instances in (
+        ("look", {look.instance for look in record.looks}),
+        ("step", {s.instance for s in record.spans}),
+    ):
+        if instances and not 0 <= min(instances) <= max(instances) < record.instances:
+            raise BadRecord(f"a {name} is of instance {max(instances)} where there are {record.instances}")
+    for span in record.spans:
+        if span.end_us < span.begin_us:
+            raise BadRecord(f"step {span.step} of instance {span.instance} ends before it begins")
+
+
+def _check_journey(journey: Journey, instances: int) -> None:
+    who = f"request {journey.index}"
+    if journey.instance is not None and not 0 <= journey.instance < instances:
+        raise BadRecord(f"{who} ran at instance {journey.instance} where there are {instances}")
+    if journey.first_us is not None and journey.first_us < journey.arrived_us:
+        raise BadRecord(f"{who} had its first token before it arrived")
+    if journey.ended_us is not None and journey.ended_us < (journey.first_us or journey.arrived_us):
+        raise BadRecord(f"{who} ended before it began")
+    if journey.cached_tokens > journey.input_tokens:
+        raise BadRecord(f"{who} found {journey.cached_tokens} of {journey.input_tokens} prompt tokens in the cache")
+    if journey.outcome in FINISHED and (journey.first_us is None or journey.ended_us is None):
+        raise BadRecord(f"{who} ended as {journey.outcome} without a first token or an end")
+
+
+def span_of(record: RunRecord) -> int | None:
+    """Microseconds from the first arrival to the last end."""
+    ends_us = [journey.ended_us for journey in record.journeys if journey.ended_us is not None]
+    if not ends_us:
+        return None
+    return max(ends_us) - min(journey.arrived_us for journey in record.journeys)
+
+
+def describe(values_us: Iterable[float | None], unit_us: float = 1e6) -> Distribution | None:
+    """None when there is nothing to describe."""
+    values = np.array([value for value in values_us if value is not None], dtype=np.float64) / unit_us
+    if not len(values):
+        return None
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return Distribution(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
+
+
+def _e2e_us(journey: Journey) -> int | None:
+    return None if journey.ended_us is None else journey.ended_us - journey.arrived_us
+
+
+def _counts(journeys: Sequence[Journey]) -> Counts:
+    by_outcome = Counter(journey.outcome for journey in journeys)
+    return Counts(
+        requests=len(journeys),
+        finished=sum(by_outcome[outcome] for outcome in FINISHED),
+        refused=by_outcome[Outcome.REFUSED],
+        aborted=by_outcome[Outcome.ABORT],
+        errors=by_outcome[Outcome.ERROR],
+        lost=by_outcome[Outcome.LOST],
+        unfinished=by_outcome[None],
+    )
+
+
+def _tokens(finished: Sequence[Journey]) -> Tokens:
+    asked = sum(journey.input_tokens for journey in finished)
+    cached = sum(journey.cached_tokens for journey in finished)
+    recomputed = sum(journey.recomputed_tokens for journey in finished)
+    # The last token of an answer is never fed, so it has no KV.
+    computed = asked - cached + sum(max(0, journey.output_tokens - 1) for journey in finished) + recomputed
+    return Tokens(
+        input_tokens=asked,
+        cached_tokens=cached,
+        output_tokens=sum(journey.output_tokens for journey in finished),
+        recomputed_tokens=recomputed,
+        hit_rate=cached / asked if asked else None,
+        recomputed_share=recomputed / computed if computed else None,
+    )
+
+
+def _rates(journeys: Sequence[Journey], finished: Sequence[Journey], span_us: int | None, targets: Targets) -> Rates:
+    good = sum(targets.met_by(journey) for journey in finished)
+    share = good / len(journeys) if journeys else None
+    if not span_us:
+        return Rates(None, None, None, None, share)
+    per_s = 1e6 / span_us
+    return Rates(
+        requests_per_s=len(finished) * per_s,
+        input_tokens_per_s=sum(journey.input_tokens for journey in finished) * per_s,
+        output_tokens_per_s=sum(journey.output_tokens for journey in finished) * per_s,
+        good_per_s=good * per_s,
+        good_share=share,
+    )
+
+
+def _ledger(record: RunRecord) -> Ledger | None:
+    if not record.looks:
+        return None
+    blocks = np.array([(look.running_blocks, look.evictable_blocks, look.free_blocks) for look in record.looks])
+    held, cached, free = (blocks.mean(axis=0) / record.pool_blocks).tolist()
+    return Ledger(held, float(blocks[:, 0].max()) / record.pool_blocks, cached, free)
+
+
+def _queues(looks: Sequence[Look]) -> Queues | None:
+    if not looks:
+        return None
+    running = np.array([look.running for look in looks])
+    waiting = np.array([look.waiting for look in looks])
+    return Queues(float(running.mean()), int(running.max()), float(waiting.mean()), int(waiting.max()))
+
+
+class BusyShares(NamedTuple):
+    shares: npt.NDArray[np.float64]
+    """One an instance."""
+    exact: bool
+
+
+def busy_shares(record: RunRecord) -> BusyShares | None:
+    span_us = span_of(record)
+    if not span_us:
+        return None
+    if record.spans and not record.spans_left_out:
+        return BusyShares(_computing_us(record.spans, record.instances) / span_us, exact=True)
+    if not record.looks:
+        return None
+    seen, worked = np.zeros(record.instances), np.zeros(record.instances)
+    for look in record.looks:
+        seen[look.instance] += 1
+        worked[look.instance] += look.running > 0
+    return BusyShares(worked / np.maximum(seen, 1), exact=False)
+
+
+def _computing_us(spans: Sequence[StepSpan], instances: int) -> npt.NDArray[np.float64]:
+    """Steps of one device do not overlap, so their lengths add up."""
+    total_us = np.zeros(instances)
+    for span in spans:
+        total_us[span.instance] += span.end_us - span.begin_us
+    return total_us
+
+
+def _busy(record: RunRecord) -> Busy | None:
+    found = busy_shares(record)
+    if found is None:
+        return None
+    return Busy(float(found.shares.min()), float(np.median(found.shares)), float(found.shares.max()), found.exact)

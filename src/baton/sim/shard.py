@@ -1,0 +1,74 @@
+"""A process that runs seeds and says what came of each: one JSON line a seed on standard output.
+
+    python -m baton.sim.shard --first-seed 0 --seeds 1000 --stride 2
+
+The fuzzer starts one for each core. A world depends on its seed alone, so who runs which seed does not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import msgspec
+
+from baton.sim.scenario import Verdict, run_seed
+
+
+class SeedReport(msgspec.Struct, frozen=True):
+    seed: int
+    digest: str
+    law: str | None
+    """The law that was broken; None: none was."""
+    what: str
+    events: int
+    virtual_us: int
+    requests: int
+    instances: int
+    classes: tuple[str, ...]
+    fired: dict[str, int]
+    moves: dict[str, int]
+    ends: dict[str, int]
+
+
+def report_of(verdict: Verdict) -> SeedReport:
+    broken = verdict.broken
+    return SeedReport(
+        seed=verdict.seed,
+        digest=verdict.digest,
+        law=None if broken is None else broken.law,
+        what="" if broken is None else broken.what,
+        events=verdict.events,
+        virtual_us=verdict.virtual_us,
+        requests=verdict.asks,
+        instances=verdict.scenario.instances,
+        classes=verdict.scenario.classes,
+        fired=_plain(verdict.fired),
+        moves=_plain(verdict.moves),
+        ends=_plain(verdict.ends),
+    )
+
+
+def _plain(counts: dict[str, int]) -> dict[str, int]:
+    return {str(name): times for name, times in sorted(counts.items()) if times}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first-seed", type=int, required=True)
+    parser.add_argument("--seeds", type=int, required=True)
+    parser.add_argument("--stride", type=int, default=1)
+    asked = parser.parse_args()
+    encoder = msgspec.json.Encoder()
+    try:
+        for seed in range(asked.first_seed, asked.first_seed + asked.seeds * asked.stride, asked.stride):
+            sys.stdout.buffer.write(encoder.encode(report_of(run_seed(seed))) + b"\n")
+            sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        # The fuzzer has what it wanted and is gone; without this, the interpreter complains while it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

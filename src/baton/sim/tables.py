@@ -1,0 +1,173 @@
+"""What `baton sim run` prints: a report as tables.
+
+Owns the look. A cell is the median of the seeds, and beside it the least and the most where they differ; "–" stands for what
+was not seen. One policy gets its latencies with a column a percentile; several get one table with a column a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.sim.report import Distribution, RunSummary, SimReport
+
+ABSENT = "–"
+PERCENTILES: dict[str, Callable[[Distribution], float]] = {
+    "mean": lambda values: values.mean,
+    "p50": lambda values: values.p50,
+    "p90": lambda values: values.p90,
+    "p99": lambda values: values.p99,
+    "max": lambda values: values.max,
+}
+T = TypeVar("T")
+
+Value = Callable[[RunSummary], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    value: Value
+    form: str
+
+    def cell(self, runs: Sequence[RunSummary]) -> str:
+        values = [value for value in map(self.value, runs) if value is not None]
+        if not values:
+            return ABSENT
+        middle, least, most = (self.form.format(value) for value in (median(values), min(values), max(values)))
+        return middle if least == most else f"{middle} ({least}–{most})"
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    name: str
+    of: Callable[[RunSummary], Distribution | None]
+    form: str
+
+    def row(self, percentile: str) -> Row:
+        return Row(f"{self.name}, {percentile}", _part(self.of, PERCENTILES[percentile]), self.form)
+
+
+def _part(part: Callable[[RunSummary], T | None], value: Callable[[T], float]) -> Value:
+    """Absent where the part of the summary is."""
+
+    def found(run: RunSummary) -> float | None:
+        seen = part(run)
+        return None if seen is None else value(seen)
+
+    return found
+
+
+LATENCIES = (
+    Latency("TTFT s", lambda run: run.ttft_s, "{:,.3f}"),
+    Latency("TPOT ms", lambda run: run.tpot_ms, "{:,.2f}"),
+    Latency("end to end s", lambda run: run.e2e_s, "{:,.2f}"),
+    Latency("in the queue s", lambda run: run.queue_s, "{:,.3f}"),
+)
+
+COUNTS = (
+    Row("requests", lambda run: run.counts.requests, "{:,.0f}"),
+    Row("finished", lambda run: run.counts.finished, "{:,.0f}"),
+    Row("refused", lambda run: run.counts.refused, "{:,.0f}"),
+    Row("aborted", lambda run: run.counts.aborted, "{:,.0f}"),
+    Row("ended with an error", lambda run: run.counts.errors, "{:,.0f}"),
+    Row("lost with their instance", lambda run: run.counts.lost, "{:,.0f}"),
+    Row("never ended", lambda run: run.counts.unfinished, "{:,.0f}"),
+)
+USUAL_COUNTS = 2
+"""Of `COUNTS`, those that are shown even when zero."""
+
+RATES = (
+    Row("goodput, requests/s", lambda run: run.rates.good_per_s, "{:,.2f}"),
+    Row("goodput, share of requests", lambda run: run.rates.good_share, "{:.1%}"),
+    Row("finished, requests/s", lambda run: run.rates.requests_per_s, "{:,.2f}"),
+    Row("output tokens/s", lambda run: run.rates.output_tokens_per_s, "{:,.0f}"),
+    Row("input tokens/s, cached included", lambda run: run.rates.input_tokens_per_s, "{:,.0f}"),
+    Row("prefix hit rate", lambda run: run.tokens.hit_rate, "{:.1%}"),
+)
+
+PRESSURE = (
+    Row("preemptions", lambda run: run.preemptions, "{:,.0f}"),
+    Row("requests preempted", lambda run: run.preempted_requests, "{:,.0f}"),
+    Row("recomputed tokens", lambda run: run.tokens.recomputed_tokens, "{:,.0f}"),
+    Row("recomputed, share of computed", lambda run: run.tokens.recomputed_share, "{:.2%}"),
+    Row("KV pool held, mean", _part(lambda run: run.ledger, lambda ledger: ledger.held_mean), "{:.1%}"),
+    Row("KV pool held, peak", _part(lambda run: run.ledger, lambda ledger: ledger.held_peak), "{:.1%}"),
+    Row("KV pool cached, mean", _part(lambda run: run.ledger, lambda ledger: ledger.cached_mean), "{:.1%}"),
+    Row("KV pool free, mean", _part(lambda run: run.ledger, lambda ledger: ledger.free_mean), "{:.1%}"),
+    Row("running an instance, mean", _part(lambda run: run.queues, lambda queues: queues.running_mean), "{:,.1f}"),
+    Row("running an instance, peak", _part(lambda run: run.queues, lambda queues: queues.running_peak), "{:,.0f}"),
+    Row("waiting an instance, mean", _part(lambda run: run.queues, lambda queues: queues.waiting_mean), "{:,.1f}"),
+    Row("waiting an instance, peak", _part(lambda run: run.queues, lambda queues: queues.waiting_peak), "{:,.0f}"),
+    Row("busy, least instance", _part(lambda run: run.busy, lambda busy: busy.least), "{:.1%}"),
+    Row("busy, median instance", _part(lambda run: run.busy, lambda busy: busy.median), "{:.1%}"),
+    Row("busy, most instance", _part(lambda run: run.busy, lambda busy: busy.most), "{:.1%}"),
+)
+
+PACE = (
+    Row("span s", lambda run: run.span_s, "{:,.1f}"),
+    Row("steps", lambda run: run.steps, "{:,.0f}"),
+    Row("simulated s", lambda run: run.simulated_s, "{:,.1f}"),
+    Row("wall s", lambda run: run.wall_s, "{:,.2f}"),
+    Row("simulated ÷ wall", lambda run: run.simulated_per_wall, "{:,.1f} ×"),
+)
+
+
+def show(console: Console, report: SimReport, title: str) -> None:
+    if len(report.labels) == 1:
+        console.print(_latency_table(report.runs, title))
+        title = ""
+    console.print(_policy_table(report, title))
+    for line in _explained(report):
+        console.print(line, style="dim", highlight=False, markup=False)
+
+
+def _latency_table(runs: Sequence[RunSummary], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("latency")
+    for percentile in PERCENTILES:
+        table.add_column(percentile, justify="right")
+    for latency in LATENCIES:
+        table.add_row(latency.name, *(latency.row(percentile).cell(runs) for percentile in PERCENTILES))
+    return table
+
+
+def _policy_table(report: SimReport, title: str) -> Table:
+    table = Table(title=title or None, title_justify="left")
+    table.add_column("")
+    for label in report.labels:
+        table.add_column(label, justify="right", overflow="fold")
+    for section in _sections(report):
+        for row in section:
+            table.add_row(row.name, *(row.cell(report.of(label)) for label in report.labels))
+        table.add_section()
+    return table
+
+
+def _sections(report: SimReport) -> Iterator[Sequence[Row]]:
+    usual, rare = COUNTS[:USUAL_COUNTS], COUNTS[USUAL_COUNTS:]
+    yield (*usual, *(row for row in rare if any(map(row.value, report.runs))))
+    if len(report.labels) > 1:
+        for latency in LATENCIES:
+            yield [latency.row(percentile) for percentile in PERCENTILES]
+    yield RATES
+    yield PRESSURE
+    yield PACE
+
+
+def _explained(report: SimReport) -> Iterator[str]:
+    yield (
+        f"Goodput: finished with TTFT ≤ {report.ttft_target_s:g} s and TPOT ≤ {report.tpot_target_ms:g} ms. "
+        "Latencies and tokens are of finished requests; rates are over the span from first arrival to last end."
+    )
+    seeds = len({run.seed for run in report.runs})
+    if seeds > 1:
+        yield f"Median of {seeds} seeds (least–most)."
+    if any(run.busy is not None and not run.busy.exact for run in report.runs):
+        yield "Busy is estimated from looks: there were more steps than are kept."
+    yield from report.notes

@@ -1,0 +1,90 @@
+"""Loads that are made up: equal requests or equal conversations, at a Poisson rate or from a number of clients.
+
+Owns the shapes of such loads and their arrivals. Lengths are fixed; the seed decides only when requests arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.core.errors import BatonError
+from baton.sim.cluster import Call
+
+CALLS_MAX = 1_000_000
+# What a random stream is for, so that no two uses of one seed ever draw the same stream.
+_ARRIVALS = 0
+
+
+class BadWorkload(BatonError):
+    """A load that cannot be made, or not run; the message names the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """Conversations of equal rounds; a plain request is a conversation of one."""
+
+    conversations: int
+    input_tokens: int
+    """New in each round; the history comes before them."""
+    output_tokens: int
+    max_tokens: int | None = None
+    """What clients declare; None: what the answer needs. Never less than that."""
+    rounds: int = 1
+    think_us: int = 0
+    rate_per_s: float | None = None
+    """New conversations; None: whenever a client is free."""
+
+    def __post_init__(self) -> None:
+        for name in ("conversations", "input_tokens", "output_tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise BadWorkload(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.think_us < 0:
+            raise BadWorkload(f"a pause of {self.think_us} µs is in the past")
+        if self.rate_per_s is not None and not self.rate_per_s > 0:  # written so that NaN fails too
+            raise BadWorkload(f"a rate must be above 0, not {self.rate_per_s}")
+        if self.requests > CALLS_MAX:
+            raise BadWorkload(f"{self.requests:,} requests are more than {CALLS_MAX:,}")
+
+    @property
+    def requests(self) -> int:
+        return self.conversations * self.rounds
+
+    @property
+    def declared_tokens(self) -> int:
+        return max(self.output_tokens, self.max_tokens or 0)
+
+    @property
+    def sequence_tokens_max(self) -> int:
+        """The last round's prompt, which has all former rounds before it, and what that round declares."""
+        return self.rounds * self.input_tokens + (self.rounds - 1) * self.output_tokens + self.declared_tokens
+
+    def calls(self, seed: int) -> list[Call]:
+        """Conversation after conversation, each with its rounds in order."""
+        arrivals = poisson_us(self.rate_per_s, seed) if self.rate_per_s is not None else None
+        made: list[Call] = []
+        for conversation in range(self.conversations):
+            at_us = next(arrivals) if arrivals is not None else None
+            made.extend(self._call(conversation, number, at_us) for number in range(self.rounds))
+        return made
+
+    def _call(self, conversation: int, number: int, at_us: int | None) -> Call:
+        return Call(
+            at_us=at_us if number == 0 else None,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            max_tokens=self.declared_tokens,
+            session=conversation if self.rounds > 1 else None,
+            think_us=self.think_us if number else 0,
+        )
+
+
+def poisson_us(rate_per_s: float, seed: int) -> Iterator[int]:
+    """Microseconds after the start at which a Poisson process of that rate fires; endless."""
+    draw = np.random.default_rng([seed, _ARRIVALS])
+    at_s = 0.0
+    while True:
+        at_s += float(draw.exponential(1.0 / rate_per_s))
+        yield round(at_s * 1e6)
