@@ -26,7 +26,7 @@ from baton.core.naming import Namer
 from baton.core.plan import Copy, Int32s, Int64s, StepPlan, StepResult
 from baton.core.prefix import Key, PrefixIndex
 from baton.core.queue import WaitingQueue
-from baton.core.records import EndedRequest, Flight, Hit, Request, StartedRequest
+from baton.core.records import EndedRequest, Flight, Hit, Request
 from baton.core.request import FinishReason, Move, Phase, Serial, Submission
 from baton.core.reserve import Promises
 from baton.core.scheduler import Scheduler, StepBuilder
@@ -35,7 +35,7 @@ from baton.core.worker import Cancelled, DrainOrdered, Effect, Event, StopFound,
 from baton.wire import desk as desking
 from baton.wire import dispatch, link, messages
 from baton.wire.desk import Desk, State
-from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, LinkMove, Packet
+from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
 from baton.wire.messages import Rows, StepOutput, Submit, WireEnded, WireSubmission
 
 CATCHES = Path(__file__).with_name("catches.json")
@@ -160,7 +160,7 @@ def free_blocks_at_the_order(patch: Patch) -> None:
 def append_a_stale_result(patch: Patch) -> None:
     def fence(self: Scheduler, flight: Flight) -> Int64s:
         del self
-        return np.arange(flight.stops, len(flight.slots))
+        return np.arange(flight.stops, len(flight.crew.slots))
 
     patch.set(Scheduler, "_fence", fence)
 
@@ -199,7 +199,30 @@ def protect_nobody(patch: Patch) -> None:
 
 @core("growth of others takes the blocks that a protected request was promised")
 def let_growth_touch_what_is_promised(patch: Patch) -> None:
-    patch.set(Promises, "promised", lambda self, slots: 0)
+    grow_then, promised_then = Scheduler._grow_or_wait, Promises.promised
+    growing: list[bool] = []
+
+    def grow_or_wait(self: Scheduler, step: StepBuilder, rows: Int64s, short: Int64s) -> Any:
+        growing.append(True)
+        try:
+            return grow_then(self, step, rows, short)
+        finally:
+            growing.pop()
+
+    patch.set(Scheduler, "_grow_or_wait", grow_or_wait)
+    patch.set(Promises, "promised", lambda self, slots: 0 if growing else promised_then(self, slots))
+
+
+@core("the rows that decode are remembered over a move, and those that have ended decode on")
+def remember_the_crew_over_a_move(patch: Patch) -> None:
+    move_then = Scheduler._move
+
+    def move(self: Scheduler, request: Request, move: Move) -> None:
+        crew = self._crew
+        move_then(self, request, move)
+        self._crew = crew if move is Move.FINISH else None
+
+    patch.set(Scheduler, "_move", move)
 
 
 @core("newcomers are admitted without regard to what started prefills still lack")
@@ -213,7 +236,7 @@ def distrust_resumed_requests(patch: Patch) -> None:
 
     def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
         sound, broken = split_then(self, flight, result, live)
-        resumed = flight.epochs[sound] > 1
+        resumed = flight.crew.epochs[sound] > 1
         return sound[~resumed], np.concatenate((broken, sound[resumed]))
 
     patch.set(Scheduler, "_split_broken", split)
@@ -256,9 +279,9 @@ def evict_blocks_in_use(patch: Patch) -> None:
 @core("blocks are cached under their own tokens, whatever came before them")
 def name_blocks_without_their_parent(patch: Patch) -> None:
     def chain(self: PrefixIndex, parent: Key, tokens: bytes) -> Key:
-        hasher = self._keyed.copy()
-        hasher.update(tokens)
         del parent
+        hasher = self._keyed_for_blocks.copy()
+        hasher.update(tokens)
         return Key(hasher.digest())
 
     patch.set(PrefixIndex, "chain", chain)
@@ -353,19 +376,14 @@ def drop_token_zero(patch: Patch) -> None:
 
 @core("a stop token inside a burst is not seen")
 def see_stops_only_first_in_a_burst(patch: Patch) -> None:
-    append_then = Scheduler._append
-    draws_then = Slots.draws_stop
+    def append_all(self: Scheduler, result: StepResult, rows: Int64s, at: Int64s) -> Any:
+        firsts, counts = scheduling._firsts_of(result, rows), result.counts[rows]
+        stopped = self._append(at, result.tokens[firsts])
+        for nth in range(1, self.config.burst):
+            going = ((counts > nth) & ~stopped).nonzero()[0]
+            self.slots.append(at[going], result.tokens[firsts[going] + nth])
+        return np.where(stopped, 1, counts).astype(np.int32), stopped
 
-    def append_all(self: Scheduler, flight: Flight, result: StepResult, rows: Int64s) -> tuple[Int64s, np.ndarray]:
-        firsts, counts = scheduling._firsts(result.counts)[rows], result.counts[rows]
-        stopped = append_then(self, flight.slots[rows], result.tokens[firsts])
-        accepted = np.where(stopped, 1, counts).astype(np.int64)
-        for nth in range(1, int(counts.max(initial=1))):
-            going = np.flatnonzero((counts > nth) & ~stopped)
-            self.slots.append(flight.slots[rows[going]], result.tokens[firsts[going] + nth])
-        return accepted, stopped
-
-    del draws_then
     patch.set(Scheduler, "_append_all", append_all)
 
 
@@ -451,17 +469,9 @@ def bill_own_outputs_as_cached(patch: Patch) -> None:
 # ── core: the queue, cancelling and the door ─────────────────────────────────────────────────────────────────────────────
 
 
-@core("sibling choices wait for ever behind a leader that was cancelled in the queue")
+@core("sibling choices are never let into the queue")
 def never_release_followers(patch: Patch) -> None:
-    withdraw_then = Scheduler._withdraw
-
-    def withdraw(self: Scheduler, request: Request, reason: FinishReason) -> EndedRequest:
-        followers, request.followers = request.followers, []
-        ended = withdraw_then(self, request, reason)
-        request.followers = followers
-        return ended
-
-    patch.set(Scheduler, "_withdraw", withdraw)
+    patch.set(Scheduler, "_release_followers", lambda self, leader: None)
 
 
 @core("a cancelled sibling is still counted as waiting, until the queue is full of nobody")
@@ -485,21 +495,6 @@ def leave_cancelled_requests_in_the_queue(patch: Patch) -> None:
 def _remove_only_the_head(self: WaitingQueue, request: Request) -> None:
     if self.head is request:
         del self._places[0]
-
-
-@core("cancelling a request while its prompt is computed does nothing")
-def ignore_a_cancel_while_prefilling(patch: Patch) -> None:
-    order_then = Scheduler.order_stop
-
-    def order_stop(
-        self: Scheduler, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None
-    ) -> EndedRequest | None:
-        request = self._requests.get(serial)
-        if request is not None and request.phase is Phase.RUNNING_PREFILL:
-            return None
-        return order_then(self, serial, reason, now_us, keep)
-
-    patch.set(Scheduler, "order_stop", order_stop)
 
 
 @core("a cancelled prefill keeps its place among the prefills, and is computed on")
@@ -531,23 +526,6 @@ def forget_the_slot_of_a_cancelled_request(patch: Patch) -> None:
 def never_be_due_after_an_idle_pass(patch: Patch) -> None:
     deadline_then = Worker.next_deadline
     patch.set(Worker, "next_deadline", lambda self: None if self._planned_out else deadline_then(self))
-
-
-@core("requests of a front end that is gone run on")
-def keep_orphans(patch: Patch) -> None:
-    patch.set(Worker, "_stop_all", lambda self: [])
-
-
-@core("a draining instance accepts requests as before")
-def accept_while_draining(patch: Patch) -> None:
-    handle_then = Worker.handle
-
-    def handle(self: Worker, event: Event, now_us: int) -> list[Effect]:
-        effects = handle_then(self, event, now_us)
-        self._draining = False
-        return effects
-
-    patch.set(Worker, "handle", handle)
 
 
 @core("a drain ends what is open instead of waiting for it")
@@ -584,17 +562,6 @@ def refuse_half_a_group(patch: Patch) -> None:
         return answer
 
     patch.set(Worker, "_submit", submit)
-
-
-@core("the first token of a resumed request is announced as its first once more")
-def start_twice(patch: Patch) -> None:
-    note_then = Scheduler._note_prefilled
-
-    def note(self: Scheduler, request: Request, started: list[StartedRequest]) -> None:
-        note_then(self, request, started)
-        self._held_back -= len(request.submission.prompt) % 2 and request.epoch > 1
-
-    patch.set(Scheduler, "_note_prefilled", note)
 
 
 # ── wire: the link ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -672,23 +639,15 @@ def number_repetitions_anew(patch: Patch) -> None:
     patch.set(_Conversation, "_repeat", repeat)
 
 
-@wire("early packets are kept by their distance, which is wrong as soon as the window slides")
-def keep_early_packets_by_distance(patch: Patch) -> None:
-    def receive(self: Any, number: int, frame: bytes, frames: list[bytes], now_us: int) -> None:
-        ahead = number - self._delivered
-        if ahead == 1:
-            frames.append(frame)
-            self._delivered += 1
-            while (early := self._early.pop(2, None)) is not None:
-                frames.append(early)
-                self._delivered += 1
-            self._owe_ack(now_us)
-        else:
-            self._ack_now = True
-            if 1 < ahead <= self._config.window:
-                self._early[ahead] = frame
+@wire("when a missing packet comes, all early ones are delivered, though there are gaps between them")
+def deliver_over_gaps(patch: Patch) -> None:
+    def deliver(self: Any, frame: bytes, frames: list[bytes]) -> None:
+        frames.append(frame)
+        frames.extend(self._early[number] for number in sorted(self._early))
+        self._delivered = max((self._delivered + 1, *self._early))
+        self._early.clear()
 
-    patch.set(_Conversation, "_receive", receive)
+    patch.set(_Conversation, "_deliver", deliver)
 
 
 @wire("frames that find the window full are dropped instead of waiting for it")
@@ -744,18 +703,6 @@ def ignore_the_session_number(patch: Patch) -> None:
     patch.set(Initiator, "_talk_of", talk_of)
 
 
-@wire("a new session replaces the old one, and nobody is told: its requests stay open")
-def replace_sessions_silently(patch: Patch) -> None:
-    adopt_then = Acceptor._adopt
-
-    def adopt(self: Acceptor, session: int, now_us: int, took: link.Took) -> Any:
-        talk = adopt_then(self, session, now_us, took)
-        took.news[:] = [news for news in took.news if not isinstance(news, link.Replaced)]
-        return talk
-
-    patch.set(Acceptor, "_adopt", adopt)
-
-
 @wire("an idle side gives no sign of life, and healthy instances are given up")
 def send_no_heartbeat(patch: Patch) -> None:
     init_then = _Conversation.__init__
@@ -809,7 +756,6 @@ def carry_numbers_into_the_next_session(patch: Patch) -> None:
 
 @wire("an end that comes together with tokens is lost")
 def lose_an_end_that_comes_with_tokens(patch: Patch) -> None:
-    ends_then = Desk._ends
     step_then = Desk._step
 
     def step(self: Desk, output: StepOutput) -> Any:
@@ -818,18 +764,7 @@ def lose_an_end_that_comes_with_tokens(patch: Patch) -> None:
             self, msgspec.structs.replace(output, ended=tuple(e for e in output.ended if e.serial not in heard))
         )
 
-    del ends_then
     patch.set(Desk, "_step", step)
-
-
-@wire("what was accepted for a client that had left is not cancelled")
-def cancel_nothing_for_abandoned_tickets(patch: Patch) -> None:
-    accepted_then = Desk._accepted
-
-    def accepted(self: Desk, ticket: int, serials: tuple[int, ...]) -> desking.Took:
-        return desking.Took(accepted_then(self, ticket, serials).news, [])
-
-    patch.set(Desk, "_accepted", accepted)
 
 
 @wire("clients that left are told of the loss of their instance, though they have ended")
@@ -1016,6 +951,3 @@ def keep_withdrawals_to_ourselves(patch: Patch) -> None:
 def refuse_the_wrong_ticket(patch: Patch) -> None:
     refused_then = messages.refused
     patch.set(dispatch, "refused", lambda ticket, refusal: refused_then(0, refusal))
-
-
-_ = LinkMove

@@ -2,9 +2,9 @@
 
     python -m tests.sim.search_planted [--names NAME …] [--seeds 2000] [--jobs 2]
 
-Seeds are tried in order from 0, a process for each bug at a time. The first seed that catches it in few events is taken, so that
-replaying all of them stays quick; where the first catch took many, a few more seeds are tried and the cheapest one is taken.
-A name that is not caught keeps no record: the exit status is then 1, and a law or a fault is missing.
+Seeds are tried in order from 0. The first one that catches the bug in few events is taken, so that replaying all of it stays
+quick; where the first catch took many, a few more seeds are tried and the cheapest is taken. A bug that is not caught keeps
+no record: the exit status is then 1, and a law or a fault is missing. What is found is recorded as it is found.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from threading import Lock
 from types import FrameType
 
 from baton.sim.scenario import run_seed
@@ -29,6 +30,10 @@ MORE_SEEDS = 20
 """How many seeds after the first catch may be tried for a cheaper one."""
 SEED_S_MAX = 60
 """A bug may make our code go round in circles; such a seed counts as tried and no more."""
+
+
+SHARD = 6
+"""Bugs a process: few enough that no process is left alone at the end, and starting one costs a second."""
 
 
 class Hung(Exception):
@@ -79,24 +84,47 @@ def search(name: str, seeds: int) -> Found:
     return best or Found(name, tried, hung=hung)
 
 
-def search_apart(name: str, seeds: int) -> Found:
-    """In a process of its own: a bug stays where it was planted."""
-    command = [sys.executable, "-m", "tests.sim.search_planted", "--one", name, "--seeds", str(seeds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the search for {name} failed:\n{done.stderr}")
-    return Found(**json.loads(done.stdout))
+def search_apart(names: Sequence[str], seeds: int) -> Iterator[Found]:
+    """In a process of its own, which says a line of JSON for each bug."""
+    command = [sys.executable, "-m", "tests.sim.search_planted", "--here", "--seeds", str(seeds), "--names", *names]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            yield Found(**json.loads(line))
+    if process.returncode:
+        raise RuntimeError(f"a search failed; it was to look for {', '.join(names)}")
+
+
+class Book:
+    """What was found so far, on disk after each bug."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.found: list[Found] = []
+        self._names = names
+        self._lock = Lock()
+
+    def enter(self, item: Found) -> None:
+        with self._lock:
+            self.found.append(item)
+            catches = read_catches()
+            catches.pop(item.name, None)
+            if item.seed is not None:
+                catches[item.name] = Catch(item.seed, item.law)
+            write_catches(catches)
+        seed = "not caught" if item.seed is None else f"seed {item.seed}"
+        print(f"  {len(self.found):>3}/{len(self._names)}  {item.name}: {seed}", file=sys.stderr, flush=True)
 
 
 def search_all(names: Sequence[str], seeds: int, jobs: int) -> list[Found]:
-    found: list[Found] = []
+    book = Book(names)
+
+    def shard(part: Sequence[str]) -> None:
+        for item in search_apart(part, seeds):
+            book.enter(item)
+
+    parts = [names[at : at + SHARD] for at in range(0, len(names), SHARD)]
     with ThreadPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(search_apart, name, seeds) for name in names]):
-            item = done.result()
-            found.append(item)
-            seed = "not caught" if item.seed is None else f"seed {item.seed}"
-            print(f"  {len(found):>3}/{len(names)}  {item.name}: {seed}", file=sys.stderr, flush=True)
-    return sorted(found, key=lambda item: list(BUGS).index(item.name))
+        list(pool.map(shard, parts))
+    return sorted(book.found, key=lambda item: list(BUGS).index(item.name))
 
 
 def table(found: Sequence[Found]) -> str:
@@ -111,22 +139,18 @@ def table(found: Sequence[Found]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sim.search_planted", description=__doc__)
-    parser.add_argument(
-        "--names", nargs="*", default=None, choices=list(BUGS), help="only these bugs (default: all)", metavar="NAME"
-    )
-    parser.add_argument("--seeds", type=int, default=2000, help="how many seeds to try for each (default 2000)")
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.search_planted", description="Find seeds that catch bugs.")
+    parser.add_argument("--names", nargs="*", choices=list(BUGS), metavar="NAME", help="only these bugs (default: all)")
+    parser.add_argument("--seeds", type=int, default=2000, help="how many to try for each bug (default 2000)")
     parser.add_argument("--jobs", type=int, default=2, help="how many processes at once (default 2)")
-    parser.add_argument("--one", default=None, choices=list(BUGS), help=argparse.SUPPRESS)
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one is not None:
-        print(json.dumps(asdict(search(options.one, options.seeds))))
-        return 0
     names = options.names or list(BUGS)
+    if options.here:
+        for name in names:
+            print(json.dumps(asdict(search(name, options.seeds))), flush=True)
+        return 0
     found = search_all(names, options.seeds, options.jobs)
-    catches = {name: catch for name, catch in read_catches().items() if name not in names}
-    catches.update({item.name: Catch(item.seed, item.law) for item in found if item.seed is not None})
-    write_catches(catches)
     print(table(found))
     return int(any(item.seed is None for item in found))
 
