@@ -242,17 +242,6 @@ def distrust_resumed_requests(patch: Patch) -> None:
     patch.set(Scheduler, "_split_broken", split)
 
 
-@core("one row on which device and scheduler disagree ends everybody in its step")
-def blame_the_whole_step(patch: Patch) -> None:
-    split_then = Scheduler._split_broken
-
-    def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
-        sound, broken = split_then(self, flight, result, live)
-        return (sound[:0], live) if len(broken) else (sound, broken)
-
-    patch.set(Scheduler, "_split_broken", split)
-
-
 # ── core: blocks and the prefix cache ────────────────────────────────────────────────────────────────────────────────────
 
 

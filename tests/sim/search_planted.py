@@ -26,8 +26,8 @@ from tests.sim.planted import BUGS, Catch, read_catches, write_catches
 
 EVENTS_CHEAP = 6_000
 """An undisturbed world takes two to three thousand."""
-MORE_SEEDS = 20
-"""How many seeds after the first catch may be tried for a cheaper one."""
+MORE_EVENTS = 200_000
+"""How many events may be spent after the first catch on looking for a cheaper one."""
 SEED_S_MAX = 60
 """A bug may make our code go round in circles; such a seed counts as tried and no more."""
 
@@ -67,7 +67,7 @@ def _time_limit() -> Iterator[None]:
 
 def search(name: str, seeds: int) -> Found:
     best: Found | None = None
-    hung = tried = 0
+    hung = tried = spent = 0
     for seed in range(seeds):
         tried = seed + 1
         try:
@@ -79,7 +79,8 @@ def search(name: str, seeds: int) -> Found:
         broken = verdict.broken
         if broken is not None and (best is None or verdict.events < best.events):
             best = Found(name, tried, seed, broken.law, broken.what, verdict.events, hung)
-        if best is not None and (best.events <= EVENTS_CHEAP or tried >= best.tried + MORE_SEEDS):
+        spent += verdict.events if best is not None else 0
+        if best is not None and (best.events <= EVENTS_CHEAP or spent > MORE_EVENTS):
             return best
     return best or Found(name, tried, hung=hung)
 
