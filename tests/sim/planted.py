@@ -639,45 +639,25 @@ def deliver_over_gaps(patch: Patch) -> None:
     patch.set(_Conversation, "_deliver", deliver)
 
 
-@wire("frames that find the window full are dropped instead of waiting for it")
-def drop_what_finds_the_window_full(patch: Patch) -> None:
-    send_then = _Conversation.send
-
-    def send(self: Any, frame: bytes, now_us: int) -> list[bytes]:
-        return send_then(self, frame, now_us) if len(self._flying) < self._config.window else []
-
-    patch.set(_Conversation, "send", send)
-
-
 @wire("the checksum covers nothing, and flipped bits get through")
 def check_no_checksum(patch: Patch) -> None:
     patch.set(link, "crc32", lambda data, before=0: 0)
 
 
-@wire("a restarted instance is taken for the one before it")
-def talk_to_any_incarnation(patch: Patch) -> None:
-    talk_of_then = Initiator._talk_of
+@wire("nobody looks at incarnations: a restarted instance goes on in the session of the life before it")
+def forget_incarnations(patch: Patch) -> None:
+    initiator_then, acceptor_then = Initiator._talk_of, Acceptor._talk_of
 
-    def talk_of(self: Initiator, packet: Packet, now_us: int, took: link.Took) -> Any:
-        talk = self._talk
-        known = talk is not None and talk.incarnation and packet.incarnation
-        if known and talk is not None:
-            packet = packet._replace(incarnation=talk.incarnation)
-        return talk_of_then(self, packet, now_us, took)
+    def at_the_initiator(self: Initiator, packet: Packet, now_us: int, took: link.Took) -> Any:
+        if self._talk is not None and self._talk.incarnation and packet.incarnation:
+            packet = packet._replace(incarnation=self._talk.incarnation)
+        return initiator_then(self, packet, now_us, took)
 
-    patch.set(Initiator, "_talk_of", talk_of)
+    def at_the_acceptor(self: Acceptor, packet: Packet, now_us: int, took: link.Took) -> Any:
+        return acceptor_then(self, packet._replace(incarnation=0), now_us, took)
 
-
-@wire("a restarted instance takes up the session of the life before it in the middle")
-def adopt_sessions_of_a_former_life(patch: Patch) -> None:
-    talk_of_then = Acceptor._talk_of
-
-    def talk_of(self: Acceptor, packet: Packet, now_us: int, took: link.Took) -> Any:
-        if packet.incarnation not in (0, self.incarnation):
-            packet = packet._replace(incarnation=0)
-        return talk_of_then(self, packet, now_us, took)
-
-    patch.set(Acceptor, "_talk_of", talk_of)
+    patch.set(Initiator, "_talk_of", at_the_initiator)
+    patch.set(Acceptor, "_talk_of", at_the_acceptor)
 
 
 @wire("packets of a former session are taken for those of the present one")
@@ -718,26 +698,6 @@ def take_a_reset_for_a_heartbeat(patch: Patch) -> None:
         return talk_of_then(self, packet, now_us, took)
 
     patch.set(Initiator, "_talk_of", talk_of)
-
-
-@wire("the numbers of a lost session go on in the next one, which the other side begins at 1")
-def carry_numbers_into_the_next_session(patch: Patch) -> None:
-    lose_then, open_then = Initiator._lose, Initiator.open
-    kept: dict[int, int] = {}
-
-    def lose(self: Initiator, reason: str, took: link.Took) -> None:
-        if self._talk is not None:
-            kept[id(self)] = self._talk._delivered
-        lose_then(self, reason, took)
-
-    def open_session(self: Initiator, now_us: int) -> list[bytes]:
-        packets = open_then(self, now_us)
-        if self._talk is not None:
-            self._talk._delivered = kept.pop(id(self), 0)
-        return packets
-
-    patch.set(Initiator, "_lose", lose)
-    patch.set(Initiator, "open", open_session)
 
 
 # ── wire: the desk ───────────────────────────────────────────────────────────────────────────────────────────────────────
