@@ -644,8 +644,8 @@ def check_no_checksum(patch: Patch) -> None:
     patch.set(link, "crc32", lambda data, before=0: 0)
 
 
-@wire("nobody looks at incarnations: a restarted instance goes on in the session of the life before it")
-def forget_incarnations(patch: Patch) -> None:
+@wire("a restarted instance takes up the session of the life before it as if nothing had been")
+def resume_a_session_in_the_next_life(patch: Patch) -> None:
     initiator_then, acceptor_then = Initiator._talk_of, Acceptor._talk_of
 
     def at_the_initiator(self: Initiator, packet: Packet, now_us: int, took: link.Took) -> Any:
@@ -654,7 +654,14 @@ def forget_incarnations(patch: Patch) -> None:
         return initiator_then(self, packet, now_us, took)
 
     def at_the_acceptor(self: Acceptor, packet: Packet, now_us: int, took: link.Took) -> Any:
-        return acceptor_then(self, packet._replace(incarnation=0), now_us, took)
+        if packet.incarnation in (0, self.incarnation):
+            return acceptor_then(self, packet, now_us, took)
+        known, talk = self._talk, None
+        if known is not None or packet.number:
+            talk = acceptor_then(self, packet._replace(incarnation=0), now_us, took)
+        if talk is not None and talk is not known:
+            talk._delivered, talk._acked = packet.number - 1, packet.acked
+        return talk
 
     patch.set(Initiator, "_talk_of", at_the_initiator)
     patch.set(Acceptor, "_talk_of", at_the_acceptor)
