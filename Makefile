@@ -1,12 +1,15 @@
 # make serve   set up and serve the built-in model        make test    set up and run the tests
 # make check   format, lint, types, tidiness              make bench   measure, beside a peer where BATON_PEER_VLLM names one
+# make fuzz    simulated clusters with faults for MINUTES=10, from seed FIRST_SEED=10000
 PYTHON ?= python3
 PORT ?= 8000
+MINUTES ?= 10
+FIRST_SEED ?= 10000
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test check format bench clean
+.PHONY: serve test check format bench fuzz clean
 
 serve: $(READY)
 	$(BIN)/baton serve --port $(PORT)
@@ -29,7 +32,11 @@ bench: $(READY)
 	$(BIN)/baton bench scheduler --sweep
 	$(BIN)/baton bench scheduler --preempting
 	$(BIN)/baton bench pressure
+	$(BIN)/baton bench predict
 	-$(BIN)/baton bench policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
+
+fuzz: $(READY)
+	$(BIN)/baton sim fuzz --minutes $(MINUTES) --first-seed $(FIRST_SEED)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

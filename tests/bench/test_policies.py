@@ -4,18 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from baton.bench.policies import POLICIES, Policies, Policy, PolicyOptions, PolicyReport
-from baton.bench.virtual import Arrival, Clock, CountingExecutor, StepTime
+from baton.bench.policies import NETWORK_US, POLICIES, Policies, Policy, PolicyOptions, PolicyReport
 from baton.cli.main import app
-from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
-from baton.core.errors import InvariantViolated
-from baton.core.plan import Chunk, Outcome, Start, StepPlan, Stop
-from baton.core.request import Sampling
-from baton.executor.contract import ExecutorShape
+from baton.core.config import ReservePolicy, VictimPolicy
+from baton.sim.cluster import RunFailed
+from baton.sim.steptime import load_step_times
 
 
 @pytest.fixture
@@ -55,45 +51,31 @@ def test_requests_longer_than_the_context_are_left_out_and_counted(trace: Path) 
     assert run(trace, requests=1000).skipped == 1
 
 
-def test_the_step_time_is_near_what_was_measured() -> None:
-    for sequences, measured_us in ((1, 4_980), (32, 6_290), (128, 10_150), (256, 16_810)):
-        assert StepTime().of(0, sequences, sequences * 1024) == pytest.approx(measured_us, rel=0.08)
+def test_time_passes_as_the_step_times_say(tmp_path: Path) -> None:
+    alone = tmp_path / "one.csv"
+    alone.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00.0,100,3\n")
+    report = run(alone)
+    times, (seen,) = load_step_times(report.step_times), report.runs
+    first_us = times.step_us(0, 0, 100, 100 * 101 // 2)
+    way_us = 2 * NETWORK_US
+    assert seen.ttft_mean_s == pytest.approx((first_us + way_us) / 1e6)
+    answered_us = first_us + times.step_us(1, 101, 0, 0) + times.step_us(1, 102, 0, 0) + way_us
+    assert seen.finish_s > answered_us / 1e6  # it came a little after the start of the clock
+    assert seen.output_tokens_per_s == pytest.approx(3 / seen.finish_s)
+    assert (seen.preemptions, seen.recomputed_tokens, seen.pool_use) == (0, 0, 0.0)
 
 
-def test_time_passes_as_the_steps_say() -> None:
-    config = WorkerConfig(slots=4, blocks=64, context_tokens=512, reserve=ReservePolicy.NONE)
-    seen = Clock(config, [Arrival(1_000_000, 100, 5, 50)], StepTime(1000, 10, 0, 0)).to_the_end()
-    assert seen.ttft_us == [2000]  # a step, and 100 tokens of 10 µs
-    assert seen.end_us >= 1_000_000 + 2000 + 4 * 1000
-    assert [ended.generated_tokens for ended in seen.ended] == [5]
+def test_a_very_slow_trace_does_not_fill_memory_with_looks(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.bench.policies.LOOKS_MAX", 100)
+    (use,) = run(trace, requests=5, speed=0.001).pool
+    assert 50 < len(use.at_s) < 120
 
 
-def test_the_counting_executor_keeps_the_contract() -> None:
-    executor = CountingExecutor(ExecutorShape(2, 8, 4, 32), [2], StepTime())
-    blocks = np.array([3, 1], dtype=np.int32)
-    start = Start(0, 1, np.arange(5, dtype=np.int32), 5, 0, 16, Sampling(seed=0), blocks)
-    executor.launch(StepPlan(1, 0, starts=(start,), chunks=(Chunk(0, 1, 0, 3, False), Chunk(1, 1, 0, 2, True))))
-    first = executor.collect()
-    assert first.outcomes.tolist() == [Outcome.NOTHING_CHUNK_UNFINISHED, Outcome.NOTHING_EMPTY_SLOT]
-    executor.launch(StepPlan(2, 1, chunks=(Chunk(0, 1, 3, 5, True),)))
-    assert executor.collect().tokens.tolist() == [7]
-    decode = {"decode_slots": np.array([0], dtype=np.int32), "decode_epochs": np.array([1])}
-    executor.launch(StepPlan(3, 2, **decode))
-    second = executor.collect()
-    assert (second.tokens.tolist(), second.known.tolist()) == ([2], [7])  # the answer's second token is its last
-    executor.launch(StepPlan(4, 3, **decode))
-    executor.launch(StepPlan(5, 4, **decode))
-    executor.launch(StepPlan(6, 5, **decode))
-    assert [executor.collect().outcomes[0] for _ in range(3)] == [
-        Outcome.TOKENS,
-        Outcome.TOKENS,
-        Outcome.NOTHING_OUT_OF_BLOCKS,
-    ]
-    executor.launch(StepPlan(7, 6, stops=(Stop(0, 1),)))
-    stopped = executor.collect()
-    assert (stopped.outcomes[0], stopped.known[0]) == (Outcome.PREEMPTED, 9)
-    with pytest.raises(InvariantViolated, match="built on step 3"):
-        executor.launch(StepPlan(8, 3))
+def test_a_request_without_an_answer_fails_the_run(trace: Path) -> None:
+    work = Policies(PolicyOptions(trace, requests=80, seeds=(0,), speed=40.0), (EAGER,))
+    work.config = replace(work.config, waiting_max=1)
+    with pytest.raises(RunFailed, match="refused"):
+        work.run(lambda _what: None, lambda _ended: None)
 
 
 def test_the_command_draws_and_writes(trace: Path, tmp_path: Path) -> None:
@@ -103,6 +85,14 @@ def test_the_command_draws_and_writes(trace: Path, tmp_path: Path) -> None:
     assert "fixed-blocks" in ran.output
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "o.json").stat().st_size > 1000
+
+
+def test_a_trace_in_which_nothing_fits_is_said(tmp_path: Path) -> None:
+    long = tmp_path / "long.csv"
+    long.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00.0,9000,5\n")
+    ran = CliRunner().invoke(app, ["bench", "policies", "--trace", str(long)])
+    assert ran.exit_code == 2
+    assert "no request that fits 8,192 tokens" in " ".join(ran.output.split())
 
 
 def test_an_absent_trace_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

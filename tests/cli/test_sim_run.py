@@ -116,6 +116,7 @@ def test_a_request_that_ends_as_none_should_fails_the_command(monkeypatch: pytes
         (["--kv-blocks", "10"], "a sequence has at most 160"),
         (["--max-num-seqs", "4096"], "step_tokens (2048) must be at least slots"),
         (["--step-times", "abacus"], "abacus"),
+        (["--seeds", "2"], "a closed loop has none of that"),
         (["--seeds", "0"], "Invalid value for '--seeds'"),
         (["--ttft-slo-s", "0"], "Invalid value for '--ttft-slo-s'"),
         (["--instances", "5000"], "Invalid value for '--instances'"),
@@ -168,3 +169,30 @@ def test_long_runs_are_looked_at_less_often(azure: Path) -> None:
     assert look_every_us(trace=azure) == 100_000
     assert look_every_us(trace=azure, speed=0.01) == 1_000_000
     assert look_every_us(trace=azure, look_every_s=0.5) == 500_000
+
+
+def test_a_real_run_ends_and_adds_up(tmp_path: Path) -> None:
+    """Nothing pretended: the scheduler that serves, on a pool so small that requests must yield."""
+    paths = tmp_path / "o.json", tmp_path / "t.json"
+    code, said = sim_run(
+        "--requests", "24", "--input-tokens", "96", "--output-tokens", "200", "--rate", "500",
+        "--instances", "2", "--kv-blocks", "32",
+        "--compare", "none,new-token-ratio", "--seeds", "2", "--json", paths[0], "--timeline", paths[1],
+    )  # fmt: skip
+    assert code == 0, said
+    runs = json.loads(paths[0].read_text())["runs"]
+    assert [run["counts"]["finished"] for run in runs] == [24] * 4
+    assert all(run["tokens"]["output_tokens"] == 24 * 200 for run in runs)
+    assert runs[0]["preemptions"] > 0
+    assert all(run["busy"]["exact"] and 0 < run["busy"]["most"] <= 1 for run in runs)
+    assert {event["ph"] for event in json.loads(paths[1].read_text())["traceEvents"]} == set("MXCbe")
+
+
+def test_a_real_conversation_finds_its_own_past_in_the_cache(tmp_path: Path) -> None:
+    talk = ["--sessions", "3", "--rounds", "4", "--think-s", "0.5", "--input-tokens", "320", "--output-tokens", "32"]
+    code, said = sim_run(*talk, "--concurrency", "3", "--json", tmp_path / "o.json")
+    assert code == 0, said
+    (run,) = json.loads((tmp_path / "o.json").read_text())["runs"]
+    assert run["counts"]["finished"] == 12
+    assert run["tokens"]["input_tokens"] == 3 * sum(320 * n + 32 * (n - 1) for n in range(1, 5))
+    assert run["tokens"]["hit_rate"] > 0.5

@@ -12,6 +12,7 @@ from baton.core.errors import InvariantViolated
 from baton.core.plan import Chunk, Copy, Outcome, Start, StepPlan, Stop
 from baton.core.request import frozen_tokens
 from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.counting import CountingExecutor
 from baton.executor.scripted import ScriptedExecutor
 from baton.executor.torch_cpu import TorchCpuExecutor
 from tests.support.planner import GREEDY, Planner, generate
@@ -30,7 +31,16 @@ def _torch_cpu(folder: Path) -> Executor:
     )
 
 
-EXECUTORS: dict[str, Callable[[Path], Executor]] = {"scripted": _scripted, "torch_cpu": _torch_cpu}
+def _counting(_: Path) -> Executor:
+    # Its tokens say only how far an answer is: the stop token in the middle moves if one is lost, repeated or forgotten.
+    return CountingExecutor(SHAPE, lambda _seed: 5)
+
+
+EXECUTORS: dict[str, Callable[[Path], Executor]] = {
+    "scripted": _scripted,
+    "torch_cpu": _torch_cpu,
+    "counting": _counting,
+}
 
 
 @pytest.fixture(scope="module")

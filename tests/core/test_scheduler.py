@@ -10,7 +10,7 @@ import pytest
 from baton.core.config import BadConfig, WorkerConfig
 from baton.core.errors import IllegalTransition, InvariantViolated, RefusalCode
 from baton.core.plan import Outcome
-from baton.core.request import FinishReason, Move, Phase, Sampling, next_phase
+from baton.core.request import TRANSITIONS, FinishReason, Move, Phase, Sampling, next_phase
 from baton.core.worker import Deliver, DrainOrdered, StepDone, Tick
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission
@@ -322,6 +322,7 @@ def test_an_executor_that_counts_differently_ends_that_request_and_no_other() ->
     known = result.known.copy()
     known[0] += 1
     driver.send(StepDone(replace(result, known=known)))
+    assert driver.worker.gauges().broken_rows == 1
     driver.run()
     assert driver.ended[bad].reason is FinishReason.ERROR
     assert driver.outputs[good] == expected([4, 5, 6], 9)
@@ -372,6 +373,7 @@ def test_a_slot_that_answers_its_stop_with_something_else_ends_that_request_only
     outcomes[0] = Outcome.NOTHING_EMPTY_SLOT
     driver.send(StepDone(replace(result, outcomes=outcomes)))
     driver.run()
+    assert driver.worker.gauges().broken_rows == 1
     assert driver.outputs[good] == expected([3, 4], 9)
     assert driver.worker.gauges().blocks.running == 0
 
@@ -408,9 +410,44 @@ def test_an_illegal_move_names_both_sides() -> None:
         next_phase(Phase.WAITING, Move.ACK_END)
 
 
-def test_every_phase_can_reach_finished() -> None:
-    from baton.core.request import TRANSITIONS
+def test_every_move_is_counted_and_those_never_taken_are_told_too() -> None:
+    driver = Driver(config(depth=1))
+    (finishes,) = driver.submit(submission([1, 2, 3], 4, name="a"))
+    driver.run()
+    (aborted,) = driver.submit(submission([4, 5, 6], 9, name="b"))
+    driver.tick(), driver.settle_one()
+    driver.cancel(aborted)
+    (withdrawn,) = driver.submit(submission([7, 8, 9], 9, name="c"))
+    driver.cancel(withdrawn)
+    driver.run()
+    assert set(driver.ended) == {finishes, aborted, withdrawn}
+    moves = driver.worker.scheduler.moves()
+    assert set(moves) == set(TRANSITIONS)
+    assert {move: taken for move, taken in moves.items() if taken} == {
+        (Phase.WAITING, Move.ADMIT): 2,
+        (Phase.RUNNING_PREFILL, Move.PREFILL_PLANNED): 2,
+        (Phase.RUNNING_DECODE, Move.FINISH): 1,
+        (Phase.RUNNING_DECODE, Move.ORDER_STOP): 1,
+        (Phase.PREEMPTING, Move.ACK_END): 1,
+        (Phase.WAITING, Move.FINISH): 1,
+    }
 
+
+def test_plans_with_the_same_decodes_share_arrays_that_nobody_can_write() -> None:
+    driver = Driver(config(depth=1))
+    driver.submit(submission([1, 2, 3], 9, name="a"), submission([4, 5, 6], 9, name="b"))
+    for _ in range(3):
+        driver.tick(), driver.settle_one()
+    one, other = (launch.plan for launch in driver.plans[-2:])
+    assert one.decode_slots is other.decode_slots
+    with pytest.raises(ValueError, match="read-only"):
+        one.decode_slots[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        one.decode_epochs[0] = 1
+    driver.run()
+
+
+def test_every_phase_can_reach_finished() -> None:
     reached = {Phase.FINISHED}
     for _ in Phase:
         reached |= {phase for (phase, _), target in TRANSITIONS.items() if target in reached}

@@ -188,6 +188,17 @@ def cache_what_a_broken_chunk_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_split_broken", split)
 
 
+def remember_the_crew_across_moves(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._move
+
+    def move(self: Scheduler, request: Request, move: Move) -> None:
+        crew = self._crew
+        original(self, request, move)
+        self._crew = crew
+
+    patch.setattr(Scheduler, "_move", move)
+
+
 BY_LOAD: list[Plant] = [
     requeue_before_the_ack,
     free_blocks_at_the_order,
@@ -201,6 +212,7 @@ BY_LOAD: list[Plant] = [
     let_growth_touch_what_is_promised,
     end_a_request_twice,
     match_the_padding_of_stop_ids,
+    remember_the_crew_across_moves,
 ]
 
 

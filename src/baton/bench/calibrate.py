@@ -13,7 +13,10 @@ where it was not told.
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +27,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from baton.bench.children import Child, ChildFailed, free_port, started
+from baton.bench.client import ServerUnreachable, Target, first_model, open_http
+from baton.bench.load import Closed, Plan, run_load
 from baton.bench.scheduler import time_scheduler
 from baton.bench.stats import median
+from baton.bench.workload import Recipe, Round, Shape, TokenRange, fixed_sessions
 from baton.core.errors import BatonError
 from baton.core.plan import Chunk, Copy, Int32s, Outcome, Start, StepPlan, StepResult, Stop
 from baton.core.request import Sampling, frozen_tokens
@@ -158,6 +165,10 @@ class Stepper:
         copies = tuple(Copy(0, target) for target in range(1, blocks))
         self._run(iter([self._plan(starts=(start,), chunks=(chunk,)), self._plan(stops=(_stop(start),), copies=copies)]))
 
+    def warm(self, trial: Trial) -> None:
+        """One step: the first of a size sets up what later ones reuse, and is no measure of them."""
+        self._run(self._plans(trial, 1), trial)
+
     def visit(self, trial: Trial) -> list[float]:
         """Microseconds of each step that counts."""
         steps = 1 if trial.is_large else SMALL_STEPS
@@ -284,9 +295,8 @@ def measure(
     stepper.fill(max(trial.blocks(executor.shape.block_size) for trial in trials))
     measured = [Measured(trial) for trial in trials]
     for trial in trials:
-        # The first step of a size sets up what later ones reuse; it is no measure of them.
         if not trial.is_large:
-            stepper.visit(trial)
+            stepper.warm(trial)
     while True:
         walk_us = clock_us()
         for one in measured:
@@ -298,14 +308,52 @@ def measure(
 
 
 HOST_ROWS = (8, 64)
-HOST_STEPS = 200
+HOST_STEPS, HOST_RUNS = 100, 3
 
 
 def host_costs_us() -> tuple[float, float]:
     """What deciding and the message to the front end take: of a step, and of each row in it."""
-    few, many = (time_scheduler(rows, HOST_STEPS).us_per_step for rows in HOST_ROWS)
+    # The least of several: whoever else uses the machine can only add to it.
+    few, many = (min(time_scheduler(rows, HOST_STEPS).us_per_step for _ in range(HOST_RUNS)) for rows in HOST_ROWS)
     row_us = max(0.0, (many - few) / (HOST_ROWS[1] - HOST_ROWS[0]))
     return max(0.0, few - row_us * HOST_ROWS[0]), row_us
+
+
+DELIVERY_REQUESTS, DELIVERY_TOKENS = 64, 64
+DELIVERY_IDS = TokenRange(1, 250)
+START_LIMIT_S, POLL_S = 120.0, 0.1
+
+
+def delivery_cost_us() -> float:
+    """What a row's token costs outside the engine, where front end and client run on the cores that compute.
+
+    CPU time of both, with a scripted engine behind them, spread over all cores: what they take, the executor's threads lose.
+    """
+    serve = [sys.executable, "-m", "baton", "serve", "--executor", "scripted", "--step-ms", "40", "--log-level", "warning"]
+    port = free_port()
+    with started("baton serve", [*serve, "--no-access-log", "--port", str(port)], {}) as child:
+        target = Target(f"http://127.0.0.1:{port}", asyncio.run(_wait_for_model(child, port)))
+        plan = Plan(target, Closed(DELIVERY_REQUESTS), Recipe(0, DELIVERY_IDS), seconds_max=START_LIMIT_S)
+        each = Round(16, DELIVERY_TOKENS)
+        asyncio.run(run_load(plan, fixed_sessions(2, each, Shape())))
+        ours_s, theirs_s = time.process_time(), child.cpu_s()
+        result = asyncio.run(run_load(plan, fixed_sessions(DELIVERY_REQUESTS, each, Shape())))
+        spent_s = time.process_time() - ours_s + child.cpu_s() - theirs_s
+    if any(record.error is not None for record in result.records):
+        raise CannotCalibrate("requests to a scripted server failed, so what delivering tokens costs is not known")
+    return spent_s * 1e6 / (DELIVERY_REQUESTS * DELIVERY_TOKENS) / (os.cpu_count() or 1)
+
+
+async def _wait_for_model(child: Child, port: int) -> str:
+    async with open_http(1) as http:
+        while True:
+            child.check_alive()
+            try:
+                return await first_model(http, f"http://127.0.0.1:{port}")
+            except ServerUnreachable as error:
+                if time.perf_counter() - child.started_s > START_LIMIT_S:
+                    raise ChildFailed(f"baton serve did not answer within {START_LIMIT_S:g} s") from error
+                await asyncio.sleep(POLL_S)
 
 
 class ModelSizes(msgspec.Struct, frozen=True):

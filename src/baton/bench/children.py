@@ -59,6 +59,10 @@ class Child:
         time.sleep(look_s)
         return max(0.0, session_cpu_s(self._process.pid) - before_s) / look_s
 
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used so far; what it started in sessions of their own does not count."""
+        return session_cpu_s(self._process.pid)
+
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
 

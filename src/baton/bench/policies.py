@@ -2,7 +2,8 @@
 
 Owns the load, the runs and what is said of them. Each client declares a `max_tokens` that is larger than what it will
 generate, as clients do, so the scheduler must guess; and the pool holds only a share of what the slots could use, so guesses
-matter. Every policy meets the same arrivals in virtual time; seeds differ in when requests arrive and in nothing else.
+matter. Every policy meets the same arrivals on one simulated instance; seeds differ in when requests arrive and in nothing
+else.
 """
 
 from __future__ import annotations
@@ -16,23 +17,31 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from baton.bench.calls import TraceLoad, read_load
 from baton.bench.stats import describe
-from baton.bench.traces import TracedRequest, read_trace, smear
-from baton.bench.virtual import Arrival, Clock, StepTime, VirtualRun
+from baton.bench.traces import TracedRequest
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
+from baton.sim.cluster import Call, RunFailed, RunSpec, simulate
+from baton.sim.records import Journey, Look, Outcome, RunRecord
+from baton.sim.steptime import load_step_times
 
-SCHEMA = 1
+SCHEMA = 2
+STEP_TIMES = "h200-8b"
 CONTEXT_TOKENS = 8192
+UNTIMED_PER_S = 5.0
+"""Arrivals of a trace without times, before `speed`."""
 TRACE_GLOB = "AzureLLMInferenceTrace*conv*.csv*"
+LOOK_EVERY_US = 10_000
+"""About as long as a step takes: the pool hardly changes in between."""
+LOOKS_MAX = 200_000
+"""While requests arrive; at a speed that makes days of minutes there is less to see in each."""
+NETWORK_US = 100
+"""From clients to the instance; as long back."""
 POOL_SAMPLES_MAX = 4000
 
 
 class NoTrace(Exception):
     """There is no trace to take lengths from; the message says how to name one."""
-
-
-class NothingToRun(Exception):
-    """The trace has no request that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,8 @@ class PolicyReport(msgspec.Struct, frozen=True):
     """Traced requests that do not fit the context."""
     pool_blocks: int
     settings: dict[str, str | int | float]
-    step_time: dict[str, float]
+    step_times: str
+    """Name of the model that says how long a step takes."""
     runs: list[PolicyRun]
     pool: list[PoolUse]
 
@@ -117,35 +127,48 @@ class Policies:
     def __init__(self, options: PolicyOptions, policies: Sequence[Policy] = POLICIES) -> None:
         self._options = options
         self._policies = policies
-        self._requests, self._skipped = _fitting(options)
-        self.config = _config(options, self._requests)
+        self._load = read_load(options.trace, options.requests, options.max_tokens, CONTEXT_TOKENS)
+        self._step_times = load_step_times(STEP_TIMES)
+        self.config = _config(options, self._load.requests)
 
     @property
     def requests(self) -> int:
         """How many will end if all goes well, over all runs."""
-        return len(self._requests) * len(self._policies) * len(self._options.seeds)
+        return len(self._load.requests) * len(self._policies) * len(self._options.seeds)
 
     def run(self, doing: Callable[[str], None], advance: Callable[[int], None]) -> PolicyReport:
         runs: list[PolicyRun] = []
         pool: list[PoolUse] = []
         for seed in self._options.seeds:
-            arrivals = _arrivals(self._requests, self._options, seed)
+            calls = _calls(self._load, self._options.speed, seed)
             for policy in self._policies:
                 doing(f"{policy.name}, seed {seed}")
-                config = replace(self.config, reserve=policy.reserve, victims=policy.victims)
-                seen = Clock(config, arrivals, StepTime(), advance).to_the_end()
-                runs.append(_describe(policy, seed, seen, arrivals, config.blocks))
+                record = simulate(self._spec(policy, calls, seed), advance)
+                runs.append(_describe(record))
                 if seed == self._options.seeds[0]:
-                    pool.append(_pool_use(policy, seen, config.blocks))
+                    pool.append(_pool_use(record))
         return self._report(runs, pool)
+
+    def _spec(self, policy: Policy, calls: Sequence[Call], seed: int) -> RunSpec:
+        return RunSpec(
+            label=policy.name,
+            instances=1,
+            config=replace(self.config, reserve=policy.reserve, victims=policy.victims),
+            step_times=self._step_times,
+            calls=calls,
+            seed=seed,
+            network_us=NETWORK_US,
+            look_every_us=max(LOOK_EVERY_US, (calls[-1].at_us or 0) // LOOKS_MAX),
+            spans_max=0,
+        )
 
     def _report(self, runs: list[PolicyRun], pool: list[PoolUse]) -> PolicyReport:
         options = self._options
         return PolicyReport(
             schema=SCHEMA,
             trace=options.trace.name,
-            requests=len(self._requests),
-            skipped=self._skipped,
+            requests=len(self._load.requests),
+            skipped=self._load.skipped,
             pool_blocks=self.config.blocks,
             settings={
                 "slots": options.slots,
@@ -154,28 +177,12 @@ class Policies:
                 "speed": options.speed,
                 "block_size": options.block_size,
                 "context_tokens": CONTEXT_TOKENS,
+                "network_us": NETWORK_US,
             },
-            step_time=msgspec.to_builtins(StepTime()),
+            step_times=self._step_times.name,
             runs=runs,
             pool=pool,
         )
-
-
-def _fitting(options: PolicyOptions) -> tuple[list[TracedRequest], int]:
-    """The first requests that fit the context with what they declare, and how many were passed over."""
-    fitting: list[TracedRequest] = []
-    skipped = 0
-    for request in smear(read_trace(options.trace)):
-        if len(fitting) == options.requests:
-            break
-        declared = max(options.max_tokens, request.output_tokens)
-        if request.input_tokens < 1 or request.output_tokens < 1 or request.input_tokens + declared > CONTEXT_TOKENS:
-            skipped += 1
-        else:
-            fitting.append(request)
-    if not fitting:
-        raise NothingToRun(f"{options.trace} has no request that fits {CONTEXT_TOKENS:,} tokens")
-    return fitting, skipped
 
 
 def _config(options: PolicyOptions, requests: Sequence[TracedRequest]) -> WorkerConfig:
@@ -192,58 +199,76 @@ def _config(options: PolicyOptions, requests: Sequence[TracedRequest]) -> Worker
     )
 
 
-def _arrivals(requests: Sequence[TracedRequest], options: PolicyOptions, seed: int) -> list[Arrival]:
-    """The trace's own times (evenly spaced where it has none), each moved by up to two mean gaps."""
-    last_s = requests[-1].at_s or len(requests) / 5.0
+def _calls(load: TraceLoad, speed: float, seed: int) -> list[Call]:
+    """The trace's own times (evenly spaced where it has none), each moved by up to two mean gaps.
+
+    Prompts share nothing, whatever the trace says: what is found in the cache is a preempted request's own past.
+    """
+    requests = load.requests
+    last_s = requests[-1].at_s or len(requests) / UNTIMED_PER_S
     gap_s = last_s / len(requests)
-    jitter_s = np.random.default_rng([seed]).uniform(0.0, 2 * gap_s, size=len(requests)).tolist()
+    moved_s = np.random.default_rng([seed]).uniform(0.0, 2 * gap_s, size=len(requests)).tolist()
     times_s = [
-        (index * gap_s if request.at_s is None else request.at_s) + moved_s
-        for index, (request, moved_s) in enumerate(zip(requests, jitter_s, strict=True))
+        (index * gap_s if request.at_s is None else request.at_s) + late_s
+        for index, (request, late_s) in enumerate(zip(requests, moved_s, strict=True))
     ]
-    arrivals = [
-        Arrival(
-            round(at_s / options.speed * 1e6),
-            request.input_tokens,
-            request.output_tokens,
-            max(options.max_tokens, request.output_tokens),
+    calls = [
+        Call(
+            at_us=round(at_s / speed * 1e6),
+            input_tokens=request.input_tokens,
+            output_tokens=request.output_tokens,
+            max_tokens=max(request.output_tokens, load.max_tokens or 0),
         )
         for at_s, request in zip(times_s, requests, strict=True)
     ]
-    return sorted(arrivals, key=lambda arrival: arrival.at_us)
+    return sorted(calls, key=lambda call: call.at_us or 0)
 
 
-def _describe(policy: Policy, seed: int, seen: VirtualRun, arrivals: Sequence[Arrival], blocks: int) -> PolicyRun:
-    first = describe([ttft_us / 1e6 for ttft_us in seen.ttft_us])
+def _describe(record: RunRecord) -> PolicyRun:
+    first = describe([_ttft_us(journey) / 1e6 for journey in record.journeys])
     if first is None:
-        raise NothingToRun("no request gave a token")
-    computed = sum(ended.bill.computed_tokens for ended in seen.ended)
+        raise RunFailed(f"{record.label}: nobody asked for anything")
+    recomputed = sum(journey.recomputed_tokens for journey in record.journeys)
+    # The last token of an answer is never fed, so it has no KV.
+    computed = sum(journey.input_tokens + journey.output_tokens - 1 - journey.cached_tokens for journey in record.journeys)
+    finish_s = record.end_us / 1e6
     return PolicyRun(
-        policy=policy.name,
-        seed=seed,
-        preemptions=seen.preemptions,
-        recomputed_tokens=seen.recomputed_tokens,
-        recomputed_share=seen.recomputed_tokens / max(1, seen.recomputed_tokens + computed),
-        finish_s=seen.end_us / 1e6,
-        output_tokens_per_s=sum(arrival.answer_tokens for arrival in arrivals) / (seen.end_us / 1e6),
+        policy=record.label,
+        seed=record.seed,
+        preemptions=sum(journey.preemptions for journey in record.journeys),
+        recomputed_tokens=recomputed,
+        recomputed_share=recomputed / max(1, recomputed + computed),
+        finish_s=finish_s,
+        output_tokens_per_s=sum(journey.output_tokens for journey in record.journeys) / finish_s,
         ttft_mean_s=first.mean,
         ttft_p99_s=first.p99,
-        pool_use=_mean_use(seen, blocks),
-        steps=seen.steps,
+        pool_use=_mean_use(record),
+        steps=record.steps,
     )
 
 
-def _mean_use(seen: VirtualRun, blocks: int) -> float:
-    """Each level counts for as long as it lasted; room that nobody waits for is not wasted and does not count."""
-    times, held, waiting = (np.array(column, dtype=np.float64) for column in zip(*seen.looks, strict=True))
-    lasted = np.where(waiting[:-1] > 0, np.diff(times), 0.0)
-    return float((held[:-1] * lasted).sum() / max(1.0, lasted.sum()) / blocks)
+def _ttft_us(journey: Journey) -> int:
+    """A policy that loses or refuses requests would look quick, so one that was not answered fails the run."""
+    if journey.ttft_us is None or journey.outcome not in (Outcome.STOP, Outcome.LENGTH):
+        raise RunFailed(f"request {journey.index} ended as {journey.outcome}")
+    return journey.ttft_us
 
 
-def _pool_use(policy: Policy, seen: VirtualRun, blocks: int) -> PoolUse:
-    every = -(-len(seen.looks) // POOL_SAMPLES_MAX)
-    kept = seen.looks[::every]
-    return PoolUse(policy.name, [look.at_us / 1e6 for look in kept], [look.held_blocks / blocks for look in kept])
+def _mean_use(record: RunRecord) -> float:
+    """Room that nobody waits for is not wasted and does not count."""
+    shares = [_share(look, record) for look in record.looks if look.waiting]
+    return sum(shares) / max(1, len(shares))
+
+
+def _pool_use(record: RunRecord) -> PoolUse:
+    every = max(1, -(-len(record.looks) // POOL_SAMPLES_MAX))
+    kept = record.looks[::every]
+    return PoolUse(record.label, [look.at_us / 1e6 for look in kept], [_share(look, record) for look in kept])
+
+
+def _share(look: Look, record: RunRecord) -> float:
+    """Of the pool, what requests hold; what is merely cached does not count."""
+    return look.running_blocks / record.pool_blocks
 
 
 def show(console: Console, report: PolicyReport) -> None:
@@ -269,7 +294,8 @@ def show(console: Console, report: PolicyReport) -> None:
         table.add_row(name, *_cells([run for run in report.runs if run.policy == name]))
     console.print(table)
     console.print(
-        "Mean of the seeds (smallest – largest), in virtual time on a modelled GPU. Pool use counts while requests wait.",
+        f"Mean of the seeds (smallest – largest), in virtual time with the step times of {report.step_times}. "
+        "Pool use counts while requests wait.",
         style="dim",
         highlight=False,
     )

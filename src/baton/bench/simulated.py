@@ -115,6 +115,10 @@ def refuse_contradictions(options: SimOptions) -> None:
         (traced and idle, f"--trace brings its own requests; leave out {idle} (--limit takes the first ones)"),
         (not traced and (sped or options.limit is not None), "--limit and --speed are for a --trace"),
         (rated and closed, "--rate is an open loop and --concurrency a closed one; give one of them"),
+        (
+            options.seeds > 1 and (closed or not (traced or rated)),
+            "--seeds differ in when requests come, and a closed loop has none of that: give --rate, or one seed",
+        ),
         (sped and (rated or closed), "--speed plays the trace's own times, which --rate and --concurrency replace"),
         (talks and options.requests is not None, "--sessions × --rounds is the number of requests; leave out --requests"),
         (not talks and (options.rounds or options.think_s) is not None, "--rounds and --think-s are for --sessions"),

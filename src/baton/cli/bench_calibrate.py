@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +16,15 @@ from baton.bench.calibrate import (
     Calibration,
     Measured,
     Row,
+    Trial,
+    delivery_cost_us,
     host_costs_us,
     make_grid,
     measure,
     model_sizes,
 )
 from baton.bench.calibrate import calibrate as make_model
+from baton.bench.children import ChildFailed
 from baton.bench.machine import OtherLoad, describe_machine, other_load
 from baton.bench.report import write_json
 from baton.cli.bench_screen import model_folder, progress_bar, refuse, wide_console
@@ -34,7 +38,8 @@ BUSY_CORES = 0.3
 
 ModelName = Annotated[str, typer.Argument(help="A folder of safetensors, a GGUF file, or the built-in name smollm2.")]
 Out = Annotated[Path, typer.Option("--out", dir_okay=False, help="Where the model goes, as JSON; its name is the file's.")]
-Seconds = Annotated[float | None, typer.Option(min=1.0, help="Time for measuring [90, --quick 20]; one walk in any case.")]
+Seconds = Annotated[float | None, typer.Option(min=1.0, help="Time for measuring [75, --quick 15]; one walk in any case.")]
+Delivery = Annotated[bool, typer.Option(help="Add what front end and client take from the cores that compute.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A coarse grid.")]
 
 
@@ -42,6 +47,7 @@ def calibrate(
     out: Out,
     model: ModelName = "smollm2",
     quick: Quick = False,
+    delivery: Delivery = True,
     seconds: Seconds = None,
     dtype: DtypeOption = Dtype.BFLOAT16,
     threads: Threads = None,
@@ -65,16 +71,21 @@ def calibrate(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         load = other_load()
-        measured = _measure(console, settings, seconds or (20.0 if quick else 90.0), quick)
-        made = make_model(measured, model_sizes(folder, dtype), out.stem, _describe(settings, model, load), *host_costs_us())
+        measured = _measure(console, settings, seconds or (15.0 if quick else 75.0), quick)
+        host_us, host_row_us = host_costs_us()
+        if delivery:
+            console.print("measuring what it takes to deliver tokens", style="dim")
+            host_row_us += delivery_cost_us()
+        about = _describe(settings, model, load, delivery)
+        made = make_model(measured, model_sizes(folder, dtype), out.stem, about, host_us, host_row_us)
         write_json(out, made.file)
-    except BatonError as error:
+    except (BatonError, ChildFailed) as error:
         console.print(f"baton bench calibrate: {error}", style="red", markup=False)
         raise typer.Exit(1) from None
     except OSError as error:
         raise refuse(console, error) from error
     _show(console, made)
-    _warn(console, load, made)
+    _warn(console, load)
     console.print(f"Written to {out}.", style="dim")
 
 
@@ -89,19 +100,26 @@ def _measure(console: Console, settings: EngineSettings, budget_s: float, quick:
         try:
             trials = make_grid(executor, settings.step_tokens, quick)
             bar.update(task, total=len(trials), description="warming up")
-            return measure(
-                executor, trials, budget_s, advance=lambda trial: bar.update(task, advance=1, description=str(trial))
-            )
+            walked = count(1)
+
+            def advance(trial: Trial) -> None:
+                # How many walks there will be shows only while they are made: the bar grows by one walk at a time.
+                walks = -(-next(walked) // len(trials))
+                bar.update(task, advance=1, total=walks * len(trials), description=str(trial))
+
+            return measure(executor, trials, budget_s, advance=advance)
         finally:
             executor.close()
 
 
-def _describe(settings: EngineSettings, model: str, load: OtherLoad) -> str:
+def _describe(settings: EngineSettings, model: str, load: OtherLoad, delivery: bool) -> str:
     machine = describe_machine()
     threads = settings.threads or "default"
+    host = "deciding, front end and client" if delivery else "deciding alone"
     return (
         f"{Path(model).name}, {settings.dtype}, {threads} threads, {machine['cpu']} with {os.cpu_count()} cores, "
-        f"block size {settings.block_size}; {datetime.now(UTC):%Y-%m-%d}; others kept {load.busy_cores:.1f} cores busy"
+        f"block size {settings.block_size}; host: {host}; {datetime.now(UTC):%Y-%m-%d}, "
+        f"others kept {load.busy_cores:.1f} cores busy"
     )
 
 
@@ -140,11 +158,9 @@ def _add(table: Table, row: Row) -> None:
     )  # fmt: skip
 
 
-def _warn(console: Console, load: OtherLoad, made: Calibration) -> None:
+def _warn(console: Console, load: OtherLoad) -> None:
     if load.busy_cores > BUSY_CORES:
         console.print(
             f"Others kept {load.busy_cores:.1f} cores busy: measure again on a quiet machine before trusting this.",
             style="yellow",
         )
-    if len(made.rows[0].measured.times_us) == 0:
-        console.print("Nothing was measured.", style="red")

@@ -9,10 +9,11 @@ import typer
 
 from baton.bench.plot import PlotUnavailable, require_matplotlib
 from baton.bench.plot_pool import draw_pool
-from baton.bench.policies import NothingToRun, NoTrace, Policies, PolicyOptions, find_conversations, show
+from baton.bench.policies import NoTrace, Policies, PolicyOptions, find_conversations, show
 from baton.bench.report import write_json
 from baton.bench.traces import TraceMalformed
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
+from baton.sim.workload import BadWorkload
 
 TraceFile = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="Take lengths and times from this trace; also .gz.")
@@ -59,7 +60,7 @@ def policies(
         with progress_bar(console) as bar:
             task = bar.add_task("starting", total=work.requests)
             report = work.run(lambda what: bar.update(task, description=what), lambda ended: bar.update(task, advance=ended))
-    except (NoTrace, NothingToRun, TraceMalformed, PlotUnavailable) as error:
+    except (NoTrace, BadWorkload, TraceMalformed, PlotUnavailable) as error:
         raise refuse(console, error) from error
     show(console, report)
     if json_file is not None:

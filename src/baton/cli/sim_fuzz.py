@@ -44,9 +44,9 @@ def fuzz(
 ) -> None:
     """Run simulated clusters with faults until one breaks a law, or all seeds are done.
 
-    Each seed is a world of its own: instances with the real scheduler and wire protocol, clients, a network, disks, and faults
-    at rates that the seed draws. First chaos, with safety laws after each event; then everything heals, and every open request
-    must end. The first seed that fails is shrunk to the smallest world that still fails, and told as a story.
+    Each seed is a world of its own: instances with the real scheduler and wire protocol, clients, a network, disks, and
+    faults at rates that the seed draws. First chaos, with safety laws after each event; then everything heals, and every
+    open request must end. The first seed that fails is shrunk to the smallest world that still fails, and told as a story.
     """
     console = wide_console()
     began = time.monotonic()
@@ -59,9 +59,7 @@ def fuzz(
             bar.update(task, advance=1)
 
         try:
-            totals = run_many(
-                first_seed, wanted, jobs or cores(), seen, lambda: until is None or time.monotonic() < until
-            )
+            totals = run_many(first_seed, wanted, jobs or cores(), seen, lambda: until is None or time.monotonic() < until)
         except ShardDied as error:
             raise refuse(console, error) from error
     show_totals(console, totals, time.monotonic() - began)
@@ -172,7 +170,7 @@ def _tell_story(console: Console, verdict: Verdict, file: Path | None) -> None:
     scenario = verdict.scenario
     lines = [_line(line) for line in verdict.story]
     console.print(
-        f"seed {verdict.seed}: {scenario.instances} instances, {scenario.asks} requests, faults: "
+        f"seed {verdict.seed}: {scenario.instances} instances, {len(scenario.asks)} requests, faults: "
         f"{', '.join(scenario.classes) or 'none'}; {scenario.config}",
         soft_wrap=True,
     )

@@ -6,6 +6,7 @@ Owns option names, help and exit codes; the work is in `baton.bench.simulated` a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 
 from baton.bench.plot import PlotUnavailable, require_matplotlib
+from baton.bench.profiled import Share, profiled, show_shares
 from baton.bench.report import write_json
 from baton.bench.simulated import BadSimOptions, SimOptions, Simulation
 from baton.bench.traces import TraceMalformed
@@ -101,7 +103,7 @@ ComparePolicies = Annotated[
         help="Policies side by side, such as new-token-ratio/newest,none/cheapest; 'all' is every pair.",
     ),
 ]
-Seeds = Annotated[int, _option("seeds", RESULTS, "Runs of each policy; others arrive at other times.", 1, 100)]
+Seeds = Annotated[int, _option("seeds", RESULTS, "Runs of each policy; each seed has arrival times of its own.", 1, 100)]
 TtftSlo = Annotated[float, _option("ttft-slo-s", RESULTS, "Goodput: first token within.", 0.001, 86_400)]
 TpotSlo = Annotated[
     float, _option("tpot-slo-ms", RESULTS, "Goodput: and then a token within, on the mean.", 0.001, 86_400_000)
@@ -112,6 +114,9 @@ LookEveryS = Annotated[
 ]
 JsonFile = Annotated[Path | None, _file("json", "Write the numbers here.")]
 PlotFile = Annotated[Path | None, _file("plot", "Draw a PNG of the first seed (extra: plot).")]
+ProfileRun = Annotated[
+    bool, typer.Option("--profile", rich_help_panel=RESULTS, help="Show which layer the time went to. Twice as slow.")
+]
 TimelineFile = Annotated[Path | None, _file("timeline", "First policy and seed, step by step, for ui.perfetto.dev.")]
 
 
@@ -128,6 +133,7 @@ def run(
     max_preemptions: MaxPreemptions = 8, compare: ComparePolicies = None,
     seeds: Seeds = 1, ttft_slo_s: TtftSlo = 10.0, tpot_slo_ms: TpotSlo = 100.0, look_every_s: LookEveryS = None,
     json_file: JsonFile = None, plot_file: PlotFile = None, timeline_file: TimelineFile = None,
+    profile: ProfileRun = False,
 ) -> None:  # fmt: skip
     """Run a load on a modelled cluster in virtual time, with the scheduler that serves.
 
@@ -137,7 +143,7 @@ def run(
 
     Conversations:  baton sim run --sessions 200 --rounds 5 --think-s 2 --concurrency 64
 
-    Policies:       baton sim run --kv-blocks 12000 --max-tokens 2048 --compare new-token-ratio,none --seeds 3
+    Policies:       baton sim run --kv-blocks 12000 --rate 9 --max-tokens 2048 --compare none,new-token-ratio --seeds 3
     """
     options = SimOptions(
         trace=trace, speed=speed, limit=limit, requests=requests, input_tokens=input_tokens, output_tokens=output_tokens,
@@ -151,8 +157,11 @@ def run(
     )  # fmt: skip
     console = wide_console()
     simulation = _prepare(console, options, plot_file)
-    report, kept = _run(console, simulation, keep=plot_file is not None or timeline_file is not None)
+    keep = plot_file is not None or timeline_file is not None
+    (report, kept), found = _profiled(lambda: _run(console, simulation, keep), profile)
     show(console, report, simulation.title)
+    if found:
+        show_shares(console, found)
     if json_file is not None:
         write_json(json_file, report)
     if plot_file is not None:
@@ -180,6 +189,12 @@ def _run(console: Console, simulation: Simulation, keep: bool) -> tuple[SimRepor
         return simulation.run(
             lambda what: bar.update(task, description=what), lambda ended: bar.update(task, advance=ended), keep
         )
+
+
+def _profiled(
+    work: Callable[[], tuple[SimReport, list[RunRecord]]], profile: bool
+) -> tuple[tuple[SimReport, list[RunRecord]], list[Share]]:
+    return profiled(work) if profile else (work(), [])
 
 
 def _write_timeline(console: Console, path: Path, record: RunRecord) -> None:

@@ -40,8 +40,8 @@ class BlockPool:
         """A stack: the first `_free_count` entries are the free blocks."""
         self._free_count = blocks
         self._evictable_count = 0
-        self._used_at = np.zeros(blocks, dtype=np.int64)
-        """When a block lost its last reference, in ticks of `_clock`."""
+        self._used_at = [0] * blocks
+        """When a block lost its last reference, in ticks of `_clock`. A list: it is read and written one by one."""
         self._clock = 0
         self._leaves: list[tuple[int, int]] = []
         """Heap of (used_at, block). Entries go stale when a block is held again or gains a child; they are skipped."""
@@ -67,8 +67,8 @@ class BlockPool:
         """`count` blocks with one reference each, evicting what is cached where nothing is free."""
         if count > self.available:
             raise InvariantViolated(f"{count} blocks asked for, {self.available} available")
-        while self._free_count < count:
-            self._evict_one()
+        if self._free_count < count:
+            self._evict(count - self._free_count)
         self._free_count -= count
         taken = self._free[self._free_count : self._free_count + count].copy()
         self._references[taken] = 1
@@ -118,22 +118,25 @@ class BlockPool:
         if len(self._leaves) > 2 * self.blocks:
             self._leaves = [entry for entry in self._leaves if self._is_evictable_leaf(*entry)]
             heapq.heapify(self._leaves)
-        heapq.heappush(self._leaves, (int(self._used_at[block]), block))
+        heapq.heappush(self._leaves, (self._used_at[block], block))
 
     def _is_evictable(self, block: int) -> bool:
         return bool(self._named[block]) and not self._references[block]
 
     def _is_evictable_leaf(self, used_at: int, block: int) -> bool:
-        return self._is_evictable(block) and int(self._used_at[block]) == used_at and self.prefix.is_leaf(block)
+        return self._used_at[block] == used_at and self._is_evictable(block) and self.prefix.is_leaf(block)
 
-    def _evict_one(self) -> None:
-        block = self._oldest_leaf()
-        parent = self.prefix.forget(block)
-        self._named[block] = False
-        self._evictable_count -= 1
-        self._push_free(np.array([block], dtype=np.int32))
-        if parent is not None and self._is_evictable(parent):
-            self._push_leaf(parent)
+    def _evict(self, count: int) -> None:
+        evicted = []
+        for _ in range(count):
+            block = self._oldest_leaf()
+            parent = self.prefix.forget(block)
+            self._named[block] = False
+            evicted.append(block)
+            if parent is not None and self._is_evictable(parent):
+                self._push_leaf(parent)
+        self._evictable_count -= count
+        self._push_free(np.array(evicted, dtype=np.int32))
 
     def _oldest_leaf(self) -> int:
         while self._leaves:
@@ -141,5 +144,5 @@ class BlockPool:
             if self._is_evictable_leaf(used_at, block):
                 return block
         # Two requests that computed the same prefix at once can leave a cached parent whose only children are in use.
-        idle = np.flatnonzero(self._named & (self._references == 0))
-        return int(idle[np.argmin(self._used_at[idle])])
+        idle = np.flatnonzero(self._named & (self._references == 0)).tolist()
+        return min(idle, key=self._used_at.__getitem__)

@@ -57,12 +57,9 @@ class Namer:
         """Name every whole computed block of a row; they may hold prompt, or straddle prompt and outputs."""
         slots = self._slots
         first, upto = int(slots.published[slot]), int(slots.computed[slot]) // self._block_size
-        chain = [self._tips[slot]]
-        for index in range(first, upto):
-            if index + 1 < len(request.keys):
-                chain.append(request.keys[index + 1])
-            else:
-                chain.append(self._pool.prefix.chain(chain[-1], self._tokens(slot, request, index * self._block_size)))
+        chain = [self._tips[slot], *request.keys[first + 1 : upto + 1]]
+        for index in range(first + len(chain) - 1, upto):
+            chain.append(self._pool.prefix.chain(chain[-1], self._tokens(slot, request, index * self._block_size)))
         self._pool.publish(chain[1:], chain[:-1], slots.table[slot, first:upto].tolist())
         slots.published[slot] = upto
         self._tips[slot] = chain[-1]

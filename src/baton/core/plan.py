@@ -96,7 +96,8 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         """How many tokens the step feeds."""
-        return len(self.decode_slots) + sum(chunk.end - chunk.begin for chunk in self.chunks)
+        decodes = len(self.decode_slots)
+        return decodes + sum(chunk.end - chunk.begin for chunk in self.chunks) if self.chunks else decodes
 
     @property
     def is_empty(self) -> bool:

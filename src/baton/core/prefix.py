@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NewType
+from typing import NewType, cast
 
 from baton.core.errors import InvariantViolated
 from baton.core.request import Tokens
@@ -25,11 +25,12 @@ KEY_BYTES = 16
 
 class PrefixIndex:
     def __init__(self, secret: bytes, fingerprint: bytes, blocks: int) -> None:
-        # Copying a hasher that has already taken the secret in is faster than keying a new one for each block. The mark that
-        # tells blocks from roots makes it take the secret in now: a hasher works through what it has only when more comes.
-        self._keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=secret[:64])
-        self._keyed_for_blocks = self._keyed.copy()
-        self._keyed_for_blocks.update(b"block")
+        # The secret, brought to a fixed length, goes in front of what is hashed. BLAKE2 is a sound keyed hash that way too:
+        # its output cannot be extended. Its own keyed mode pads the key to a whole block, which would double the work.
+        # Copying a hasher that has the key is faster than making one.
+        key = hashlib.blake2b(secret, digest_size=32, person=b"key").digest()
+        self._root_hasher = hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"root")
+        self._block_hasher = hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"block")
         self._fingerprint = fingerprint
         self._block_of: dict[Key, int] = {}
         self._key_of: list[Key | None] = [None] * blocks
@@ -42,15 +43,15 @@ class PrefixIndex:
         return len(self._block_of)
 
     def root(self, salt: bytes) -> Key:
-        hasher = self._keyed.copy()
-        hasher.update(b"root" + len(self._fingerprint).to_bytes(4, "little") + self._fingerprint + salt)
+        hasher = self._root_hasher.copy()
+        hasher.update(len(self._fingerprint).to_bytes(4, "little") + self._fingerprint + salt)
         return Key(hasher.digest())
 
     def chain(self, parent: Key, tokens: bytes) -> Key:
         """The name of the block that holds `tokens` (int32, little-endian) after `parent`."""
-        hasher = self._keyed_for_blocks.copy()
+        hasher = self._block_hasher.copy()
         hasher.update(parent + tokens)
-        return hasher.digest()  # type: ignore[return-value]
+        return Key(hasher.digest())
 
     def chain_each(self, parents: Sequence[Key], data: bytes) -> list[Key]:
         """For each parent the name of its next block; `data` has their tokens end to end, the same number for each."""
@@ -59,14 +60,19 @@ class PrefixIndex:
         return [self.chain(parent, data[at : at + width]) for parent, at in zip(parents, begins, strict=True)]
 
     def keys_of(self, tokens: Tokens, salt: bytes, block_size: int) -> list[Key]:
-        """The root, then a name for each full block of `tokens`."""
-        key = self.root(salt)
+        """The root, then a name for each full block of `tokens`.
+
+        The loop is `chain`, without a call for each block: a long prompt has thousands.
+        """
+        key: bytes = self.root(salt)
         keys = [key]
-        chain, data, width = self.chain, tokens.tobytes(), block_size * tokens.itemsize
+        new_hasher, data, width = self._block_hasher.copy, tokens.tobytes(), block_size * tokens.itemsize
         for at in range(0, len(data) - width + 1, width):
-            key = chain(key, data[at : at + width])
+            hasher = new_hasher()
+            hasher.update(key + data[at : at + width])
+            key = hasher.digest()
             keys.append(key)
-        return keys
+        return cast("list[Key]", keys)
 
     def longest(self, keys: Sequence[Key]) -> list[int]:
         """The blocks of the longest indexed run of `keys` (without the root)."""
@@ -96,7 +102,9 @@ class PrefixIndex:
 
     def forget(self, block: int) -> int | None:
         """Take a block's name away. Answers the parent's block when this was its last child."""
-        key, parent = self._name(block)
+        key, parent = self._key_of[block], self._parent_of[block]
+        if key is None or parent is None:
+            raise InvariantViolated(f"block {block} has no name")
         del self._block_of[key]
         self._key_of[block] = self._parent_of[block] = None
         left = self._children[parent] - 1
@@ -107,14 +115,11 @@ class PrefixIndex:
         return self._block_of.get(parent)
 
     def is_leaf(self, block: int) -> bool:
-        return self._name(block)[0] not in self._children
+        key = self._key_of[block]
+        if key is None:
+            raise InvariantViolated(f"block {block} has no name")
+        return key not in self._children
 
     def names(self) -> dict[int, Key]:
         """Block → its name; a copy, for the laws."""
         return {block: key for block, key in enumerate(self._key_of) if key is not None}
-
-    def _name(self, block: int) -> tuple[Key, Key]:
-        key, parent = self._key_of[block], self._parent_of[block]
-        if key is None or parent is None:
-            raise InvariantViolated(f"block {block} has no name")
-        return key, parent

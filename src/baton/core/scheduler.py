@@ -86,17 +86,17 @@ class StepBuilder:
         if self._grows:
             grow_slots, grow_at, grow_blocks = (_read_only(np.concatenate(part)) for part in zip(*self._grows, strict=True))
         return StepPlan(
-            self.step,
-            self.step - 1,
-            tuple(self.stops),
-            tuple(self.copies),
-            tuple(self.starts),
-            grow_slots,
-            grow_at,
-            grow_blocks,
-            tuple(self.chunks),
-            self.decodes.slots_named,
-            self.decodes.epochs,
+            step=self.step,
+            base_step=self.step - 1,
+            stops=tuple(self.stops),
+            copies=tuple(self.copies),
+            starts=tuple(self.starts),
+            grow_slots=grow_slots,
+            grow_at=grow_at,
+            grow_blocks=grow_blocks,
+            chunks=tuple(self.chunks),
+            decode_slots=self.decodes.slots_named,
+            decode_epochs=self.decodes.epochs,
         )
 
 
@@ -631,6 +631,8 @@ class Scheduler:
         stopped = self._append(at, result.tokens[firsts])
         for nth in range(1, self.config.burst):
             going = ((counts > nth) & ~stopped).nonzero()[0]
+            if not len(going):
+                break
             stopped[going] = self._append(at[going], result.tokens[firsts[going] + nth])
             accepted[going] += 1
         return accepted, stopped
@@ -769,7 +771,7 @@ def _firsts_of(result: StepResult, rows: Int64s) -> Int64s:
 
 def _same(one: Column, other: Column) -> bool:
     """Equal element for element. As bytes, because numpy takes ten times as long for arrays of a few rows."""
-    return one.tobytes() == other.tobytes() or np.array_equal(one, other)
+    return len(one) == len(other) and (one.tobytes() == other.tobytes() or np.array_equal(one, other))
 
 
 def _read_only(column: Column) -> Column:

@@ -126,8 +126,8 @@ class PrefillMeter:
         launched_us, plan = self._launched.popleft()
         spent_us = now_us - max(launched_us, self._last_done_us)
         self._last_done_us = now_us
-        chunk_tokens = sum(chunk.end - chunk.begin for chunk in plan.chunks)
-        if chunk_tokens < METERED_TOKENS or spent_us <= 0:
+        prefill_tokens = plan.tokens - len(plan.decode_slots)
+        if prefill_tokens < METERED_TOKENS or spent_us <= 0:
             return rates
         seen = spent_us / plan.tokens
         return Rates(prefill_us_per_token=rates.prefill_us_per_token * 0.8 + seen * 0.2)

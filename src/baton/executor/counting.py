@@ -1,8 +1,8 @@
 """An executor that only counts: it keeps to the contract, but has neither weights nor KV.
 
-It knows how long each answer will be, yields a filler token until then and a stop token at the end, and checks what it can of
-the plans it is given (their order, epochs, block tables, limits). Slots are columns, so that a step over many rows costs a few
-array operations. Whoever drives it in virtual time decides how long a step takes.
+It knows how long each answer will be, yields a filler token until then and a stop token at the end, and checks what it can
+of the plans it is given (their order, epochs, block tables, limits). Slots are columns, so that a step over many rows costs
+a few array operations. Whoever drives it in virtual time decides how long a step takes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Int32s, Int64s, Outcome, Start, StepPlan, StepResult
+from baton.core.plan import Int32s, Int64s, Outcome, Start, StepPlan, StepResult, Stop
 from baton.executor.contract import ExecutorShape
 
 STOP_TOKEN, FILLER_TOKEN = 2, 7
@@ -56,7 +56,10 @@ class CountingExecutor:
 
     def collect(self) -> StepResult:
         plan = self._launched.popleft()
-        self._grow_and_start(plan)
+        stopped = [self._stop(stop) for stop in plan.stops]
+        for start in plan.starts:
+            self._start(start)
+        self._grow(plan)
         decodes = plan.decode_slots
         known = self._known[decodes]
         fits = (self._epoch[decodes] == plan.decode_epochs) & (known < self._limit[decodes]) & (known <= self._room[decodes])
@@ -68,21 +71,17 @@ class CountingExecutor:
             ones = np.ones(len(decodes), dtype=np.int32)
             outcomes = np.full(len(decodes), _TOKENS, dtype=np.int8)
             return StepResult(plan.step, decodes, plan.decode_epochs, outcomes, ones, tokens, known)
-        return self._mixed(plan)
+        return self._mixed(plan, stopped)
 
     def close(self) -> None:
         self._launched.clear()
 
-    def _grow_and_start(self, plan: StepPlan) -> None:
-        if plan.stops:
-            self._stopped = self._known[[stop.slot for stop in plan.stops]]
-            self._epoch[[stop.slot for stop in plan.stops]] = 0
-        for start in plan.starts:
-            self._start(start)
-        if len(plan.grow_slots):
-            np.add.at(self._room, plan.grow_slots, self.shape.block_size)
-            if bool(((plan.grow_at + 1) * self.shape.block_size > self._room[plan.grow_slots]).any()):
-                raise InvariantViolated(f"step {plan.step} grows a table beyond its end")
+    def _stop(self, stop: Stop) -> tuple[int, int]:
+        """The outcome, and how many tokens were known."""
+        if self._epoch[stop.slot] != stop.epoch:
+            return _EMPTY, 0
+        self._epoch[stop.slot] = 0
+        return _PREEMPTED, int(self._known[stop.slot])
 
     def _start(self, start: Start) -> None:
         if self._epoch[start.slot]:
@@ -93,23 +92,29 @@ class CountingExecutor:
         self._last[start.slot] = start.prompt_tokens + self._answer_tokens(start.sampling.seed)
         self._room[start.slot] = len(start.blocks) * self.shape.block_size
 
-    def _mixed(self, plan: StepPlan) -> StepResult:
+    def _grow(self, plan: StepPlan) -> None:
+        if len(plan.grow_slots):
+            np.add.at(self._room, plan.grow_slots, self.shape.block_size)
+            if bool(((plan.grow_at + 1) * self.shape.block_size > self._room[plan.grow_slots]).any()):
+                raise InvariantViolated(f"step {plan.step} grows a table beyond its end")
+
+    def _mixed(self, plan: StepPlan, stopped: list[tuple[int, int]]) -> StepResult:
         stops = np.array([stop.slot for stop in plan.stops], dtype=np.int64)
         chunk_slots = np.array([chunk.slot for chunk in plan.chunks], dtype=np.int64)
-        rows = np.concatenate((chunk_slots, plan.decode_slots))
+        rows = np.concatenate((chunk_slots, plan.decode_slots), dtype=np.int64)
         heads = [stop.epoch for stop in plan.stops] + [chunk.epoch for chunk in plan.chunks]
         epochs = np.concatenate((np.array(heads, dtype=np.int64), plan.decode_epochs))
         outcomes, tokens = self._compute(plan, rows, epochs[len(stops) :])
         counts = np.concatenate((np.zeros(len(stops), dtype=np.int32), outcomes == _TOKENS)).astype(np.int32)
-        known = self._known[rows]
+        known = np.where(outcomes == _EMPTY, 0, self._known[rows])
         return StepResult(
             step=plan.step,
             slots=np.concatenate((stops, rows)).astype(np.int32),
             epochs=epochs,
-            outcomes=np.concatenate((np.full(len(stops), _PREEMPTED, dtype=np.int8), outcomes)),
+            outcomes=np.concatenate((np.array([outcome for outcome, _ in stopped], dtype=np.int8), outcomes)),
             counts=counts,
             tokens=tokens,
-            known=np.concatenate((self._stopped, known)) if len(stops) else known,
+            known=np.concatenate((np.array([known_then for _, known_then in stopped], dtype=np.int64), known)),
         )
 
     def _compute(self, plan: StepPlan, rows: Int64s, epochs: Int64s) -> tuple[npt.NDArray[np.int8], Int32s]:
@@ -117,7 +122,7 @@ class CountingExecutor:
         decodes = plan.decode_slots
         ends = np.array([chunk.end for chunk in plan.chunks], dtype=np.int64)
         samples = np.array([chunk.samples for chunk in plan.chunks], dtype=np.bool_)
-        samples = np.concatenate((samples, self._known[decodes] < self._limit[decodes]))
+        samples = np.concatenate((samples, np.ones(len(decodes), dtype=np.bool_))) & (self._known[rows] < self._limit[rows])
         reads = np.concatenate((ends, self._known[decodes]))
         outcomes = np.where(samples, _TOKENS, _UNFINISHED)
         outcomes = np.where(reads > self._room[rows], _SHORT, outcomes)

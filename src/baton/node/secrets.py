@@ -25,7 +25,9 @@ def prefix_secret(folder: Path) -> bytes:
             _write(path, made, replace=False)
         found = read_key(path.read_bytes())
         if found is None:
-            log.warning("%s is damaged; a new key takes its place, and KV that was stored under the old one is not found", path)
+            log.warning(
+                "%s is damaged; a new key takes its place, and KV that was stored under the old one is not found", path
+            )
             _write(path, made, replace=True)
             found = read_key(path.read_bytes())
     except OSError as error:

@@ -1,7 +1,7 @@
 """What a client asks in a fuzzed world, and how it behaves: drawn from the seed, one stream a request.
 
-Owns the draw and nothing else. A request's own stream makes it independent of its neighbours, so that leaving some out (when a
-failure is shrunk) leaves the others as they were.
+Owns the draw and nothing else. A request's own stream makes it independent of its neighbours, so that leaving some out
+(when a failure is shrunk) leaves the others as they were.
 """
 
 from __future__ import annotations

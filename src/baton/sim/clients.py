@@ -18,6 +18,7 @@ from baton.sim.faults import Fault
 from baton.sim.front import Booking, Front
 from baton.sim.judge import ENDS_ONCE, SAME_TOKENS, Judge, LawBroken
 from baton.sim.world import Host
+from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
 
 RETRY_US = 30_000
@@ -97,11 +98,11 @@ class Client:
             self.host.world.fire(Fault.SLOW_READER, self.name)
             self.host.after(self.ask.reads_every_us, self._read_next)
 
-    def lost(self, place: int | None, reason: str) -> None:
+    def lost(self, place: int | None, end: Lost) -> None:
         while self._unread:
             self._read(*self._unread.popleft())
-        self._note(f"loses its instance: {reason}")
-        self.judge.lost(self.name, reason)
+        self._note(f"loses its instance: {end.reason}")
+        self.judge.lost(self.name, end)
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
 
@@ -120,7 +121,7 @@ class Client:
         if answer.over:
             raise LawBroken(ENDS_ONCE, f"{answer.name} heard {tokens} {ended} after its end")
         if answer.keep is None:
-            self.judge.tokens(answer.name, answer.submission, len(answer.got), tokens, answer.expected)
+            self.judge.tokens(answer.name, len(answer.got), tokens, answer.expected)
             answer.got.extend(tokens)
             if len(answer.got) > len(answer.expected):
                 raise LawBroken(SAME_TOKENS, f"{answer.name} got {len(answer.got)} of {len(answer.expected)} tokens")
@@ -171,7 +172,15 @@ class Client:
 
 class User:
     def __init__(
-        self, host: Host, front: Front, judge: Judge, asks: Sequence[Ask], *, converses: bool, tokens_max: int, preemptions_max: int
+        self,
+        host: Host,
+        front: Front,
+        judge: Judge,
+        asks: Sequence[Ask],
+        *,
+        converses: bool,
+        tokens_max: int,
+        preemptions_max: int,
     ) -> None:
         self.host = host
         self.judge = judge

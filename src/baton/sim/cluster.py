@@ -27,6 +27,7 @@ from baton.sim.instance import Instance, InstanceSpec
 from baton.sim.lines import PipeEnd
 from baton.sim.records import Journey, Look, Outcome, RunRecord, StepSpan
 from baton.sim.world import Host, World
+from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
 
 PREFIX_ID_TOKENS = 512
@@ -184,7 +185,9 @@ class _Cluster:
         record = self.record
         record.end_us = self.world.now_us - _SETTLED_US
         record.steps = sum(life.worker.gauges().steps for life in self._lives if life.worker is not None)
-        record.spans = [span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans]
+        record.spans = [
+            span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans
+        ]
         record.spans_left_out = record.steps - len(record.spans)
         for journey in record.journeys:
             wanted = self.spec.calls[journey.index].output_tokens
@@ -272,8 +275,8 @@ class _Client:
             journey.queue_us, journey.prefill_us, journey.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
             self._end(Outcome(ended.reason))
 
-    def lost(self, _place: int | None, reason: str) -> None:
-        raise RunFailed(f"an instance was lost where none can be: {reason}")
+    def lost(self, _place: int | None, end: Lost) -> None:
+        raise RunFailed(f"an instance was lost where none can be: {end.reason}")
 
     def _end(self, outcome: Outcome) -> None:
         journey = self._journey

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from baton.core.plan import Outcome, StepPlan, StepResult
+from baton.core.plan import StepPlan, StepResult
 from baton.executor.contract import Executor
 from baton.sim.faults import Fault
 from baton.sim.records import StepSpan
@@ -89,5 +89,3 @@ class _Contexts:
         context = int(known[decodes].sum())
         known[decodes] += 1
         return len(decodes), context, tokens, pairs
-
-

@@ -1,7 +1,8 @@
 """A disk that outlives its host's crashes: slow, full, torn, forgetful and corrupt as the rates say.
 
-Owns named files. A write goes to a temporary name and is then renamed, as real nodes do; what is renamed but not yet safe can
-still be lost in a crash. Answers come later, through the host: an answer to a host that has crashed meanwhile never comes.
+Owns named files. A write goes to a temporary name and is then renamed, as real nodes do; what is renamed but not yet safe
+can still be lost in a crash. Answers come later, through the host: an answer to a host that has crashed meanwhile never
+comes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Protocol
 from baton.core.errors import Refusal
 from baton.core.request import Submission
 from baton.sim.world import Host
-from baton.wire.desk import Came, Declined, Desk, Died, Opened, Progress
+from baton.wire.desk import Came, Declined, Desk, Died, Lost, Opened, Progress
 from baton.wire.messages import Drain, ToEngine, WireEnded, decode_from_engine, encode_to_engine
 
 
@@ -25,7 +25,7 @@ class Caller(Protocol):
 
     def progress(self, place: int, tokens: list[int], cached_tokens: int | None, ended: WireEnded | None) -> None: ...
 
-    def lost(self, place: int | None, reason: str) -> None:
+    def lost(self, place: int | None, end: Lost) -> None:
         """The instance is gone; None: before it had answered the submission."""
 
 
@@ -110,10 +110,10 @@ class Counter:
         callers, self._callers = self._callers, {}
         for end in gone.lose(reason):
             if end.ticket is not None:
-                pending[end.ticket][0].lost(None, end.reason)
+                pending[end.ticket][0].lost(None, end)
             elif end.serial is not None:
                 caller, place = callers[end.serial]
-                caller.lost(place, end.reason)
+                caller.lost(place, end)
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:

@@ -1,18 +1,19 @@
 """Many seeds at once, the first that fails, and the smallest world in which it still does.
 
-Owns the processes that run seeds, the sums over all of them, and shrinking. Reports are values; the command line prints them.
+Owns the processes that run seeds, the sums over all of them, and shrinking. Reports are values; the command line prints
+them.
 """
 
 from __future__ import annotations
 
 import os
-import queue
+import selectors
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import IO
 
 import msgspec
 
@@ -23,6 +24,7 @@ from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
 from baton.sim.shard import SeedReport
 
 SHRINK_RUNS_MAX = 200
+READ_BYTES = 1 << 16
 EVERY_FAULT = tuple(str(fault) for fault in Fault)
 EVERY_MOVE = tuple(f"{phase.name} ─{move.value}→" for phase, move in TRANSITIONS)
 
@@ -68,9 +70,7 @@ class Totals:
 
     def never(self) -> list[str]:
         """Faults that never fired and transitions that were never taken: what these seeds say nothing about."""
-        return [name for name in EVERY_FAULT if not self.fired[name]] + [
-            name for name in EVERY_MOVE if not self.moves[name]
-        ]
+        return [name for name in EVERY_FAULT if not self.fired[name]] + [name for name in EVERY_MOVE if not self.moves[name]]
 
 
 def cores() -> int:
@@ -97,6 +97,7 @@ def run_many(
         for shard in shards:
             shard.kill()
             shard.wait()
+            _pipe(shard).close()
     return totals
 
 
@@ -104,35 +105,35 @@ def _start(first_seed: int, seeds: int, stride: int) -> subprocess.Popen[bytes]:
     arguments = ["--first-seed", str(first_seed), "--seeds", str(seeds), "--stride", str(stride)]
     # One thread each: numpy's own pools would only stand in each other's way.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "baton.sim.shard", *arguments], stdout=subprocess.PIPE, env=environment
-    )
+    return subprocess.Popen([sys.executable, "-m", "baton.sim.shard", *arguments], stdout=subprocess.PIPE, env=environment)
 
 
 def _reports(shards: list[subprocess.Popen[bytes]], seeds: int) -> Iterator[SeedReport]:
     """As they come, from any shard."""
-    lines: queue.Queue[bytes | None] = queue.Queue(maxsize=1000)
-    for shard in shards:
-        threading.Thread(target=_read, args=(shard, lines), daemon=True).start()
     decoder = msgspec.json.Decoder(SeedReport)
-    come = ended = 0
-    while come < seeds:
-        line = lines.get()
-        if line is None:
-            ended += 1
-            if ended == len(shards):
+    come = 0
+    with selectors.DefaultSelector() as ready:
+        for shard in shards:
+            ready.register(_pipe(shard), selectors.EVENT_READ, bytearray())
+        while come < seeds:
+            if not ready.get_map():
                 codes = [shard.poll() for shard in shards]
                 raise ShardDied(f"{come} of {seeds} seeds were run; the processes ended with {codes}")
-            continue
-        come += 1
-        yield decoder.decode(line)
+            for key, _ in ready.select():
+                data = os.read(key.fd, READ_BYTES)
+                if not data:
+                    ready.unregister(key.fileobj)
+                key.data.extend(data)
+                *lines, rest = bytes(key.data).split(b"\n")
+                key.data[:] = rest
+                come += len(lines)
+                yield from map(decoder.decode, lines)
 
 
-def _read(shard: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) -> None:
-    if shard.stdout is not None:
-        for line in shard.stdout:
-            lines.put(line)
-    lines.put(None)
+def _pipe(shard: subprocess.Popen[bytes]) -> IO[bytes]:
+    if shard.stdout is None:
+        raise ShardDied("a process that runs seeds has no output")
+    return shard.stdout
 
 
 # ── shrinking ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,12 +147,12 @@ class Shrunk:
 
 
 def shrink(seed: int, law: str, tried: Callable[[Trim], None] = lambda _trim: None) -> Shrunk:
-    """The smallest world found in which the seed still breaks the same law: fewer faults, fewer requests, fewer instances."""
+    """The smallest world found in which the seed still breaks the same law: fewer faults, requests and instances."""
     shrinker = _Shrinker(seed, law, tried)
     scenario = draw_scenario(seed)
     best = Trim(
         classes=scenario.classes,
-        asks=tuple(ask.index for _, _, asks in scenario.users for ask in asks),
+        asks=scenario.asks,
         instances=scenario.instances,
     )
     if not shrinker.fails(best):
@@ -207,4 +208,3 @@ class _Shrinker:
             if self.fails(smaller):
                 return smaller
         return best
-

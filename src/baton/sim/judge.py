@@ -17,6 +17,7 @@ from baton.core.request import FinishReason, Submission
 from baton.core.worker import Worker
 from baton.executor.scripted import undisturbed
 from baton.sim.faults import MAY_LOSE_AN_INSTANCE
+from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
 
 AUDIT_EVERY = 64
@@ -102,12 +103,12 @@ class Judge:
         self._asked.update((submission.salt, whole[:upto]) for upto in range(1, len(whole) + 1))
         return outputs
 
-    def tokens(self, name: str, submission: Submission, before: int, new: Sequence[int], expected: Sequence[int]) -> None:
+    def tokens(self, name: str, before: int, new: Sequence[int], expected: Sequence[int]) -> None:
         if list(new) != list(expected[before : before + len(new)]):
             raise LawBroken(SAME_TOKENS, f"{name} got {list(new)} at {before}, not {expected[before : before + len(new)]}")
 
     def ended(self, name: str, ended: WireEnded, expected: int, got: int, keep: int | None, left: bool) -> None:
-        """`expected`: tokens of the undisturbed answer; `got`: delivered; `keep`: where the client cut it; `left`: it went."""
+        """Of an answer of `expected` tokens the client got some, cut it at `keep`, or `left`."""
         self.ends[ended.reason] += 1
         match FinishReason(ended.reason):
             case FinishReason.ABORT:
@@ -119,7 +120,9 @@ class Judge:
             case FinishReason.STOP | FinishReason.LENGTH:
                 wanted = (expected,) if keep is None else (expected, min(keep, expected))
                 if ended.generated_tokens not in wanted or (keep is None and not left and got != ended.generated_tokens):
-                    raise LawBroken(TRUE_END, f"{name}: {ended.generated_tokens} tokens ended it, {got} came, {wanted} wanted")
+                    raise LawBroken(
+                        TRUE_END, f"{name}: {ended.generated_tokens} tokens ended it, {got} came, {wanted} wanted"
+                    )
 
     def bill(self, name: str, submission: Submission, ended: WireEnded, preemptions_max: int) -> None:
         bill = ended.bill
@@ -151,10 +154,12 @@ class Judge:
         if refusal.code is RefusalCode.DRAINING and "rolling-restart" not in self._classes:
             raise LawBroken(DESERVED_REFUSAL, f"{name}: {refusal}")
 
-    def lost(self, name: str, reason: str) -> None:
+    def lost(self, name: str, end: Lost) -> None:
         self.ends["lost"] += 1
-        if not any(name in MAY_LOSE_AN_INSTANCE for name in self._classes):
-            raise LawBroken(DESERVED_LOSS, f"{name}: {reason}")
+        if not any(drawn in MAY_LOSE_AN_INSTANCE for drawn in self._classes):
+            raise LawBroken(DESERVED_LOSS, f"{name}: {end.reason}")
+        if not end.retryable or not end.reason:
+            raise LawBroken(TRUE_END, f"{name} lost its instance and is not told that it may try again: {end}")
 
 
 def judged(work: Callable[[], None]) -> LawBroken | None:

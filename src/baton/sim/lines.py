@@ -1,7 +1,7 @@
 """Lines between the front end and an instance: what carries the frames of their conversation.
 
-Two kinds behind one small surface. A *link* is the production `wire.link` over the simulated network: it may lose its session,
-and then opens another. A *pipe* is what two processes on one machine have: in order, whole, after a delay.
+Two kinds behind one small surface. A *link* is the production `wire.link` over the simulated network: it may lose its
+session, and then opens another. A *pipe* is what two processes on one machine have: in order, whole, after a delay.
 
 Each end tells its owner three things: `opened`, the frames that arrived, and `lost` with the reason.
 """

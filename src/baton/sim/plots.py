@@ -26,12 +26,12 @@ POLICY_COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY)
 Style = Literal["-", "--", "-.", ":"]
 POLICY_STYLES: tuple[Style, ...] = ("-", "--", "-.", ":")
 RUNS_MAX = len(POLICY_COLOURS)
-WINDOWS = 60
-"""Percentiles over time are of so many equal stretches of arrivals."""
+WINDOWS_MAX, WINDOW_ARRIVALS = 60, 20
+"""Percentiles over time are of equal stretches, with about so many arrivals at least."""
 MOMENTS_MAX = 240
 CURVE_POINTS_MAX = 2000
 DOTS_MAX = 20_000
-BARS_MAX = 64
+BARS_LEAST, BARS_MAX, TICKS_MAX = 6, 64, 16
 LEAST_SHOWN_S = 1e-4
 """A logarithmic axis has no zero."""
 
@@ -45,6 +45,8 @@ class Pen:
     label: str
     colour: str
     style: Style
+    width: float
+    """Those drawn first are thicker, so that they show where all agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,12 @@ def draw(records: Sequence[RunRecord], targets: Targets, title: str, path: Path)
     from matplotlib.lines import Line2D
 
     pens = [
-        Pen(record.label, POLICY_COLOURS[place], POLICY_STYLES[place % len(POLICY_STYLES)])
+        Pen(
+            record.label,
+            POLICY_COLOURS[place],
+            POLICY_STYLES[place % len(POLICY_STYLES)],
+            1.4 + 0.7 * (len(records) - 1 - place),
+        )
         for place, record in enumerate(records)
     ]
     figure = Figure(figsize=(14, 10), dpi=100, layout="constrained", facecolor="white")
@@ -149,14 +156,20 @@ def _first_tokens(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen],
             continue
         if alone:
             every = -(-len(arrived_s) // DOTS_MAX)
+            size = 2.5 if len(arrived_s) > CURVE_POINTS_MAX else 5.0
             axes.plot(
-                arrived_s[::every], ttft_s[::every], ".", color=SKY, markersize=2.5, alpha=0.35, markeredgewidth=0,
+                arrived_s[::every], ttft_s[::every], ".", color=SKY, markersize=size, alpha=0.45, markeredgewidth=0,
                 label="request",
             )  # fmt: skip
         middle_s, p50, p90 = _windows(arrived_s, ttft_s)
-        axes.plot(middle_s, p50, color=pen.colour, linewidth=1.8, label="p50" if alone else None)
+        axes.plot(middle_s, p50, color=pen.colour, linewidth=pen.width, label="p50" if alone else None)
         axes.plot(
-            middle_s, p90, color=RED if alone else pen.colour, linewidth=1.4, linestyle="--", label="p90" if alone else None
+            middle_s,
+            p90,
+            color=RED if alone else pen.colour,
+            linewidth=pen.width,
+            linestyle="--",
+            label="p90" if alone else None,
         )
     axes.axhline(targets.ttft_s, color=GREY, linewidth=1.2, linestyle=":", label=f"target {targets.ttft_s:g} s")
     if not alone:
@@ -176,10 +189,11 @@ def _arrivals(record: RunRecord) -> tuple[Floats, Floats]:
 
 def _windows(at_s: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
     """Middle, p50 and p90 of each stretch of time that has arrivals."""
-    edges = np.linspace(at_s[0], at_s[-1], WINDOWS + 1)
-    place = np.clip(np.searchsorted(edges, at_s, side="right") - 1, 0, WINDOWS - 1)
+    windows = max(1, min(WINDOWS_MAX, len(at_s) // WINDOW_ARRIVALS))
+    edges = np.linspace(at_s[0], at_s[-1], windows + 1)
+    place = np.clip(np.searchsorted(edges, at_s, side="right") - 1, 0, windows - 1)
     rows = []
-    for window in range(WINDOWS):
+    for window in range(windows):
         inside = values[place == window]
         if len(inside):
             p50, p90 = np.percentile(inside, (50, 90)).tolist()
@@ -227,7 +241,7 @@ def _pool(axes: Axes, levels: Sequence[Levels | None], pens: Sequence[Pen]) -> N
         elif alone:
             _stack(axes, level)
         else:
-            axes.plot(level.at_s, np.nanmean(level.held, axis=1), pen.style, color=pen.colour, linewidth=1.5)
+            axes.plot(level.at_s, np.nanmean(level.held, axis=1), pen.style, color=pen.colour, linewidth=pen.width)
     _legend(axes)
 
 
@@ -250,28 +264,26 @@ def _queues(axes: Axes, levels: Sequence[Levels | None], pens: Sequence[Pen]) ->
     for level, pen in zip(levels, pens, strict=True):
         if level is None:
             _nothing(axes)
-            continue
-        for part, colour, style, name in (
-            (level.running, BLUE, "-", "running"),
-            (level.waiting, RED, "--", "waiting"),
-        ):
-            mean = np.nanmean(part, axis=1)
-            if alone:
-                axes.plot(level.at_s, mean, style, color=colour, linewidth=1.5, label=name)
-                axes.fill_between(
-                    level.at_s, np.nanmin(part, axis=1), np.nanmax(part, axis=1), color=colour, alpha=0.15, linewidth=0
-                )
-            else:
-                axes.plot(level.at_s, mean, style, color=pen.colour, linewidth=1.3)
-    if alone and levels[0] is not None and levels[0].running.shape[1] > 1:
-        _retitle(axes, "requests (band: least to most)")
+        elif alone:
+            _running_and_waiting(axes, level)
+        else:
+            axes.plot(level.at_s, np.nanmean(level.running, axis=1), "-", color=pen.colour, linewidth=pen.width)
+            axes.plot(level.at_s, np.nanmean(level.waiting, axis=1), "--", color=pen.colour, linewidth=pen.width)
     axes.set_ylim(bottom=0)
     _legend(axes)
 
 
-def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) -> None:
-    from matplotlib.ticker import MaxNLocator
+def _running_and_waiting(axes: Axes, level: Levels) -> None:
+    several = level.running.shape[1] > 1
+    for part, colour, style, name in ((level.running, BLUE, "-", "running"), (level.waiting, RED, "--", "waiting")):
+        axes.plot(level.at_s, np.nanmean(part, axis=1), style, color=colour, linewidth=2, label=name)
+        if several:
+            axes.plot(level.at_s, np.nanmax(part, axis=1), style, color=colour, linewidth=0.7, alpha=0.7)
+    if several:
+        _retitle(axes, "requests (thin: the instance with most)")
 
+
+def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) -> None:
     _frame(axes, "busy share", "share of the span")
     axes.set_ylim(0, 1)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
@@ -292,8 +304,10 @@ def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) ->
             _retitle(axes, "busy share, from looks")
     many = records[0].instances > BARS_MAX
     axes.set_xlabel("instances, least busy first" if many else "instance")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(-0.6, records[0].instances - 0.4)
+    count = records[0].instances
+    axes.set_xticks(range(0, count, -(-count // TICKS_MAX)))
+    around = max(0.0, (BARS_LEAST - count) / 2)  # one bar must not fill the panel
+    axes.set_xlim(-0.6 - around, count - 0.4 + around)
     _legend(axes)
 
 
@@ -309,7 +323,7 @@ def _cdf(axes: Axes, name: str, unit: str, groups: Sequence[Floats], target: flo
             continue
         shares = np.linspace(0.0, 1.0, min(max(2, len(values)), CURVE_POINTS_MAX))
         at = np.maximum(np.percentile(values, shares * 100), LEAST_SHOWN_S)
-        axes.plot(at, shares, pen.style, color=pen.colour, linewidth=1.8)
+        axes.plot(at, shares, pen.style, color=pen.colour, linewidth=pen.width)
     if len(groups) == 1 and len(groups[0]):
         p50, p90, p99 = np.percentile(groups[0], (50, 90, 99)).tolist()
         _retitle(axes, f"{name}: p50 {p50:,.3g}, p90 {p90:,.3g}, p99 {p99:,.3g} {unit}")

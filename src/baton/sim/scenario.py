@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import count, islice
 
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
 from baton.executor.contract import ExecutorShape
@@ -22,13 +22,15 @@ from baton.sim.faults import CLASSES, Fault, Rates, draw_classes, draw_rates
 from baton.sim.front import Front
 from baton.sim.instance import Instance, InstanceSpec
 from baton.sim.judge import DEADLOCK, LIVENESS, Judge, LawBroken, judged
-from baton.sim.lines import initiator
+from baton.sim.lines import LinkEnd, initiator
 from baton.sim.network import Network
 from baton.sim.seats import FRONT, Seat
 from baton.sim.world import Host, World, stream_of
 from baton.wire.link import LinkConfig
 
 EVENTS_MAX = 200_000
+BOOTED_US = 30_000
+"""Nobody asks before the instances had time to start."""
 HEALED_WITHIN_US = 60_000_000
 QUIET_WITHIN_US = 10_000_000
 
@@ -40,6 +42,15 @@ class Trim:
     classes: tuple[str, ...] | None = None
     asks: tuple[int, ...] | None = None
     instances: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UserPlan:
+    """A user to be: when the first ask comes, and whether each prompt goes on from the answer before."""
+
+    at_us: int
+    converses: bool
+    asks: tuple[Ask, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +72,12 @@ class Scenario:
     times: FlatTimes
     link: LinkConfig
     span_us: int
-    users: tuple[tuple[int, bool, tuple[Ask, ...]], ...]
-    """(when, whether it converses, what it asks)."""
+    users: tuple[UserPlan, ...]
 
     @property
-    def asks(self) -> int:
-        return sum(len(asks) for _, _, asks in self.users)
+    def asks(self) -> tuple[int, ...]:
+        """Their indices."""
+        return tuple(ask.index for user in self.users for ask in user.asks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,33 +148,26 @@ def _draw_config(seed: int) -> WorkerConfig:
     )
 
 
-def _draw_users(
-    seed: int, config: WorkerConfig, rates: Rates, span_us: int
-) -> tuple[tuple[int, bool, tuple[Ask, ...]], ...]:
+def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> tuple[UserPlan, ...]:
     """At least 40 requests: an open loop, users who wait for their answers, and conversations."""
     stream = stream_of(seed, "users")
-    asks = iter(range(1_000))
+    indices = count()
 
-    def ask() -> Ask:
-        index = next(asks)
-        return draw_ask(stream_of(seed, f"ask {index}"), index, config, rates, seed)
+    def asks(number: int) -> tuple[Ask, ...]:
+        return tuple(
+            draw_ask(stream_of(seed, f"ask {index}"), index, config, rates, seed) for index in islice(indices, number)
+        )
 
     arrivals_us = span_us / rates.overload
-    users: list[tuple[int, bool, tuple[Ask, ...]]] = []
-    for _ in range(stream.randint(24, 32)):
-        users.append((int(stream.random() * arrivals_us), False, (ask(),)))
-    for _ in range(stream.randint(2, 3)):
-        users.append((stream.randrange(span_us // 4), False, tuple(ask() for _ in range(4))))
-    for _ in range(stream.randint(2, 3)):
-        users.append((stream.randrange(span_us // 3), True, tuple(ask() for _ in range(4))))
-    return tuple(users)
+    passing = [UserPlan(int(stream.random() * arrivals_us), False, asks(1)) for _ in range(stream.randint(24, 32))]
+    patient = [UserPlan(stream.randrange(span_us // 4), False, asks(4)) for _ in range(stream.randint(2, 3))]
+    talking = [UserPlan(stream.randrange(span_us // 3), True, asks(4)) for _ in range(stream.randint(2, 3))]
+    return (*passing, *patient, *talking)
 
 
-def _only(
-    users: tuple[tuple[int, bool, tuple[Ask, ...]], ...], kept: tuple[int, ...]
-) -> tuple[tuple[int, bool, tuple[Ask, ...]], ...]:
-    left = ((at, converses, tuple(ask for ask in asks if ask.index in kept)) for at, converses, asks in users)
-    return tuple(user for user in left if user[2])
+def _only(users: tuple[UserPlan, ...], kept: tuple[int, ...]) -> tuple[UserPlan, ...]:
+    left = (replace(user, asks=tuple(ask for ask in user.asks if ask.index in kept)) for user in users)
+    return tuple(user for user in left if user.asks)
 
 
 class Run:
@@ -176,9 +180,10 @@ class Run:
         self.network = Network(self.world, scenario.rates.network)
         self._front_host = Host(self.world, FRONT)
         self.front = Front(self._front_host, scenario.instances)
+        self._lines: list[LinkEnd] = []
         self.seats = [self._seat(number) for number in range(scenario.instances)]
         self.chaos = Chaos(self.world, self.network, self.seats, scenario.rates, scenario.span_us)
-        self.users = [self._user(*user) for user in scenario.users]
+        self.users = [self._user(plan) for plan in scenario.users]
 
     def verdict(self) -> Verdict:
         broken = judged(self._live)
@@ -204,11 +209,10 @@ class Run:
     def _live(self) -> None:
         for seat in self.seats:
             seat.boot()
-        for counter in self.front.counters:
-            if counter.line is not None:
-                counter.line.open()
-        for user, (at_us, _, _) in zip(self.users, self.scenario.users, strict=True):
-            user.start(at_us + 30_000)
+        for line in self._lines:
+            line.open()
+        for user, plan in zip(self.users, self.scenario.users, strict=True):
+            user.start(plan.at_us + BOOTED_US)
         self.chaos.unleash()
         self._until(self.scenario.span_us)
         self.world.note("world", "heals")
@@ -259,24 +263,23 @@ class Run:
 
     def _seat(self, number: int) -> Seat:
         scenario = self.scenario
-        spec = InstanceSpec(number, scenario.config, partial(_scripted), scenario.times)
+        spec = InstanceSpec(number, scenario.config, _scripted, scenario.times)
         counter = self.front.counters[number]
-        seat = Seat(
-            self.world, self.network, spec, counter, scenario.link, scenario.rates.disk, self._told, self._bury
-        )
-        counter.line = initiator(
+        seat = Seat(self.world, self.network, spec, counter, scenario.link, scenario.rates.disk, self._told, self._bury)
+        counter.line = line = initiator(
             self._front_host, self.network, f"{FRONT} {number}", seat.name, counter, scenario.link
         )
+        self._lines.append(line)
         return seat
 
-    def _user(self, _at_us: int, converses: bool, asks: tuple[Ask, ...]) -> User:
+    def _user(self, plan: UserPlan) -> User:
         config = self.scenario.config
         return User(
             self._front_host,
             self.front,
             self.judge,
-            asks,
-            converses=converses,
+            plan.asks,
+            converses=plan.converses,
             tokens_max=config.sequence_tokens_max,
             preemptions_max=config.max_preemptions,
         )
@@ -296,5 +299,3 @@ def _scripted(shape: ExecutorShape) -> ScriptedExecutor:
 
 def run_seed(seed: int, trim: Trim | None = None, *, tell_story: bool = False, always_audit: bool = False) -> Verdict:
     return Run(draw_scenario(seed, trim), tell_story=tell_story, always_audit=always_audit).verdict()
-
-

@@ -104,6 +104,10 @@ PRESSURE = (
     Row("running an instance, peak", _part(lambda run: run.queues, lambda queues: queues.running_peak), "{:,.0f}"),
     Row("waiting an instance, mean", _part(lambda run: run.queues, lambda queues: queues.waiting_mean), "{:,.1f}"),
     Row("waiting an instance, peak", _part(lambda run: run.queues, lambda queues: queues.waiting_peak), "{:,.0f}"),
+)
+
+BUSY_ALONE = (Row("busy", _part(lambda run: run.busy, lambda busy: busy.median), "{:.1%}"),)
+BUSY = (
     Row("busy, least instance", _part(lambda run: run.busy, lambda busy: busy.least), "{:.1%}"),
     Row("busy, median instance", _part(lambda run: run.busy, lambda busy: busy.median), "{:.1%}"),
     Row("busy, most instance", _part(lambda run: run.busy, lambda busy: busy.most), "{:.1%}"),
@@ -119,16 +123,16 @@ PACE = (
 
 
 def show(console: Console, report: SimReport, title: str) -> None:
+    console.print(title, style="bold", highlight=False, markup=False)
     if len(report.labels) == 1:
-        console.print(_latency_table(report.runs, title))
-        title = ""
-    console.print(_policy_table(report, title))
+        console.print(_latency_table(report.runs))
+    console.print(_policy_table(report))
     for line in _explained(report):
         console.print(line, style="dim", highlight=False, markup=False)
 
 
-def _latency_table(runs: Sequence[RunSummary], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
+def _latency_table(runs: Sequence[RunSummary]) -> Table:
+    table = Table()
     table.add_column("latency")
     for percentile in PERCENTILES:
         table.add_column(percentile, justify="right")
@@ -137,8 +141,8 @@ def _latency_table(runs: Sequence[RunSummary], title: str) -> Table:
     return table
 
 
-def _policy_table(report: SimReport, title: str) -> Table:
-    table = Table(title=title or None, title_justify="left")
+def _policy_table(report: SimReport) -> Table:
+    table = Table()
     table.add_column("")
     for label in report.labels:
         table.add_column(label, justify="right", overflow="fold")
@@ -154,9 +158,9 @@ def _sections(report: SimReport) -> Iterator[Sequence[Row]]:
     yield (*usual, *(row for row in rare if any(map(row.value, report.runs))))
     if len(report.labels) > 1:
         for latency in LATENCIES:
-            yield [latency.row(percentile) for percentile in PERCENTILES]
+            yield [latency.row(percentile) for percentile in PERCENTILES if percentile != "max"]
     yield RATES
-    yield PRESSURE
+    yield (*PRESSURE, *(BUSY if any(run.instances > 1 for run in report.runs) else BUSY_ALONE))
     yield PACE
 
 

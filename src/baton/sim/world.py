@@ -1,9 +1,9 @@
 """Virtual time: one heap of events, one random stream a component, and the story of what happened.
 
 Owns the clock and the order of events. Time is in integer microseconds; events at one moment happen in the order in which
-they were asked for (heap keys are (time, sequence)). Everything random in a world comes from `stream(name)`, which depends on
-the seed and the name alone: a component that draws more or less does not disturb the others. Nothing here reads a real clock,
-iterates a set or asks for `hash()`, so one seed is one run, in any process.
+they were asked for (heap keys are (time, sequence)). Everything random in a world comes from `stream(name)`, which depends
+on the seed and the name alone: a component that draws more or less does not disturb the others. Nothing here reads a real
+clock, iterates a set or asks for `hash()`, so one seed is one run, in any process.
 
 An actor is any object that asks its host for events:
 

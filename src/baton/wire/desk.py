@@ -92,7 +92,8 @@ TRANSITIONS: dict[tuple[State, Move], State] = {
 }
 """Accepting moves a ticket into the state that its serials begin in."""
 
-UNHEARD = (State.ABANDONED, State.UNWANTED)
+HEARD = (State.OPEN, State.STOPPING, State.SUBMITTED)
+"""States of what somebody waits for. The commonest comes first: this is looked up once a row."""
 
 
 def next_state(state: State, move: Move) -> State:
@@ -227,9 +228,9 @@ class Desk:
             case AcceptedAs(ticket, serials):
                 return self._accepted(ticket, serials)
             case RefusedWith(ticket):
-                unheard = self._state_of(ticket) in UNHEARD
+                heard = self._state_of(ticket) in HEARD
                 _move(self._tickets, ticket, Move.REFUSE)
-                return Took([] if unheard else [Declined(ticket, refusal_of(message))], [])
+                return Took([Declined(ticket, refusal_of(message))] if heard else [], [])
             case Ready():
                 return Took([Came(message)], [])
             case Failed(reason):
@@ -271,23 +272,22 @@ class Desk:
 
     def _step(self, output: StepOutput) -> list[News]:
         rows, cached, ended = Rows(output), dict(output.started), self._ends(output.ended)
+        serials, tokens, logprobs = self._serials, rows.tokens, rows.logprobs
         news: list[News] = []
         at = 0
         for row, (serial, count) in enumerate(zip(rows.serials, rows.counts, strict=True)):
             begin, at = at, at + count
-            state = self._serials.get(serial)
             end = ended.pop(serial, None) if ended else None
-            if state is State.OPEN or state is State.STOPPING:
-                tokens = rows.tokens[begin:at]
-                news.append(Progress(serial, tokens, rows.logprobs.get(row), cached.get(serial), end))
+            if serials.get(serial) in HEARD:
+                news.append(Progress(serial, tokens[begin:at], logprobs.get(row), cached.get(serial), end))
             else:
                 self.late += 1
             if end is not None:
-                _move(self._serials, serial, Move.END)
+                _move(serials, serial, Move.END)
         for serial, end in ended.items():
-            if self._serials[serial] is not State.UNWANTED:
+            if serials[serial] in HEARD:
                 news.append(Progress(serial, [], None, None, end))
-            _move(self._serials, serial, Move.END)
+            _move(serials, serial, Move.END)
         return news
 
     def _ends(self, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
@@ -311,4 +311,4 @@ def _move(book: dict[int, State], key: int, move: Move) -> None:
 
 
 def _heard(book: dict[int, State]) -> list[int]:
-    return [key for key, state in book.items() if state not in UNHEARD]
+    return [key for key, state in book.items() if state in HEARD]

@@ -1,6 +1,7 @@
 """The file that keeps the prefix cache's secret: what is written, and whether what is read back is whole.
 
-A file that is torn, swapped or rotten is not a secret: its owner makes a new one and loses only what was cached under the old.
+A file that is torn, swapped or rotten is not a secret: its owner makes a new one and loses only what was cached under the
+old.
 """
 
 from __future__ import annotations

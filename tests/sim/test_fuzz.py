@@ -1,0 +1,169 @@
+"""Worlds with faults: one seed is one world anywhere, two thousand of them are clean, and a failure is told well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli.main import app
+from baton.cli.sim_fuzz import replay_command
+from baton.core.scheduler import Scheduler
+from baton.sim import fuzz
+from baton.sim.faults import CLASSES, Fault
+from baton.sim.fuzz import EVERY_FAULT, Totals, run_many, shrink
+from baton.sim.scenario import Trim, draw_scenario, run_seed
+from baton.sim.shard import SeedReport
+
+SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "2000"))
+SAMPLE = range(0, 2000, 125)
+
+
+def in_another_process(hash_seed: str, seeds: range) -> dict[int, str]:
+    arguments = ["--first-seed", str(seeds.start), "--seeds", str(len(seeds)), "--stride", str(seeds.step)]
+    done = subprocess.run(
+        [sys.executable, "-m", "baton.sim.shard", *arguments],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=300,
+    )
+    reports = [msgspec.json.decode(line, type=SeedReport) for line in done.stdout.splitlines()]
+    return {report.seed: report.digest for report in reports}
+
+
+def test_one_seed_is_one_world_in_any_process() -> None:
+    one = in_another_process("1", SAMPLE)
+    assert one == in_another_process("4242", SAMPLE)
+    assert list(one) == list(SAMPLE)
+    assert len(set(one.values())) == len(SAMPLE)
+    assert run_seed(SAMPLE[1]).digest == one[SAMPLE[1]]
+
+
+def test_telling_the_story_and_auditing_more_changes_nothing() -> None:
+    for seed in (1, 2, 3):
+        assert run_seed(seed).digest == run_seed(seed, tell_story=True, always_audit=True).digest
+
+
+def test_two_thousand_worlds_with_faults_break_no_law(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints how often each fault fired and each transition was taken; a zero fails."""
+    with capsys.disabled():
+        print()
+        done = subprocess.run(
+            [sys.executable, "-m", "baton", "sim", "fuzz", "--seeds", str(SEEDS)], check=False, timeout=800
+        )
+    assert done.returncode == 0
+
+
+def test_every_world_is_large_enough() -> None:
+    for seed in range(200):
+        scenario = draw_scenario(seed)
+        assert scenario.instances >= 3
+        assert len(scenario.asks) >= 40
+        assert len(scenario.classes) >= 3
+        assert scenario.rates.network.loss <= 0.3
+        assert scenario.rates.network.duplication <= 0.5
+        assert scenario.rates.overload <= 4
+
+
+def test_every_fault_belongs_to_a_class_that_a_seed_can_draw() -> None:
+    assert sorted(fault for faults in CLASSES.values() for fault in faults) == sorted(Fault)
+    drawn = {name for seed in range(100) for name in draw_scenario(seed).classes}
+    assert drawn == set(CLASSES)
+
+
+def test_leaving_things_out_leaves_the_rest_as_it_was() -> None:
+    whole = draw_scenario(9)
+    part = draw_scenario(9, Trim(classes=whole.classes[1:], asks=whole.asks[::3]))
+    kept = {ask.index: ask for user in part.users for ask in user.asks}
+    assert tuple(kept) == whole.asks[::3]
+    for user in whole.users:
+        for ask in user.asks:
+            assert ask.index not in kept or kept[ask.index].prompt == ask.prompt
+
+
+def test_a_world_without_faults_answers_everybody_in_full() -> None:
+    for seed in range(5):
+        verdict = run_seed(seed, Trim(classes=()))
+        assert verdict.broken is None
+        assert set(map(str, verdict.ends)) <= {"stop", "length", "refused: queue_full"}
+        assert not verdict.fired
+
+
+def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug that shows soon: a preempted request forgets its last token."""
+    original = Scheduler._requeue
+
+    def requeue(self: Scheduler, request: object) -> None:
+        original(self, request)  # type: ignore[arg-type]
+        request.outputs = request.outputs[:-1]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Scheduler, "_requeue", requeue)
+
+
+def first_failing_seed() -> int:
+    return next(seed for seed in range(200) if run_seed(seed).broken is not None)
+
+
+def test_a_failure_shrinks_to_a_smaller_world_with_the_same_broken_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "SHRINK_RUNS_MAX", 60)
+    plant(monkeypatch)
+    seed = first_failing_seed()
+    broken = run_seed(seed).broken
+    assert broken is not None
+    shrunk = shrink(seed, broken.law)
+    assert shrunk.verdict.broken is not None
+    assert shrunk.verdict.broken.law == broken.law
+    assert len(shrunk.verdict.scenario.asks) < len(draw_scenario(seed).asks) // 2
+    assert shrunk.runs <= 60
+
+
+def test_the_printed_command_replays_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    seed = first_failing_seed()
+    command = replay_command(
+        seed, Trim(draw_scenario(seed).classes, draw_scenario(seed).asks, draw_scenario(seed).instances)
+    )
+    assert command.startswith(f"baton sim replay {seed} --faults ")
+    result = CliRunner().invoke(app, command.split()[1:])
+    assert result.exit_code == 1
+    assert "broken" in result.output
+    assert " ms  client " in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["3", "--faults", "gravity"], "'gravity' is none of"),
+        (["3", "--requests", "1,x"], "'x' is neither a number nor a range"),
+    ],
+)
+def test_nonsense_on_the_command_line_is_refused(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(app, ["sim", "replay", *arguments])
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+def test_a_failing_shard_stops_the_run_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    totals = Totals()
+    clean = msgspec.json.decode(
+        b'{"seed":1,"digest":"","law":null,"what":"","events":1,"virtual_us":1,"requests":40,"instances":3,"classes":["loss"],"fired":{},"moves":{},"ends":{}}',
+        type=SeedReport,
+    )
+    totals.add(clean)
+    totals.add(msgspec.structs.replace(clean, seed=9, law="a law", what="x"))
+    totals.add(msgspec.structs.replace(clean, seed=4, law="a law", what="x"))
+    assert totals.first_failure is not None
+    assert totals.first_failure.seed == 4
+    assert set(EVERY_FAULT) <= set(totals.never())
+
+
+def test_seeds_are_spread_over_processes_and_none_is_left_out() -> None:
+    seen: list[int] = []
+    totals = run_many(50, 7, 3, lambda report: seen.append(report.seed))
+    assert sorted(seen) == list(range(50, 57))
+    assert totals.seeds == 7

@@ -1,0 +1,95 @@
+"""The simulator drives the objects that serve, and decides nothing about scheduling, hand-over or routing itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.core.scheduler import Scheduler
+from baton.core.worker import Worker
+from baton.sim.judge import OWN_CHECKS
+from baton.sim.scenario import run_seed
+from baton.wire import messages
+
+SIM = Path(__file__).parents[2] / "src" / "baton" / "sim"
+
+MAY_SEE_OF_CORE = {"config", "errors", "laws", "plan", "prefix", "request", "worker"}
+"""The door of the deciding code and the values that pass it; what decides behind the door is not for the simulator."""
+
+MAY_SEE_OF_EXECUTORS = {"contract", "counting", "scripted"}
+
+DECIDING_WORDS = (
+    "admit", "adopt", "evict", "grant", "migrate", "offer", "placement", "preempt", "requeue", "reserve", "route", "routing",
+    "schedule", "score", "settle", "victim",
+)  # fmt: skip
+"""What a copy of the deciding code would call its functions and classes."""
+
+
+def modules() -> list[tuple[str, ast.Module]]:
+    return [(path.name, ast.parse(path.read_text())) for path in sorted(SIM.glob("*.py"))]
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_it_comes_in_through_the_door_of_the_core() -> None:
+    for name, tree in modules():
+        for module, _ in imports(tree):
+            parts = module.split(".")
+            if parts[:2] == ["baton", "core"]:
+                assert parts[2] in MAY_SEE_OF_CORE, f"{name} imports {module}"
+            if parts[:2] == ["baton", "executor"]:
+                assert parts[2] in MAY_SEE_OF_EXECUTORS, f"{name} imports {module}"
+
+
+def test_nothing_in_it_is_named_like_a_decision() -> None:
+    for name, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                for word in DECIDING_WORDS:
+                    assert word not in node.name.lower(), f"{name} defines {node.name}"
+
+
+def test_it_neither_derives_from_nor_patches_production_classes() -> None:
+    for name, tree in modules():
+        ours = {what for module, what in imports(tree) if module.startswith(("baton.core", "baton.wire", "baton.executor"))}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases = {base.id for base in node.bases if isinstance(base, ast.Name)} & ours
+                assert bases <= {"BatonError"}, f"{name}: {node.name} derives from {bases}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "setattr", name
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    patched = (
+                        isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in ours
+                    )
+                    assert not patched, f"{name} patches a production class"
+
+
+def test_only_the_judge_looks_behind_the_door() -> None:
+    for name, tree in modules():
+        if name != "judge.py":
+            behind = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "scheduler"]
+            assert not behind, f"{name} reaches into a worker's scheduler"
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Worker, "handle"), (Scheduler, "plan"), (Scheduler, "settle"), (messages, "_wire_submission")]
+)
+def test_a_world_stands_still_without_the_production_code(
+    owner: object, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(owner, method, gone)
+    broken = run_seed(0).broken
+    assert broken is not None
+    assert broken.law == OWN_CHECKS
