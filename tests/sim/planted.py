@@ -27,7 +27,7 @@ from baton.core.plan import Copy, Int32s, Int64s, StepPlan, StepResult
 from baton.core.prefix import Key, PrefixIndex
 from baton.core.queue import WaitingQueue
 from baton.core.records import EndedRequest, Flight, Hit, Request
-from baton.core.request import FinishReason, Move, Phase, Serial, Submission
+from baton.core.request import FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.reserve import Promises
 from baton.core.scheduler import Scheduler, StepBuilder
 from baton.core.slots import Slots
@@ -265,21 +265,29 @@ def evict_blocks_in_use(patch: Patch) -> None:
     patch.set(BlockPool, "_is_evictable", lambda self, block: bool(self._named[block]))
 
 
-@core("blocks are cached under their own tokens, whatever came before them")
-def name_blocks_without_their_parent(patch: Patch) -> None:
-    def chain(self: PrefixIndex, parent: Key, tokens: bytes) -> Key:
-        del parent
-        hasher = self._keyed_for_blocks.copy()
-        hasher.update(tokens)
-        return Key(hasher.digest())
+def _chained(patch: Patch, chain: Callable[[PrefixIndex, Key, bytes], Key]) -> None:
+    """Let blocks be named in another way, wherever names are made."""
+
+    def keys_of(self: PrefixIndex, tokens: Tokens, salt: bytes, block_size: int) -> list[Key]:
+        keys = [self.root(salt)]
+        for begin in range(0, len(tokens) - block_size + 1, block_size):
+            keys.append(chain(self, keys[-1], tokens[begin : begin + block_size].tobytes()))
+        return keys
 
     patch.set(PrefixIndex, "chain", chain)
+    patch.set(PrefixIndex, "keys_of", keys_of)
+
+
+@core("blocks are cached under their own tokens, whatever came before them")
+def name_blocks_without_their_parent(patch: Patch) -> None:
+    chain_then = PrefixIndex.chain
+    _chained(patch, lambda self, parent, tokens: chain_then(self, Key(b""), tokens))
 
 
 @core("only the first token of a block goes into its cache key")
 def name_blocks_by_their_first_token(patch: Patch) -> None:
     chain_then = PrefixIndex.chain
-    patch.set(PrefixIndex, "chain", lambda self, parent, tokens: chain_then(self, parent, tokens[:4]))
+    _chained(patch, lambda self, parent, tokens: chain_then(self, parent, tokens[:4]))
 
 
 @core("one tenant's cached prefixes are found by another")
@@ -725,7 +733,7 @@ def lose_an_end_that_comes_with_tokens(patch: Patch) -> None:
 
 @wire("clients that left are told of the loss of their instance, though they have ended")
 def tell_the_loss_to_those_who_left(patch: Patch) -> None:
-    patch.set(desking, "UNHEARD", ())
+    patch.set(desking, "_heard", list)
 
 
 @wire("requests that were told to stop are forgotten when their instance is lost, and never end")
