@@ -32,6 +32,8 @@ DESERVED_ERROR = "nobody pays for a disagreement that never was"
 LIVENESS = "after healing, every open request ends in time"
 DEADLOCK = "while a request is open, something is due"
 NOTHING_HELD = "nothing stays held when nobody is left"
+OWN_PREFIXES = "a cached prefix was asked for before, by the same tenant"
+QUEUE_BOUND = "the queue holds no more than it may"
 LEDGER_SUMS = "the ledger sums to the pool"
 OWN_CHECKS = "our own code found no fault"
 
@@ -50,6 +52,8 @@ class Judge:
         self.moves: Counter[str] = Counter()
         """How often each transition of a request was taken, over all lives of all workers."""
         self.disagreements = 0
+        self._asked: Counter[tuple[bytes, tuple[int, ...]]] = Counter()
+        """How many submissions begin with these tokens, or may in the end, by salt."""
         self._classes = classes
         self._vocabulary = vocabulary
         self._audit_every = 1 if always_audit else AUDIT_EVERY
@@ -64,6 +68,9 @@ class Judge:
             raise LawBroken(LEDGER_SUMS, f"{gauges} in a pool of {worker.config.blocks}")
         if not worker.is_idle and worker.next_deadline() is None:
             raise LawBroken(DEADLOCK, "no pass is due")
+        most = worker.config.waiting_max + worker.config.slots  # whoever must yield goes back into a full queue too
+        if worker.scheduler.waiting > most:
+            raise LawBroken(QUEUE_BOUND, f"{worker.scheduler.waiting} wait, {worker.config.waiting_max} may")
         self._audit_in -= 1
         if not self._audit_in:
             self._audit_in = self._audit_every
@@ -90,7 +97,11 @@ class Judge:
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def expected(self, submission: Submission, tokens: int) -> list[int]:
-        return undisturbed(submission.prompt, submission.sampling, tokens, self._vocabulary)
+        """What the client of a new submission will get."""
+        outputs = undisturbed(submission.prompt, submission.sampling, tokens, self._vocabulary)
+        whole = (*submission.prompt.tolist(), *outputs)
+        self._asked.update((submission.salt, whole[:upto]) for upto in range(1, len(whole) + 1))
+        return outputs
 
     def tokens(self, name: str, before: int, new: Sequence[int], expected: Sequence[int]) -> None:
         if list(new) != list(expected[before : before + len(new)]):
@@ -119,6 +130,21 @@ class Judge:
             raise LawBroken(TRUE_BILL, f"{name}: {bill}")
         if bill.cached_tokens >= len(submission.prompt) or bill.preemptions > preemptions_max:
             raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
+        found = tuple(submission.prompt[: bill.cached_tokens].tolist())
+        if found and self._asked[submission.salt, found] < 2:  # the first is its own
+            raise LawBroken(OWN_PREFIXES, f"{name} found {len(found)} tokens that nobody of its tenant has asked for")
+        if submission.max_tokens is not None and ended.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._whole_bill(name, submission, ended, submission.max_tokens)
+
+    def _whole_bill(self, name: str, submission: Submission, ended: WireEnded, tokens_max: int) -> None:
+        """Of an answer that is complete. Only the last token is never fed; tokens past a stop string may have been."""
+        prompt, fed = len(submission.prompt), ended.bill.cached_tokens + ended.bill.computed_tokens
+        least = prompt + ended.generated_tokens - 1
+        if not least <= fed <= (least if ended.reason is FinishReason.LENGTH else prompt + tokens_max - 1):
+            raise LawBroken(TRUE_BILL, f"{name}: {fed} tokens fed, at least {least} had to be: {ended}")
+        all_came = ended.generated_tokens == tokens_max
+        if all_came != (ended.reason is FinishReason.LENGTH) and not (all_came and submission.sampling.stop_token_ids):
+            raise LawBroken(TRUE_END, f"{name}: {ended.generated_tokens} of {tokens_max} tokens, but {ended.reason}")
 
     def refused(self, name: str, refusal: Refusal, impossible: bool) -> None:
         self.ends[f"refused: {refusal.code}"] += 1

@@ -1,0 +1,68 @@
+"""The simulator's laws are themselves checked: bugs planted in core and wire, each caught by the law on record.
+
+Which seed catches which bug is in `catches.json`. When scenarios or laws change, `python -m tests.sim.search_planted` finds
+them anew.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from baton.sim.scenario import Verdict, run_seed
+from tests.sim.planted import BUGS, Bug, Catch, read_catches
+
+CATCHES = read_catches()
+HINT = "search again: python -m tests.sim.search_planted --names {}"
+
+
+@cache
+def _replayed(name: str) -> Verdict:
+    with BUGS[name].planted():
+        return run_seed(CATCHES[name].seed)
+
+
+def test_the_registry_is_large_enough_and_every_bug_is_on_record() -> None:
+    layers = [bug.layer for bug in BUGS.values()]
+    assert len(BUGS) >= 20
+    assert layers.count("core") >= 12
+    assert layers.count("wire") >= 6
+    assert list(CATCHES) == list(BUGS), HINT.format("…")
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=list(BUGS))
+def test_a_bug_is_planted_in_production_code_and_leaves_nothing_behind(bug: Bug) -> None:
+    with bug.planted() as patch:
+        replaced = [(owner, name, value) for owner, name, value in patch._before]
+        assert patch.touched
+        assert all(module.startswith(f"baton.{bug.layer}.") for module in patch.touched), patch.touched
+    for owner, name, value in replaced:
+        assert owner.__dict__[name] is value
+
+
+@pytest.mark.parametrize("name", list(BUGS))
+def test_a_planted_bug_breaks_the_law_on_record(name: str) -> None:
+    broken = _replayed(name).broken
+    assert broken is not None, f"{BUGS[name].story}: no law broke with seed {CATCHES[name].seed}; {HINT.format(name)}"
+    assert broken.law == CATCHES[name].law, f"{broken}; {HINT.format(name)}"
+
+
+@pytest.mark.parametrize("seed", sorted({catch.seed for catch in CATCHES.values()}))
+def test_without_the_bug_the_same_seed_is_clean(seed: int) -> None:
+    broken = run_seed(seed).broken
+    assert broken is None, f"seed {seed}: {broken}"
+
+
+def test_say_what_caught_what(capsys: pytest.CaptureFixture[str]) -> None:
+    widest = max(map(len, BUGS))
+    rows = [_row(bug, catch, widest) for name, catch in CATCHES.items() if (bug := BUGS.get(name)) is not None]
+    laws = {catch.law for catch in CATCHES.values()}
+    with capsys.disabled():
+        print(f"\n\n{'planted bug':<{widest}}  layer   seed  law that breaks", *rows, sep="\n")
+        print(f"{len(rows)} planted bugs, {len(laws)} laws that caught them")
+    assert len(rows) == len(BUGS)
+
+
+def _row(bug: Bug, catch: Catch, width: int) -> str:
+    return f"{bug.name:<{width}}  {bug.layer:<5} {catch.seed:>6}  {catch.law}"
