@@ -10,7 +10,7 @@ import pytest
 
 from baton.core.scheduler import Scheduler
 from baton.core.worker import Worker
-from baton.sim.judge import OWN_CHECKS
+from baton.sim.laws import OWN_CHECKS
 from baton.sim.scenario import run_seed
 from baton.wire import messages
 

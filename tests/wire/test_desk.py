@@ -205,11 +205,21 @@ def test_a_step_brings_each_row_its_own_tokens_and_then_the_ends_without_a_row()
     assert desk.open_serials == 1
 
 
-def test_tokens_after_the_end_are_dropped_and_counted() -> None:
-    desk = opened(7)
+def test_tokens_after_the_end_are_an_error_that_names_the_serial_and_changes_nothing() -> None:
+    desk = opened(7, 8)
     assert only(desk.take(step([(7, [1])], ended=[7]))).ended is not None
-    assert desk.take(step([(7, [2, 3])])) == NOTHING
-    assert desk.late == 1
+    with pytest.raises(WireError, match="serial 7,"):
+        desk.take(step([(8, [1]), (7, [2, 3])], ended=[8]))
+    assert desk.open_serials == 1
+
+
+def test_what_was_accepted_in_an_earlier_conversation_is_dropped_and_counted() -> None:
+    desk = Desk()
+    assert desk.take(step([(3, [1])], ended=[3])) == NOTHING
+    desk.submit(asks())
+    desk.take(AcceptedAs(0, (7,)))
+    assert desk.take(step([(4, [1])], ended=[5])) == NOTHING
+    assert desk.late == 4
 
 
 def test_a_second_end_is_an_error_that_names_the_serial_and_changes_nothing() -> None:
@@ -462,12 +472,12 @@ class AnyConversation(RuleBasedStateMachine):
         self.over += ends
         self._take(step(rows, ended=ends))
 
-    @precondition(lambda self: self.over)
+    @precondition(lambda self: self.over and not self.lost)
     @rule(data=st.data())
-    def late_row(self, data: st.DataObject) -> None:
-        before = self.desk.late
-        assert self._take(step([(data.draw(st.sampled_from(self.over)), [1])])) == NOTHING
-        assert self.desk.late == before + 1
+    def row_after_the_end(self, data: st.DataObject) -> None:
+        serial = data.draw(st.sampled_from(self.over))
+        with pytest.raises(WireError, match=f"serial {serial},"):
+            self.desk.take(step([(serial, [1])]))
 
     @precondition(lambda self: self.over and not self.lost)
     @rule(data=st.data())

@@ -7,17 +7,19 @@ Owns the draw and nothing else. A request's own stream makes it independent of i
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from baton.core.config import WorkerConfig
 from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.sim.faults import Rates
+from baton.sim.faults import Rates, log_uniform_us
 
 VOCABULARY = 32
 """Small, so that stop tokens, token 0 among them, are drawn often."""
 TEMPLATES = 4
+UNLIMITED_SHARE = 0.05
+STOP_STRING_SHARE = 0.15
 SALTS = (b"", b"", b"", b"tenant")
 
 
@@ -27,7 +29,8 @@ class Ask:
     prompt: tuple[int, ...]
     choices: int
     sampling: Sampling
-    max_tokens: int
+    max_tokens: int | None
+    """None: as many as fit."""
     salt: bytes
     priority: int
     impossible: bool
@@ -69,32 +72,43 @@ def _choice(sampling: Sampling, choice: int) -> Sampling:
 
 
 def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: Rates, seed: int) -> Ask:
-    impossible = stream.random() < rates.nonsense
+    """Everything is drawn whether it is used or not: without a class of faults, the rest of the ask is the same."""
     longest = config.sequence_tokens_max
-    most = max(1, longest // 2)
-    prompt_tokens = stream.randint(1, min(24, most))
-    max_tokens = stream.randint(1, min(16, longest - prompt_tokens))
-    if impossible:
-        prompt_tokens, max_tokens = stream.choice(((0, 4), (longest, 1), (1, longest + 1), (longest + 3, 2)))
-    return Ask(
+    prompt_tokens = stream.randint(1, min(24, max(1, longest // 2)))
+    room = longest - prompt_tokens
+    max_tokens = stream.choice((*(stream.randint(1, min(12, room)) for _ in range(3)), stream.randint(1, room)))
+    prompt = _prompt(stream, prompt_tokens, seed)
+    sampling = Sampling(
+        seed=stream.randrange(1 << 32),
+        temperature=stream.choice((0.0, 1.0)),
+        stop_token_ids=tuple(sorted(stream.sample(range(VOCABULARY), stream.choice((0, 0, 1, 2))))),
+        min_tokens=stream.choice((0, 0, 0, min(3, max_tokens))),
+    )
+    choices = stream.choice((1, 1, 1, 1, 2, 3)) if config.waiting_max >= 3 else 1
+    leaves, patience_us = stream.random(), log_uniform_us(stream, 200, 300_000)
+    reads_slowly, reads_every_us = stream.random(), stream.randrange(5_000, 60_000)
+    finds_stop, stop_after = stream.random(), stream.randint(1, 8)
+    nonsense, kind = stream.random(), stream.randrange(4)
+    ask = Ask(
         index=index,
-        prompt=_prompt(stream, prompt_tokens, seed),
-        choices=stream.choice((1, 1, 1, 1, 2, 3)) if config.waiting_max >= 3 else 1,
-        sampling=Sampling(
-            seed=stream.randrange(1 << 32),
-            temperature=stream.choice((0.0, 1.0)),
-            stop_token_ids=tuple(sorted(stream.sample(range(VOCABULARY), stream.choice((0, 0, 1, 2))))),
-            min_tokens=stream.choice((0, 0, 0, min(3, max_tokens))),
-        ),
-        max_tokens=max_tokens,
+        prompt=prompt,
+        choices=choices,
+        sampling=sampling,
+        max_tokens=None if stream.random() < UNLIMITED_SHARE else max_tokens,
         salt=stream.choice(SALTS),
         priority=stream.choice((0, 0, 0, 1, 5)),
-        impossible=impossible,
+        impossible=False,
         think_us=stream.randrange(40_000),
-        patience_us=stream.randrange(200_000) if stream.random() < rates.disconnect else None,
-        stop_after=stream.randint(1, 8) if stream.random() < 0.15 else None,
-        reads_every_us=stream.randrange(5_000, 60_000) if stream.random() < rates.slow_reader else None,
+        patience_us=patience_us if leaves < rates.disconnect else None,
+        stop_after=stop_after if finds_stop < STOP_STRING_SHARE else None,
+        reads_every_us=reads_every_us if reads_slowly < rates.slow_reader else None,
     )
+    return _made_impossible(ask, kind, longest) if nonsense < rates.nonsense else ask
+
+
+def _made_impossible(ask: Ask, kind: int, longest: int) -> Ask:
+    tokens, max_tokens = ((0, 4), (longest, 1), (1, longest + 1), (longest + 3, 2))[kind]
+    return replace(ask, prompt=(3,) * tokens, max_tokens=max_tokens, impossible=True)
 
 
 def _prompt(stream: random.Random, tokens: int, seed: int) -> tuple[int, ...]:
@@ -103,3 +117,21 @@ def _prompt(stream: random.Random, tokens: int, seed: int) -> tuple[int, ...]:
     base = seed + stream.randrange(TEMPLATES) * 17
     begins = tuple((base + at * at) % VOCABULARY for at in range(shared))
     return begins + tuple(stream.randrange(VOCABULARY) for _ in range(tokens - shared))
+
+
+def probe_ask(index: int) -> Ask:
+    """A plain question that must be answered in full."""
+    return Ask(
+        index=index,
+        prompt=(1, 2, 3),
+        choices=1,
+        sampling=Sampling(seed=index, temperature=0.0),
+        max_tokens=3,
+        salt=b"",
+        priority=0,
+        impossible=False,
+        think_us=0,
+        patience_us=None,
+        stop_after=None,
+        reads_every_us=None,
+    )

@@ -6,19 +6,35 @@ Owns when something happens to which seat. What happens is done by the seat, the
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from baton.sim.faults import Fault, Rates
+from baton.sim.faults import Fault, Rates, log_uniform_us
+from baton.sim.instance import Instance
 from baton.sim.network import Network
 from baton.sim.seats import FRONT, Seat
-from baton.sim.world import World
+from baton.sim.world import Host, World
+
+MOMENT_EVERY_US = 300
+ADOPTED_CRASH_SHARE = 0.15
+
+MOMENTS: tuple[Callable[[Instance], bool], ...] = (
+    lambda _life: True,
+    lambda life: life.device.in_flight > 0,
+    lambda life: life.device.in_flight > 0 and life.last_plan is not None and bool(life.last_plan.chunks),
+    lambda life: life.device.in_flight > 0 and life.last_plan is not None and bool(life.last_plan.stops),
+)
+"""Any; a step in flight; one that prefills; one that carries an order to stop or to yield."""
 
 
 class Chaos:
-    def __init__(self, world: World, network: Network, seats: Sequence[Seat], rates: Rates, span_us: int) -> None:
+    def __init__(
+        self, world: World, network: Network, front: Host, seats: Sequence[Seat], rates: Rates, span_us: int
+    ) -> None:
         self._world = world
         self._network = network
+        self._front = front
         self._seats = seats
+        self._adoptions = world.stream("chaos adoptions")
         self._rates = rates
         self._span_us = span_us
         self._over = False
@@ -30,6 +46,7 @@ class Chaos:
             ("clog", rates.clogs, self._clog),
             ("crash", rates.crashes, self._crash),
             ("pause", rates.pauses, self._pause),
+            ("front-pause", rates.front_pauses, self._pause_front),
             ("rolling-restart", rates.rolling_restarts, self._roll),
             ("slow-device", rates.slow_devices, self._slow),
         ):
@@ -38,53 +55,88 @@ class Chaos:
                 self._world.at(stream.randrange(self._span_us), begin, stream, stream.choice(self._seats))
         for seat in self._seats:
             seat.set_device(disagreement=rates.disagreement)
+            seat.when_adopted = self._crash_when_adopted if rates.crashes else None
 
     def heal(self) -> None:
         """No fault any more: everything that was cut, stopped or slowed is as it was."""
         self._over = True
         self._network.heal()
+        self._resume_front()
         for seat in self._seats:
             seat.disk.heal()
             seat.set_device(slowness=1.0, disagreement=0.0)
             if seat.host.paused:
-                seat.host.resume()
+                seat.resume()
             seat.boot_if_down()
 
     def _partition(self, stream: random.Random, seat: Seat) -> None:
-        ends = seat.name, f"{FRONT} {seat.counter.number}"
-        self._network.cut(*ends)
-        self._world.after(stream.randrange(20_000, 600_000), self._network.join, *ends)
+        """Both ways, or one way only."""
+        ends = [seat.name, f"{FRONT} {seat.counter.number}"]
+        stream.shuffle(ends)
+        lasts_us = stream.randrange(20_000, 600_000)
+        seat.trouble(lasts_us)
+        one, other = ends
+        self._network.cut(one, other)
+        if stream.random() < 0.7:
+            self._network.cut(other, one)
+        self._world.after(lasts_us, self._network.join, one, other)
 
     def _clog(self, stream: random.Random, seat: Seat) -> None:
         ends = [seat.name, f"{FRONT} {seat.counter.number}"]
         stream.shuffle(ends)
+        lasts_us = stream.randrange(10_000, 600_000)
+        seat.trouble(lasts_us)
         self._network.clog(*ends)
-        self._world.after(stream.randrange(10_000, 600_000), self._network.clear, *ends)
+        self._world.after(lasts_us, self._network.clear, *ends)
 
     def _crash(self, stream: random.Random, seat: Seat) -> None:
-        """At any moment, or just when a step is on the device; with last words or without."""
+        """At any moment, or when something particular is going on; with last words or without."""
+        self._crash_when(stream, seat, stream.choice(MOMENTS))
+
+    def _crash_when(self, stream: random.Random, seat: Seat, is_moment: Callable[[Instance], bool]) -> None:
         if self._over or seat.instance is None:
             return
-        if stream.random() < 0.5 and not seat.instance.device.in_flight:
-            self._world.after(500, self._crash, stream, seat)
+        if seat.host.paused or not is_moment(seat.instance):
+            self._world.after(MOMENT_EVERY_US, self._crash_when, stream, seat, is_moment)
             return
         if stream.random() < 0.3:
             seat.fail()
         else:
             self._world.fire(Fault.CRASH, seat.name)
             seat.crash()
-        self._world.after(stream.randrange(5_000, 300_000), seat.boot_if_down)
+        self._world.after(log_uniform_us(stream, 300, 300_000), seat.boot_if_down)
+
+    def _crash_when_adopted(self, seat: Seat) -> None:
+        """Right after an instance has taken up a session: what is still under way to it will meet its next life."""
+        stream = self._adoptions
+        if not self._over and stream.random() < ADOPTED_CRASH_SHARE:
+            self._world.after(stream.randrange(3_000), self._crash_when, stream, seat, MOMENTS[0])
+
+    def _pause_front(self, stream: random.Random, _seat: Seat) -> None:
+        """Everything that the front end and its clients do stands still."""
+        if self._over or self._front.paused:
+            return
+        self._world.fire(Fault.FRONT_PAUSE, FRONT)
+        self._front.pause()
+        lasts_us = stream.randrange(10_000, 700_000)
+        for seat in self._seats:
+            seat.trouble(lasts_us)
+        self._world.after(lasts_us, self._resume_front)
+
+    def _resume_front(self) -> None:
+        if self._front.paused:
+            self._front.resume()
 
     def _pause(self, stream: random.Random, seat: Seat) -> None:
         if self._over or seat.host.paused or seat.instance is None:
             return
         self._world.fire(Fault.PAUSE, seat.name)
-        seat.host.pause()
+        seat.pause()
         self._world.after(stream.randrange(10_000, 1_200_000), self._resume, seat, seat.host.lives)
 
     def _resume(self, seat: Seat, life: int) -> None:
         if seat.host.paused and seat.host.lives == life:
-            seat.host.resume()
+            seat.resume()
 
     def _roll(self, stream: random.Random, seat: Seat) -> None:
         if self._over or seat.instance is None or not seat.counter.serves:

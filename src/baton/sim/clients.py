@@ -15,8 +15,9 @@ from baton.core.errors import Refusal
 from baton.core.request import Submission
 from baton.sim.asks import Ask
 from baton.sim.faults import Fault
-from baton.sim.front import Booking, Front
-from baton.sim.judge import ENDS_ONCE, SAME_TOKENS, Judge, LawBroken
+from baton.sim.front import Booking, Front, OneInstance
+from baton.sim.judge import Judge
+from baton.sim.laws import ENDS_ONCE, SAME_TOKENS, LawBroken
 from baton.sim.world import Host
 from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
@@ -35,6 +36,8 @@ class _Answer:
     got: list[int] = field(default_factory=list)
     keep: int | None = None
     """Where the client cut it off."""
+    cached_tokens: int | None = None
+    """As it was told with the first token."""
     over: bool = False
 
 
@@ -59,17 +62,22 @@ class Client:
         return tuple(int(token) for token in self._group[0].prompt) + tuple(self._answers[0].got)
 
     @property
+    def _tokens_at_most(self) -> int:
+        asked = self.ask.max_tokens
+        return self._user.tokens_max - len(self._group[0].prompt) if asked is None else asked
+
+    @property
     def open(self) -> bool:
         return any(not answer.over for answer in self._answers)
 
-    def submit(self, front: Front) -> None:
+    def submit(self, front: Front | OneInstance) -> None:
         for submission in self._group:
-            expected = [] if self.ask.impossible else self.judge.expected(submission, self.ask.max_tokens)
+            expected = [] if self.ask.impossible else self.judge.expected(submission, self._tokens_at_most)
             self._answers.append(_Answer(submission.request_id, submission, expected))
         self._booking = front.submit(self._group, self)
         if self._booking is None:
             self._note("finds nobody to serve it")
-            self.judge.ends["nobody serves"] += len(self._answers)
+            self.judge.found_nobody(self.name, len(self._answers), [counter.serves for counter in front.counters])
             self._end_all()
             return
         self._note(f"asks {self._booking.instance}: {len(self._group[0].prompt)} tokens, {len(self._group)} choices")
@@ -79,7 +87,8 @@ class Client:
     # ── what the front end tells ─────────────────────────────────────────────────────────────────────────────────────────
 
     def opened(self) -> None:
-        self._note("is accepted")
+        if self._booking is not None:
+            self._note(f"is accepted at {self._booking.instance} as {list(self._booking.serials or ())}")
 
     def declined(self, refusal: Refusal) -> None:
         if self.ask.impossible:
@@ -88,7 +97,9 @@ class Client:
         self.judge.refused(self.name, refusal, self.ask.impossible)
         self._end_all()
 
-    def progress(self, place: int, tokens: list[int], _cached: int | None, ended: WireEnded | None) -> None:
+    def progress(self, place: int, tokens: list[int], cached: int | None, ended: WireEnded | None) -> None:
+        answer = self._answers[place]
+        answer.cached_tokens = cached if cached is not None else answer.cached_tokens
         if self.ask.reads_every_us is None:
             self._read(place, tokens, ended)
             return
@@ -102,7 +113,7 @@ class Client:
         while self._unread:
             self._read(*self._unread.popleft())
         self._note(f"loses its instance: {end.reason}")
-        self.judge.lost(self.name, end)
+        self.judge.lost(self.name, self._booking.instance if self._booking is not None else 0, end)
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
 
@@ -118,6 +129,7 @@ class Client:
 
     def _read(self, place: int, tokens: list[int], ended: WireEnded | None) -> None:
         answer = self._answers[place]
+        self.host.world.progressed()
         if answer.over:
             raise LawBroken(ENDS_ONCE, f"{answer.name} heard {tokens} {ended} after its end")
         if answer.keep is None:
@@ -128,8 +140,10 @@ class Client:
             self._look_for_stop(place, answer)
         if ended is not None:
             self._note(f"{place} ends: {ended.reason} after {ended.generated_tokens}")
-            self.judge.ended(answer.name, ended, len(answer.expected), len(answer.got), answer.keep, self._left)
-            self.judge.bill(answer.name, answer.submission, ended, self._user.preemptions_max)
+            self.judge.ended(
+                answer.name, ended, answer.submission, answer.expected, len(answer.got), answer.keep, self._left
+            )
+            self.judge.bill(answer.name, answer.submission, ended, answer.cached_tokens, self._user.preemptions_max)
             self._end(answer)
 
     def _look_for_stop(self, place: int, answer: _Answer) -> None:
@@ -166,6 +180,7 @@ class Client:
         return f"client {self.ask.index}"
 
     def _note(self, what: str) -> None:
+        self.host.world.progressed()
         if self.host.world.keeps_notes:
             self.host.world.note(self.name, what)
 
@@ -174,7 +189,7 @@ class User:
     def __init__(
         self,
         host: Host,
-        front: Front,
+        front: Front | OneInstance,
         judge: Judge,
         asks: Sequence[Ask],
         *,
@@ -191,7 +206,7 @@ class User:
         self._front = front
         self._asks = deque(asks)
         self._converses = converses
-        self._tokens_max = tokens_max
+        self.tokens_max = tokens_max
         self._history: tuple[int, ...] = ()
 
     @property
@@ -211,7 +226,7 @@ class User:
     def _ask(self) -> None:
         ask = self._asks.popleft()
         self.made += 1
-        room = self._tokens_max - len(ask.prompt) - ask.max_tokens
+        room = self.tokens_max - len(ask.prompt) - (ask.max_tokens or 1)
         fits = self._converses and not ask.impossible and len(self._history) <= room
         before = self._history if fits else ()
         self.client = Client(self, ask, before)

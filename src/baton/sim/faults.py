@@ -6,6 +6,7 @@ and `chaos` do, and count what they did under these names. A report in which one
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,10 +20,13 @@ class Fault(StrEnum):
     DELAY = "packet delayed"
     BIT_FLIP = "bit flipped"
     PARTITION = "packet cut off"
+    GHOST = "old packet woke a restarted instance"
     CLOG = "direction clogged"
+    LINE_FULL = "line full, instance stood still"
     CRASH = "instance crashed"
     ENGINE_FAILURE = "engine failed with last words"
     PAUSE = "instance paused"
+    FRONT_PAUSE = "front end paused"
     ROLLING_RESTART = "instance drained and restarted"
     SLOW_DEVICE = "device slowed down"
     DISAGREEMENT = "device disagreed about a row"
@@ -46,8 +50,9 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "bit-flip": (Fault.BIT_FLIP,),
     "partition": (Fault.PARTITION,),
     "clog": (Fault.CLOG,),
-    "crash": (Fault.CRASH, Fault.ENGINE_FAILURE),
-    "pause": (Fault.PAUSE,),
+    "narrow-line": (Fault.LINE_FULL,),
+    "crash": (Fault.CRASH, Fault.ENGINE_FAILURE, Fault.GHOST),
+    "pause": (Fault.PAUSE, Fault.FRONT_PAUSE),
     "rolling-restart": (Fault.ROLLING_RESTART,),
     "device": (Fault.SLOW_DEVICE, Fault.DISAGREEMENT),
     "disk": (Fault.DISK_SLOW, Fault.DISK_FULL, Fault.DISK_TORN, Fault.DISK_LOST, Fault.DISK_CORRUPT),
@@ -59,9 +64,6 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
 """What a seed draws from, and a user names on the command line."""
 
 CLASSES_MIN, CLASSES_MAX = 3, 8
-
-MAY_LOSE_AN_INSTANCE = frozenset(("loss", "delay", "partition", "clog", "crash", "pause", "rolling-restart", "bit-flip"))
-"""Without one of these nobody may be told that an instance is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,11 @@ class NetworkRates:
     spike: float = 0.0
     spike_us: int = 0
     bit_flip: float = 0.0
+
+    @property
+    def may_silence(self) -> bool:
+        """Whether packets get lost or late often enough for one side to give the other up."""
+        return self.loss > 0 or self.bit_flip > 0 or self.spike > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,7 @@ class Rates:
     clogs: int = 0
     crashes: int = 0
     pauses: int = 0
+    front_pauses: int = 0
     rolling_restarts: int = 0
     slow_devices: int = 0
     disagreement: float = 0.0
@@ -114,6 +122,11 @@ def draw_classes(stream: random.Random) -> tuple[str, ...]:
     return tuple(sorted(stream.sample(tuple(CLASSES), count)))
 
 
+def log_uniform_us(stream: random.Random, least_us: int, most_us: int) -> int:
+    """As often between 1 and 10 ms as between 10 and 100."""
+    return int(math.exp(stream.uniform(math.log(least_us), math.log(most_us))))
+
+
 def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) -> Rates:
     """One stream a class, so that leaving a class out changes nothing about the others."""
 
@@ -123,14 +136,13 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
     def times(name: str, most: int) -> int:
         return stream_of[name].randint(1, most) if name in classes else 0
 
-    late = "reordering" in classes or "duplication" in classes
     network = NetworkRates(
         delay_us=200,
         jitter_us=int(rate("delay", 100, 3_000)),
         loss=rate("loss", 0.01, 0.3),
         duplication=rate("duplication", 0.01, 0.5),
         reordering=rate("reordering", 0.02, 0.4),
-        late_us=stream_of["reordering"].randint(1_000, 40_000) if late else 0,
+        late_us=log_uniform_us(stream_of["late"], 1_000, 500_000),
         spike=rate("delay", 0.005, 0.05),
         spike_us=int(rate("delay", 10_000, 300_000)),
         bit_flip=rate("bit-flip", 0.005, 0.1),
@@ -141,8 +153,9 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         disk=disk,
         partitions=times("partition", 3),
         clogs=times("clog", 4),
-        crashes=times("crash", 3),
+        crashes=times("crash", 4),
         pauses=times("pause", 3),
+        front_pauses=times("pause", 2) - 1 if "pause" in classes else 0,
         rolling_restarts=times("rolling-restart", 2),
         slow_devices=times("device", 3),
         disagreement=rate("device", 0.0, 0.03),

@@ -6,13 +6,16 @@ none is, the client is told so at once. It hands news to callers and decides not
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 from baton.core.errors import Refusal
 from baton.core.request import Submission
+from baton.sim.lines import LinkEnd
 from baton.sim.world import Host
 from baton.wire.desk import Came, Declined, Desk, Died, Lost, Opened, Progress
+from baton.wire.link import Link, LinkState
 from baton.wire.messages import Drain, ToEngine, WireEnded, decode_from_engine, encode_to_engine
 
 
@@ -74,6 +77,7 @@ class Counter:
         self._host = host
         self._pending: dict[int, tuple[Caller, Booking]] = {}
         self._callers: dict[int, tuple[Caller, int]] = {}
+        self._outbox: deque[bytes] = deque()
 
     def submit(self, group: Sequence[Submission], caller: Caller) -> Booking:
         message = self.desk.submit(group)
@@ -91,9 +95,27 @@ class Counter:
     def drain(self) -> None:
         self.order(Drain())
 
+    @property
+    def can_take(self) -> bool:
+        """Whether a new request may be sent there now."""
+        return self.serves and not self._outbox and self.line is not None and not self.line.is_full
+
     def order(self, message: ToEngine | None) -> None:
-        if message is not None and self.line is not None:
-            self.line.send(encode_to_engine(message))
+        """Cancels, stops and drains are never refused: they wait until the line takes them."""
+        if message is not None:
+            self._outbox.append(encode_to_engine(message))
+            self._post()
+
+    def _post(self) -> None:
+        while self._outbox and self.line is not None and not self.line.is_full:
+            self.line.send(self._outbox.popleft())
+
+    def knows_another_life(self, acceptor: Link) -> bool:
+        """Whether an instance has just taken up a session that we are in the middle of, with its former life."""
+        line = self.line
+        if not isinstance(line, LinkEnd) or line.link.session != acceptor.session:
+            return False
+        return line.link.state is LinkState.OPEN
 
     # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,6 +126,7 @@ class Counter:
         """The instance, or the way to it, is gone: everything open there ends here."""
         self.serves = False
         self.sessions_lost += 1
+        self._outbox.clear()
         self.late += self.desk.late
         gone, self.desk = self.desk, Desk()
         pending, self._pending = self._pending, {}
@@ -116,6 +139,7 @@ class Counter:
                 caller.lost(place, end)
 
     def took(self, frames: list[bytes]) -> None:
+        self._post()
         for frame in frames:
             took = self.desk.take(decode_from_engine(frame))
             for order in took.orders:
@@ -149,14 +173,25 @@ class Front:
         self._turn = 0
 
     def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
-        """None where no instance serves."""
+        """None where no instance can take it."""
         for _ in self.counters:
             counter = self.counters[self._turn % len(self.counters)]
             self._turn += 1
-            if counter.serves:
+            if counter.can_take:
                 return counter.submit(group, caller)
         return None
 
     @property
     def open_requests(self) -> int:
         return sum(counter.desk.open_requests for counter in self.counters)
+
+
+class OneInstance:
+    """A front end that knows one instance only: for whoever must be served there and nowhere else."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counters = [counter]
+
+    def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
+        (counter,) = self.counters
+        return counter.submit(group, caller) if counter.can_take else None

@@ -11,12 +11,12 @@ words, or in a restart after a drain; the next life is a new object on the same 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.core.config import WorkerConfig
-from baton.core.plan import StepResult
+from baton.core.plan import StepPlan, StepResult
 from baton.core.prefix import PrefixIndex
 from baton.core.worker import (
     Accepted,
@@ -49,7 +49,24 @@ class Conversation(Protocol):
     @property
     def is_full(self) -> bool: ...
 
+    @property
+    def undelivered(self) -> int:
+        """Frames that the other side has not acknowledged."""
+
     def send(self, frame: bytes) -> None: ...
+
+
+class Watcher(Protocol):
+    """Who is told what happens in an instance: where the laws are checked."""
+
+    def began(self, instance: Instance, secret: bytes, made: bool) -> None:
+        """A life has its key of the prefix cache, read from disk or made."""
+
+    def handled(self, instance: Instance, event: Event, effects: Sequence[Effect]) -> None:
+        """Its worker has handled an event."""
+
+    def buried(self, instance: Instance) -> None:
+        """The life is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +85,16 @@ class InstanceSpec:
 class Instance:
     """One life of an instance, from start to crash."""
 
-    def __init__(self, host: Host, disk: Disk, spec: InstanceSpec, told: Callable[[Instance], None] | None = None) -> None:
+    def __init__(self, host: Host, disk: Disk, spec: InstanceSpec, watcher: Watcher | None = None) -> None:
         self.host = host
         self.spec = spec
+        self.life = host.lives
+        self.last_plan: StepPlan | None = None
         self.worker: Worker | None = None
         """None until the key is there."""
-        self.device: Device
-        self._told = told
-        """Called after every event that the worker has handled: where the laws are checked."""
+        self.ordered: set[type[Event]] = set()
+        """What kinds of events its worker has handled."""
+        self._watcher = watcher
         self._disk = disk
         self._executor = spec.make_executor(spec.shape)
         self.device = Device(host, self._executor, spec.times, self._finished)
@@ -84,6 +103,10 @@ class Instance:
         self._results: deque[StepResult] = deque()
         """Steps that have ended; they and messages wait here while the line is full."""
         self._alarm = Alarm(host, self._pump)
+        self._stands_still = False
+        """The line is full, and everything waits for the front end."""
+        self.is_leaving = False
+        """It drains, and will be followed by another life."""
         self._restart: Callable[[], None] | None = None
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,9 +117,12 @@ class Instance:
 
     def _begin(self, data: bytes | None, ready: Callable[[Instance], None]) -> None:
         secret = read_key(data) if data is not None else None
+        made = secret is None
         if secret is None:
             secret = self.host.world.stream(f"key {self.host.name} life {self.host.lives}").randbytes(KEY_BYTES)
             self._disk.write(KEY_FILE, write_key(secret), lambda _placed: None)
+        if self._watcher is not None:
+            self._watcher.began(self, secret, made)
         config = self.spec.config
         self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks))
         ready(self)
@@ -107,13 +133,14 @@ class Instance:
             self._say(Failed(reason))
 
     def restart_when_idle(self, restart: Callable[[], None]) -> None:
+        self.is_leaving = True
         self._restart = restart
 
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def answer(self, conversation: Conversation) -> None:
         """A front end has opened a session: say who we are."""
-        worker = self._require_worker()
+        worker = self.require_worker()
         self._conversation = conversation
         config = worker.config
         self._say(
@@ -144,7 +171,7 @@ class Instance:
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pump(self) -> None:
-        worker = self._require_worker()
+        worker = self.require_worker()
         while self._inbox and self._has_room:
             self._tell(event_of(decode_to_engine(self._inbox.popleft())))
         while self._results and self._has_room:
@@ -154,34 +181,48 @@ class Instance:
         # With a step in flight its end is what the loop waits for; a full line is waited for by whoever empties it.
         waits = not self.device.in_flight and self._has_room
         self._alarm.set(worker.next_deadline() if waits else None)
-        if self._restart is not None and worker.is_idle:
+        if self._restart is not None and worker.is_idle and not self._undelivered:
             restart, self._restart = self._restart, None
             self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
             self.host.after(0, restart)
 
     @property
     def _has_room(self) -> bool:
-        return self._conversation is None or not self._conversation.is_full
+        if self._conversation is None or not self._conversation.is_full:
+            self._stands_still = False
+            return True
+        if not self._stands_still:
+            self._stands_still = True
+            self.host.world.fire(Fault.LINE_FULL, self.host.name)
+        return False
+
+    @property
+    def _undelivered(self) -> int:
+        return 0 if self._conversation is None else self._conversation.undelivered
 
     def _finished(self, result: StepResult) -> None:
         self._results.append(result)
         self._pump()
 
     def _tell(self, event: Event) -> None:
-        worker = self._require_worker()
-        for effect in worker.handle(event, self.host.world.now_us):
-            if self.host.world.keeps_notes:
+        worker, world = self.require_worker(), self.host.world
+        effects = worker.handle(event, world.now_us)
+        for effect in effects:
+            if world.keeps_notes:
                 self._note(effect)
             if isinstance(effect, Launch):
+                self.last_plan = effect.plan
                 self.device.launch(effect.plan)
             elif self._conversation is not None:
                 message = message_of(effect, worker.gauges)
                 if message is not None:
                     self._say(message)
-        if self._told is not None:
-            self._told(self)
+        if self._watcher is not None:
+            self.ordered.add(type(event))
+            self._watcher.handled(self, event, effects)
 
     def _note(self, effect: Effect) -> None:
+        self.host.world.progressed()
         match effect:
             case Launch(plan):
                 slots = plan.decode_slots.tolist()
@@ -202,7 +243,7 @@ class Instance:
         if self._conversation is not None:
             self._conversation.send(encode_from_engine(message))
 
-    def _require_worker(self) -> Worker:
+    def require_worker(self) -> Worker:
         if self.worker is None:
             raise RuntimeError(f"{self.host.name} was spoken to before it had started")
         return self.worker

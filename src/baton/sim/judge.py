@@ -1,8 +1,11 @@
 """The laws of a world: what clients and operators were promised, checked while it runs.
 
 Owns the verdict. A broken promise is a `LawBroken` with the law's name; so is a law of the core, and an error that our own
-code raised. The laws of the core are checked on the worker that was touched: a cheap one after each event, all of them every
-64 events, when a phase ends, and after every event when a failure is replayed.
+code raised. The laws of the core are checked on the worker that was touched: cheap ones after each event, all of them every
+16 events, after each order to end something, when a phase ends, and after every event when a failure is replayed.
+
+Nobody is refused, lost or failed without a cause. Causes are not taken from what the seed may do, but from what happened: to
+that instance, at that time (`Causes`).
 """
 
 from __future__ import annotations
@@ -10,71 +13,187 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from typing import Protocol
 
-from baton.core.errors import BatonError, InvariantViolated, Refusal, RefusalCode
+import numpy as np
+
+from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.laws import LAWS
-from baton.core.request import FinishReason, Submission
-from baton.core.worker import Worker
+from baton.core.records import EndedRequest
+from baton.core.request import FinishReason, Phase, Serial, Submission
+from baton.core.worker import (
+    Accepted,
+    Cancelled,
+    Deliver,
+    DrainOrdered,
+    Effect,
+    Event,
+    GroupRefused,
+    Orphaned,
+    StepDone,
+    StopFound,
+    Submitted,
+    Withdrawn,
+    Worker,
+)
 from baton.executor.scripted import undisturbed
-from baton.sim.faults import MAY_LOSE_AN_INSTANCE
+from baton.sim.faults import Fault
+from baton.sim.instance import Instance
+from baton.sim.laws import (
+    DEADLOCK,
+    DESERVED_ERROR,
+    DESERVED_LOSS,
+    DESERVED_REFUSAL,
+    ENDS_AT_ONCE,
+    LEDGER_SUMS,
+    NOTHING_HELD,
+    OWN_CHECKS,
+    OWN_PREFIXES,
+    QUEUE_BOUND,
+    RECOVERY,
+    SAME_TOKENS,
+    TRUE_BILL,
+    TRUE_END,
+    WHOLE_KEY,
+    LawBroken,
+)
+from baton.sim.world import World
 from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
 
-AUDIT_EVERY = 64
-
-ENDS_ONCE = "every request ends exactly once"
-SAME_TOKENS = "a client's tokens are those of an undisturbed run"
-TRUE_END = "the end says what was delivered, and why"
-TRUE_BILL = "the bill adds up"
-DESERVED_REFUSAL = "only what cannot be served now is refused"
-DESERVED_LOSS = "nobody loses an instance that was never gone"
-DESERVED_ERROR = "nobody pays for a disagreement that never was"
-LIVENESS = "after healing, every open request ends in time"
-DEADLOCK = "while a request is open, something is due"
-NOTHING_HELD = "nothing stays held when nobody is left"
-OWN_PREFIXES = "a cached prefix was asked for before, by the same tenant"
-QUEUE_BOUND = "the queue holds no more than it may"
-LEDGER_SUMS = "the ledger sums to the pool"
-OWN_CHECKS = "our own code found no fault"
+AUDIT_EVERY = 16
 
 
-class LawBroken(BatonError):
-    def __init__(self, law: str, what: str) -> None:
-        super().__init__(f"{law}: {what}")
-        self.law = law
-        self.what = what
+class Causes(Protocol):
+    """What happened, as far as it excuses somebody."""
+
+    def may_be_lost(self, instance: int, accepted: bool) -> bool:
+        """Whether something happened to this instance, or to the way to it, that can end a session now.
+
+        A restart after a drain excuses no request that was accepted: everything open ends before it.
+        """
+
+
+class Docket:
+    """What the judge keeps of one life of an instance."""
+
+    def __init__(self, audit_in: int) -> None:
+        self.audit_in = audit_in
+        self._steps = 0
+        self._accepted_us: dict[int, int] = {}
+        self._doomed: dict[int, int] = {}
+        """Requests that were told to end, and the step by which each must be gone."""
+
+    def note(self, worker: Worker, event: Event, effects: Sequence[Effect], now_us: int) -> bool:
+        """Answers whether something happened that is rare enough to look at everything."""
+        for effect in effects:
+            match effect:
+                case Accepted(_, serials):
+                    self._accepted_us.update(dict.fromkeys(serials, now_us))
+                case Deliver(settled):
+                    for ended in settled.ended:
+                        self._time_is_billed(ended, now_us)
+                case Withdrawn(ended):
+                    self._time_is_billed(ended, now_us)
+        match event:
+            case Cancelled(serial) | StopFound(serial, _):
+                self._doom(worker, [serial])
+            case Orphaned():
+                self._doom(worker, [request.serial for request in worker.scheduler.requests()])
+            case StepDone():
+                self._steps += 1
+                self._look_for_the_doomed(worker)
+                return False
+        return isinstance(event, Cancelled | StopFound | Orphaned)
+
+    def _time_is_billed(self, ended: EndedRequest, now_us: int) -> None:
+        bill, took_us = ended.bill, now_us - self._accepted_us.pop(ended.serial)
+        if bill.queue_us + bill.prefill_us + bill.decode_us != took_us or (bill.recomputed_tokens and not bill.preemptions):
+            raise LawBroken(TRUE_BILL, f"request {ended.serial} was open for {took_us} µs: {bill}")
+
+    def _doom(self, worker: Worker, serials: Sequence[int]) -> None:
+        """Steps in flight, one that carries the order, and it is gone; one that waits is gone at once."""
+        for serial in serials:
+            request = worker.scheduler.request(Serial(serial))
+            if request is not None:
+                if request.phase is Phase.WAITING:
+                    raise LawBroken(ENDS_AT_ONCE, f"request {serial} still waits after the order to end it")
+                self._doomed.setdefault(serial, self._steps + worker.config.depth + 1)
+
+    def _look_for_the_doomed(self, worker: Worker) -> None:
+        for serial, by_step in tuple(self._doomed.items()):
+            if worker.scheduler.request(Serial(serial)) is None:
+                del self._doomed[serial]
+            elif self._steps >= by_step:
+                raise LawBroken(ENDS_AT_ONCE, f"request {serial} was told to end {worker.config.depth + 1} steps ago")
 
 
 class Judge:
-    def __init__(self, classes: Sequence[str], vocabulary: int, always_audit: bool = False) -> None:
+    def __init__(self, world: World, causes: Causes, vocabulary: int, always_audit: bool = False) -> None:
         self.ends: Counter[str] = Counter()
         """How requests ended, over the whole world."""
         self.moves: Counter[str] = Counter()
         """How often each transition of a request was taken, over all lives of all workers."""
-        self.disagreements = 0
-        self._asked: Counter[tuple[bytes, tuple[int, ...]]] = Counter()
-        """How many submissions begin with these tokens, or may in the end, by salt."""
-        self._classes = classes
+        self.calm = False
+        """Everything has recovered: there is no excuse any more."""
+        self._world = world
+        self._causes = causes
         self._vocabulary = vocabulary
         self._audit_every = 1 if always_audit else AUDIT_EVERY
-        self._audit_in = self._audit_every
+        self._dockets: dict[tuple[int, int], Docket] = {}
+        self._asked: Counter[tuple[bytes, bytes]] = Counter()
+        """How many submissions begin with these tokens, or may in the end, by salt."""
+        self._keys: dict[int, list[bytes]] = {}
+        """The prefix keys that the lives of each instance have made."""
+        self._errors = 0
 
-    # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def look_at(self, worker: Worker) -> None:
-        """After each event of this worker."""
-        gauges = worker.scheduler.pool.gauges()
-        if gauges.free + gauges.evictable + gauges.running != worker.config.blocks:
-            raise LawBroken(LEDGER_SUMS, f"{gauges} in a pool of {worker.config.blocks}")
-        if not worker.is_idle and worker.next_deadline() is None:
-            raise LawBroken(DEADLOCK, "no pass is due")
-        most = worker.config.waiting_max + worker.config.slots  # whoever must yield goes back into a full queue too
-        if worker.scheduler.waiting > most:
-            raise LawBroken(QUEUE_BOUND, f"{worker.scheduler.waiting} wait, {worker.config.waiting_max} may")
-        self._audit_in -= 1
-        if not self._audit_in:
-            self._audit_in = self._audit_every
+    def began(self, instance: Instance, secret: bytes, made: bool) -> None:
+        """A life begins with a key that it made, or that an earlier one did; never with what a disk made of one."""
+        keys = self._keys.setdefault(instance.spec.number, [])
+        if made:
+            keys.append(secret)
+        elif secret not in keys:
+            raise LawBroken(WHOLE_KEY, f"{instance.host.name} took a damaged key from its disk")
+
+    def handled(self, instance: Instance, event: Event, effects: Sequence[Effect]) -> None:
+        """After each event of its worker."""
+        worker, docket = instance.require_worker(), self._docket(instance)
+        self._cheap_laws(worker)
+        rare = docket.note(worker, event, effects, self._world.now_us)
+        if isinstance(event, Submitted) and isinstance(effects[0], GroupRefused):
+            self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
+        docket.audit_in -= 1
+        if rare or docket.audit_in <= 0:
+            docket.audit_in = self._audit_every
             self.audit(worker)
+
+    def _docket(self, instance: Instance) -> Docket:
+        place = instance.spec.number, instance.life
+        docket = self._dockets.get(place)
+        if docket is None:
+            docket = self._dockets[place] = Docket(self._audit_every)
+        return docket
+
+    def _cheap_laws(self, worker: Worker) -> None:
+        config, scheduler = worker.config, worker.scheduler
+        blocks, held = scheduler.pool.gauges(), int(np.count_nonzero(scheduler.pool.references()))
+        if blocks.running != held or min(blocks.free, blocks.evictable) < 0:
+            raise LawBroken(LEDGER_SUMS, f"{held} blocks are held: {blocks}")
+        if scheduler.requests() and worker.next_deadline() is None:
+            raise LawBroken(DEADLOCK, "no pass is due")
+        most = config.waiting_max + config.slots  # whoever must yield goes back into a full queue too
+        if scheduler.waiting > most:
+            raise LawBroken(QUEUE_BOUND, f"{scheduler.waiting} wait, {config.waiting_max} may")
+
+    def _refusal_at_the_worker(self, instance: Instance, worker: Worker, event: Submitted, refusal: Refusal) -> None:
+        waiting = sum(request.phase is Phase.WAITING for request in worker.scheduler.requests())
+        if refusal.code is RefusalCode.QUEUE_FULL and waiting + len(event.group) <= worker.config.waiting_max:
+            raise LawBroken(DESERVED_REFUSAL, f"{waiting} wait and {len(event.group)} come: {refusal}")
+        if refusal.code is RefusalCode.DRAINING and DrainOrdered not in instance.ordered:
+            raise LawBroken(DESERVED_REFUSAL, f"{instance.host.name} was never told to drain: {refusal}")
 
     def audit(self, worker: Worker) -> None:
         for name, law in LAWS.items():
@@ -83,23 +202,24 @@ class Judge:
             except InvariantViolated as error:
                 raise LawBroken(name, str(error)) from error
 
-    def bury(self, worker: Worker) -> None:
-        """A worker's life is over: its transitions count."""
-        for (phase, move), times in worker.scheduler.moves().items():
-            self.moves[f"{phase.name} ─{move.value}→"] += times
+    def buried(self, instance: Instance) -> None:
+        """A life is over: its transitions count."""
+        if instance.worker is not None:
+            for (phase, move), times in instance.worker.scheduler.moves().items():
+                self.moves[f"{phase.name} ─{move.value}→"] += times
 
-    def nothing_held(self, worker: Worker, where: str) -> None:
-        gauges = worker.gauges()
+    def nothing_held(self, instance: Instance) -> None:
+        gauges = instance.require_worker().gauges()
         held = gauges.running, gauges.waiting, gauges.blocks.running
         if any(held):
-            raise LawBroken(NOTHING_HELD, f"{where} still has {held} running, waiting, blocks")
+            raise LawBroken(NOTHING_HELD, f"{instance.host.name} still has {held} running, waiting, blocks")
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def expected(self, submission: Submission, tokens: int) -> list[int]:
         """What the client of a new submission will get."""
         outputs = undisturbed(submission.prompt, submission.sampling, tokens, self._vocabulary)
-        whole = (*submission.prompt.tolist(), *outputs)
+        whole = bytes(submission.prompt.tolist() + outputs)  # one byte a token: the vocabulary is small
         self._asked.update((submission.salt, whole[:upto]) for upto in range(1, len(whole) + 1))
         return outputs
 
@@ -107,69 +227,103 @@ class Judge:
         if list(new) != list(expected[before : before + len(new)]):
             raise LawBroken(SAME_TOKENS, f"{name} got {list(new)} at {before}, not {expected[before : before + len(new)]}")
 
-    def ended(self, name: str, ended: WireEnded, expected: int, got: int, keep: int | None, left: bool) -> None:
-        """Of an answer of `expected` tokens the client got some, cut it at `keep`, or `left`."""
+    def ended(
+        self,
+        name: str,
+        ended: WireEnded,
+        submission: Submission,
+        expected: list[int],
+        got: int,
+        keep: int | None,
+        left: bool,
+    ) -> None:
+        """Of the answer that was `expected` the client `got` so many tokens, cut it at `keep`, or `left`."""
         self.ends[ended.reason] += 1
         match FinishReason(ended.reason):
             case FinishReason.ABORT:
-                if not left:
-                    raise LawBroken(TRUE_END, f"{name} was aborted, but its client stayed")
+                # What comes after a client has gone is not looked at for stops, so it may run on to its limit.
+                if not left or got > ended.generated_tokens:
+                    raise LawBroken(TRUE_END, f"{name}, {got} tokens, client {'gone' if left else 'there'}: {ended}")
             case FinishReason.ERROR:
-                if "device" not in self._classes:
+                self._errors += 1
+                if self._errors > self._world.fired[Fault.DISAGREEMENT]:
                     raise LawBroken(DESERVED_ERROR, f"{name} ended with an error")
             case FinishReason.STOP | FinishReason.LENGTH:
-                wanted = (expected,) if keep is None else (expected, min(keep, expected))
-                if ended.generated_tokens not in wanted or (keep is None and not left and got != ended.generated_tokens):
-                    raise LawBroken(
-                        TRUE_END, f"{name}: {ended.generated_tokens} tokens ended it, {got} came, {wanted} wanted"
-                    )
+                self._whole_answer(name, ended, submission, expected, got, keep, left)
+                self._whole_bill(name, submission, ended)
 
-    def bill(self, name: str, submission: Submission, ended: WireEnded, preemptions_max: int) -> None:
+    def _whole_answer(
+        self,
+        name: str,
+        ended: WireEnded,
+        submission: Submission,
+        expected: list[int],
+        got: int,
+        keep: int | None,
+        left: bool,
+    ) -> None:
+        sampling, whole = submission.sampling, ended.generated_tokens == len(expected)
+        cut = keep is not None and ended.generated_tokens == min(keep, len(expected))
+        complete = got == ended.generated_tokens or keep is not None or left
+        drew_stop = expected[-1] in sampling.stop_token_ids and len(expected) > sampling.min_tokens
+        right = FinishReason.STOP if drew_stop else FinishReason.LENGTH
+        said = FinishReason(ended.reason)
+        if not complete or not ((whole and said is right) or (cut and said is FinishReason.STOP)):
+            raise LawBroken(TRUE_END, f"{name}: {got} of {len(expected)} tokens came, cut at {keep}: {ended}")
+
+    def bill(
+        self, name: str, submission: Submission, ended: WireEnded, cached_tokens: int | None, preemptions_max: int
+    ) -> None:
+        """`cached_tokens`: what the client was told with its first token."""
         bill = ended.bill
+        if cached_tokens is not None and cached_tokens != bill.cached_tokens:
+            raise LawBroken(TRUE_BILL, f"{name} was told of {cached_tokens} cached tokens first: {bill}")
         if min(bill.queue_us, bill.prefill_us, bill.decode_us, bill.recomputed_tokens, bill.computed_tokens) < 0:
             raise LawBroken(TRUE_BILL, f"{name}: {bill}")
         if bill.cached_tokens >= len(submission.prompt) or bill.preemptions > preemptions_max:
             raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
-        found = tuple(submission.prompt[: bill.cached_tokens].tolist())
+        found = bytes(submission.prompt[: bill.cached_tokens].tolist())
         if found and self._asked[submission.salt, found] < 2:  # the first is its own
             raise LawBroken(OWN_PREFIXES, f"{name} found {len(found)} tokens that nobody of its tenant has asked for")
-        if submission.max_tokens is not None and ended.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._whole_bill(name, submission, ended, submission.max_tokens)
 
-    def _whole_bill(self, name: str, submission: Submission, ended: WireEnded, tokens_max: int) -> None:
+    def _whole_bill(self, name: str, submission: Submission, ended: WireEnded) -> None:
         """Of an answer that is complete. Only the last token is never fed; tokens past a stop string may have been."""
         prompt, fed = len(submission.prompt), ended.bill.cached_tokens + ended.bill.computed_tokens
         least = prompt + ended.generated_tokens - 1
-        if not least <= fed <= (least if ended.reason is FinishReason.LENGTH else prompt + tokens_max - 1):
-            raise LawBroken(TRUE_BILL, f"{name}: {fed} tokens fed, at least {least} had to be: {ended}")
-        all_came = ended.generated_tokens == tokens_max
-        if all_came != (ended.reason is FinishReason.LENGTH) and not (all_came and submission.sampling.stop_token_ids):
-            raise LawBroken(TRUE_END, f"{name}: {ended.generated_tokens} of {tokens_max} tokens, but {ended.reason}")
+        if fed < least or (ended.reason is FinishReason.LENGTH and fed > least):
+            raise LawBroken(TRUE_BILL, f"{name}: {fed} tokens fed, {least} had to be: {ended}")
 
     def refused(self, name: str, refusal: Refusal, impossible: bool) -> None:
         self.ends[f"refused: {refusal.code}"] += 1
+        if self.calm:
+            raise LawBroken(RECOVERY, f"{name} was refused: {refusal}")
+        # That a full queue is full and a draining instance drains is checked where the truth is, at the worker.
         for_now = refusal.code in (RefusalCode.QUEUE_FULL, RefusalCode.DRAINING)
         if impossible == for_now and refusal.code is not RefusalCode.DRAINING:
             raise LawBroken(DESERVED_REFUSAL, f"{name}: {refusal}")
-        if refusal.code is RefusalCode.DRAINING and "rolling-restart" not in self._classes:
-            raise LawBroken(DESERVED_REFUSAL, f"{name}: {refusal}")
 
-    def lost(self, name: str, end: Lost) -> None:
+    def lost(self, name: str, instance: int, end: Lost) -> None:
         self.ends["lost"] += 1
-        if not any(drawn in MAY_LOSE_AN_INSTANCE for drawn in self._classes):
-            raise LawBroken(DESERVED_LOSS, f"{name}: {end.reason}")
+        if self.calm or not self._causes.may_be_lost(instance, accepted=end.serial is not None):
+            raise LawBroken(DESERVED_LOSS, f"{name} at instance {instance}: {end.reason}")
         if not end.retryable or not end.reason:
             raise LawBroken(TRUE_END, f"{name} lost its instance and is not told that it may try again: {end}")
 
+    def found_nobody(self, name: str, choices: int, serving: Sequence[bool]) -> None:
+        """No instance could take it; those that serve have full lines."""
+        self.ends["nobody serves"] += choices
+        for instance, serves in enumerate(serving):
+            if self.calm or not (serves or self._causes.may_be_lost(instance, accepted=False)):
+                raise LawBroken(DESERVED_LOSS, f"{name} finds nobody, though nothing has happened to instance {instance}")
 
-def judged(work: Callable[[], None]) -> LawBroken | None:
-    """Run something; whatever our code raises in it breaks a law. A broken law is the finding, not an accident to hide."""
+
+def as_law(work: Callable[[], None]) -> None:
+    """Run something; whatever our code raises in it breaks a law."""
     try:
         work()
-    except LawBroken as broken:
-        return broken
-    except (BatonError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = next((f"{frame.name} ({frame.lineno})" for frame in reversed(frames)), "?")
-        return LawBroken(OWN_CHECKS, f"{type(error).__name__} in {where}: {error}")
-    return None
+    except LawBroken:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{PurePath(frame.filename).name}:{frame.lineno}, {frame.name}"
+        raise LawBroken(OWN_CHECKS, f"{type(error).__name__} in {where}: {error}") from error

@@ -45,6 +45,10 @@ class LinkEnd:
     def is_full(self) -> bool:
         return self.link.is_full
 
+    @property
+    def undelivered(self) -> int:
+        return self.link.undelivered
+
     def open(self) -> None:
         """Initiators only."""
         if isinstance(self.link, Initiator):
@@ -113,6 +117,10 @@ class PipeEnd:
     @property
     def is_full(self) -> bool:
         return False
+
+    @property
+    def undelivered(self) -> int:
+        return 0
 
     def send(self, frame: bytes) -> None:
         if self._deliver is not None:

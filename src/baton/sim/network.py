@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.sim.faults import Fault, NetworkRates
 from baton.sim.world import Host, World
+from baton.wire.link import described
 
 Receive = Callable[[str, bytes], None]
 
@@ -34,6 +35,7 @@ class _Direction:
 @dataclass(slots=True)
 class _Endpoint:
     host: Host
+    life: int
     receive: Receive
 
 
@@ -46,32 +48,32 @@ class Network:
     _in_transit: int = 0
 
     def attach(self, name: str, host: Host, receive: Receive) -> None:
-        """`receive(sender, packet)` is called for each packet to `name`; a later call takes the name over (a restart)."""
-        self._endpoints[name] = _Endpoint(host, receive)
+        """`receive(sender, packet)` is called for each packet to `name`, as long as this life of the host lasts."""
+        self._endpoints[name] = _Endpoint(host, host.lives, receive)
 
     def send(self, source: str, target: str, packet: bytes) -> None:
         way, rates = self._direction(source, target), self.rates
         draw = way.stream.random
         if way.cut:
-            self.world.fire(Fault.PARTITION, f"{source}→{target}")
+            self._fire(Fault.PARTITION, way, packet)
             return
         if rates.loss and draw() < rates.loss:
-            self.world.fire(Fault.LOSS, f"{source}→{target}")
+            self._fire(Fault.LOSS, way, packet)
             return
         if rates.bit_flip and draw() < rates.bit_flip:
+            self._fire(Fault.BIT_FLIP, way, packet)
             packet = _flipped(packet, way.stream)
-            self.world.fire(Fault.BIT_FLIP, f"{source}→{target}")
         self._carry(way, packet)
         if rates.duplication and draw() < rates.duplication:
-            self.world.fire(Fault.DUPLICATION, f"{source}→{target}")
+            self._fire(Fault.DUPLICATION, way, packet)
             self._carry(way, packet, late_us=int(draw() * rates.late_us))
 
-    def cut(self, one: str, other: str) -> None:
-        """Nothing passes between the two, either way, until `heal` or `join`."""
-        for ends in ((one, other), (other, one)):
-            self._direction(*ends).cut = True
+    def cut(self, source: str, target: str) -> None:
+        """Nothing passes in this direction until `heal` or `join`."""
+        self._direction(source, target).cut = True
 
     def join(self, one: str, other: str) -> None:
+        """Both directions."""
         for ends in ((one, other), (other, one)):
             self._direction(*ends).cut = False
 
@@ -113,19 +115,23 @@ class Network:
         arrives_us = self.world.now_us + late_us + rates.delay_us + int(draw() * rates.jitter_us)
         if rates.spike and draw() < rates.spike:
             arrives_us += int(draw() * rates.spike_us)
-            self.world.fire(Fault.DELAY, f"{way.source}→{way.target}")
+            self._fire(Fault.DELAY, way, packet)
         if rates.reordering and draw() < rates.reordering:
             arrives_us += int(draw() * rates.late_us)
-            self.world.fire(Fault.REORDERING, f"{way.source}→{way.target}")
+            self._fire(Fault.REORDERING, way, packet)
         elif not late_us:
             arrives_us = way.last_us = max(arrives_us, way.last_us)
         self._in_transit += 1
         self.world.at(arrives_us, self._arrive, way, packet)
 
+    def _fire(self, fault: Fault, way: _Direction, packet: bytes) -> None:
+        where = f"{way.source}→{way.target} {described(packet)}" if self.world.keeps_notes else way.source
+        self.world.fire(fault, where)
+
     def _arrive(self, way: _Direction, packet: bytes) -> None:
         self._in_transit -= 1
         end = self._endpoints.get(way.target)
-        if end is not None:
+        if end is not None and end.life == end.host.lives:
             end.host.run(end.receive, way.source, packet)
 
 

@@ -3,25 +3,28 @@
 Owns the draw of a cluster, its load and its faults, the two phases, and the verdict:
 
     chaos    requests arrive, faults happen; safety laws after each event
-    heal     no fault any more; every open request must end within a bound, and then nothing may be held
+    heal     no fault any more; every open request must end within a bound, every instance must serve again (each is
+             asked one more question), and then nothing may be held
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
-from baton.sim.asks import VOCABULARY, Ask, draw_ask
+from baton.sim.asks import VOCABULARY, Ask, draw_ask, probe_ask
 from baton.sim.chaos import Chaos
 from baton.sim.clients import User
 from baton.sim.faults import CLASSES, Fault, Rates, draw_classes, draw_rates
-from baton.sim.front import Front
-from baton.sim.instance import Instance, InstanceSpec
-from baton.sim.judge import DEADLOCK, LIVENESS, Judge, LawBroken, judged
+from baton.sim.front import Front, OneInstance
+from baton.sim.instance import InstanceSpec
+from baton.sim.judge import Judge, as_law
+from baton.sim.laws import DEADLOCK, LIVENESS, RECOVERY, LawBroken
 from baton.sim.lines import LinkEnd, initiator
 from baton.sim.network import Network
 from baton.sim.seats import FRONT, Seat
@@ -32,7 +35,12 @@ EVENTS_MAX = 200_000
 BOOTED_US = 30_000
 """Nobody asks before the instances had time to start."""
 HEALED_WITHIN_US = 60_000_000
+RECOVERED_WITHIN_US = 10_000_000
 QUIET_WITHIN_US = 10_000_000
+STANDSTILL_US = 3_000_000
+"""Nothing but signs of life for so long, while somebody waits, is a deadlock."""
+PROBE_FROM = 1_000_000
+"""Indices of the questions that are asked when everything has healed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +109,8 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
     instances = stream.randint(3, 5)
     classes = draw_classes(stream)
     classes = classes if trim.classes is None else trim.classes
-    rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in CLASSES}, classes)
-    span_us = stream.randint(300_000, 1_200_000)
+    rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in (*CLASSES, "late")}, classes)
+    span_us = stream.randint(400_000, 1_600_000)
     config = _draw_config(seed)
     users = _draw_users(seed, config, rates, span_us)
     if trim.asks is not None:
@@ -114,12 +122,26 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
         classes=classes,
         rates=rates,
         config=config,
-        times=FlatTimes(shape.randint(2_000, 20_000), shape.randint(10, 500)),
-        link=LinkConfig(
-            heartbeat_us=60_000, silent_us=shape.choice((150_000, 300_000, 600_000)), acceptor_silent_us=700_000
-        ),
+        times=FlatTimes(shape.randint(1_000, 15_000), shape.randint(10, 500)),
+        link=_draw_link(seed, classes),
         span_us=span_us,
         users=users,
+    )
+
+
+def _draw_link(seed: int, classes: tuple[str, ...]) -> LinkConfig:
+    stream = stream_of(seed, "link")
+    narrow = "narrow-line" in classes
+    window, backlog = stream.choice((1, 2, 4)), stream.choice((1, 2, 4))
+    return LinkConfig(
+        window=window if narrow else stream.choice((16, 64)),
+        backlog_max=backlog if narrow else 1024,
+        ack_every=stream.choice((1, 4, 16)),
+        ack_delay_us=stream.choice((500, 2_000, 20_000)),
+        resend_burst=stream.choice((1, 8)),
+        heartbeat_us=60_000,
+        silent_us=stream.choice((150_000, 300_000, 600_000)),
+        acceptor_silent_us=stream.choice((100_000, 300_000, 1_000_000)),
     )
 
 
@@ -133,7 +155,7 @@ def _draw_config(seed: int) -> WorkerConfig:
     whole = -(-context // block_size)
     return WorkerConfig(
         slots=slots,
-        blocks=int(whole * stream.choice((1.0, 1.1, 1.5, 2.5, 4.0))),
+        blocks=int(whole * stream.choice((1.0, 1.05, 1.1, 1.3, 1.6, 3.0))),
         block_size=block_size,
         context_tokens=context,
         step_tokens=slots * burst + stream.choice((0, 2, 8, 32)),
@@ -158,7 +180,7 @@ def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> 
             draw_ask(stream_of(seed, f"ask {index}"), index, config, rates, seed) for index in islice(indices, number)
         )
 
-    arrivals_us = span_us / rates.overload
+    arrivals_us = 0.7 * span_us / rates.overload
     passing = [UserPlan(int(stream.random() * arrivals_us), False, asks(1)) for _ in range(stream.randint(24, 32))]
     patient = [UserPlan(stream.randrange(span_us // 4), False, asks(4)) for _ in range(stream.randint(2, 3))]
     talking = [UserPlan(stream.randrange(span_us // 3), True, asks(4)) for _ in range(stream.randint(2, 3))]
@@ -171,25 +193,32 @@ def _only(users: tuple[UserPlan, ...], kept: tuple[int, ...]) -> tuple[UserPlan,
 
 
 class Run:
-    """A scenario under way."""
+    """A scenario under way. Says also what has happened to whom, as the cause of what clients see."""
 
     def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
         self.scenario = scenario
         self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
-        self.judge = Judge(scenario.classes, VOCABULARY, always_audit)
+        self.judge = Judge(self.world, self, VOCABULARY, always_audit)
         self.network = Network(self.world, scenario.rates.network)
         self._front_host = Host(self.world, FRONT)
         self.front = Front(self._front_host, scenario.instances)
         self._lines: list[LinkEnd] = []
         self.seats = [self._seat(number) for number in range(scenario.instances)]
-        self.chaos = Chaos(self.world, self.network, self.seats, scenario.rates, scenario.span_us)
-        self.users = [self._user(plan) for plan in scenario.users]
+        self.chaos = Chaos(self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us)
+        self.users = [self._user(plan.asks, self.front, plan.converses) for plan in scenario.users]
+
+    def may_be_lost(self, instance: int, accepted: bool) -> bool:
+        link, now_us = self.scenario.link, self.world.now_us
+        # Either side may need its whole patience to notice, and packets under way may come later still.
+        noticed_us = link.silent_us + link.acceptor_silent_us + 500_000
+        noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + noticed_us
+        return noisy or now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + noticed_us
 
     def verdict(self) -> Verdict:
-        broken = judged(self._live)
+        broken = self._broken_law()
         for seat in self.seats:
             if seat.instance is not None:
-                self._bury(seat.instance)
+                self.judge.buried(seat.instance)
         if "overload" in self.scenario.classes:
             self.world.fire(Fault.OVERLOAD, FRONT)
         return Verdict(
@@ -206,6 +235,13 @@ class Run:
             scenario=self.scenario,
         )
 
+    def _broken_law(self) -> LawBroken | None:
+        try:
+            as_law(self._live)
+        except LawBroken as broken:
+            return broken
+        return None
+
     def _live(self) -> None:
         for seat in self.seats:
             seat.boot()
@@ -218,7 +254,9 @@ class Run:
         self.world.note("world", "heals")
         self.chaos.heal()
         self._audit_all()
-        self._until_all_have_ended(self.world.now_us + HEALED_WITHIN_US)
+        self._until_all_have_ended(self.users, HEALED_WITHIN_US, LIVENESS)
+        self._until_all_serve(self.world.now_us + RECOVERED_WITHIN_US)
+        self._ask_each_instance()
         self._until_nothing_is_held(self.world.now_us + QUIET_WITHIN_US)
 
     def _until(self, until_us: int) -> None:
@@ -226,29 +264,44 @@ class Run:
             self.world.step()
         self.world.now_us = until_us
 
-    def _until_all_have_ended(self, bound_us: int) -> None:
-        while waiting := [user for user in self.users if not user.done]:
-            next_us = self.world.next_us
+    def _until_all_have_ended(self, users: Sequence[User], within_us: int, law: str) -> None:
+        bound_us = self.world.now_us + within_us
+        self.world.progressed()
+        while waiting := [user for user in users if not user.done]:
             client = next((user.client for user in waiting if user.client is not None), None)
-            if next_us is None:
-                raise LawBroken(DEADLOCK, f"nothing is due while {client.name if client else 'a user'} waits")
-            if next_us > bound_us:
-                raise LawBroken(LIVENESS, f"{len(waiting)} users still wait, {client.name if client else 'idle'} first")
-            self.world.step()
-            for _ in range(31):  # asking everybody after each event would take longer than the event
-                if self.world.next_us is not None and self.world.next_us <= bound_us:
+            who = f"{len(waiting)} users wait, {client.name if client else 'between two asks'} first"
+            if self.world.next_us is None or self.world.now_us - self.world.progress_us > STANDSTILL_US:
+                raise LawBroken(DEADLOCK, who)
+            if self.world.now_us > bound_us:
+                raise LawBroken(law, who)
+            for _ in range(32):  # asking everybody after each event would take longer than the event
+                if self.world.next_us is not None:
                     self.world.step()
 
+    def _until_all_serve(self, bound_us: int) -> None:
+        while absent := [seat.name for seat, line in zip(self.seats, self._lines, strict=True) if not _serves(seat, line)]:
+            if self.world.next_us is None or self.world.now_us > bound_us:
+                raise LawBroken(RECOVERY, f"{', '.join(absent)} do not serve")
+            self.world.step()
+
+    def _ask_each_instance(self) -> None:
+        """Whoever serves again answers one more question, in full."""
+        self.judge.calm = True
+        probes = [
+            self._user((probe_ask(PROBE_FROM + seat.counter.number),), OneInstance(seat.counter), False)
+            for seat in self.seats
+        ]
+        for probe in probes:
+            probe.start(self.world.now_us)
+        self._until_all_have_ended(probes, HEALED_WITHIN_US, RECOVERY)
+
     def _until_nothing_is_held(self, bound_us: int) -> None:
-        while not self._nothing_open():
-            next_us = self.world.next_us
-            if next_us is None or next_us > bound_us:
-                break
+        while not self._nothing_open() and self.world.next_us is not None and self.world.now_us <= bound_us:
             self.world.step()
         self._audit_all()
         for seat in self.seats:
-            if seat.instance is not None and seat.instance.worker is not None:
-                self.judge.nothing_held(seat.instance.worker, seat.name)
+            if seat.instance is not None:
+                self.judge.nothing_held(seat.instance)
         if self.front.open_requests:
             raise LawBroken(LIVENESS, f"the front end still has {self.front.open_requests} open requests")
 
@@ -265,32 +318,31 @@ class Run:
         scenario = self.scenario
         spec = InstanceSpec(number, scenario.config, _scripted, scenario.times)
         counter = self.front.counters[number]
-        seat = Seat(self.world, self.network, spec, counter, scenario.link, scenario.rates.disk, self._told, self._bury)
+        seat = Seat(self.world, self.network, spec, counter, scenario.link, scenario.rates.disk, self.judge)
         counter.line = line = initiator(
             self._front_host, self.network, f"{FRONT} {number}", seat.name, counter, scenario.link
         )
         self._lines.append(line)
         return seat
 
-    def _user(self, plan: UserPlan) -> User:
+    def _user(self, asks: tuple[Ask, ...], front: Front | OneInstance, converses: bool) -> User:
         config = self.scenario.config
         return User(
             self._front_host,
-            self.front,
+            front,
             self.judge,
-            plan.asks,
-            converses=plan.converses,
+            asks,
+            converses=converses,
             tokens_max=config.sequence_tokens_max,
             preemptions_max=config.max_preemptions,
         )
 
-    def _told(self, instance: Instance) -> None:
-        if instance.worker is not None:
-            self.judge.look_at(instance.worker)
 
-    def _bury(self, instance: Instance) -> None:
-        if instance.worker is not None:
-            self.judge.bury(instance.worker)
+def _serves(seat: Seat, line: LinkEnd) -> bool:
+    """Both ends are in the same session, and the instance has said in it that it is ready."""
+    if seat.instance is None or seat.instance.is_leaving or seat.line is None:
+        return False
+    return seat.line.link.session == line.link.session and seat.counter.serves and not line.link.undelivered
 
 
 def _scripted(shape: ExecutorShape) -> ScriptedExecutor:

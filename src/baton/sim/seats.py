@@ -11,7 +11,7 @@ from collections.abc import Callable
 from baton.sim.disk import Disk
 from baton.sim.faults import DiskRates, Fault
 from baton.sim.front import Counter
-from baton.sim.instance import Instance, InstanceSpec
+from baton.sim.instance import Instance, InstanceSpec, Watcher
 from baton.sim.lines import LinkEnd, acceptor
 from baton.sim.network import Network
 from baton.sim.world import Host, World
@@ -29,8 +29,7 @@ class Seat:
         counter: Counter,
         link: LinkConfig,
         disk: DiskRates,
-        told: Callable[[Instance], None] | None = None,
-        buried: Callable[[Instance], None] | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self.name = f"instance {spec.number}"
         self.counter = counter
@@ -41,14 +40,34 @@ class Seat:
         self._network = network
         self._spec = spec
         self._link = link
-        self._told = told
-        self._buried = buried
+        self._watcher = watcher
+        self._troubled_until_us = 0
+        self._rolled_until_us = 0
+        self._rolling = False
+        """Between two lives of a rolling restart."""
+        self.line: LinkEnd | None = None
+        """Of the present life."""
+        self.when_adopted: Callable[[Seat], None] | None = None
+        """Called when the present life has taken up a session."""
         self.disagreement = 0.0
         self.slowness = 1.0
 
+    def troubled_until_us(self, *, rolling_too: bool) -> int:
+        """Until when something was wrong here that can end a session: now, while it is."""
+        absent = self.instance is None or self.instance.worker is None
+        rolls = self._rolling or (self.instance is not None and self.instance.is_leaving)
+        if self.host.paused or (absent and not self._rolling) or (rolls and rolling_too):
+            return self.host.world.now_us
+        return max(self._troubled_until_us, self._rolled_until_us if rolling_too else 0)
+
+    def trouble(self, for_us: int = 0) -> None:
+        self._troubled_until_us = max(self._troubled_until_us, self.host.world.now_us + for_us)
+
     def boot(self) -> None:
+        if not self._rolling:
+            self.trouble()
         self.host.restart()
-        life = Instance(self.host, self.disk, self._spec, self._told)
+        life = Instance(self.host, self.disk, self._spec, self._watcher)
         life.device.disagreement, life.device.slowness = self.disagreement, self.slowness
         self.instance = life
         self._note(f"starts life {self.host.lives + 1}")
@@ -57,9 +76,10 @@ class Seat:
     def crash(self) -> None:
         if self.instance is None:
             return
-        if self._buried is not None:
-            self._buried(self.instance)
+        if self._watcher is not None:
+            self._watcher.buried(self.instance)
         self.instance = None
+        self.line = None
         self.host.resume()
         self.host.crash()
         self.disk.crash()
@@ -86,15 +106,28 @@ class Seat:
 
     def _cycle(self, down_us: int) -> None:
         self.crash()
+        self._rolling = True
         self.host.world.after(down_us, self.boot_if_down)
 
     def boot_if_down(self) -> None:
         if self.instance is None:
             self.boot()
 
+    def pause(self) -> None:
+        self.host.pause()
+
+    def resume(self) -> None:
+        self.trouble()
+        self.host.resume()
+
     def _serve(self, life: Instance) -> None:
-        end = _Answering(life)
-        end.line = acceptor(self.host, self._network, self.name, f"{FRONT} {self._spec.number}", end, self._link)
+        if self._rolling:
+            self._rolling = False
+            self._rolled_until_us = self.host.world.now_us
+        else:
+            self.trouble()
+        end = _Answering(self, life)
+        self.line = acceptor(self.host, self._network, self.name, f"{FRONT} {self._spec.number}", end, self._link)
 
     def _note(self, what: str) -> None:
         if self.host.world.keeps_notes:
@@ -104,12 +137,19 @@ class Seat:
 class _Answering:
     """The instance's end of its line."""
 
-    def __init__(self, life: Instance) -> None:
+    def __init__(self, seat: Seat, life: Instance) -> None:
+        self._seat = seat
         self._life = life
-        self.line: LinkEnd
 
     def opened(self) -> None:
-        self._life.answer(self.line)
+        seat, line = self._seat, self._seat.line
+        if line is None:
+            raise RuntimeError(f"{seat.name} took up a session without a line")
+        if seat.counter.knows_another_life(line.link):
+            seat.host.world.fire(Fault.GHOST, seat.name)
+        self._life.answer(line)
+        if seat.when_adopted is not None:
+            seat.when_adopted(seat)
 
     def lost(self, _reason: str) -> None:
         self._life.orphan()

@@ -42,6 +42,8 @@ class World:
         self.seed = seed
         self.now_us = 0
         self.events = 0
+        self.progress_us = 0
+        """When something last happened that was more than a sign of life."""
         self.fired: Counter[str] = Counter()
         """How often each fault fired."""
         self.keeps_notes = keep_digest or tell_story
@@ -75,6 +77,9 @@ class World:
         self.events += 1
         self.now_us, _, act, arguments = heapq.heappop(self._heap)
         act(*arguments)
+
+    def progressed(self) -> None:
+        self.progress_us = self.now_us
 
     def fire(self, fault: str, where: str) -> None:
         """A fault happens."""

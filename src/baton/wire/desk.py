@@ -273,6 +273,9 @@ class Desk:
     def _step(self, output: StepOutput) -> list[News]:
         rows, cached, ended = Rows(output), dict(output.started), self._ends(output.ended)
         serials, tokens, logprobs = self._serials, rows.tokens, rows.logprobs
+        for serial in rows.serials:
+            if serial not in serials and not self._is_of_before(serial):
+                raise WireError(f"tokens for serial {serial}, which is not open")
         news: list[News] = []
         at = 0
         for row, (serial, count) in enumerate(zip(rows.serials, rows.counts, strict=True)):
@@ -290,10 +293,14 @@ class Desk:
             _move(serials, serial, Move.END)
         return news
 
+    def _is_of_before(self, serial: int) -> bool:
+        """Whether a request was accepted in an earlier conversation with this engine."""
+        return self._first_serial is None or serial < self._first_serial
+
     def _ends(self, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
         by_serial: dict[int, WireEnded] = {}
         for end in ended:
-            if self._first_serial is None or end.serial < self._first_serial:
+            if self._is_of_before(end.serial):
                 self.late += 1
                 continue
             if end.serial not in self._serials or end.serial in by_serial:

@@ -227,6 +227,15 @@ def unpack(data: bytes) -> Packet | None:
     return Packet(kind, session, incarnation, number, acked, data[HEADER_BYTES:])
 
 
+def described(data: bytes) -> str:
+    """A packet in words, for a log or a story."""
+    packet = unpack(data)
+    if packet is None:
+        return "spoilt packet"
+    kind = {DATA: f"frame {packet.number}", BARE: "sign of life", RESET: "reset"}[packet.kind]
+    return f"{kind} of session {packet.session}, acknowledging {packet.acked}"
+
+
 # ── one session ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

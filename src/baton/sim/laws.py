@@ -1,0 +1,30 @@
+"""The names of the promises that a world is held to, and how a broken one is said."""
+
+from __future__ import annotations
+
+from baton.core.errors import BatonError
+
+ENDS_ONCE = "every request ends exactly once"
+SAME_TOKENS = "a client's tokens are those of an undisturbed run"
+TRUE_END = "the end says what was delivered, and why"
+TRUE_BILL = "the bill adds up"
+OWN_PREFIXES = "a cached prefix was asked for before, by the same tenant"
+DESERVED_REFUSAL = "only what cannot be served now is refused"
+DESERVED_LOSS = "nobody loses an instance that was never gone"
+DESERVED_ERROR = "nobody pays for a disagreement that never was"
+WHOLE_KEY = "no life begins with a damaged key"
+QUEUE_BOUND = "the queue holds no more than it may"
+LEDGER_SUMS = "the ledger sums to the pool"
+ENDS_AT_ONCE = "what nobody waits for ends at once"
+DEADLOCK = "while a request is open, something happens"
+LIVENESS = "after healing, every open request ends in time"
+RECOVERY = "after healing, every instance serves again"
+NOTHING_HELD = "nothing stays held when nobody is left"
+OWN_CHECKS = "our own code found no fault"
+
+
+class LawBroken(BatonError):
+    def __init__(self, law: str, what: str) -> None:
+        super().__init__(f"{law}: {what}")
+        self.law = law
+        self.what = what
