@@ -15,7 +15,7 @@ from baton.cli.sim_fuzz import replay_command
 from baton.core.scheduler import Scheduler
 from baton.sim import fuzz
 from baton.sim.faults import CLASSES, Fault
-from baton.sim.fuzz import EVERY_FAULT, Totals, run_many, shrink
+from baton.sim.fuzz import EVERY_FAULT, NothingBroken, ShardDied, Totals, run_many, shrink
 from baton.sim.scenario import Trim, draw_scenario, run_seed
 from baton.sim.shard import SeedReport
 
@@ -86,6 +86,19 @@ def test_leaving_things_out_leaves_the_rest_as_it_was() -> None:
             assert ask.index not in kept or kept[ask.index].prompt == ask.prompt
 
 
+def test_leaving_a_class_of_faults_out_leaves_requests_and_the_other_rates_as_they_were() -> None:
+    for seed in range(40):
+        whole = draw_scenario(seed)
+        for name in whole.classes:
+            part = draw_scenario(seed, Trim(classes=tuple(kept for kept in whole.classes if kept != name)))
+            assert part.config == whole.config
+            for one, other in zip(whole.users, part.users, strict=True):
+                if name not in ("overload", "nonsense", "disconnect", "slow-reader"):
+                    assert one == other
+                for before, after in zip(one.asks, other.asks, strict=True):
+                    assert before.impossible or (before.prompt, before.stop_after) == (after.prompt, after.stop_after)
+
+
 def test_a_world_without_faults_answers_everybody_in_full() -> None:
     for seed in range(5):
         verdict = run_seed(seed, Trim(classes=()))
@@ -113,13 +126,24 @@ def test_a_failure_shrinks_to_a_smaller_world_with_the_same_broken_law(monkeypat
     monkeypatch.setattr(fuzz, "SHRINK_RUNS_MAX", 60)
     plant(monkeypatch)
     seed = first_failing_seed()
-    broken = run_seed(seed).broken
+    broken = run_seed(seed, always_audit=True).broken
     assert broken is not None
-    shrunk = shrink(seed, broken.law)
+    shrunk = shrink(seed)
     assert shrunk.verdict.broken is not None
     assert shrunk.verdict.broken.law == broken.law
     assert len(shrunk.verdict.scenario.asks) < len(draw_scenario(seed).asks) // 2
     assert shrunk.runs <= 60
+
+
+def test_a_sound_seed_cannot_be_shrunk() -> None:
+    with pytest.raises(NothingBroken):
+        shrink(0)
+
+
+def test_a_process_that_dies_names_the_seed_it_was_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ShardDied, match="seed 5 ended with status 1"):
+        run_many(5, 3, 1)
 
 
 def test_the_printed_command_replays_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +172,7 @@ def test_nonsense_on_the_command_line_is_refused(arguments: list[str], complaint
     assert complaint in result.output
 
 
-def test_a_failing_shard_stops_the_run_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_failure_is_the_lowest_seed_and_what_never_happened_is_said() -> None:
     totals = Totals()
     clean = msgspec.json.decode(
         b'{"seed":1,"digest":"","law":null,"what":"","events":1,"virtual_us":1,"requests":40,"instances":3,"classes":["loss"],"fired":{},"moves":{},"ends":{}}',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
+from baton.core.config import WorkerConfig
 from baton.sim.faults import CLASSES
 from baton.sim.fuzz import EVERY_FAULT, EVERY_MOVE, ShardDied, Shrunk, Totals, cores, run_many, shrink
 from baton.sim.scenario import Trim, Verdict, run_seed
@@ -31,6 +33,7 @@ Shrinks = Annotated[bool, typer.Option("--shrink/--no-shrink", help="Look for th
 Seed = Annotated[int, typer.Argument(min=0, help="The seed of the world.")]
 Faults = Annotated[str | None, typer.Option(help=f"Only these faults, by comma: {', '.join(CLASSES)}. Default: as drawn.")]
 Requests = Annotated[str | None, typer.Option(help="Only these requests, as 3,7,12-15. Default: all.")]
+About = Annotated[str | None, typer.Option(help="Only lines with this in them, such as 'client 36' or 'instance 1'.")]
 Instances = Annotated[int | None, typer.Option(min=1, max=64, help="So many instances. Default: as drawn.")]
 
 
@@ -78,6 +81,7 @@ def replay(
     faults: Faults = None,
     requests: Requests = None,
     instances: Instances = None,
+    about: About = None,
     story: StoryFile = None,
 ) -> None:
     """Run one seed again and tell its story, one line an event; all laws after every event."""
@@ -87,7 +91,7 @@ def replay(
     except typer.BadParameter as error:
         raise refuse(console, error) from error
     verdict = run_seed(seed, trim, tell_story=True, always_audit=True)
-    _tell_story(console, verdict, story)
+    _tell_story(console, verdict, story, about)
     console.print(f"digest {verdict.digest}, {verdict.events:,} events, {verdict.virtual_us / 1e6:.3f} s of virtual time")
     if verdict.broken is not None:
         raise typer.Exit(1)
@@ -147,7 +151,7 @@ def _tell_failure(console: Console, failure: SeedReport, story: Path | None, shr
         return
     if shrinks:
         with console.status("shrinking …"):
-            shrunk = shrink(failure.seed, failure.law)
+            shrunk = shrink(failure.seed)
         console.print(f"shrunk in {shrunk.runs} runs")
     else:
         shrunk = Shrunk(Trim(), run_seed(failure.seed, tell_story=True, always_audit=True), 0)
@@ -166,12 +170,12 @@ def replay_command(seed: int, trim: Trim) -> str:
     return shlex.join(words)
 
 
-def _tell_story(console: Console, verdict: Verdict, file: Path | None) -> None:
+def _tell_story(console: Console, verdict: Verdict, file: Path | None, about: str | None = None) -> None:
     scenario = verdict.scenario
-    lines = [_line(line) for line in verdict.story]
+    lines = [_line(line) for line in verdict.story if about is None or about in line]
     console.print(
         f"seed {verdict.seed}: {scenario.instances} instances, {len(scenario.asks)} requests, faults: "
-        f"{', '.join(scenario.classes) or 'none'}; {scenario.config}",
+        f"{', '.join(scenario.classes) or 'none'}; {_settings(scenario.config)}",
         soft_wrap=True,
     )
     if file is not None:
@@ -186,6 +190,14 @@ def _tell_story(console: Console, verdict: Verdict, file: Path | None) -> None:
     else:
         console.print(f"[red]broken[/red]: {verdict.broken.law}: ", end="")
         console.print(verdict.broken.what, markup=False, soft_wrap=True)
+
+
+def _settings(config: WorkerConfig) -> str:
+    """What differs from the defaults."""
+    plain = WorkerConfig(slots=config.slots, blocks=config.blocks, step_tokens=config.step_tokens)
+    values = ((item.name, getattr(config, item.name), getattr(plain, item.name)) for item in fields(config))
+    named = ("slots", "blocks", "step_tokens")
+    return ", ".join(f"{name} {value}" for name, value, usual in values if value != usual or name in named)
 
 
 def _line(line: str) -> str:

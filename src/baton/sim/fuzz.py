@@ -20,13 +20,18 @@ import msgspec
 from baton.core.errors import BatonError
 from baton.core.request import TRANSITIONS
 from baton.sim.faults import Fault
-from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
+from baton.sim.laws import OWN_CHECKS, LawBroken
+from baton.sim.scenario import Trim, Verdict, run_seed
 from baton.sim.shard import SeedReport
 
 SHRINK_RUNS_MAX = 200
 READ_BYTES = 1 << 16
 EVERY_FAULT = tuple(str(fault) for fault in Fault)
 EVERY_MOVE = tuple(f"{phase.name} ─{move.value}→" for phase, move in TRANSITIONS)
+
+
+class NothingBroken(BatonError):
+    """A seed that was to be shrunk, and is sound."""
 
 
 class ShardDied(BatonError):
@@ -84,56 +89,75 @@ def run_many(
     seen: Callable[[SeedReport], None] = lambda _report: None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Totals:
-    """Stops at the first failure, or when `go_on` says so (it is asked after each seed)."""
+    """Stops at the first failure (the lowest seed that fails), or when `go_on` says so, which is asked after each seed."""
     totals = Totals()
-    shards = [_start(first_seed + shard, -(-(seeds - shard) // jobs), jobs) for shard in range(min(jobs, seeds))]
+    shards = [_Shard(first_seed + number, -(-(seeds - number) // jobs), jobs) for number in range(min(jobs, seeds))]
     try:
-        for report in _reports(shards, seeds):
+        for report in _reports(shards):
             totals.add(report)
             seen(report)
-            if totals.failures or not go_on():
+            failure = totals.first_failure
+            if failure is None and not go_on():
+                break
+            if failure is not None and all(shard.next_seed > failure.seed for shard in shards):
                 break
     finally:
         for shard in shards:
-            shard.kill()
-            shard.wait()
-            _pipe(shard).close()
+            shard.stop()
     return totals
 
 
-def _start(first_seed: int, seeds: int, stride: int) -> subprocess.Popen[bytes]:
-    arguments = ["--first-seed", str(first_seed), "--seeds", str(seeds), "--stride", str(stride)]
-    # One thread each: numpy's own pools would only stand in each other's way.
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "baton.sim.shard", *arguments], stdout=subprocess.PIPE, env=environment)
+class _Shard:
+    """A process that runs every `stride`-th seed."""
+
+    def __init__(self, first_seed: int, seeds: int, stride: int) -> None:
+        self.next_seed = first_seed
+        self._stride = stride
+        self._end = first_seed + seeds * stride
+        arguments = ["--first-seed", str(first_seed), "--seeds", str(seeds), "--stride", str(stride)]
+        # One thread each: numpy's own pools would only stand in each other's way.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton.sim.shard", *arguments], stdout=subprocess.PIPE, env=environment
+        )
+        self._begun = b""
+
+    @property
+    def pipe(self) -> IO[bytes]:
+        if self._process.stdout is None:
+            raise ShardDied("a process that runs seeds has no output")
+        return self._process.stdout
+
+    def read(self) -> list[bytes] | None:
+        """The lines that have come; None when all seeds have been run. One that ended before that has died."""
+        data = os.read(self.pipe.fileno(), READ_BYTES)
+        if not data:
+            if self.next_seed < self._end:
+                raise ShardDied(f"the process that ran seed {self.next_seed} ended with status {self._process.wait()}")
+            return None
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        self.next_seed += self._stride * len(lines)
+        return lines
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.pipe.close()
 
 
-def _reports(shards: list[subprocess.Popen[bytes]], seeds: int) -> Iterator[SeedReport]:
+def _reports(shards: list[_Shard]) -> Iterator[SeedReport]:
     """As they come, from any shard."""
     decoder = msgspec.json.Decoder(SeedReport)
-    come = 0
     with selectors.DefaultSelector() as ready:
         for shard in shards:
-            ready.register(_pipe(shard), selectors.EVENT_READ, bytearray())
-        while come < seeds:
-            if not ready.get_map():
-                codes = [shard.poll() for shard in shards]
-                raise ShardDied(f"{come} of {seeds} seeds were run; the processes ended with {codes}")
+            ready.register(shard.pipe, selectors.EVENT_READ, shard)
+        while ready.get_map():
             for key, _ in ready.select():
-                data = os.read(key.fd, READ_BYTES)
-                if not data:
+                lines = key.data.read()
+                if lines is None:
                     ready.unregister(key.fileobj)
-                key.data.extend(data)
-                *lines, rest = bytes(key.data).split(b"\n")
-                key.data[:] = rest
-                come += len(lines)
-                yield from map(decoder.decode, lines)
-
-
-def _pipe(shard: subprocess.Popen[bytes]) -> IO[bytes]:
-    if shard.stdout is None:
-        raise ShardDied("a process that runs seeds has no output")
-    return shard.stdout
+                else:
+                    yield from map(decoder.decode, lines)
 
 
 # ── shrinking ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,29 +170,33 @@ class Shrunk:
     runs: int
 
 
-def shrink(seed: int, law: str, tried: Callable[[Trim], None] = lambda _trim: None) -> Shrunk:
-    """The smallest world found in which the seed still breaks the same law: fewer faults, requests and instances."""
-    shrinker = _Shrinker(seed, law, tried)
-    scenario = draw_scenario(seed)
-    best = Trim(
-        classes=scenario.classes,
-        asks=scenario.asks,
-        instances=scenario.instances,
-    )
-    if not shrinker.fails(best):
-        best = Trim()  # naming everything must change nothing; if it does, the whole world is the answer
-    else:
-        best = shrinker.fewer_classes(best)
-        best = shrinker.fewer_asks(best)
-        best = shrinker.fewer_instances(best)
-        best = shrinker.fewer_classes(best)
+def shrink(seed: int, tried: Callable[[Trim], None] = lambda _trim: None) -> Shrunk:
+    """The smallest world found in which the seed still breaks the same law: fewer faults, requests and instances.
+
+    All laws are checked after every event, so a cause may show earlier, and under another law, than the fuzzer saw.
+    """
+    whole = run_seed(seed, always_audit=True)
+    if whole.broken is None:
+        raise NothingBroken(f"seed {seed} breaks no law")
+    shrinker = _Shrinker(seed, _kind(whole.broken), tried)
+    scenario = whole.scenario
+    best = Trim(scenario.classes, scenario.asks, scenario.instances)
+    best = shrinker.fewer_classes(best)
+    best = shrinker.fewer_asks(best)
+    best = shrinker.fewer_instances(best)
+    best = shrinker.fewer_classes(best)
     return Shrunk(best, run_seed(seed, best, tell_story=True, always_audit=True), shrinker.runs)
 
 
+def _kind(broken: LawBroken) -> str:
+    """What makes two failures the same: the law, and where our own code raised something, what and where."""
+    return f"{broken.law} {broken.what.partition(': ')[0]}" if broken.law == OWN_CHECKS else broken.law
+
+
 class _Shrinker:
-    def __init__(self, seed: int, law: str, tried: Callable[[Trim], None]) -> None:
+    def __init__(self, seed: int, kind: str, tried: Callable[[Trim], None]) -> None:
         self._seed = seed
-        self._law = law
+        self._kind = kind
         self._tried = tried
         self.runs = 0
 
@@ -178,7 +206,7 @@ class _Shrinker:
         self.runs += 1
         self._tried(trim)
         broken = run_seed(self._seed, trim, always_audit=True).broken
-        return broken is not None and broken.law == self._law
+        return broken is not None and _kind(broken) == self._kind
 
     def fewer_classes(self, best: Trim) -> Trim:
         for name in best.classes or ():
