@@ -22,6 +22,7 @@ import numpy as np
 from baton.core import scheduler as scheduling
 from baton.core import victims
 from baton.core.blocks import BlockPool
+from baton.core.errors import Refusal, RefusalCode
 from baton.core.naming import Namer
 from baton.core.plan import Copy, Int32s, Int64s, StepPlan, StepResult
 from baton.core.prefix import Key, PrefixIndex
@@ -33,7 +34,7 @@ from baton.core.scheduler import Scheduler, StepBuilder
 from baton.core.slots import Slots
 from baton.core.worker import Cancelled, DrainOrdered, Effect, Event, StopFound, Submitted, Worker
 from baton.wire import desk as desking
-from baton.wire import dispatch, link, messages
+from baton.wire import dispatch, keyfile, link, messages
 from baton.wire.desk import Desk, State
 from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
 from baton.wire.messages import Rows, StepOutput, Submit, WireEnded, WireSubmission
@@ -238,6 +239,17 @@ def distrust_resumed_requests(patch: Patch) -> None:
         sound, broken = split_then(self, flight, result, live)
         resumed = flight.crew.epochs[sound] > 1
         return sound[~resumed], np.concatenate((broken, sound[resumed]))
+
+    patch.set(Scheduler, "_split_broken", split)
+
+
+@core("one row on which device and scheduler disagree ends everybody in its step")
+def blame_the_whole_step(patch: Patch) -> None:
+    split_then = Scheduler._split_broken
+
+    def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        sound, broken = split_then(self, flight, result, live)
+        return (sound[:0], live) if len(broken) else (sound, broken)
 
     patch.set(Scheduler, "_split_broken", split)
 
@@ -494,6 +506,21 @@ def _remove_only_the_head(self: WaitingQueue, request: Request) -> None:
         del self._places[0]
 
 
+@core("cancelling a request while its prompt is computed does nothing")
+def ignore_a_cancel_while_prefilling(patch: Patch) -> None:
+    order_then = Scheduler.order_stop
+
+    def order_stop(
+        self: Scheduler, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None
+    ) -> EndedRequest | None:
+        request = self._requests.get(serial)
+        if request is not None and request.phase is Phase.RUNNING_PREFILL:
+            return None
+        return order_then(self, serial, reason, now_us, keep)
+
+    patch.set(Scheduler, "order_stop", order_stop)
+
+
 @core("a cancelled prefill keeps its place among the prefills, and is computed on")
 def prefill_what_was_cancelled(patch: Patch) -> None:
     def order_stop(self: Scheduler, request: Request, move: Move) -> None:
@@ -523,6 +550,23 @@ def forget_the_slot_of_a_cancelled_request(patch: Patch) -> None:
 def never_be_due_after_an_idle_pass(patch: Patch) -> None:
     deadline_then = Worker.next_deadline
     patch.set(Worker, "next_deadline", lambda self: None if self._planned_out else deadline_then(self))
+
+
+@core("requests of a front end that is gone run on")
+def keep_orphans(patch: Patch) -> None:
+    patch.set(Worker, "_stop_all", lambda self: [])
+
+
+@core("a draining instance accepts requests as before")
+def accept_while_draining(patch: Patch) -> None:
+    handle_then = Worker.handle
+
+    def handle(self: Worker, event: Event, now_us: int) -> list[Effect]:
+        effects = handle_then(self, event, now_us)
+        self._draining = False
+        return effects
+
+    patch.set(Worker, "handle", handle)
 
 
 @core("a drain ends what is open instead of waiting for it")
@@ -687,6 +731,18 @@ def ignore_the_session_number(patch: Patch) -> None:
     patch.set(Initiator, "_talk_of", talk_of)
 
 
+@wire("a new session replaces the old one, and nobody is told: its requests stay open")
+def replace_sessions_silently(patch: Patch) -> None:
+    adopt_then = Acceptor._adopt
+
+    def adopt(self: Acceptor, session: int, now_us: int, took: link.Took) -> Any:
+        talk = adopt_then(self, session, now_us, took)
+        took.news[:] = [news for news in took.news if not isinstance(news, link.Replaced)]
+        return talk
+
+    patch.set(Acceptor, "_adopt", adopt)
+
+
 @wire("an idle side gives no sign of life, and healthy instances are given up")
 def send_no_heartbeat(patch: Patch) -> None:
     init_then = _Conversation.__init__
@@ -715,6 +771,36 @@ def take_a_reset_for_a_heartbeat(patch: Patch) -> None:
     patch.set(Initiator, "_talk_of", talk_of)
 
 
+@wire("the numbers of a lost session go on in the next one, which the other side begins at 1")
+def carry_numbers_into_the_next_session(patch: Patch) -> None:
+    lose_then, open_then = Initiator._lose, Initiator.open
+    kept: dict[int, int] = {}
+
+    def lose(self: Initiator, reason: str, took: link.Took) -> None:
+        if self._talk is not None:
+            kept[id(self)] = self._talk._delivered
+        lose_then(self, reason, took)
+
+    def open_session(self: Initiator, now_us: int) -> list[bytes]:
+        packets = open_then(self, now_us)
+        if self._talk is not None:
+            self._talk._delivered = kept.pop(id(self), 0)
+        return packets
+
+    patch.set(Initiator, "_lose", lose)
+    patch.set(Initiator, "open", open_session)
+
+
+@wire("frames that find the window full are dropped instead of waiting for it")
+def drop_what_finds_the_window_full(patch: Patch) -> None:
+    send_then = _Conversation.send
+
+    def send(self: Any, frame: bytes, now_us: int) -> list[bytes]:
+        return send_then(self, frame, now_us) if len(self._flying) < self._config.window else []
+
+    patch.set(_Conversation, "send", send)
+
+
 # ── wire: the desk ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -729,6 +815,16 @@ def lose_an_end_that_comes_with_tokens(patch: Patch) -> None:
         )
 
     patch.set(Desk, "_step", step)
+
+
+@wire("what was accepted for a client that had left is not cancelled")
+def cancel_nothing_for_abandoned_tickets(patch: Patch) -> None:
+    accepted_then = Desk._accepted
+
+    def accepted(self: Desk, ticket: int, serials: tuple[int, ...]) -> desking.Took:
+        return desking.Took(accepted_then(self, ticket, serials).news, [])
+
+    patch.set(Desk, "_accepted", accepted)
 
 
 @wire("clients that left are told of the loss of their instance, though they have ended")
@@ -915,3 +1011,122 @@ def keep_withdrawals_to_ourselves(patch: Patch) -> None:
 def refuse_the_wrong_ticket(patch: Patch) -> None:
     refused_then = messages.refused
     patch.set(dispatch, "refused", lambda ticket, refusal: refused_then(0, refusal))
+
+
+# ── what a reader of the laws thought they might not see ─────────────────────────────────────────────────────────────────
+
+
+@wire("an instance never takes a second session: after the first loss it is there and serves nobody")
+def take_one_session_only(patch: Patch) -> None:
+    talk_then = Acceptor._talk_of
+
+    def talk_of(self: Acceptor, packet: Packet, now_us: int, took: Any) -> Any:
+        if self._highest_session and packet.session > self._highest_session:
+            return None
+        return talk_then(self, packet, now_us, took)
+
+    patch.set(Acceptor, "_talk_of", talk_of)
+
+
+@wire("an instance that has served before is never taken for ready again")
+def believe_only_the_first_ready(patch: Patch) -> None:
+    take_then = Desk.take
+
+    def take(self: Desk, message: Any) -> Any:
+        if isinstance(message, messages.Ready) and message.gauges.steps:
+            return desking.Took([], [])
+        return take_then(self, message)
+
+    patch.set(Desk, "take", take)
+
+
+@core("an answer that drew a stop token ends as `length`, one that ran to its limit as `stop`")
+def swap_the_reasons(patch: Patch) -> None:
+    end_then = Scheduler._end
+    other = {FinishReason.STOP: FinishReason.LENGTH, FinishReason.LENGTH: FinishReason.STOP}
+
+    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
+        end_then(self, request, other.get(reason, reason), move, ended)
+
+    patch.set(Scheduler, "_end", end)
+
+
+@core("the queue is full before it is full")
+def count_a_group_twice(patch: Patch) -> None:
+    refusal_then = Worker._refusal
+
+    def refusal(self: Worker, group: tuple[Submission, ...]) -> Any:
+        found = refusal_then(self, group)
+        if found is None and self.scheduler.waiting + 2 * len(group) > self.config.waiting_max:
+            return Refusal(RefusalCode.QUEUE_FULL, "the queue is full", 1)
+        return found
+
+    patch.set(Worker, "_refusal", refusal)
+
+
+@wire("a damaged key file is taken for a key")
+def believe_any_key(patch: Patch) -> None:
+    def read_key(data: bytes) -> bytes | None:
+        secret = data[12 : 12 + keyfile.KEY_BYTES]
+        return secret if len(secret) == keyfile.KEY_BYTES else None
+
+    patch.set(keyfile, "read_key", read_key)
+
+
+@wire("of an abandoned group only the first choice is cancelled; the others run on for nobody")
+def cancel_the_first_choice_only(patch: Patch) -> None:
+    accepted_then = Desk._accepted
+
+    def accepted(self: Desk, ticket: int, serials: tuple[int, ...]) -> Any:
+        took = accepted_then(self, ticket, serials)
+        return desking.Took(took.news, took.orders[:1])
+
+    patch.set(Desk, "_accepted", accepted)
+
+
+@core("when the front end is gone, what runs runs on")
+def stop_only_the_waiting_orphans(patch: Patch) -> None:
+    def stop_all(self: Worker) -> list[Effect]:
+        serials = [request.serial for request in self.scheduler.requests() if request.slot is None]
+        return [effect for serial in serials for effect in self._stop(serial, FinishReason.ABORT, None)]
+
+    patch.set(Worker, "_stop_all", stop_all)
+
+
+@core("the bill counts the time in the queue from the beginning of the world")
+def bill_the_clock(patch: Patch) -> None:
+    charge_then = Scheduler._charge_start
+
+    def charge(self: Scheduler, request: Request, hit: Hit) -> None:
+        charge_then(self, request, hit)
+        request.bill.queue_us += self._now_us
+
+    patch.set(Scheduler, "_charge_start", charge)
+
+
+@core("a cancel is lost on a request that is just yielding; it comes back and runs to its end")
+def never_cancel_the_yielding(patch: Patch) -> None:
+    stop_then = Scheduler.order_stop
+
+    def order_stop(self: Scheduler, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None) -> Any:
+        request = self._requests.get(serial)
+        if request is not None and request.phase is Phase.PREEMPTING:
+            return None
+        return stop_then(self, serial, reason, now_us, keep)
+
+    patch.set(Scheduler, "order_stop", order_stop)
+
+
+@core("a cancel is lost while a step is in flight")
+def cancel_only_when_idle(patch: Patch) -> None:
+    stop_then = Worker._stop
+
+    def stop(self: Worker, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
+        return [] if self.scheduler.in_flight else stop_then(self, serial, reason, keep)
+
+    patch.set(Worker, "_stop", stop)
+
+
+@wire("a full line never says so, and the engine fills memory or falls over")
+def never_full(patch: Patch) -> None:
+    patch.set(link._Conversation, "is_full", property(lambda self: False))

@@ -164,6 +164,9 @@ def test_the_printed_command_replays_the_failure(monkeypatch: pytest.MonkeyPatch
     [
         (["3", "--faults", "gravity"], "'gravity' is none of"),
         (["3", "--requests", "1,x"], "'x' is neither a number nor a range"),
+        (["3", "--requests", "9999"], "names none of the requests 0-"),
+        (["3", "--requests", "5-2"], "names none of the requests 0-"),
+        (["3", "--story", "/nowhere/story"], "No such file or directory"),
     ],
 )
 def test_nonsense_on_the_command_line_is_refused(arguments: list[str], complaint: str) -> None:

@@ -17,7 +17,7 @@ from baton.cli.bench_screen import progress_bar, refuse, wide_console
 from baton.core.config import WorkerConfig
 from baton.sim.faults import CLASSES
 from baton.sim.fuzz import EVERY_FAULT, EVERY_MOVE, ShardDied, Shrunk, Totals, cores, run_many, shrink
-from baton.sim.scenario import Trim, Verdict, run_seed
+from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
 from baton.sim.shard import SeedReport
 
 STORY_LINES = 120
@@ -26,7 +26,9 @@ EVERYTHING_FIRES_FROM = 1000
 
 Seeds = Annotated[int, typer.Option(min=1, max=10_000_000, help="How many worlds to run.")]
 FirstSeed = Annotated[int, typer.Option(min=0, help="The seed of the first; the others follow.")]
-Minutes = Annotated[float | None, typer.Option(min=0.01, help="Run for so long instead, however many seeds that is.")]
+Minutes = Annotated[
+    float | None, typer.Option(min=0.01, help="Run for so long, however many seeds that is; --seeds is then not asked.")
+]
 Jobs = Annotated[int | None, typer.Option(min=1, max=256, help="Processes at once. Default: one a core.")]
 StoryFile = Annotated[Path | None, typer.Option("--story", dir_okay=False, help="Write the whole story of a failure here.")]
 Shrinks = Annotated[bool, typer.Option("--shrink/--no-shrink", help="Look for the smallest world that still fails.")]
@@ -52,6 +54,10 @@ def fuzz(
     open request must end. The first seed that fails is shrunk to the smallest world that still fails, and told as a story.
     """
     console = wide_console()
+    try:
+        _writable(story)
+    except typer.BadParameter as error:
+        raise refuse(console, error) from error
     began = time.monotonic()
     until = None if minutes is None else began + minutes * 60
     wanted = seeds if until is None else 100_000_000
@@ -87,7 +93,8 @@ def replay(
     """Run one seed again and tell its story, one line an event; all laws after every event."""
     console = wide_console()
     try:
-        trim = Trim(_classes(faults), _indices(requests), instances)
+        trim = Trim(_classes(faults), _indices(requests, draw_scenario(seed).asks), instances)
+        _writable(story)
     except typer.BadParameter as error:
         raise refuse(console, error) from error
     verdict = run_seed(seed, trim, tell_story=True, always_audit=True)
@@ -107,17 +114,31 @@ def _classes(text: str | None) -> tuple[str, ...] | None:
     return tuple(sorted(set(names)))
 
 
-def _indices(text: str | None) -> tuple[int, ...] | None:
+def _indices(text: str | None, there: tuple[int, ...]) -> tuple[int, ...] | None:
     if text is None:
         return None
     kept: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         try:
-            kept.extend(range(int(first), int(last if dash else first) + 1))
+            bounds = int(first), int(last if dash else first)
         except ValueError:
             raise typer.BadParameter(f"--requests {part!r} is neither a number nor a range such as 3-7") from None
+        wanted = [index for index in there if bounds[0] <= index <= bounds[1]]
+        if not wanted:
+            raise typer.BadParameter(f"--requests {part!r} names none of the requests {there[0]}-{there[-1]} of this seed")
+        kept += wanted
     return tuple(kept)
+
+
+def _writable(file: Path | None) -> Path | None:
+    """Known before the work is done, not after."""
+    if file is not None:
+        try:
+            file.open("a").close()
+        except OSError as error:
+            raise typer.BadParameter(f"--story {file}: {error.strerror}") from None
+    return file
 
 
 # ── what is printed ──────────────────────────────────────────────────────────────────────────────────────────────────────

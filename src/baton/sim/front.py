@@ -12,11 +12,21 @@ from typing import Protocol
 
 from baton.core.errors import Refusal
 from baton.core.request import Submission
+from baton.sim.laws import ENDS_AT_ONCE, LawBroken
 from baton.sim.lines import LinkEnd
 from baton.sim.world import Host
 from baton.wire.desk import Came, Declined, Desk, Died, Lost, Opened, Progress
 from baton.wire.link import Link, LinkState
-from baton.wire.messages import Drain, ToEngine, WireEnded, decode_from_engine, encode_to_engine
+from baton.wire.messages import (
+    AcceptedAs,
+    Cancel,
+    Drain,
+    FromEngine,
+    ToEngine,
+    WireEnded,
+    decode_from_engine,
+    encode_to_engine,
+)
 
 
 class Caller(Protocol):
@@ -78,6 +88,8 @@ class Counter:
         self._pending: dict[int, tuple[Caller, Booking]] = {}
         self._callers: dict[int, tuple[Caller, int]] = {}
         self._outbox: deque[bytes] = deque()
+        self._abandoned: list[int] = []
+        """Tickets whose callers left before the answer."""
 
     def submit(self, group: Sequence[Submission], caller: Caller) -> Booking:
         message = self.desk.submit(group)
@@ -90,6 +102,7 @@ class Counter:
         """The caller left before the answer."""
         desk.abandon(ticket)
         if desk is self.desk:
+            self._abandoned.append(ticket)
             self._pending.pop(ticket, None)
 
     def drain(self) -> None:
@@ -127,6 +140,7 @@ class Counter:
         self.serves = False
         self.sessions_lost += 1
         self._outbox.clear()
+        self._abandoned.clear()
         self.late += self.desk.late
         gone, self.desk = self.desk, Desk()
         pending, self._pending = self._pending, {}
@@ -141,7 +155,9 @@ class Counter:
     def took(self, frames: list[bytes]) -> None:
         self._post()
         for frame in frames:
-            took = self.desk.take(decode_from_engine(frame))
+            message = decode_from_engine(frame)
+            took = self.desk.take(message)
+            self._check_the_abandoned(message, took.orders)
             for order in took.orders:
                 self.order(order)
             for news in took.news:
@@ -159,6 +175,13 @@ class Counter:
                         self.serves = True
                     case Died(reason):
                         self.lost(reason)
+
+    def _check_the_abandoned(self, message: FromEngine, orders: list[ToEngine]) -> None:
+        """Whatever was accepted for a client that has left is cancelled, every choice of it."""
+        if isinstance(message, AcceptedAs) and message.ticket in self._abandoned:
+            self._abandoned.remove(message.ticket)
+            if orders != [Cancel(serial) for serial in message.serials]:
+                raise LawBroken(ENDS_AT_ONCE, f"{message} came for a client that had left, and only {orders} went back")
 
     def _progress(self, news: Progress) -> None:
         caller, place = self._callers[news.serial]

@@ -36,8 +36,8 @@ from baton.sim.device import Device, Times
 from baton.sim.disk import Disk
 from baton.sim.faults import Fault
 from baton.sim.world import Alarm, Host
+from baton.wire import keyfile
 from baton.wire.dispatch import event_of, message_of
-from baton.wire.keyfile import KEY_BYTES, read_key, write_key
 from baton.wire.messages import WIRE_VERSION, Failed, FromEngine, Ready, decode_to_engine, encode_from_engine, wire_gauges
 
 KEY_FILE = "prefix.key"
@@ -116,11 +116,11 @@ class Instance:
         self._disk.read(KEY_FILE, lambda data: self._begin(data, ready))
 
     def _begin(self, data: bytes | None, ready: Callable[[Instance], None]) -> None:
-        secret = read_key(data) if data is not None else None
+        secret = keyfile.read_key(data) if data is not None else None
         made = secret is None
         if secret is None:
-            secret = self.host.world.stream(f"key {self.host.name} life {self.host.lives}").randbytes(KEY_BYTES)
-            self._disk.write(KEY_FILE, write_key(secret), lambda _placed: None)
+            secret = self.host.world.stream(f"key {self.host.name} life {self.host.lives}").randbytes(keyfile.KEY_BYTES)
+            self._disk.write(KEY_FILE, keyfile.write_key(secret), lambda _placed: None)
         if self._watcher is not None:
             self._watcher.began(self, secret, made)
         config = self.spec.config
@@ -181,7 +181,7 @@ class Instance:
         # With a step in flight its end is what the loop waits for; a full line is waited for by whoever empties it.
         waits = not self.device.in_flight and self._has_room
         self._alarm.set(worker.next_deadline() if waits else None)
-        if self._restart is not None and worker.is_idle and not self._undelivered:
+        if self._restart is not None and worker.is_idle and not self.undelivered:
             restart, self._restart = self._restart, None
             self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
             self.host.after(0, restart)
@@ -197,7 +197,8 @@ class Instance:
         return False
 
     @property
-    def _undelivered(self) -> int:
+    def undelivered(self) -> int:
+        """Frames that the front end has not acknowledged."""
         return 0 if self._conversation is None else self._conversation.undelivered
 
     def _finished(self, result: StepResult) -> None:

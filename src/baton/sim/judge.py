@@ -47,6 +47,7 @@ from baton.sim.laws import (
     DESERVED_REFUSAL,
     ENDS_AT_ONCE,
     LEDGER_SUMS,
+    LINE_BOUND,
     NOTHING_HELD,
     OWN_CHECKS,
     OWN_PREFIXES,
@@ -54,6 +55,7 @@ from baton.sim.laws import (
     RECOVERY,
     SAME_TOKENS,
     TRUE_BILL,
+    TRUE_DRAIN,
     TRUE_END,
     WHOLE_KEY,
     LawBroken,
@@ -130,7 +132,9 @@ class Docket:
 
 
 class Judge:
-    def __init__(self, world: World, causes: Causes, vocabulary: int, always_audit: bool = False) -> None:
+    def __init__(
+        self, world: World, causes: Causes, vocabulary: int, undelivered_max: int, always_audit: bool = False
+    ) -> None:
         self.ends: Counter[str] = Counter()
         """How requests ended, over the whole world."""
         self.moves: Counter[str] = Counter()
@@ -140,6 +144,7 @@ class Judge:
         self._world = world
         self._causes = causes
         self._vocabulary = vocabulary
+        self._undelivered_max = undelivered_max
         self._audit_every = 1 if always_audit else AUDIT_EVERY
         self._dockets: dict[tuple[int, int], Docket] = {}
         self._asked: Counter[tuple[bytes, bytes]] = Counter()
@@ -162,6 +167,10 @@ class Judge:
         """After each event of its worker."""
         worker, docket = instance.require_worker(), self._docket(instance)
         self._cheap_laws(worker)
+        if instance.undelivered > self._undelivered_max:
+            raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
+        if isinstance(event, Submitted) and isinstance(effects[0], Accepted) and DrainOrdered in instance.ordered:
+            raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
         rare = docket.note(worker, event, effects, self._world.now_us)
         if isinstance(event, Submitted) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)

@@ -34,7 +34,7 @@ from baton.wire.link import LinkConfig
 EVENTS_MAX = 200_000
 BOOTED_US = 30_000
 """Nobody asks before the instances had time to start."""
-HEALED_WITHIN_US = 60_000_000
+HEALED_WITHIN_US = 20_000_000
 RECOVERED_WITHIN_US = 10_000_000
 QUIET_WITHIN_US = 10_000_000
 STANDSTILL_US = 3_000_000
@@ -198,7 +198,8 @@ class Run:
     def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
         self.scenario = scenario
         self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
-        self.judge = Judge(self.world, self, VOCABULARY, always_audit)
+        line_max = scenario.link.window + scenario.link.backlog_max
+        self.judge = Judge(self.world, self, VOCABULARY, line_max, always_audit)
         self.network = Network(self.world, scenario.rates.network)
         self._front_host = Host(self.world, FRONT)
         self.front = Front(self._front_host, scenario.instances)
@@ -208,11 +209,14 @@ class Run:
         self.users = [self._user(plan.asks, self.front, plan.converses) for plan in scenario.users]
 
     def may_be_lost(self, instance: int, accepted: bool) -> bool:
-        link, now_us = self.scenario.link, self.world.now_us
-        # Either side may need its whole patience to notice, and packets under way may come later still.
-        noticed_us = link.silent_us + link.acceptor_silent_us + 500_000
-        noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + noticed_us
-        return noisy or now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + noticed_us
+        now_us = self.world.now_us
+        noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + self._noticed_us
+        return noisy or now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + self._noticed_us
+
+    @property
+    def _noticed_us(self) -> int:
+        """After so long both sides know of a loss: each may need its whole patience, and packets may come late."""
+        return self.scenario.link.silent_us + self.scenario.link.acceptor_silent_us + 500_000
 
     def verdict(self) -> Verdict:
         broken = self._broken_law()
@@ -255,6 +259,7 @@ class Run:
         self.chaos.heal()
         self._audit_all()
         self._until_all_have_ended(self.users, HEALED_WITHIN_US, LIVENESS)
+        self._until(self.world.now_us + self._noticed_us)  # whoever has not noticed a loss yet does now
         self._until_all_serve(self.world.now_us + RECOVERED_WITHIN_US)
         self._ask_each_instance()
         self._until_nothing_is_held(self.world.now_us + QUIET_WITHIN_US)
