@@ -64,6 +64,8 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
 """What a seed draws from, and a user names on the command line."""
 
 CLASSES_MIN, CLASSES_MAX = 3, 8
+SILENCING_US = 10_000
+"""Packets that come later than this may make one side believe that the other is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class NetworkRates:
     @property
     def may_silence(self) -> bool:
         """Whether packets get lost or late often enough for one side to give the other up."""
-        return self.loss > 0 or self.bit_flip > 0 or self.spike > 0
+        overtaken = self.reordering > 0 and self.late_us > SILENCING_US
+        return self.loss > 0 or self.bit_flip > 0 or self.spike > 0 or overtaken
 
 
 @dataclass(frozen=True, slots=True)

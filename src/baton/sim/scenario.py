@@ -9,6 +9,7 @@ Owns the draw of a cluster, its load and its faults, the two phases, and the ver
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ RECOVERED_WITHIN_US = 10_000_000
 QUIET_WITHIN_US = 10_000_000
 STANDSTILL_US = 3_000_000
 """Nothing but signs of life for so long, while somebody waits, is a deadlock."""
+BUNCHED_SHARE = 0.7
 PROBE_FROM = 1_000_000
 """Indices of the questions that are asked when everything has healed."""
 
@@ -106,7 +108,7 @@ class Verdict:
 def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
     trim = trim or Trim()
     stream = stream_of(seed, "scenario")
-    instances = stream.randint(3, 5)
+    instances = stream.choice((3, 3, 4))
     classes = draw_classes(stream)
     classes = classes if trim.classes is None else trim.classes
     rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in (*CLASSES, "late")}, classes)
@@ -122,7 +124,7 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
         classes=classes,
         rates=rates,
         config=config,
-        times=FlatTimes(shape.randint(1_000, 15_000), shape.randint(10, 500)),
+        times=FlatTimes(shape.randint(3_000, 20_000), shape.randint(10, 500)),
         link=_draw_link(seed, classes),
         span_us=span_us,
         users=users,
@@ -139,9 +141,9 @@ def _draw_link(seed: int, classes: tuple[str, ...]) -> LinkConfig:
         ack_every=stream.choice((1, 4, 16)),
         ack_delay_us=stream.choice((500, 2_000, 20_000)),
         resend_burst=stream.choice((1, 8)),
-        heartbeat_us=60_000,
+        heartbeat_us=80_000,
         silent_us=stream.choice((150_000, 300_000, 600_000)),
-        acceptor_silent_us=stream.choice((100_000, 300_000, 1_000_000)),
+        acceptor_silent_us=stream.choice((150_000, 300_000, 1_000_000)),
     )
 
 
@@ -181,10 +183,20 @@ def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> 
         )
 
     arrivals_us = 0.7 * span_us / rates.overload
-    passing = [UserPlan(int(stream.random() * arrivals_us), False, asks(1)) for _ in range(stream.randint(24, 32))]
+    passing = [UserPlan(at_us, False, asks(1)) for at_us in _arrivals(stream, int(arrivals_us))]
     patient = [UserPlan(stream.randrange(span_us // 4), False, asks(4)) for _ in range(stream.randint(2, 3))]
     talking = [UserPlan(stream.randrange(span_us // 3), True, asks(4)) for _ in range(stream.randint(2, 3))]
     return (*passing, *patient, *talking)
+
+
+def _arrivals(stream: random.Random, span_us: int) -> list[int]:
+    """An open loop: evenly, or in bunches, as when a batch job or a page with many boxes calls."""
+    bunches = [stream.randrange(span_us) for _ in range(stream.randint(2, 5))]
+    bunched = stream.random() < BUNCHED_SHARE
+    times = [
+        (stream.randrange(span_us), stream.choice(bunches) + stream.randrange(20_000)) for _ in range(stream.randint(24, 32))
+    ]
+    return [in_bunch if bunched else evenly for evenly, in_bunch in times]
 
 
 def _only(users: tuple[UserPlan, ...], kept: tuple[int, ...]) -> tuple[UserPlan, ...]:
