@@ -76,7 +76,7 @@ def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: Rat
     longest = config.sequence_tokens_max
     prompt_tokens = stream.randint(1, min(24, max(1, longest // 2)))
     room = longest - prompt_tokens
-    max_tokens = stream.choice((*(stream.randint(1, min(12, room)) for _ in range(3)), stream.randint(1, room)))
+    max_tokens = stream.choice((*(stream.randint(1, min(12, room)) for _ in range(4)), stream.randint(1, room)))
     prompt = _prompt(stream, prompt_tokens, seed)
     sampling = Sampling(
         seed=stream.randrange(1 << 32),

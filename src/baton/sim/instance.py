@@ -165,8 +165,9 @@ class Instance:
 
     def take(self, frames: list[bytes]) -> None:
         """What has arrived; also when nothing has, but the line may have room again."""
-        self._inbox.extend(frames)
-        self._pump()
+        if frames or self._stands_still or self.is_leaving:
+            self._inbox.extend(frames)
+            self._pump()
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

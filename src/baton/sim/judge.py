@@ -2,7 +2,7 @@
 
 Owns the verdict. A broken promise is a `LawBroken` with the law's name; so is a law of the core, and an error that our own
 code raised. The laws of the core are checked on the worker that was touched: cheap ones after each event, all of them every
-16 events, after each order to end something, when a phase ends, and after every event when a failure is replayed.
+32 events, after each order to end something, when a phase ends, and after every event when a failure is replayed.
 
 Nobody is refused, lost or failed without a cause. Causes are not taken from what the seed may do, but from what happened: to
 that instance, at that time (`Causes`).
@@ -64,7 +64,7 @@ from baton.sim.world import World
 from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
 
-AUDIT_EVERY = 16
+AUDIT_EVERY = 32
 
 
 class Causes(Protocol):

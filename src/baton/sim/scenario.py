@@ -184,8 +184,8 @@ def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> 
 
     arrivals_us = 0.7 * span_us / rates.overload
     passing = [UserPlan(at_us, False, asks(1)) for at_us in _arrivals(stream, int(arrivals_us))]
-    patient = [UserPlan(stream.randrange(span_us // 4), False, asks(4)) for _ in range(stream.randint(2, 3))]
-    talking = [UserPlan(stream.randrange(span_us // 3), True, asks(4)) for _ in range(stream.randint(2, 3))]
+    patient = [UserPlan(stream.randrange(span_us // 4), False, asks(4)) for _ in range(2)]
+    talking = [UserPlan(stream.randrange(span_us // 3), True, asks(4)) for _ in range(2)]
     return (*passing, *patient, *talking)
 
 
@@ -194,7 +194,7 @@ def _arrivals(stream: random.Random, span_us: int) -> list[int]:
     bunches = [stream.randrange(span_us) for _ in range(stream.randint(2, 5))]
     bunched = stream.random() < BUNCHED_SHARE
     times = [
-        (stream.randrange(span_us), stream.choice(bunches) + stream.randrange(20_000)) for _ in range(stream.randint(24, 32))
+        (stream.randrange(span_us), stream.choice(bunches) + stream.randrange(20_000)) for _ in range(stream.randint(24, 27))
     ]
     return [in_bunch if bunched else evenly for evenly, in_bunch in times]
 
