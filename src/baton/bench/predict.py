@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import count
 from typing import Protocol
 
 import msgspec
@@ -213,6 +214,8 @@ class Predict:
         self._source = source
         self._admission_us = dict(zip(options.loads, admission_us, strict=True))
         self._voice = voice
+        self._seeds = count(options.seed)
+        """Another one for all that is ever sent: two loads of one seed begin with the same tokens."""
         self._taken: list[_Taken] = []
 
     @property
@@ -223,7 +226,7 @@ class Predict:
         """What was predicted of each load, and what failed: then nothing is."""
         try:
             with server(self._side) as serving:
-                turns, _ = arrange([serving], self._voice, self._options.seed + 77)
+                turns, _ = arrange([serving], self._voice, next(self._seeds))
                 self._real(turns, serving)
         except (ChildFailed, MeasurementFailed) as error:
             return [], [str(error)]
@@ -237,7 +240,7 @@ class Predict:
         for load in options.loads:  # its sizes, once: the first step of a size sets up what later ones reuse
             self._voice.doing(f"warming up: {load.name}")
             each = Round(load.input_tokens, WARM_UP_TOKENS)
-            turns.run(serving, each, load.requests, load.requests, options.seed + 78)
+            turns.run(serving, each, load.requests, load.requests, next(self._seeds))
         for repetition in range(options.repetitions):
             for load in order(options.loads, repetition):
                 self._look()
@@ -253,10 +256,8 @@ class Predict:
         figures: list[Figures] = []
 
         def work() -> tuple[float, str]:
-            # Another seed for each repetition, so that nothing of it is in the cache.
-            seed = options.seed + 1 + repetition
             each = Round(load.input_tokens, load.output_tokens)
-            summary = summarise(turns.run(serving, each, load.requests, load.requests, seed))
+            summary = summarise(turns.run(serving, each, load.requests, load.requests, next(self._seeds)))
             if summary.counts.cached_tokens:
                 raise MeasurementFailed(f"{load.name}: {summary.counts.cached_tokens} tokens came from the prefix cache")
             first = summary.latency.ttft_ms
