@@ -237,7 +237,7 @@ def test_the_table_shows_both_sides_and_whether_it_holds() -> None:
     console = Console(width=180, record=True, file=io.StringIO())
     show(console, made_report(1.3, ("the server died",)))
     text = console.export_text()
-    for word in ("64 at once", "100", "130", "1.3", "NO", "15%", "25%", "others kept", "the server died"):
+    for word in ("64 at once", "100", "130", "1.30", "NO", "15%", "25%", "others kept", "the server died"):
         assert word in text
 
 

@@ -30,7 +30,7 @@ from baton.bench.report import summarise
 from baton.bench.sides import OURS, Serving, Side
 from baton.bench.stats import median
 from baton.bench.turns import Look, MeasurementFailed, Turns, Voice, arrange, measure, notes_on_others, order, server
-from baton.bench.verdict import RatioSpread, shown_ratio
+from baton.bench.verdict import RatioSpread, short
 from baton.bench.workload import Round
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError
@@ -329,10 +329,8 @@ def show(console: Console, report: PredictReport) -> None:
     title = f"{report.model} on {machine['cpu']}, {machine['cores']} cores\n{report.step_times}"
     table = Table(title=title, title_justify="left")
     table.add_column("load")
-    for column in ("real", "simulated", "ratio"):
-        table.add_column(f"tokens/s, {column}", justify="right")
-    for column in ("real", "simulated", "ratio"):
-        table.add_column(f"TTFT ms, {column}", justify="right")
+    for column in ("tokens/s", "simulated", "ratio", "TTFT, s", "simulated", "ratio"):
+        table.add_column(column, justify="right")
     table.add_column("holds")
     for each in report.predictions:
         table.add_row(each.load, *_shown_speed(each), *_shown_ttft(each), "yes" if each.holds else "NO")
@@ -350,14 +348,20 @@ def show(console: Console, report: PredictReport) -> None:
 
 def _shown_speed(each: Prediction) -> tuple[str, str, str]:
     real = _shown([run.real.tokens_per_s for run in each.runs])
-    return real, _shown([run.simulated.tokens_per_s for run in each.runs]), shown_ratio(each.speed)
+    return real, _shown([run.simulated.tokens_per_s for run in each.runs]), _shown_ratio(each.speed)
 
 
 def _shown_ttft(each: Prediction) -> tuple[str, str, str]:
-    real = _shown([run.real.ttft_ms for run in each.runs])
-    return real, _shown([run.simulated.ttft_ms for run in each.runs]), shown_ratio(each.ttft)
+    real = _shown([run.real.ttft_ms / 1000 for run in each.runs])
+    return real, _shown([run.simulated.ttft_ms / 1000 for run in each.runs]), _shown_ratio(each.ttft)
 
 
 def _shown(values: Sequence[float]) -> str:
-    middle, least, most = (f"{value:,.0f}" for value in (median(values), min(values), max(values)))
+    middle, least, most = (short(value) for value in (median(values), min(values), max(values)))
+    return middle if least == most else f"{middle} ({least} – {most})"
+
+
+def _shown_ratio(spread: RatioSpread) -> str:
+    """Two places: a ratio near 1 is what is looked for."""
+    middle, least, most = (f"{value:.2f}" for value in (spread.median, spread.min, spread.max))
     return middle if least == most else f"{middle} ({least} – {most})"
