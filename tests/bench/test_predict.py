@@ -8,7 +8,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from baton.bench.calibrate import Measured, ModelSizes, Trial, admission_costs_u
 from baton.bench.client import RequestRecord
 from baton.bench.compare import SERVING_LOADS, ServingLoad
 from baton.bench.load import RunResult
+from baton.bench.machine import OtherLoad
 from baton.bench.predict import (
     BadLoad,
     Figures,
@@ -117,7 +118,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> FakeTurns:
 
 
 def options(repetitions: int = 3) -> PredictOptions:
-    return PredictOptions(SMALL, repetitions, look_s=0.0)
+    return PredictOptions(SMALL, repetitions, look_s=0.0, patience_s=0.0)
 
 
 def predict_with(source: Surveyed | Given, repetitions: int = 3) -> tuple[list[Prediction], list[str]]:
@@ -171,6 +172,62 @@ def test_a_machine_that_does_otherwise_is_not(turns: FakeTurns, slowness: float,
     assert [each.holds for each in predictions] == [holds, holds]
     for each in predictions:
         assert each.speed.median == pytest.approx(slowness, rel=0.03)
+
+
+@dataclass
+class Neighbours:
+    """How busy others are at each look, and a clock that goes on by a second with each."""
+
+    busy_cores: Iterator[float]
+    now_s: float = 0.0
+
+    def look_around(self, _look_s: float) -> OtherLoad:
+        self.now_s += 1.0
+        return OtherLoad(0.0, next(self.busy_cores, 0.0), 0.0)
+
+    def clock_s(self) -> float:
+        return self.now_s
+
+
+def looks_beside(neighbours: Neighbours, patience_s: float) -> tuple[list[Prediction], list[float]]:
+    """What is predicted on a machine that becomes a tenth slower with every walk, and how slow it was at each."""
+    slowness: list[float] = []
+
+    def slower() -> list[Measured]:
+        slowness.append(1.0 + 0.1 * len(slowness))
+        return walk(slowness[-1])
+
+    source = Surveyed(slower, SIZES, (0.0, 0.0))
+    asked = replace(options(repetitions=1), patience_s=patience_s)
+    side = side_of(SETTINGS)
+    work = Predict(asked, side, CONFIG, source, [ADMISSION_US] * 2, QUIET, neighbours.clock_s, neighbours.look_around)
+    return work.run()[0], slowness
+
+
+def test_a_run_waits_for_others_and_is_repeated_if_they_came(turns: FakeTurns) -> None:
+    # Busy before the first run, quiet, busy after it; quiet, quiet: again, well; the second load has no trouble.
+    neighbours = Neighbours(iter([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]))
+    predictions, slowness = looks_beside(neighbours, patience_s=100.0)
+    assert [requests for requests, *_ in turns.told[turns.warm_ups :]] == [
+        SMALL[0].requests,
+        *(load.requests for load in SMALL),
+    ]
+    assert len(slowness) == 4
+    assert [len(each.runs) for each in predictions] == [1, 1]
+    # The run that counts is predicted from the walks beside it, not from those beside the one that was repeated.
+    wanted = [
+        simulated_figures(load, CONFIG, times_of(slow), ADMISSION_US) for load, slow in zip(SMALL, (1.15, 1.25), strict=True)
+    ]
+    for each, figures in zip(predictions, wanted, strict=True):
+        assert each.runs[0].simulated.tokens_per_s == pytest.approx(figures.tokens_per_s, rel=1e-3)
+
+
+def test_patience_ends(turns: FakeTurns) -> None:
+    neighbours = Neighbours(iter([1.0] * 1000))
+    predictions, slowness = looks_beside(neighbours, patience_s=20.0)
+    assert neighbours.now_s == 20.0
+    assert len(slowness) == 3
+    assert [len(each.runs) for each in predictions] == [1, 1]
 
 
 def test_a_server_that_dies_is_told() -> None:
@@ -227,7 +284,7 @@ def test_admission_costs_something() -> None:
 
 
 def made_report(ratio: float, failures: tuple[str, ...] = ()) -> PredictReport:
-    run = Run(0, Figures(100.0, 50.0), Figures(100.0 * ratio, 50.0), turns_module.OtherLoad(0.0, 0.5, 0.0))
+    run = Run(0, Figures(100.0, 50.0), Figures(100.0 * ratio, 50.0), OtherLoad(0.0, 0.5, 0.0))
     spread = RatioSpread(ratio, ratio, ratio)
     each = Prediction("64 at once", 700.0, [run], spread, RatioSpread(1.0, 1.0, 1.0), abs(ratio - 1) <= 0.15)
     return report_of("smol", side_of(SETTINGS), "step times of a test", ([each], list(failures)))

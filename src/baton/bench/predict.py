@@ -2,8 +2,8 @@
 
 Owns the server's settings, which both sides get, the order of things and the verdict. Step times are measured in the same
 run, between the loads, because a machine is not the same from hour to hour: a load is predicted from the walks of the grid
-just before and just after it. What a request costs on its way to the engine is measured too. Nothing is fitted to what the
-server then does.
+just before and just after it. A run into which others came is repeated, as long as patience lasts. What a request costs on
+its way to the engine is measured too. Nothing is fitted to what the server then does.
 
     walk ─ load A ─ walk ─ load B ─ walk ─ load B ─ walk ─ load A ─ walk …      prediction of a load: the walks beside it
 """
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
+from time import perf_counter
 from typing import Protocol
 
 import msgspec
@@ -25,11 +26,22 @@ from baton.bench.calibrate import Measured as Visited
 from baton.bench.calibrate import ModelSizes, calibrate, joined
 from baton.bench.children import ChildFailed
 from baton.bench.compare import SERVING_LOADS, ServingLoad
-from baton.bench.machine import OtherLoad, describe_machine
+from baton.bench.machine import OtherLoad, describe_machine, other_load
 from baton.bench.report import summarise
 from baton.bench.sides import OURS, Serving, Side
 from baton.bench.stats import median
-from baton.bench.turns import Look, MeasurementFailed, Turns, Voice, arrange, measure, notes_on_others, order, server
+from baton.bench.turns import (
+    OTHERS_CORES_MAX,
+    Look,
+    MeasurementFailed,
+    Turns,
+    Voice,
+    arrange,
+    measure,
+    notes_on_others,
+    order,
+    server,
+)
 from baton.bench.verdict import RatioSpread, short
 from baton.bench.workload import Round
 from baton.core.config import WorkerConfig
@@ -57,6 +69,8 @@ class PredictOptions:
     repetitions: int = 3
     seed: int = 0
     look_s: float = 1.0
+    patience_s: float = 120.0
+    """How long to wait in all for others to leave the machine, and to repeat runs that they came into."""
 
 
 class TimesSource(Protocol):
@@ -68,8 +82,8 @@ class TimesSource(Protocol):
     def look(self) -> None:
         """Called before each run of a load, and once after the last."""
 
-    def times(self, run: int) -> StepTimes:
-        """Those of the time of that run, counted from 0, once the look after it has been taken."""
+    def times(self, look: int) -> StepTimes:
+        """Those between that look, counted from 0, and the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +99,7 @@ class Given:
     def look(self) -> None:
         """Nothing to see."""
 
-    def times(self, run: int) -> StepTimes:  # noqa: ARG002  the same for all
+    def times(self, look: int) -> StepTimes:  # noqa: ARG002  the same for all
         return self.model
 
 
@@ -106,8 +120,8 @@ class Surveyed:
     def look(self) -> None:
         self._walks.append(self._walk())
 
-    def times(self, run: int) -> StepTimes:
-        visited = joined(self._walks[run : run + 2])
+    def times(self, look: int) -> StepTimes:
+        visited = joined(self._walks[look : look + 2])
         return StepTimes(calibrate(visited, self._sizes, "here", "", *self._host_costs_us).file)
 
 
@@ -193,6 +207,8 @@ class _Taken:
 
     load: ServingLoad
     repetition: int
+    look: int
+    """The last one before it."""
     figures: Figures
     other_load: OtherLoad
 
@@ -206,6 +222,8 @@ class Predict:
         source: TimesSource,
         admission_us: Sequence[float],
         voice: Voice,
+        clock_s: Callable[[], float] = perf_counter,
+        look_around: Callable[[float], OtherLoad] = other_load,
     ) -> None:
         """`admission_us` is what a request costs before the engine has it, load by load."""
         self._options = options
@@ -216,6 +234,10 @@ class Predict:
         self._voice = voice
         self._seeds = count(options.seed)
         """Another one for all that is ever sent: two loads of one seed begin with the same tokens."""
+        self._clock_s = clock_s
+        self._other_load = look_around
+        self._patience_s = options.patience_s
+        self._looks = 0
         self._taken: list[_Taken] = []
 
     @property
@@ -230,7 +252,7 @@ class Predict:
                 self._real(turns, serving)
         except (ChildFailed, MeasurementFailed) as error:
             return [], [str(error)]
-        runs = [self._beside(number, taken) for number, taken in enumerate(self._taken)]
+        runs = [self._beside(taken) for taken in self._taken]
         return [self._conclude(load, runs) for load in self._options.loads], []
 
     # ── the real server ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -243,15 +265,38 @@ class Predict:
             turns.run(serving, each, load.requests, load.requests, next(self._seeds))
         for repetition in range(options.repetitions):
             for load in order(options.loads, repetition):
-                self._look()
-                self._take(turns, serving, load, repetition)
+                self._take_undisturbed(turns, serving, load, repetition)
         self._look()
+
+    def _take_undisturbed(self, turns: Turns, serving: Serving, load: ServingLoad, repetition: int) -> None:
+        while True:
+            self._wait_for_quiet()
+            self._look()
+            began_s = self._clock_s()
+            taken = self._take(turns, serving, load, repetition)
+            if self._patience_s <= 0.0 or not self._is_busy():
+                self._taken.append(taken)
+                self._voice.done()
+                return
+            self._patience_s -= self._clock_s() - began_s
+            self._voice.say("others came meanwhile: once more")
+
+    def _wait_for_quiet(self) -> None:
+        began_s = self._clock_s()
+        self._voice.doing("waiting for a quiet machine")
+        while self._patience_s - (self._clock_s() - began_s) > 0.0 and self._is_busy():
+            pass
+        self._patience_s -= self._clock_s() - began_s
+
+    def _is_busy(self) -> bool:
+        return self._other_load(self._options.look_s).busy_cores > OTHERS_CORES_MAX
 
     def _look(self) -> None:
         self._voice.doing("measuring step times")
         self._source.look()
+        self._looks += 1
 
-    def _take(self, turns: Turns, serving: Serving, load: ServingLoad, repetition: int) -> None:
+    def _take(self, turns: Turns, serving: Serving, load: ServingLoad, repetition: int) -> _Taken:
         options = self._options
         figures: list[Figures] = []
 
@@ -267,13 +312,14 @@ class Predict:
             return figures[0].tokens_per_s, f"TTFT {first.mean:,.0f} ms"
 
         look = Look(load.name, "tokens/s", self._side.name, repetition, options.repetitions, options.look_s)
-        taken = measure(self._voice, look, work)
-        self._taken.append(_Taken(load, repetition, figures[0], taken.load))
+        taken = measure(replace(self._voice, done=lambda: None), look, work)
+        return _Taken(load, repetition, self._looks - 1, figures[0], taken.load)
 
     # ── the simulated one ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _beside(self, number: int, taken: _Taken) -> tuple[ServingLoad, Run]:
-        simulated = simulated_figures(taken.load, self._config, self._source.times(number), self._admission_us[taken.load])
+    def _beside(self, taken: _Taken) -> tuple[ServingLoad, Run]:
+        times = self._source.times(taken.look)
+        simulated = simulated_figures(taken.load, self._config, times, self._admission_us[taken.load])
         return taken.load, Run(taken.repetition, taken.figures, simulated, taken.other_load)
 
     def _conclude(self, load: ServingLoad, runs: Sequence[tuple[ServingLoad, Run]]) -> Prediction:

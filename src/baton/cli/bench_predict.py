@@ -47,6 +47,9 @@ LoadTexts = Annotated[
     ),
 ]
 Repetitions = Annotated[int, typer.Option(min=1, max=20, help="Times that each load is run.")]
+Patience = Annotated[
+    float, typer.Option(min=0.0, help="Seconds to wait in all for others to leave the machine, and for runs to repeat.")
+]
 PredictJson = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the numbers here.")]
 
 
@@ -55,6 +58,7 @@ def predict(
     step_times: StepTimesName = None,
     load: LoadTexts = None,
     repetitions: Repetitions = 3,
+    patience: Patience = 120.0,
     seed: Seed = 0,
     json_file: PredictJson = None,
 ) -> None:
@@ -73,7 +77,7 @@ def predict(
     except BatonError as error:
         raise refuse(console, error) from error
     try:
-        report = _predict(console, PredictOptions(loads, repetitions, seed), settings, given)
+        report = _predict(console, PredictOptions(loads, repetitions, seed, patience_s=patience), settings, given)
     except (BatonError, ChildFailed) as error:
         console.print(f"baton bench predict: {error}", style="red", markup=False)
         raise typer.Exit(1) from None
