@@ -14,6 +14,7 @@ where it was not told.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import sys
@@ -28,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.bench.children import Child, ChildFailed, free_port, started
-from baton.bench.client import ServerUnreachable, Target, first_model, open_http
+from baton.bench.client import RequestRecord, ServerUnreachable, Target, first_model, open_http
 from baton.bench.load import Closed, Plan, run_load
 from baton.bench.scheduler import time_scheduler
 from baton.bench.stats import median
@@ -107,13 +108,13 @@ class Trial:
 DECODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CONTEXTS = (64, 256, 768)
 LONG_CONTEXT, LONG_CONTEXT_DECODES = 2048, (1, 8, 24)
-QUICK_DECODES, QUICK_CONTEXTS = (1, 4, 16, 64), (64, 768)
+QUICK_DECODES, QUICK_CONTEXTS = (1, 4, 16, 32, 64), (64, 256, 768)
 PREFILLS = (
     (1, 16, 0), (1, 16, 512), (1, 64, 0), (1, 64, 1024), (1, 128, 0), (1, 256, 0), (2, 128, 0), (1, 512, 0), (4, 128, 0),
     (1, 512, 1536), (1, 1024, 0), (8, 128, 0), (1, 2048, 0), (4, 512, 0), (16, 128, 0),
 )  # fmt: skip
 """(sequences, tokens of each, position at which each begins)"""
-QUICK_PREFILLS = ((1, 16, 0), (1, 128, 0), (4, 128, 0), (1, 512, 0), (1, 512, 1536))
+QUICK_PREFILLS = ((1, 16, 0), (1, 128, 0), (4, 128, 0), (1, 512, 0), (1, 512, 1536), (4, 512, 0), (16, 128, 0))
 MIXED = ((16, 192, 2, 128), (60, 160, 1, 64), (48, 192, 4, 128), (32, 576, 1, 512), (32, 192, 12, 128))
 """(decodes, their context, sequences, tokens of each)"""
 
@@ -282,6 +283,31 @@ class Measured:
         return max(self.times_us) / min(self.times_us)
 
 
+class Survey:
+    """Walks a grid on one executor, as often as asked; what a first step of a size sets up is set up before."""
+
+    def __init__(self, executor: Executor, trials: Sequence[Trial], clock_us: Callable[[], float] = monotonic_us) -> None:
+        self._trials = trials
+        self._stepper = Stepper(executor, clock_us)
+        self._stepper.fill(max(trial.blocks(executor.shape.block_size) for trial in trials))
+        for trial in trials:
+            if not trial.is_large:
+                self._stepper.warm(trial)
+
+    def walk(self, advance: Callable[[Trial], None] = lambda _trial: None) -> list[Measured]:
+        walked = []
+        for trial in self._trials:
+            walked.append(Measured(trial, self._stepper.visit(trial)))
+            advance(trial)
+        return walked
+
+
+def joined(walks: Sequence[Sequence[Measured]]) -> list[Measured]:
+    """Several walks of one grid as if they had been one."""
+    same = zip(*walks, strict=True)
+    return [Measured(visits[0].trial, [us for visit in visits for us in visit.times_us]) for visits in same]
+
+
 def measure(
     executor: Executor,
     trials: Sequence[Trial],
@@ -290,21 +316,15 @@ def measure(
     advance: Callable[[Trial], None] = lambda _trial: None,
 ) -> list[Measured]:
     """Walks the grid once, and again as long as another walk fits into the budget."""
-    stepper = Stepper(executor, clock_us)
     began_us = clock_us()
-    stepper.fill(max(trial.blocks(executor.shape.block_size) for trial in trials))
-    measured = [Measured(trial) for trial in trials]
-    for trial in trials:
-        if not trial.is_large:
-            stepper.warm(trial)
+    survey = Survey(executor, trials, clock_us)
+    walks: list[list[Measured]] = []
     while True:
         walk_us = clock_us()
-        for one in measured:
-            one.times_us += stepper.visit(one.trial)
-            advance(one.trial)
+        walks.append(survey.walk(advance))
         now_us = clock_us()
         if (now_us - began_us) + (now_us - walk_us) > budget_s * 1e6:
-            return measured
+            return joined(walks)
 
 
 HOST_ROWS = (8, 64)
@@ -329,19 +349,49 @@ def delivery_cost_us() -> float:
 
     CPU time of both, with a scripted engine behind them, spread over all cores: what they take, the executor's threads lose.
     """
-    serve = [sys.executable, "-m", "baton", "serve", "--executor", "scripted", "--step-ms", "40", "--log-level", "warning"]
-    port = free_port()
-    with started("baton serve", [*serve, "--no-access-log", "--port", str(port)], {}) as child:
-        target = Target(f"http://127.0.0.1:{port}", asyncio.run(_wait_for_model(child, port)))
-        plan = Plan(target, Closed(DELIVERY_REQUESTS), Recipe(0, DELIVERY_IDS), seconds_max=START_LIMIT_S)
-        each = Round(16, DELIVERY_TOKENS)
-        asyncio.run(run_load(plan, fixed_sessions(2, each, Shape())))
+    with _scripted_server(step_ms=40) as (child, target):
+        _send(target, 2, 16, DELIVERY_TOKENS)
         ours_s, theirs_s = time.process_time(), child.cpu_s()
-        result = asyncio.run(run_load(plan, fixed_sessions(DELIVERY_REQUESTS, each, Shape())))
+        _send(target, DELIVERY_REQUESTS, 16, DELIVERY_TOKENS)
         spent_s = time.process_time() - ours_s + child.cpu_s() - theirs_s
-    if any(record.error is not None for record in result.records):
-        raise CannotCalibrate("requests to a scripted server failed, so what delivering tokens costs is not known")
     return spent_s * 1e6 / (DELIVERY_REQUESTS * DELIVERY_TOKENS) / (os.cpu_count() or 1)
+
+
+ADMISSION_RUNS = 3
+
+
+def admission_costs_us(loads: Sequence[tuple[int, int]]) -> list[float]:
+    """What a request takes from its client to the engine, for each load of (requests at once, tokens in each).
+
+    Requests pass one after the other: with an engine whose steps take no time, the last one has its token when all have
+    been made, sent, parsed and submitted.
+    """
+    with _scripted_server(step_ms=0) as (_, target):
+        _send(target, DELIVERY_REQUESTS, 16, 1)
+        return [
+            median([_last_first_s(_send(target, *load, 1)) * 1e6 / load[0] for _ in range(ADMISSION_RUNS)]) for load in loads
+        ]
+
+
+def _last_first_s(records: Sequence[RequestRecord]) -> float:
+    return max(record.first_s or 0.0 for record in records) - min(record.sent_s for record in records)
+
+
+def _send(target: Target, requests: int, input_tokens: int, output_tokens: int) -> list[RequestRecord]:
+    plan = Plan(target, Closed(requests), Recipe(0, DELIVERY_IDS), seconds_max=START_LIMIT_S)
+    result = asyncio.run(run_load(plan, fixed_sessions(requests, Round(input_tokens, output_tokens), Shape())))
+    if any(record.error is not None for record in result.records):
+        raise CannotCalibrate("requests to a scripted server failed, so what serving costs beside the engine is not known")
+    return result.records
+
+
+@contextlib.contextmanager
+def _scripted_server(step_ms: int) -> Iterator[tuple[Child, Target]]:
+    serve = [sys.executable, "-m", "baton", "serve", "--executor", "scripted", "--step-ms", str(step_ms)]
+    port = free_port()
+    quiet = ["--log-level", "warning", "--no-access-log", "--no-prefix-cache", "--port", str(port)]
+    with started("baton serve", [*serve, *quiet], {}) as child:
+        yield child, Target(f"http://127.0.0.1:{port}", asyncio.run(_wait_for_model(child, port)))
 
 
 async def _wait_for_model(child: Child, port: int) -> str:

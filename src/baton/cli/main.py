@@ -10,6 +10,7 @@ from baton import __version__
 from baton.cli.bench import bench_app
 from baton.cli.bench_calibrate import calibrate
 from baton.cli.bench_policies import policies
+from baton.cli.bench_predict import predict
 from baton.cli.bench_pressure import pressure
 from baton.cli.bench_scheduler import scheduler
 from baton.cli.chat import chat
@@ -28,6 +29,7 @@ bench_app.command()(pressure)
 bench_app.command()(policies)
 bench_app.command()(scheduler)
 bench_app.command()(calibrate)
+bench_app.command()(predict)
 app.add_typer(bench_app, name="bench")
 app.add_typer(sim_app, name="sim")
 

@@ -1,0 +1,413 @@
+"""`baton bench predict`: does the simulator tell the truth? The same loads on a real server and in virtual time.
+
+Owns the server's settings, which both sides get, the order of things and the verdict. Step times are measured in the same
+run, between the loads, because a machine is not the same from hour to hour: a load is predicted from the walks of the grid
+just before and just after it. A run into which others came is repeated, as long as patience lasts. What a request costs on
+its way to the engine is measured too. Nothing is fitted to what the server then does.
+
+    walk ─ load A ─ walk ─ load B ─ walk ─ load B ─ walk ─ load A ─ walk …      prediction of a load: the walks beside it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import count
+from time import perf_counter
+from typing import Protocol
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.calibrate import Measured as Visited
+from baton.bench.calibrate import ModelSizes, calibrate, joined
+from baton.bench.children import ChildFailed
+from baton.bench.compare import SERVING_LOADS, ServingLoad
+from baton.bench.machine import OtherLoad, describe_machine, other_load
+from baton.bench.report import summarise
+from baton.bench.sides import OURS, Serving, Side
+from baton.bench.stats import median
+from baton.bench.turns import (
+    OTHERS_CORES_MAX,
+    Look,
+    MeasurementFailed,
+    Turns,
+    Voice,
+    arrange,
+    measure,
+    notes_on_others,
+    order,
+    server,
+)
+from baton.bench.verdict import RatioSpread, short
+from baton.bench.workload import Round
+from baton.core.config import WorkerConfig
+from baton.core.errors import BatonError
+from baton.executor.contract import ExecutorShape
+from baton.node.engine import worker_config
+from baton.node.settings import EngineSettings
+from baton.sim.cluster import Call, RunSpec, simulate
+from baton.sim.records import RunRecord
+from baton.sim.steptime import StepTimes
+
+SCHEMA = 1
+SPEED_OFF_MAX, TTFT_OFF_MAX = 0.15, 0.25
+BLOCKS, CONTEXT_TOKENS = 4096, 4096
+WARM_UP_TOKENS = 4
+
+
+class BadLoad(BatonError):
+    """A load that cannot be run; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictOptions:
+    loads: tuple[ServingLoad, ...] = SERVING_LOADS
+    repetitions: int = 3
+    seed: int = 0
+    look_s: float = 1.0
+    patience_s: float = 120.0
+    """How long to wait in all for others to leave the machine, and to repeat runs that they came into."""
+
+
+class TimesSource(Protocol):
+    """Where step times come from."""
+
+    @property
+    def told(self) -> str: ...
+
+    def look(self) -> None:
+        """Called before each run of a load, and once after the last."""
+
+    def times(self, look: int) -> StepTimes:
+        """Those between that look, counted from 0, and the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One model, whatever the machine does meanwhile."""
+
+    model: StepTimes
+
+    @property
+    def told(self) -> str:
+        return f"step times {self.model.name}: {self.model.file.measured_on}"
+
+    def look(self) -> None:
+        """Nothing to see."""
+
+    def times(self, look: int) -> StepTimes:  # noqa: ARG002  the same for all
+        return self.model
+
+
+class Surveyed:
+    """Walks a grid at each look; the two walks beside a run make its model."""
+
+    def __init__(self, walk: Callable[[], list[Visited]], sizes: ModelSizes, host_costs_us: tuple[float, float]) -> None:
+        self._walk = walk
+        self._sizes = sizes
+        self._host_costs_us = host_costs_us
+        self._walks: list[list[Visited]] = []
+
+    @property
+    def told(self) -> str:
+        step_us, row_us = self._host_costs_us
+        return f"step times measured beside each run; host {step_us:,.0f} µs a step and {row_us:.1f} µs a token"
+
+    def look(self) -> None:
+        self._walks.append(self._walk())
+
+    def times(self, look: int) -> StepTimes:
+        visited = joined(self._walks[look : look + 2])
+        return StepTimes(calibrate(visited, self._sizes, "here", "", *self._host_costs_us).file)
+
+
+def settings_of(model_folder: str, loads: Sequence[ServingLoad], blocks: int = BLOCKS) -> EngineSettings:
+    """What the server, the calibrated executor and the simulated instance are all made from."""
+    settings = EngineSettings("", model_folder, b"", blocks=blocks, context_tokens=CONTEXT_TOKENS)
+    room = config_of(settings).sequence_tokens_max
+    for load in loads:
+        if load.input_tokens + load.output_tokens > room:
+            raise BadLoad(f"{load.name}: a sequence has at most {room:,} tokens here")
+        if load.requests > settings.waiting_max:
+            raise BadLoad(f"{load.name}: at most {settings.waiting_max:,} requests can wait")
+    return settings
+
+
+def config_of(settings: EngineSettings) -> WorkerConfig:
+    """The server's, without its executor: everything that the executor could choose is in the settings."""
+    shape = ExecutorShape(
+        settings.slots, settings.blocks or BLOCKS, settings.block_size, settings.context_tokens or CONTEXT_TOKENS
+    )
+    return worker_config(settings, shape)
+
+
+def side_of(settings: EngineSettings) -> Side:
+    """Said in full, since a flag goes before whatever the environment says."""
+    flags = {
+        "--dtype": settings.dtype, "--max-model-len": settings.context_tokens, "--max-num-seqs": settings.slots,
+        "--max-num-batched-tokens": settings.step_tokens, "--block-size": settings.block_size,
+        "--kv-blocks": settings.blocks, "--plan-ahead": settings.depth, "--reserve": settings.reserve,
+        "--victims": settings.victims, "--max-waiting": settings.waiting_max,
+    }  # fmt: skip
+    told = [part for name, value in flags.items() for part in (name, str(value))]
+    return Side(OURS, (sys.executable, "-m", "baton", "serve", str(settings.model_folder), *told))
+
+
+class Figures(msgspec.Struct, frozen=True):
+    tokens_per_s: float
+    ttft_ms: float
+    """Mean."""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One load, once."""
+
+    repetition: int
+    real: Figures
+    simulated: Figures
+    other_load: OtherLoad
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    load: str
+    admission_us: float
+    """What a request takes from its client to the engine."""
+    runs: list[Run]
+    speed: RatioSpread
+    """Simulated ÷ real, run by run."""
+    ttft: RatioSpread
+    holds: bool
+
+
+class PredictReport(msgspec.Struct):
+    schema: int
+    made: str
+    machine: dict[str, str | int | float]
+    model: str
+    command: str
+    step_times: str
+    speed_off_max: float
+    ttft_off_max: float
+    predictions: list[Prediction]
+    notes: list[str]
+    failures: list[str]
+
+    @property
+    def holds(self) -> bool:
+        return not self.failures and bool(self.predictions) and all(each.holds for each in self.predictions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """One run of a real server."""
+
+    load: ServingLoad
+    repetition: int
+    look: int
+    """The last one before it."""
+    figures: Figures
+    other_load: OtherLoad
+
+
+class Predict:
+    def __init__(
+        self,
+        options: PredictOptions,
+        side: Side,
+        config: WorkerConfig,
+        source: TimesSource,
+        admission_us: Sequence[float],
+        voice: Voice,
+        clock_s: Callable[[], float] = perf_counter,
+        look_around: Callable[[float], OtherLoad] = other_load,
+    ) -> None:
+        """`admission_us` is what a request costs before the engine has it, load by load."""
+        self._options = options
+        self._side = side
+        self._config = config
+        self._source = source
+        self._admission_us = dict(zip(options.loads, admission_us, strict=True))
+        self._voice = voice
+        self._seeds = count(options.seed)
+        """Another one for all that is ever sent: two loads of one seed begin with the same tokens."""
+        self._clock_s = clock_s
+        self._other_load = look_around
+        self._patience_s = options.patience_s
+        self._looks = 0
+        self._taken: list[_Taken] = []
+
+    @property
+    def measurements(self) -> int:
+        return self._options.repetitions * len(self._options.loads)
+
+    def run(self) -> tuple[list[Prediction], list[str]]:
+        """What was predicted of each load, and what failed: then nothing is."""
+        try:
+            with server(self._side) as serving:
+                turns, _ = arrange([serving], self._voice, next(self._seeds))
+                self._real(turns, serving)
+        except (ChildFailed, MeasurementFailed) as error:
+            return [], [str(error)]
+        runs = [self._beside(taken) for taken in self._taken]
+        return [self._conclude(load, runs) for load in self._options.loads], []
+
+    # ── the real server ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _real(self, turns: Turns, serving: Serving) -> None:
+        options = self._options
+        for load in options.loads:  # its sizes, once: the first step of a size sets up what later ones reuse
+            self._voice.doing(f"warming up: {load.name}")
+            each = Round(load.input_tokens, WARM_UP_TOKENS)
+            turns.run(serving, each, load.requests, load.requests, next(self._seeds))
+        for repetition in range(options.repetitions):
+            for load in order(options.loads, repetition):
+                self._take_undisturbed(turns, serving, load, repetition)
+        self._look()
+
+    def _take_undisturbed(self, turns: Turns, serving: Serving, load: ServingLoad, repetition: int) -> None:
+        while True:
+            self._wait_for_quiet()
+            self._look()
+            began_s = self._clock_s()
+            taken = self._take(turns, serving, load, repetition)
+            if self._patience_s <= 0.0 or not self._is_busy():
+                self._taken.append(taken)
+                self._voice.done()
+                return
+            self._patience_s -= self._clock_s() - began_s
+            self._voice.say("others came meanwhile: once more")
+
+    def _wait_for_quiet(self) -> None:
+        began_s = self._clock_s()
+        self._voice.doing("waiting for a quiet machine")
+        while self._patience_s - (self._clock_s() - began_s) > 0.0 and self._is_busy():
+            pass
+        self._patience_s -= self._clock_s() - began_s
+
+    def _is_busy(self) -> bool:
+        return self._other_load(self._options.look_s).busy_cores > OTHERS_CORES_MAX
+
+    def _look(self) -> None:
+        self._voice.doing("measuring step times")
+        self._source.look()
+        self._looks += 1
+
+    def _take(self, turns: Turns, serving: Serving, load: ServingLoad, repetition: int) -> _Taken:
+        options = self._options
+        figures: list[Figures] = []
+
+        def work() -> tuple[float, str]:
+            each = Round(load.input_tokens, load.output_tokens)
+            summary = summarise(turns.run(serving, each, load.requests, load.requests, next(self._seeds)))
+            if summary.counts.cached_tokens:
+                raise MeasurementFailed(f"{load.name}: {summary.counts.cached_tokens} tokens came from the prefix cache")
+            first = summary.latency.ttft_ms
+            if first is None:
+                raise MeasurementFailed(f"{load.name}: no request gave a token")
+            figures.append(Figures(summary.throughput.output_tokens_per_s, first.mean))
+            return figures[0].tokens_per_s, f"TTFT {first.mean:,.0f} ms"
+
+        look = Look(load.name, "tokens/s", self._side.name, repetition, options.repetitions, options.look_s)
+        taken = measure(replace(self._voice, done=lambda: None), look, work)
+        return _Taken(load, repetition, self._looks - 1, figures[0], taken.load)
+
+    # ── the simulated one ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _beside(self, taken: _Taken) -> tuple[ServingLoad, Run]:
+        times = self._source.times(taken.look)
+        simulated = simulated_figures(taken.load, self._config, times, self._admission_us[taken.load])
+        return taken.load, Run(taken.repetition, taken.figures, simulated, taken.other_load)
+
+    def _conclude(self, load: ServingLoad, runs: Sequence[tuple[ServingLoad, Run]]) -> Prediction:
+        own = [run for of, run in runs if of is load]
+        speed = _spread([run.simulated.tokens_per_s / run.real.tokens_per_s for run in own])
+        ttft = _spread([run.simulated.ttft_ms / run.real.ttft_ms for run in own])
+        holds = abs(speed.median - 1.0) <= SPEED_OFF_MAX and abs(ttft.median - 1.0) <= TTFT_OFF_MAX
+        return Prediction(load.name, round(self._admission_us[load], 1), own, speed, ttft, holds)
+
+
+def simulated_figures(load: ServingLoad, config: WorkerConfig, times: StepTimes, admission_us: float) -> Figures:
+    """The same load in virtual time: as many clients as requests, each with one, as the load generator has them."""
+    call = Call(None, load.input_tokens, load.output_tokens, load.output_tokens)
+    spec = RunSpec(
+        load.name, 1, config, times, [call] * load.requests, concurrency=load.requests, host_us=round(admission_us),
+        spans_max=0,
+    )  # fmt: skip
+    return _figures(simulate(spec))
+
+
+def _figures(record: RunRecord) -> Figures:
+    journeys = record.journeys
+    began_us = min(journey.arrived_us for journey in journeys)
+    ended_us = max(journey.ended_us or 0 for journey in journeys)
+    first_us = [journey.ttft_us or 0 for journey in journeys]
+    tokens = sum(journey.output_tokens for journey in journeys)
+    return Figures(tokens / (ended_us - began_us) * 1e6, sum(first_us) / len(first_us) / 1000)
+
+
+def _spread(values: Sequence[float]) -> RatioSpread:
+    return RatioSpread(median(values), min(values), max(values))
+
+
+def report_of(model: str, side: Side, step_times: str, found: tuple[list[Prediction], list[str]]) -> PredictReport:
+    predictions, failures = found
+    return PredictReport(
+        schema=SCHEMA,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=describe_machine(),
+        model=model,
+        command=side.told(),
+        step_times=step_times,
+        speed_off_max=SPEED_OFF_MAX,
+        ttft_off_max=TTFT_OFF_MAX,
+        predictions=predictions,
+        notes=notes_on_others([run.other_load for each in predictions for run in each.runs]),
+        failures=failures,
+    )
+
+
+def show(console: Console, report: PredictReport) -> None:
+    machine = report.machine
+    title = f"{report.model} on {machine['cpu']}, {machine['cores']} cores\n{report.step_times}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("load")
+    for column in ("tokens/s", "simulated", "ratio", "TTFT, s", "simulated", "ratio"):
+        table.add_column(column, justify="right")
+    table.add_column("holds")
+    for each in report.predictions:
+        table.add_row(each.load, *_shown_speed(each), *_shown_ttft(each), "yes" if each.holds else "NO")
+    console.print(table)
+    console.print(
+        f"Median of the runs (smallest – largest); ratio: simulated ÷ real, run by run. A prediction holds within "
+        f"{report.speed_off_max:.0%} of the tokens a second and {report.ttft_off_max:.0%} of the mean time to first token.",
+        style="dim", soft_wrap=True, highlight=False,
+    )  # fmt: skip
+    for note in report.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    for failure in report.failures:
+        console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _shown_speed(each: Prediction) -> tuple[str, str, str]:
+    real = _shown([run.real.tokens_per_s for run in each.runs])
+    return real, _shown([run.simulated.tokens_per_s for run in each.runs]), _shown_ratio(each.speed)
+
+
+def _shown_ttft(each: Prediction) -> tuple[str, str, str]:
+    real = _shown([run.real.ttft_ms / 1000 for run in each.runs])
+    return real, _shown([run.simulated.ttft_ms / 1000 for run in each.runs]), _shown_ratio(each.ttft)
+
+
+def _shown(values: Sequence[float]) -> str:
+    middle, least, most = (short(value) for value in (median(values), min(values), max(values)))
+    return middle if least == most else f"{middle} ({least} – {most})"
+
+
+def _shown_ratio(spread: RatioSpread) -> str:
+    """Two places: a ratio near 1 is what is looked for."""
+    middle, least, most = (f"{value:.2f}" for value in (spread.median, spread.min, spread.max))
+    return middle if least == most else f"{middle} ({least} – {most})"
