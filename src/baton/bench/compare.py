@@ -88,6 +88,8 @@ class ServingLoad:
 
 
 SERVING_LOADS = (ServingLoad(64, 128, 64), ServingLoad(16, 512, 128))
+SEEDS_A_LOAD = 100
+"""Prompts of one seed begin alike, whatever their length."""
 
 
 @dataclass(slots=True)
@@ -173,8 +175,8 @@ class Compare:
         each = Round(load.input_tokens, load.output_tokens)
 
         def taken(serving: Serving, pair: int) -> tuple[float, str]:
-            # Another seed for each pair: equal work on both sides, and nothing of it in any cache.
-            seed = self._options.seed + 1 + pair
+            # Another seed for each load and pair: equal work on both sides, and nothing of it in any cache.
+            seed = self._options.seed + 1 + pair + SEEDS_A_LOAD * SERVING_LOADS.index(load)
             result = turns.run(serving, each, load.requests, concurrency=load.requests, seed=seed)
             summary = summarise(result)
             first = summary.latency.ttft_ms
