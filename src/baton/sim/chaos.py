@@ -15,7 +15,7 @@ from baton.sim.seats import FRONT, Seat
 from baton.sim.world import Host, World
 
 MOMENT_EVERY_US = 300
-ADOPTED_CRASH_SHARE = 0.15
+OPENING_CRASH_SHARE = 0.15
 
 MOMENTS: tuple[Callable[[Instance], bool], ...] = (
     lambda _life: True,
@@ -34,7 +34,7 @@ class Chaos:
         self._network = network
         self._front = front
         self._seats = seats
-        self._adoptions = world.stream("chaos adoptions")
+        self._openings = world.stream("chaos openings")
         self._rates = rates
         self._span_us = span_us
         self._over = False
@@ -55,7 +55,7 @@ class Chaos:
                 self._world.at(stream.randrange(self._span_us), begin, stream, stream.choice(self._seats))
         for seat in self._seats:
             seat.set_device(disagreement=rates.disagreement)
-            seat.when_adopted = self._crash_when_adopted if rates.crashes else None
+            seat.when_opened = self._crash_at_opening if rates.crashes else None
 
     def heal(self) -> None:
         """No fault any more: everything that was cut, stopped or slowed is as it was."""
@@ -106,10 +106,10 @@ class Chaos:
             seat.crash()
         self._world.after(log_uniform_us(stream, 300, 300_000), seat.boot_if_down)
 
-    def _crash_when_adopted(self, seat: Seat) -> None:
+    def _crash_at_opening(self, seat: Seat) -> None:
         """Right after an instance has taken up a session: what is still under way to it will meet its next life."""
-        stream = self._adoptions
-        if not self._over and stream.random() < ADOPTED_CRASH_SHARE:
+        stream = self._openings
+        if not self._over and stream.random() < OPENING_CRASH_SHARE:
             self._world.after(stream.randrange(3_000), self._crash_when, stream, seat, MOMENTS[0])
 
     def _pause_front(self, stream: random.Random, _seat: Seat) -> None:

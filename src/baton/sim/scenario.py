@@ -191,10 +191,12 @@ def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> 
 
 def _arrivals(stream: random.Random, span_us: int) -> list[int]:
     """An open loop: evenly, or in bunches, as when a batch job or a page with many boxes calls."""
-    bunches = [stream.randrange(span_us) for _ in range(stream.randint(2, 5))]
+    # `random`, not `randrange`: how often it draws must not depend on the span.
+    bunches = [int(stream.random() * span_us) for _ in range(stream.randint(2, 5))]
     bunched = stream.random() < BUNCHED_SHARE
     times = [
-        (stream.randrange(span_us), stream.choice(bunches) + stream.randrange(20_000)) for _ in range(stream.randint(24, 27))
+        (int(stream.random() * span_us), stream.choice(bunches) + stream.randrange(20_000))
+        for _ in range(stream.randint(24, 27))
     ]
     return [in_bunch if bunched else evenly for evenly, in_bunch in times]
 

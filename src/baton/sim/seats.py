@@ -47,7 +47,7 @@ class Seat:
         """Between two lives of a rolling restart."""
         self.line: LinkEnd | None = None
         """Of the present life."""
-        self.when_adopted: Callable[[Seat], None] | None = None
+        self.when_opened: Callable[[Seat], None] | None = None
         """Called when the present life has taken up a session."""
         self.disagreement = 0.0
         self.slowness = 1.0
@@ -148,8 +148,8 @@ class _Answering:
         if seat.counter.knows_another_life(line.link):
             seat.host.world.fire(Fault.GHOST, seat.name)
         self._life.answer(line)
-        if seat.when_adopted is not None:
-            seat.when_adopted(seat)
+        if seat.when_opened is not None:
+            seat.when_opened(seat)
 
     def lost(self, _reason: str) -> None:
         self._life.orphan()
