@@ -184,7 +184,7 @@ def test_a_real_run_ends_and_adds_up(tmp_path: Path) -> None:
     assert [run["counts"]["finished"] for run in runs] == [24] * 4
     assert all(run["tokens"]["output_tokens"] == 24 * 200 for run in runs)
     assert runs[0]["preemptions"] > 0
-    assert all(run["busy"]["exact"] and 0 < run["busy"]["most"] <= 1 for run in runs)
+    assert all(0 < run["busy"]["most"] <= 1 for run in runs)
     assert {event["ph"] for event in json.loads(paths[1].read_text())["traceEvents"]} == set("MXCbe")
 
 

@@ -66,4 +66,5 @@ def busy_hour(
         prefill = 2048 if n % 7 == 0 else 0
         made.spans.append(StepSpan(instance, n // instances, at_us[instance], at_us[instance] + took_us, 30, prefill))
         at_us[instance] += took_us + 200
+    made.busy_us = [int(made.end_us * share) for share in draw.uniform(0.6, 0.95, instances)]
     return made

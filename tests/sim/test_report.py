@@ -108,14 +108,11 @@ def test_the_ledger_and_the_queues_are_means_and_peaks_of_looks() -> None:
     assert summary.queues == Queues(3.0, 8, 3.0, 10)
 
 
-def test_busy_is_exact_with_every_step_and_else_estimated() -> None:
+def test_busy_is_the_share_of_the_span_in_which_a_device_computed() -> None:
     made = record(journey(0, 0, 500, 50), instances=3)  # spans 1,000 µs
-    made.spans = [StepSpan(0, 1, 0, 400, 1, 0), StepSpan(0, 2, 500, 900, 1, 0), StepSpan(1, 1, 0, 100, 1, 0)]
-    assert summarise(made, TARGETS).busy == Busy(0.0, 0.1, 0.8, exact=True)
-    made.spans_left_out = 1
     assert summarise(made, TARGETS).busy is None
-    made.looks = [look(at, instance, running=int(at < 2 + instance)) for at in range(4) for instance in range(3)]
-    assert summarise(made, TARGETS).busy == Busy(0.5, 0.75, 1.0, exact=False)
+    made.busy_us = [800, 100, 0]
+    assert summarise(made, TARGETS).busy == Busy(0.0, 0.1, 0.8)
 
 
 def test_absent_is_not_zero() -> None:

@@ -184,6 +184,7 @@ class _Cluster:
     def _conclude(self) -> None:
         record = self.record
         record.end_us = self.world.now_us - _SETTLED_US
+        record.busy_us = [life.device.busy_us for life in self._lives]
         record.steps = sum(life.worker.gauges().steps for life in self._lives if life.worker is not None)
         record.spans = [
             span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans

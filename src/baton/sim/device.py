@@ -40,6 +40,7 @@ class Device:
         self.slowness = 1.0
         self.disagreement = 0.0
         self.in_flight = 0
+        self.busy_us = 0
         self.spans: deque[StepSpan] | None = None
         self.number = 0
 
@@ -49,6 +50,7 @@ class Device:
         begins_us = max(self._host.world.now_us, self._free_us)
         self._free_us = begins_us + max(1, int(took_us * self.slowness))
         self.in_flight += 1
+        self.busy_us += self._free_us - begins_us
         if self.spans is not None:
             tokens = plan.tokens - len(plan.decode_slots)
             self.spans.append(StepSpan(self.number, plan.step, begins_us, self._free_us, len(plan.decode_slots), tokens))

@@ -292,7 +292,7 @@ def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) ->
         if found is None:
             _nothing(axes)
             continue
-        shares = np.clip(found.shares, 0.0, 1.0)
+        shares = np.clip(found, 0.0, 1.0)
         if len(shares) > BARS_MAX:
             shares = np.sort(shares)
             axes.plot(np.arange(len(shares)), shares, pen.style, color=pen.colour)
@@ -300,8 +300,6 @@ def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) ->
             width = 0.8 / len(records)
             middle = np.arange(len(shares)) + (place - (len(records) - 1) / 2) * width
             axes.bar(middle, shares, width * 0.92, color=pen.colour)
-        if not found.exact:
-            _retitle(axes, "busy share, from looks")
     many = records[0].instances > BARS_MAX
     axes.set_xlabel("instances, least busy first" if many else "instance")
     count = records[0].instances

@@ -88,6 +88,8 @@ class RunRecord:
     block_size: int
     end_us: int = 0
     steps: int = 0
+    busy_us: list[int] = field(default_factory=list)
+    """How long each instance's device computed."""
     journeys: list[Journey] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
     spans: list[StepSpan] = field(default_factory=list)

@@ -7,7 +7,7 @@ end are in seconds, times a token in milliseconds, rates a simulated second. Wha
     good         finished within both targets; an answer of one token has no time a token and is held to the first alone
     span         from the first arrival to the last end; all rates are over it
     pool shares  one look at one instance counts as much as any other
-    busy         share of the span in which a device computed, where every step was kept; else of looks that saw work
+    busy         share of the span in which a device computed
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import BatonError
-from baton.sim.records import Journey, Look, Outcome, RunRecord, StepSpan
+from baton.sim.records import Journey, Look, Outcome, RunRecord
 
 SCHEMA = 1
 FINISHED = (Outcome.STOP, Outcome.LENGTH)
@@ -128,8 +127,6 @@ class Busy(msgspec.Struct, frozen=True):
     least: float
     median: float
     most: float
-    exact: bool
-    """False: estimated from looks, because not every step was kept."""
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -320,37 +317,14 @@ def _queues(looks: Sequence[Look]) -> Queues | None:
     return Queues(float(running.mean()), int(running.max()), float(waiting.mean()), int(waiting.max()))
 
 
-class BusyShares(NamedTuple):
-    shares: npt.NDArray[np.float64]
+def busy_shares(record: RunRecord) -> npt.NDArray[np.float64] | None:
     """One an instance."""
-    exact: bool
-
-
-def busy_shares(record: RunRecord) -> BusyShares | None:
     span_us = span_of(record)
-    if not span_us:
-        return None
-    if record.spans and not record.spans_left_out:
-        return BusyShares(_computing_us(record.spans, record.instances) / span_us, exact=True)
-    if not record.looks:
-        return None
-    seen, worked = np.zeros(record.instances), np.zeros(record.instances)
-    for look in record.looks:
-        seen[look.instance] += 1
-        worked[look.instance] += look.running > 0
-    return BusyShares(worked / np.maximum(seen, 1), exact=False)
-
-
-def _computing_us(spans: Sequence[StepSpan], instances: int) -> npt.NDArray[np.float64]:
-    """Steps of one device do not overlap, so their lengths add up."""
-    total_us = np.zeros(instances)
-    for span in spans:
-        total_us[span.instance] += span.end_us - span.begin_us
-    return total_us
+    return np.array(record.busy_us) / span_us if span_us and record.busy_us else None
 
 
 def _busy(record: RunRecord) -> Busy | None:
     found = busy_shares(record)
     if found is None:
         return None
-    return Busy(float(found.shares.min()), float(np.median(found.shares)), float(found.shares.max()), found.exact)
+    return Busy(float(found.min()), float(np.median(found)), float(found.max()))

@@ -172,6 +172,4 @@ def _explained(report: SimReport) -> Iterator[str]:
     seeds = len({run.seed for run in report.runs})
     if seeds > 1:
         yield f"Median of {seeds} seeds (least–most)."
-    if any(run.busy is not None and not run.busy.exact for run in report.runs):
-        yield "Busy is estimated from looks: there were more steps than are kept."
     yield from report.notes
