@@ -82,8 +82,8 @@ class Counter:
         self.serves = False
         """Whether the instance has said that it is ready, and is not known to be gone."""
         self.line: Line | None = None
-        self.sessions_lost = 0
-        self.late = 0
+        self.former_desks: list[Desk] = []
+        """Of sessions that were lost."""
         self._host = host
         self._pending: dict[int, tuple[Caller, Booking]] = {}
         self._callers: dict[int, tuple[Caller, int]] = {}
@@ -138,10 +138,8 @@ class Counter:
     def lost(self, reason: str) -> None:
         """The instance, or the way to it, is gone: everything open there ends here."""
         self.serves = False
-        self.sessions_lost += 1
         self._outbox.clear()
         self._abandoned.clear()
-        self.late += self.desk.late
         gone, self.desk = self.desk, Desk()
         pending, self._pending = self._pending, {}
         callers, self._callers = self._callers, {}
@@ -151,6 +149,7 @@ class Counter:
             elif end.serial is not None:
                 caller, place = callers[end.serial]
                 caller.lost(place, end)
+        self.former_desks.append(gone)
 
     def took(self, frames: list[bytes]) -> None:
         self._post()

@@ -18,16 +18,23 @@ from typing import IO
 import msgspec
 
 from baton.core.errors import BatonError
-from baton.core.request import TRANSITIONS
+from baton.core.request import TRANSITIONS as REQUEST_MOVES
 from baton.sim.faults import Fault
+from baton.sim.judge import move_name
 from baton.sim.laws import OWN_CHECKS, LawBroken
 from baton.sim.scenario import Trim, Verdict, run_seed
 from baton.sim.shard import SeedReport
+from baton.wire.desk import TRANSITIONS as DESK_MOVES
+from baton.wire.link import TRANSITIONS as LINK_MOVES
 
 SHRINK_RUNS_MAX = 200
 READ_BYTES = 1 << 16
 EVERY_FAULT = tuple(str(fault) for fault in Fault)
-EVERY_MOVE = tuple(f"{phase.name} ─{move.value}→" for phase, move in TRANSITIONS)
+EVERY_MOVE = tuple(
+    move_name(machine, state, move)
+    for machine, table in (("request", REQUEST_MOVES), ("desk", DESK_MOVES), ("link", LINK_MOVES))
+    for state, move in table
+)
 
 
 class NothingBroken(BatonError):

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import PurePath
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -65,6 +66,13 @@ from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
 
 AUDIT_EVERY = 32
+
+State = TypeVar("State", bound=Enum)
+Move = TypeVar("Move", bound=Enum)
+
+
+def move_name(machine: str, state: Enum, move: Enum) -> str:
+    return f"{machine}: {state.name} ─{move.value}→"
 
 
 class Causes(Protocol):
@@ -214,8 +222,11 @@ class Judge:
     def buried(self, instance: Instance) -> None:
         """A life is over: its transitions count."""
         if instance.worker is not None:
-            for (phase, move), times in instance.worker.scheduler.moves().items():
-                self.moves[f"{phase.name} ─{move.value}→"] += times
+            self.took_moves("request", instance.worker.scheduler.moves())
+
+    def took_moves(self, machine: str, moves: Mapping[tuple[State, Move], int]) -> None:
+        for (state, move), times in moves.items():
+            self.moves[move_name(machine, state, move)] += times
 
     def nothing_held(self, instance: Instance) -> None:
         gauges = instance.require_worker().gauges()

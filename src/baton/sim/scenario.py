@@ -234,9 +234,7 @@ class Run:
 
     def verdict(self) -> Verdict:
         broken = self._broken_law()
-        for seat in self.seats:
-            if seat.instance is not None:
-                self.judge.buried(seat.instance)
+        self._gather_moves()
         if "overload" in self.scenario.classes:
             self.world.fire(Fault.OVERLOAD, FRONT)
         return Verdict(
@@ -252,6 +250,15 @@ class Run:
             story=tuple(self.world.story),
             scenario=self.scenario,
         )
+
+    def _gather_moves(self) -> None:
+        for seat, line in zip(self.seats, self._lines, strict=True):
+            if seat.instance is not None:
+                self.judge.buried(seat.instance)
+            for end in (line, *seat.lines):
+                self.judge.took_moves("link", end.link.moves())
+            for desk in (seat.counter.desk, *seat.counter.former_desks):
+                self.judge.took_moves("desk", desk.moves())
 
     def _broken_law(self) -> LawBroken | None:
         try:

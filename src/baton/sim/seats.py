@@ -47,6 +47,8 @@ class Seat:
         """Between two lives of a rolling restart."""
         self.line: LinkEnd | None = None
         """Of the present life."""
+        self.lines: list[LinkEnd] = []
+        """Of all lives."""
         self.when_opened: Callable[[Seat], None] | None = None
         """Called when the present life has taken up a session."""
         self.disagreement = 0.0
@@ -128,6 +130,7 @@ class Seat:
             self.trouble()
         end = _Answering(self, life)
         self.line = acceptor(self.host, self._network, self.name, f"{FRONT} {self._spec.number}", end, self._link)
+        self.lines.append(self.line)
 
     def _note(self, what: str) -> None:
         if self.host.world.keeps_notes:

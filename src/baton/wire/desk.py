@@ -170,6 +170,7 @@ class Desk:
         self._next_ticket = 0
         self._tickets: dict[int, State] = {}
         self._serials: dict[int, State] = {}
+        self._moves = dict.fromkeys(TRANSITIONS, 0)
         self._first_serial: int | None = None
         """Engines number requests upwards: what is below was accepted in an earlier conversation and is nobody's here."""
         self._lost: str | None = None
@@ -190,6 +191,10 @@ class Desk:
     def open_requests(self) -> int:
         return len(self._tickets) + len(self._serials)
 
+    def moves(self) -> dict[tuple[State, Move], int]:
+        """How often each transition was taken."""
+        return dict(self._moves)
+
     def submit(self, group: Sequence[Submission]) -> Submit:
         if self._lost is not None:
             raise DeskClosed(f"the engine is gone: {self._lost}")
@@ -201,7 +206,7 @@ class Desk:
     def abandon(self, ticket: int) -> None:
         """The client left before the answer. Does nothing after the answer: then there are serials to cancel."""
         if self._tickets.get(ticket) is State.SUBMITTED:
-            _move(self._tickets, ticket, Move.ABANDON)
+            self._move(self._tickets, ticket, Move.ABANDON)
 
     def cancel(self, serial: int) -> Cancel | None:
         """The order that ends a request whose client left; None when it has ended or was told to."""
@@ -214,7 +219,7 @@ class Desk:
     def _let_go(self, serial: int) -> bool:
         if self._serials.get(serial) is not State.OPEN:
             return False
-        _move(self._serials, serial, Move.LET_GO)
+        self._move(self._serials, serial, Move.LET_GO)
         return True
 
     def take(self, message: FromEngine) -> Took:
@@ -229,7 +234,7 @@ class Desk:
                 return self._accepted(ticket, serials)
             case RefusedWith(ticket):
                 heard = self._state_of(ticket) in HEARD
-                _move(self._tickets, ticket, Move.REFUSE)
+                self._move(self._tickets, ticket, Move.REFUSE)
                 return Took([Declined(ticket, refusal_of(message))] if heard else [], [])
             case Ready():
                 return Took([Came(message)], [])
@@ -245,7 +250,7 @@ class Desk:
         ends += [Lost(None, serial, reason) for serial in _heard(self._serials)]
         for book in (self._tickets, self._serials):
             for key in list(book):
-                _move(book, key, Move.LOSE)
+                self._move(book, key, Move.LOSE)
         return ends
 
     def _state_of(self, ticket: int) -> State:
@@ -262,7 +267,7 @@ class Desk:
             raise WireError(
                 f"ticket {ticket} was accepted as {serials}, of which {known} are open already or some are equal"
             )
-        del self._tickets[ticket]
+        self._moves[self._tickets.pop(ticket), Move.ACCEPT] += 1
         self._serials.update(opened)
         if self._first_serial is None:
             self._first_serial = min(serials, default=None)
@@ -286,16 +291,25 @@ class Desk:
             else:
                 self.late += 1
             if end is not None:
-                _move(serials, serial, Move.END)
+                self._move(serials, serial, Move.END)
         for serial, end in ended.items():
             if serials[serial] in HEARD:
                 news.append(Progress(serial, [], None, None, end))
-            _move(serials, serial, Move.END)
+            self._move(serials, serial, Move.END)
         return news
 
     def _is_of_before(self, serial: int) -> bool:
         """Whether a request was accepted in an earlier conversation with this engine."""
         return self._first_serial is None or serial < self._first_serial
+
+    def _move(self, book: dict[int, State], key: int, move: Move) -> None:
+        state = book[key]
+        after = next_state(state, move)
+        self._moves[state, move] += 1
+        if after is State.GONE:
+            del book[key]
+        else:
+            book[key] = after
 
     def _ends(self, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
         by_serial: dict[int, WireEnded] = {}
@@ -307,14 +321,6 @@ class Desk:
                 raise WireError(f"an end of serial {end.serial}, which is not open")
             by_serial[end.serial] = end
         return by_serial
-
-
-def _move(book: dict[int, State], key: int, move: Move) -> None:
-    state = next_state(book[key], move)
-    if state is State.GONE:
-        del book[key]
-    else:
-        book[key] = state
 
 
 def _heard(book: dict[int, State]) -> list[int]:

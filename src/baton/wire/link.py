@@ -412,6 +412,7 @@ class Link(ABC):
         self.config = config
         self.counters = LinkCounters()
         self._state = LinkState.CLOSED
+        self._moves = dict.fromkeys(TRANSITIONS, 0)
         self._talk: _Conversation | None = None
         """There unless CLOSED."""
 
@@ -482,8 +483,13 @@ class Link(ABC):
     def _lose(self, reason: str, took: Took) -> None:
         """End the session under way, for good."""
 
+    def moves(self) -> dict[tuple[LinkState, LinkMove], int]:
+        """How often each transition was taken."""
+        return dict(self._moves)
+
     def _move(self, move: LinkMove, talk: _Conversation | None) -> None:
-        self._state = next_state(self._state, move)
+        before, self._state = self._state, next_state(self._state, move)
+        self._moves[before, move] += 1
         self._talk = talk
 
 
