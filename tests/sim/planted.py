@@ -878,7 +878,10 @@ def hear_nothing_after_a_stop(patch: Patch) -> None:
 
     def step(self: Desk, output: StepOutput) -> Any:
         stopping = [serial for serial, state in self._serials.items() if state is State.STOPPING]
-        return [news for news in step_then(self, output) if news.serial not in stopping]
+        took = step_then(self, output)
+        for serial in stopping if took.step is not None else ():
+            took.step.ended.pop(serial, None)
+        return took
 
     patch.set(Desk, "_step", step)
 

@@ -96,8 +96,13 @@ def opened(*serials: int) -> Desk:
     return desk
 
 
+def heard(took: Took) -> list[News | Progress]:
+    """All that clients hear, one by one."""
+    return [*took.news, *(took.step.rows() if took.step is not None else ())]
+
+
 def only(took: Took) -> Progress:
-    (news,) = took.news
+    (news,) = heard(took)
     assert isinstance(news, Progress)
     assert not took.orders
     return news
@@ -192,7 +197,7 @@ def test_a_step_brings_each_row_its_own_tokens_and_then_the_ends_without_a_row()
         np.array([[3], [5]], dtype=np.int32),
         np.array([[-0.5], [-1.5]], dtype=np.float32),
     )
-    news = desk.take(step([(9, [4]), (7, [5, 6])], ended=[8, 7], started=[(9, 16)], logprobs=(logprobs,))).news
+    news = heard(desk.take(step([(9, [4]), (7, [5, 6])], ended=[8, 7], started=[(9, 16)], logprobs=(logprobs,))))
     assert len(news) == 3
     nine, seven, eight = (item for item in news if isinstance(item, Progress))
     assert (nine.serial, nine.tokens, nine.logprobs, nine.cached_tokens, nine.ended) == (9, [4], None, 16, None)
@@ -336,13 +341,13 @@ class Engine:
                 self.said.append(encode_from_engine(message))
 
 
-def converse(desk: Desk, engine: Engine) -> list[News]:
+def converse(desk: Desk, engine: Engine) -> list[News | Progress]:
     """Until nothing is open."""
-    news: list[News] = []
+    news: list[News | Progress] = []
     while desk.open_requests:
         while engine.said:
             took = desk.take(decode_from_engine(engine.said.popleft()))
-            news += took.news
+            news += heard(took)
             for order in took.orders:
                 engine.hear(order)
         engine.turn()
@@ -505,11 +510,11 @@ class AnyConversation(RuleBasedStateMachine):
             assert isinstance(order, Cancel)
             assert self.owner[order.serial] in self.left
             self.orders[order.serial] += 1
-        for news in took.news:
+        for news in heard(took):
             self._hear(news)
         return took
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, news: News | Progress) -> None:
         match news:
             case Opened(ticket, serials):
                 self._ticket_ends(ticket)

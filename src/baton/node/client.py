@@ -24,7 +24,7 @@ from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.core.request import FinishReason, Submission
 from baton.node.engine import QUEUED_MESSAGES_MAX
 from baton.node.settings import EngineSettings
-from baton.wire.desk import Came, Declined, Desk, Died, News, Opened, Progress
+from baton.wire.desk import Came, Declined, Desk, Died, News, Opened, Progress, Step
 from baton.wire.messages import (
     FRAME_BYTES_MAX,
     WIRE_VERSION,
@@ -287,14 +287,18 @@ class EngineClient:
             self.post(order)
         for news in took.news:
             self._tell(news)
+        if took.step is not None:
+            self._deliver(took.step)
         self._fewer.set()
+
+    def _deliver(self, step: Step) -> None:
+        for row in step.rows():
+            self._streams[row.serial].push(_burst_of(row))
+            if row.ended is not None:
+                del self._streams[row.serial]
 
     def _tell(self, news: News) -> None:
         match news:
-            case Progress(serial):
-                self._streams[serial].push(_burst_of(news))
-                if news.ended is not None:
-                    del self._streams[serial]
             case Opened(ticket, serials):
                 # Made here, not by the submitter: a short answer may be over before the submitter wakes up.
                 streams = [Stream(self, serial) for serial in serials]

@@ -97,7 +97,10 @@ class Client:
         self.judge.refused(self.name, refusal, self.ask.impossible)
         self._end_all()
 
-    def progress(self, place: int, tokens: list[int], cached: int | None, ended: WireEnded | None) -> None:
+    def progress(
+        self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: WireEnded | None
+    ) -> None:
+        tokens = tokens[begin:end]
         answer = self._answers[place]
         answer.cached_tokens = cached if cached is not None else answer.cached_tokens
         if self.ask.reads_every_us is None:

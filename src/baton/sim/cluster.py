@@ -264,12 +264,14 @@ class _Client:
     def declined(self, _refusal: Refusal) -> None:
         self._end(Outcome.REFUSED)
 
-    def progress(self, _place: int, tokens: list[int], cached: int | None, ended: WireEnded | None) -> None:
+    def progress(
+        self, _place: int, _tokens: list[int], begin: int, end: int, cached: int | None, ended: WireEnded | None
+    ) -> None:
         journey = self._journey
-        if journey.first_us is None and tokens:
+        if journey.first_us is None and end > begin:
             journey.first_us = self._cluster.world.now_us - _SETTLED_US
             journey.cached_tokens = cached or 0
-        journey.output_tokens += len(tokens)
+        journey.output_tokens += end - begin
         if ended is not None:
             bill = ended.bill
             journey.recomputed_tokens, journey.preemptions = bill.recomputed_tokens, bill.preemptions

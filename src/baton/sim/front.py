@@ -15,7 +15,7 @@ from baton.core.request import Submission
 from baton.sim.laws import ENDS_AT_ONCE, LawBroken
 from baton.sim.lines import LinkEnd
 from baton.sim.world import Host
-from baton.wire.desk import Came, Declined, Desk, Died, Lost, Opened, Progress
+from baton.wire.desk import Came, Declined, Desk, Died, Lost, Opened, Step
 from baton.wire.link import Link, LinkState
 from baton.wire.messages import (
     AcceptedAs,
@@ -36,7 +36,10 @@ class Caller(Protocol):
 
     def declined(self, refusal: Refusal) -> None: ...
 
-    def progress(self, place: int, tokens: list[int], cached_tokens: int | None, ended: WireEnded | None) -> None: ...
+    def progress(
+        self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: WireEnded | None
+    ) -> None:
+        """The tokens from `begin` to `end` are for this choice."""
 
     def lost(self, place: int | None, end: Lost) -> None:
         """The instance is gone; None: before it had answered the submission."""
@@ -159,10 +162,10 @@ class Counter:
             self._check_the_abandoned(message, took.orders)
             for order in took.orders:
                 self.order(order)
+            if took.step is not None:
+                self._deliver(took.step)
             for news in took.news:
                 match news:
-                    case Progress():
-                        self._progress(news)
                     case Opened(ticket, serials):
                         caller, booking = self._pending.pop(ticket)
                         self._callers.update({serial: (caller, place) for place, serial in enumerate(serials)})
@@ -182,11 +185,16 @@ class Counter:
             if orders != [Cancel(serial) for serial in message.serials]:
                 raise LawBroken(ENDS_AT_ONCE, f"{message} came for a client that had left, and only {orders} went back")
 
-    def _progress(self, news: Progress) -> None:
-        caller, place = self._callers[news.serial]
-        if news.ended is not None:
-            del self._callers[news.serial]
-        caller.progress(place, news.tokens, news.cached_tokens, news.ended)
+    def _deliver(self, step: Step) -> None:
+        """Each caller gets its part of the step's tokens by where it begins and ends: no copies are made."""
+        callers, ended, tokens = self._callers, dict(step.ended), step.tokens
+        for serial, begin, end in zip(step.serials, step.begins, step.ends, strict=True):
+            over = ended.pop(serial, None) if ended else None
+            caller, place = callers.pop(serial) if over is not None else callers[serial]
+            caller.progress(place, tokens, begin, end, step.cached.get(serial), over)
+        for serial, over in ended.items():
+            caller, place = callers.pop(serial)
+            caller.progress(place, tokens, 0, 0, None, over)
 
 
 class Front:

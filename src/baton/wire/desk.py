@@ -21,9 +21,10 @@ of what it abandoned; every serial of an abandoned ticket is cancelled. The desk
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 import msgspec
 
@@ -141,7 +142,34 @@ class Died(msgspec.Struct, frozen=True):
     reason: str
 
 
-News = Opened | Declined | Progress | Came | Died
+News = Opened | Declined | Came | Died
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What a step brought to those who hear of it, as columns: no object is made for a token.
+
+    Row i is for `serials[i]` and has the tokens from `begins[i]` to `ends[i]`. A request may also end without a row.
+    """
+
+    serials: list[int]
+    begins: list[int]
+    ends: list[int]
+    tokens: list[int]
+    logprobs: dict[int, list[LogprobLine]]
+    """By row, where they were asked for."""
+    cached: dict[int, int]
+    """By serial, with its first token."""
+    ended: dict[int, WireEnded]
+    """By serial."""
+
+    def rows(self) -> Iterator[Progress]:
+        """The same, request by request; ends without a row come last."""
+        over = dict(self.ended)
+        for row, (serial, begin, end) in enumerate(zip(self.serials, self.begins, self.ends, strict=True)):
+            tokens, cached = self.tokens[begin:end], self.cached.get(serial)
+            yield Progress(serial, tokens, self.logprobs.get(row), cached, over.pop(serial, None))
+        for serial, ended in over.items():
+            yield Progress(serial, [], None, None, ended)
 
 
 class Took(msgspec.Struct, frozen=True):
@@ -149,6 +177,7 @@ class Took(msgspec.Struct, frozen=True):
     """In the order in which it happened."""
     orders: list[ToEngine]
     """To be sent to the engine."""
+    step: Step | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +258,7 @@ class Desk:
             return Took([], [])
         match message:
             case StepOutput():
-                return Took(self._step(message), [])
+                return self._step(message)
             case AcceptedAs(ticket, serials):
                 return self._accepted(ticket, serials)
             case RefusedWith(ticket):
@@ -275,28 +304,21 @@ class Desk:
             return Took([], [Cancel(serial) for serial in serials])
         return Took([Opened(ticket, serials)], [])
 
-    def _step(self, output: StepOutput) -> list[News]:
-        rows, cached, ended = Rows(output), dict(output.started), self._ends(output.ended)
-        serials, tokens, logprobs = self._serials, rows.tokens, rows.logprobs
-        for serial in rows.serials:
+    def _step(self, output: StepOutput) -> Took:
+        rows, serials = Rows(output), self._serials
+        unheard = [row for row, serial in enumerate(rows.serials) if serials.get(serial) not in HEARD]
+        for row in unheard:
+            serial = rows.serials[row]
             if serial not in serials and not self._is_of_before(serial):
                 raise WireError(f"tokens for serial {serial}, which is not open")
-        news: list[News] = []
-        at = 0
-        for row, (serial, count) in enumerate(zip(rows.serials, rows.counts, strict=True)):
-            begin, at = at, at + count
-            end = ended.pop(serial, None) if ended else None
-            if serials.get(serial) in HEARD:
-                news.append(Progress(serial, tokens[begin:at], logprobs.get(row), cached.get(serial), end))
-            else:
-                self.late += 1
-            if end is not None:
-                self._move(serials, serial, Move.END)
-        for serial, end in ended.items():
-            if serials[serial] in HEARD:
-                news.append(Progress(serial, [], None, None, end))
+        ended = self._ends(output.ended)
+        self.late += len(unheard)
+        step = _columns(
+            rows, unheard, dict(output.started), {key: end for key, end in ended.items() if serials[key] in HEARD}
+        )
+        for serial in ended:
             self._move(serials, serial, Move.END)
-        return news
+        return Took([], [], step if step.serials or step.ended else None)
 
     def _is_of_before(self, serial: int) -> bool:
         """Whether a request was accepted in an earlier conversation with this engine."""
@@ -321,6 +343,24 @@ class Desk:
                 raise WireError(f"an end of serial {end.serial}, which is not open")
             by_serial[end.serial] = end
         return by_serial
+
+
+def _columns(rows: Rows, unheard: list[int], cached: dict[int, int], ended: dict[int, WireEnded]) -> Step:
+    ends = list(accumulate(rows.counts))
+    begins = [0, *ends[:-1]]
+    if not unheard:  # almost always
+        return Step(rows.serials, begins, ends, rows.tokens, rows.logprobs, cached, ended)
+    left_out = set(unheard)
+    kept = [row for row in range(len(rows.serials)) if row not in left_out]
+    return Step(
+        [rows.serials[row] for row in kept],
+        [begins[row] for row in kept],
+        [ends[row] for row in kept],
+        rows.tokens,
+        {place: rows.logprobs[row] for place, row in enumerate(kept) if row in rows.logprobs},
+        cached,
+        ended,
+    )
 
 
 def _heard(book: dict[int, State]) -> list[int]:
