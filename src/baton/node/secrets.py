@@ -15,7 +15,8 @@ log = logging.getLogger("baton.node")
 def prefix_secret(folder: Path) -> bytes:
     """Read the secret, or make it. Of two processes that make it at once, both end up with the same one.
 
-    A damaged file is replaced, and a folder that cannot be written costs only that names change with the next start.
+    A damaged file is replaced (of two processes that find it so, the last one's secret stays), and a folder that cannot be
+    written costs only that names change with the next start.
     """
     path = folder / "prefix.key"
     made = secrets.token_bytes(KEY_BYTES)

@@ -347,7 +347,7 @@ class Desk:
 
 def _columns(rows: Rows, unheard: list[int], cached: dict[int, int], ended: dict[int, WireEnded]) -> Step:
     ends = list(accumulate(rows.counts))
-    begins = [0, *ends[:-1]]
+    begins = [end - count for end, count in zip(ends, rows.counts, strict=True)]
     if not unheard:  # almost always
         return Step(rows.serials, begins, ends, rows.tokens, rows.logprobs, cached, ended)
     left_out = set(unheard)
