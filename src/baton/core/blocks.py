@@ -96,8 +96,7 @@ class BlockPool:
         unnamed = idle[~self._named[idle]]
         self._push_free(unnamed)
         # The tail of a sequence first: of two blocks dropped together, the deeper one is the older and goes first.
-        for block in idle[self._named[idle]][::-1].tolist():
-            self._retire(block)
+        self._retire(idle[self._named[idle]][::-1].tolist())
 
     def publish(self, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> None:
         """Name blocks that are in use; where a name is taken, nothing happens."""
@@ -107,11 +106,13 @@ class BlockPool:
         self._free[self._free_count : self._free_count + len(blocks)] = blocks
         self._free_count += len(blocks)
 
-    def _retire(self, block: int) -> None:
-        self._clock += 1
-        self._used_at[block] = self._clock
-        self._evictable_count += 1
-        if self.prefix.is_leaf(block):
+    def _retire(self, blocks: list[int]) -> None:
+        used_at = self._used_at
+        for clock, block in enumerate(blocks, start=self._clock + 1):
+            used_at[block] = clock
+        self._clock += len(blocks)
+        self._evictable_count += len(blocks)
+        for block in self.prefix.leaves(blocks):
             self._push_leaf(block)
 
     def _push_leaf(self, block: int) -> None:
@@ -127,16 +128,29 @@ class BlockPool:
         return self._used_at[block] == used_at and self._is_evictable(block) and self.prefix.is_leaf(block)
 
     def _evict(self, count: int) -> None:
-        evicted = []
-        for _ in range(count):
-            block = self._oldest_leaf()
+        """Least recently used first, and leaves of a chain before their parents."""
+        evicted: list[int] = []
+        parent: int | None = None
+        """A leaf since its last child went."""
+        while len(evicted) < count:
+            block = self._oldest_of(parent)
             parent = self.prefix.forget(block)
             self._named[block] = False
             evicted.append(block)
-            if parent is not None and self._is_evictable(parent):
-                self._push_leaf(parent)
+            if parent is not None and not self._is_evictable(parent):
+                parent = None
+        if parent is not None:
+            self._push_leaf(parent)
         self._evictable_count -= count
         self._push_free(np.array(evicted, dtype=np.int32))
+
+    def _oldest_of(self, new_leaf: int | None) -> int:
+        """The oldest leaf, one that has just become one included: mostly that one, and then the heap is left alone."""
+        if new_leaf is not None:
+            if not self._leaves or (self._used_at[new_leaf], new_leaf) < self._leaves[0]:
+                return new_leaf
+            self._push_leaf(new_leaf)
+        return self._oldest_leaf()
 
     def _oldest_leaf(self) -> int:
         while self._leaves:

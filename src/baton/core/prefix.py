@@ -120,6 +120,11 @@ class PrefixIndex:
             raise InvariantViolated(f"block {block} has no name")
         return key not in self._children
 
+    def leaves(self, blocks: Sequence[int]) -> list[int]:
+        """Those of these named blocks that no other is chained to."""
+        key_of, children = self._key_of, self._children
+        return [block for block in blocks if key_of[block] not in children]
+
     def names(self) -> dict[int, Key]:
         """Block → its name; a copy, for the laws."""
         return {block: key for block, key in enumerate(self._key_of) if key is not None}
