@@ -49,9 +49,13 @@ def fuzz(
 ) -> None:
     """Run simulated clusters with faults until one breaks a law, or all seeds are done.
 
-    Each seed is a world of its own: instances with the real scheduler and wire protocol, clients, a network, disks, and
-    faults at rates that the seed draws. First chaos, with safety laws after each event; then everything heals, and every
-    open request must end. The first seed that fails is shrunk to the smallest world that still fails, and told as a story.
+    Each seed is a world of its own: instances with the real scheduler and
+    wire protocol, clients, a network, disks, and faults at rates that the
+    seed draws. First chaos, with safety laws after each event; then
+    everything heals, and every open request must end.
+
+    The first seed that fails is shrunk to the smallest world that still
+    fails, and told as a story, one line an event.
     """
     console = wide_console()
     try:
