@@ -92,6 +92,8 @@ def test_leaving_a_class_of_faults_out_leaves_requests_and_the_other_rates_as_th
         for name in whole.classes:
             part = draw_scenario(seed, Trim(classes=tuple(kept for kept in whole.classes if kept != name)))
             assert part.config == whole.config
+            assert name == "narrow-line" or part.link == whole.link
+            assert (part.link.ack_every, part.link.silent_us) == (whole.link.ack_every, whole.link.silent_us)
             for one, other in zip(whole.users, part.users, strict=True):
                 if name not in ("overload", "nonsense", "disconnect", "slow-reader"):
                     assert one == other

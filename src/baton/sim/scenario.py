@@ -133,11 +133,11 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
 
 def _draw_link(seed: int, classes: tuple[str, ...]) -> LinkConfig:
     stream = stream_of(seed, "link")
-    narrow = "narrow-line" in classes
-    window, backlog = stream.choice((1, 2, 4)), stream.choice((1, 2, 4))
+    narrow, wide = (stream.choice((1, 2, 4)), stream.choice((1, 2, 4))), (stream.choice((16, 64)), 1024)
+    window, backlog_max = narrow if "narrow-line" in classes else wide
     return LinkConfig(
-        window=window if narrow else stream.choice((16, 64)),
-        backlog_max=backlog if narrow else 1024,
+        window=window,
+        backlog_max=backlog_max,
         ack_every=stream.choice((1, 4, 16)),
         ack_delay_us=stream.choice((500, 2_000, 20_000)),
         resend_burst=stream.choice((1, 8)),
