@@ -88,13 +88,15 @@ class _Cluster:
         self.spec = spec
         self.world = World(spec.seed, events_max=EVENTS_MAX, keep_digest=False)
         self.host = Host(self.world, "front")
-        self.front = Front(self.host, spec.instances)
+        self.front = Front(spec.instances)
         self.record = RunRecord(spec.label, spec.seed, spec.instances, spec.config.blocks, spec.config.block_size)
         self.progress = progress
         self.ended = 0
+        self._prefix_tokens: dict[int, int] = {}
+        """The token that stands for the text of each prefix id; ids may be any numbers."""
         self._free_us = 0
         """When the front end has dealt with what has arrived."""
-        self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max) if spec.spans_max else deque(maxlen=0)
+        self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max)
         self._lives = [self._start(number) for number in range(spec.instances)]
         self._chains = _chains(spec.calls)
 
@@ -154,6 +156,15 @@ class _Cluster:
         now_us = self.world.now_us
         self._free_us = max(now_us, self._free_us) + self.spec.host_us
         return self._free_us - now_us
+
+    def prompt(self, index: int, call: Call) -> Tokens:
+        """Text that is shared where the prefix ids are, and the request's own after them."""
+        ids = [self._prefix_tokens.setdefault(name, len(self._prefix_tokens)) for name in call.prefix_ids]
+        if len(self._prefix_tokens) > UNIQUE_FROM:
+            raise RunFailed(f"the calls name more than {UNIQUE_FROM:,} different prefixes")
+        shared = np.repeat(np.array(ids, dtype=np.int32), PREFIX_ID_TOKENS)[: call.input_tokens]
+        own = np.full(call.input_tokens - len(shared), UNIQUE_FROM + index, dtype=np.int32)
+        return np.concatenate((shared, own), dtype=np.int32)
 
     def finished(self) -> None:
         self.ended += 1
@@ -242,7 +253,7 @@ class _Client:
 
     def _arrive(self, index: int, call: Call) -> None:
         cluster = self._cluster
-        self._prompt = np.concatenate((self._history, _prompt(index, call)), dtype=np.int32)
+        self._prompt = np.concatenate((self._history, cluster.prompt(index, call)), dtype=np.int32)
         self._prompt.setflags(write=False)
         self._journey = Journey(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
         cluster.record.journeys.append(self._journey)
@@ -289,10 +300,3 @@ class _Client:
         self._history = np.concatenate((self._prompt, answer)) if self._chain else self._history
         self._cluster.finished()
         self.go_on()
-
-
-def _prompt(index: int, call: Call) -> Tokens:
-    """Text that is shared where the prefix ids are, and the request's own after them."""
-    shared = np.repeat(np.array(call.prefix_ids, dtype=np.int32), PREFIX_ID_TOKENS)[: call.input_tokens]
-    own = np.full(call.input_tokens - len(shared), UNIQUE_FROM + index, dtype=np.int32)
-    return np.concatenate((shared, own), dtype=np.int32)

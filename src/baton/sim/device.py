@@ -50,14 +50,14 @@ class Device:
         begins_us = max(self._host.world.now_us, self._free_us)
         self._free_us = begins_us + max(1, int(took_us * self.slowness))
         self.in_flight += 1
-        self.busy_us += self._free_us - begins_us
         if self.spans is not None:
             tokens = plan.tokens - len(plan.decode_slots)
             self.spans.append(StepSpan(self.number, plan.step, begins_us, self._free_us, len(plan.decode_slots), tokens))
-        self._host.at(self._free_us, self._finish)
+        self._host.at(self._free_us, self._finish, self._free_us - begins_us)
 
-    def _finish(self) -> None:
+    def _finish(self, took_us: int) -> None:
         self.in_flight -= 1
+        self.busy_us += took_us
         result = self._executor.collect()
         if self.disagreement and len(result.slots) and self._stream.random() < self.disagreement:
             result = self._disagreed(result)

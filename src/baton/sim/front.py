@@ -14,7 +14,6 @@ from baton.core.errors import Refusal
 from baton.core.request import Submission
 from baton.sim.laws import ENDS_AT_ONCE, LawBroken
 from baton.sim.lines import LinkEnd
-from baton.sim.world import Host
 from baton.wire.desk import Came, Declined, Desk, Died, Lost, Opened, Step
 from baton.wire.link import Link, LinkState
 from baton.wire.messages import (
@@ -79,7 +78,7 @@ class Booking:
 class Counter:
     """The front end's side of one instance: a desk for as long as a session lasts."""
 
-    def __init__(self, host: Host, number: int) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
         self.desk = Desk()
         self.serves = False
@@ -87,7 +86,6 @@ class Counter:
         self.line: Line | None = None
         self.former_desks: list[Desk] = []
         """Of sessions that were lost."""
-        self._host = host
         self._pending: dict[int, tuple[Caller, Booking]] = {}
         self._callers: dict[int, tuple[Caller, int]] = {}
         self._outbox: deque[bytes] = deque()
@@ -198,8 +196,8 @@ class Counter:
 
 
 class Front:
-    def __init__(self, host: Host, instances: int) -> None:
-        self.counters = [Counter(host, number) for number in range(instances)]
+    def __init__(self, instances: int) -> None:
+        self.counters = [Counter(number) for number in range(instances)]
         self._turn = 0
 
     def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:

@@ -110,9 +110,11 @@ def acceptor(host: Host, network: Network, name: str, peer: str, owner: Owner, c
 
 @dataclass(slots=True)
 class PipeEnd:
+    """What is sent into it is delivered on `host` a little later."""
+
     host: Host
     delay_us: int
-    _deliver: Callable[[list[bytes]], None] | None = None
+    deliver: Callable[[list[bytes]], None]
 
     @property
     def is_full(self) -> bool:
@@ -123,10 +125,4 @@ class PipeEnd:
         return 0
 
     def send(self, frame: bytes) -> None:
-        if self._deliver is not None:
-            self.host.after(self.delay_us, self._deliver, [frame])
-
-
-def pipe(host: Host, one: Owner, other: Owner, delay_us: int) -> tuple[PipeEnd, PipeEnd]:
-    """The ends that `one` and `other` send into."""
-    return PipeEnd(host, delay_us, other.took), PipeEnd(host, delay_us, one.took)
+        self.host.after(self.delay_us, self.deliver, [frame])

@@ -216,7 +216,7 @@ class Run:
         self.judge = Judge(self.world, self, VOCABULARY, line_max, always_audit)
         self.network = Network(self.world, scenario.rates.network)
         self._front_host = Host(self.world, FRONT)
-        self.front = Front(self._front_host, scenario.instances)
+        self.front = Front(scenario.instances)
         self._lines: list[LinkEnd] = []
         self.seats = [self._seat(number) for number in range(scenario.instances)]
         self.chaos = Chaos(self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us)
