@@ -28,6 +28,10 @@ class BlockGauges:
     free: int
     evictable: int
     running: int
+    leased: int = 0
+    """Granted to a peer's prefill of which nothing has arrived."""
+    receiving: int = 0
+    """KV of a peer's prefill is arriving in them."""
 
 
 class BlockPool:

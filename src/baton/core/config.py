@@ -19,8 +19,68 @@ class VictimPolicy(StrEnum):
     CHEAPEST = "cheapest"
 
 
+class PrefillPath(StrEnum):
+    """How an instance that only prefills plans its steps."""
+
+    SHORT = "short"
+    GENERAL = "general"
+
+
+class OnPreempt(StrEnum):
+    """What becomes of a request that an instance cannot hold, or whose hand-over failed."""
+
+    RESUME = "resume"
+    """It goes back into this instance's own queue, and its prefill is done here."""
+    RESCHEDULE = "reschedule"
+    """The attempt ends with everything generated so far, for a router to go on from elsewhere."""
+
+
 class BadConfig(BatonError):
     """A setting, or a pair of settings, that cannot work; the message names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an instance does, as data: nothing compares names of roles."""
+
+    name: str
+    serves: bool
+    """Takes requests of clients, and decodes."""
+    takes: bool
+    """Has peers that prefill for it."""
+    gives: bool
+    """Prefills for peers, and hands over."""
+
+
+MIXED = Role("mixed", serves=True, takes=False, gives=False)
+PREFILL = Role("prefill", serves=False, takes=False, gives=True)
+DECODE = Role("decode", serves=True, takes=True, gives=False)
+ROLES = {role.name: role for role in (MIXED, PREFILL, DECODE)}
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverConfig:
+    lease_us: int = 2_000_000
+    """How long leased blocks wait without a sign of the giver."""
+    renew_us: int = 500_000
+    """How often a giver says that it is still at it."""
+    deadline_us: int = 60_000_000
+    """Longest time from the ask to the adoption."""
+    retry_after_us: int = 100_000
+    """What a refused giver is told."""
+    local_tokens: int = 16
+    """A prompt with no more than so many uncached tokens is prefilled where it decodes."""
+
+    def __post_init__(self) -> None:
+        for name in ("lease_us", "renew_us", "deadline_us", "retry_after_us"):
+            if getattr(self, name) < 1:
+                raise BadConfig(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.local_tokens < 0:
+            raise BadConfig(f"local_tokens must not be negative, but is {self.local_tokens}")
+        if self.renew_us * 2 > self.lease_us:
+            raise BadConfig(
+                f"renew_us ({self.renew_us}) must be at most half of lease_us ({self.lease_us}), so that one may be late"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +114,10 @@ class WorkerConfig:
     victims: VictimPolicy = VictimPolicy.NEWEST
     max_preemptions: int = 8
     """A request that yielded this often is no longer a victim, and comes back only with its whole need reserved."""
+    role: Role = MIXED
+    prefill_path: PrefillPath = PrefillPath.SHORT
+    on_preempt: OnPreempt = OnPreempt.RESUME
+    handover: HandoverConfig = HandoverConfig()
 
     def __post_init__(self) -> None:
         for name in ("slots", "blocks", "block_size", "context_tokens", "step_tokens", "burst", "depth", "waiting_max"):

@@ -34,6 +34,7 @@ class RefusalCode(StrEnum):
     GROUP_TOO_LARGE = "group_too_large"
     DUPLICATE_ID = "duplicate_id"
     DRAINING = "draining"
+    WRONG_ROLE = "wrong_role"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.core.blocks import BlockGauges
+from baton.core.peers import PdFault
 from baton.core.plan import Chunk, Int8s, Int32s, Int64s, Logprobs
 from baton.core.prefix import Key
 from baton.core.request import FinishReason, Phase, Serial, Submission, Tokens
@@ -25,7 +26,11 @@ class Bill:
     preemptions: int = 0
     queue_us: int = 0
     prefill_us: int = 0
+    transfer_us: int = 0
+    """From the ask to the adoption of a prefill done elsewhere, less what it waited and computed there."""
     decode_us: int = 0
+    attempts: int = 0
+    """How often a peer was asked to prefill it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +91,8 @@ class EndedRequest:
     reason: FinishReason
     generated_tokens: int
     bill: Bill
+    fault: PdFault | None = None
+    """What ended the attempt, with the reason RESCHEDULE."""
 
     @property
     def cached_tokens(self) -> int:
@@ -103,6 +110,22 @@ class Settled:
     """Their `row` indexes this object's rows, and they have as many lines as the row has tokens."""
     started: tuple[StartedRequest, ...]
     ended: tuple[EndedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverGauges:
+    """Hand-overs of one instance, in either role. All but the first two only grow."""
+
+    peers: int = 0
+    """Sessions that are up."""
+    open: int = 0
+    """Under way."""
+    made: int = 0
+    """Adopted by the taker."""
+    refused: int = 0
+    not_delivered: int = 0
+    preempted: int = 0
+    timed_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +149,7 @@ class SchedulerGauges:
     reserve_ratio: float
     broken_rows: int = 0
     """Rows on which scheduler and executor disagreed; each ended its request with an error, unless it was ending anyway."""
+    handovers: HandoverGauges = HandoverGauges()
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     ERROR = "error"
     """Scheduler and executor disagreed about this request; it may be tried again."""
+    RESCHEDULE = "pd_reschedule"
+    """The attempt ended here with everything generated so far; it may go on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

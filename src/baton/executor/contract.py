@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.core.plan import StepPlan, StepResult
 
@@ -19,6 +23,23 @@ class ExecutorShape:
     """Longest sequence a slot may hold."""
     burst: int = 1
     """Most tokens one decode may yield in one step."""
+
+
+class KvView(NamedTuple):
+    """The KV pool as bytes. Whoever reads or writes blocks of it must own them."""
+
+    pool: npt.NDArray[np.uint8]
+    """[blocks, bytes a block]"""
+    layers: tuple[tuple[int, int], ...]
+    """Where each layer begins and ends within a block."""
+    dtype: str
+
+
+LayerDone = Callable[[int, int], None]
+"""`(step, layer)`: the KV that this step computes in this layer is written. On the executor's thread, layers rising."""
+
+Allocate = Callable[[int], npt.NDArray[np.uint8]]
+"""So many zeroed bytes for the KV pool, for whoever wants to choose where they lie."""
 
 
 class Executor(Protocol):
