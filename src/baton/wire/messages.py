@@ -31,7 +31,7 @@ class WireError(BatonError):
     """Bytes that are not a message of this version."""
 
 
-class WireSampling(msgspec.Struct, array_like=True, frozen=True):
+class WireSampling(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     seed: int
     choice: int
     temperature: float
@@ -47,7 +47,7 @@ class WireSampling(msgspec.Struct, array_like=True, frozen=True):
     logprobs: int | None
 
 
-class WireSubmission(msgspec.Struct, array_like=True, frozen=True):
+class WireSubmission(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     request_id: str
     prompt: bytes | None
     """None: the leader's, which travels once for all its followers."""
@@ -141,7 +141,7 @@ class RefusedWith(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: int | None
 
 
-class WireLogprobs(msgspec.Struct, array_like=True, frozen=True):
+class WireLogprobs(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     row: int
     chosen: bytes
     top_ids: bytes
@@ -280,7 +280,7 @@ def step_output(settled: Settled, gauges: SchedulerGauges) -> StepOutput:
         settled.serials.tobytes(),
         settled.counts.tobytes(),
         settled.tokens.tobytes(),
-        tuple(_wire_logprobs(item) for item in settled.logprobs),
+        tuple(wire_logprobs(item) for item in settled.logprobs),
         tuple((item.serial, item.cached_tokens) for item in settled.started),
         tuple(_wire_ended(item) for item in settled.ended),
         wire_gauges(gauges),
@@ -292,7 +292,7 @@ def ended_output(ended: EndedRequest, gauges: SchedulerGauges) -> StepOutput:
     return StepOutput(b"", b"", b"", (), (), (_wire_ended(ended),), wire_gauges(gauges))
 
 
-def _wire_logprobs(item: Logprobs) -> WireLogprobs:
+def wire_logprobs(item: Logprobs) -> WireLogprobs:
     return WireLogprobs(item.row, item.chosen.tobytes(), item.top_ids.tobytes(), item.top.tobytes())
 
 
@@ -348,13 +348,18 @@ LogprobLine = tuple[float, tuple[tuple[int, float], ...]]
 
 
 def _logprob_lines(item: WireLogprobs) -> list[LogprobLine]:
+    made = logprobs_of(item)
+    lines = zip(made.chosen.tolist(), made.top_ids.tolist(), made.top.tolist(), strict=True)
+    return [(value, tuple(zip(ids, top, strict=True))) for value, ids, top in lines]
+
+
+def logprobs_of(item: WireLogprobs) -> Logprobs:
     chosen = _array(item.chosen, np.dtype("<f4"))
     ids, top = _int32s(item.top_ids), _array(item.top, np.dtype("<f4"))
     if not len(chosen) or len(ids) != len(top) or len(ids) % len(chosen):
         raise WireError(f"log-probabilities of {len(chosen)} tokens with {len(ids)} ids and {len(top)} values")
-    width = len(ids) // len(chosen)
-    pairs = list(zip(ids.tolist(), top.tolist(), strict=True))
-    return [(value, tuple(pairs[at * width : (at + 1) * width])) for at, value in enumerate(chosen.tolist())]
+    lines = (len(chosen), len(ids) // len(chosen))
+    return Logprobs(item.row, chosen, ids.reshape(lines), top.reshape(lines))
 
 
 def _int32s(data: bytes) -> npt.NDArray[np.int32]:
