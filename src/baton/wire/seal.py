@@ -123,7 +123,7 @@ class Seal:
             raise BadConfig(f"the cluster key has {len(key)} bytes; it needs at least {KEY_BYTES_MIN}")
         if len(nonce) != NONCE_BYTES:
             raise BadConfig(f"a nonce has {NONCE_BYTES} bytes, not {len(nonce)}")
-        raw = name.encode()
+        raw = name.encode() if name.isprintable() else b""
         if not _is_name(raw):
             raise BadConfig(f"a name has 1 … {NAME_BYTES_MAX} bytes of printable UTF-8; {name!r} is none")
         self._side = side
