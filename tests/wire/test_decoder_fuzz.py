@@ -37,7 +37,8 @@ ODD_BYTES = (0x00, 0x7F, 0x80, 0x91, 0xC0, 0xC1, 0xC6, 0xCB, 0xCF, 0xD3, 0xD9, 0
 """Values where msgpack changes its mind, and the ends of the range."""
 ODD_VALUES: tuple[object, ...] = (
     None, True, -1, 0, 1, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 0.5, float("nan"), float("inf"), "",
-    "x" * 600, "ask", "commit", b"", b"\xff" * 7, b"\xff" * 8, bytes(65), [], [None], {}, {"type": "ask"}, (1,) * 5000, [[1, 0.5]],
+    "x" * 600, "ask", "commit", b"", b"\xff" * 7, b"\xff" * 8, bytes(65), [], [None], {}, {"type": "ask"},
+    (1,) * 5000, [[1, 0.5]],
 )  # fmt: skip
 
 
@@ -240,6 +241,6 @@ def test_whatever_a_stranger_or_the_way_does_to_a_stream_only_true_frames_come_o
             refused[broken.fault] += 1
         assert got == FRAMES[: len(got)], (before + after).hex()
         assert len(seal._buffer) <= len(recording.shaken) + LIMIT + 64, "nothing is kept that cannot become a frame"
-    assert set(refused) == set(SealFault) - {SealFault.SAME_NAME}
+    assert set(refused) >= set(SealFault) - {SealFault.SAME_NAME}, "each was reached; the name only by luck"
     assert sum(refused.values()) > INPUTS // 2
     assert whole, "streams that are only cut are no fault"

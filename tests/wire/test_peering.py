@@ -99,12 +99,14 @@ def test_a_follower_is_not_asked_for() -> None:
 
 
 def test_each_direction_has_its_own_messages() -> None:
-    for message in (ASK, GRANT, Refuse(1, 1, "", 0), Adopted(1, 1), Release(1, 1, "")):
-        for decode in (decode_to_taker, decode_registration):
-            with pytest.raises(WireError):
-                decode(encode_peer(message))
-    for message in (Offer(1, 1, 3), Renew(1, 1), COMMIT, Decline(1, 1, PdCode.TIMEOUT, "")):
-        for decode in (decode_to_giver, decode_registration):
+    for_giver: list[PeerMessage] = [ASK, GRANT, Refuse(1, 1, "", 0), Adopted(1, 1), Release(1, 1, "")]
+    for_taker: list[PeerMessage] = [Offer(1, 1, 3), Renew(1, 1), COMMIT, Decline(1, 1, PdCode.TIMEOUT, "")]
+    others: list[tuple[list[PeerMessage], Callable[[bytes], object]]] = [
+        (for_giver, decode_to_taker), (for_giver, decode_registration),
+        (for_taker, decode_to_giver), (for_taker, decode_registration),
+    ]  # fmt: skip
+    for said, decode in others:
+        for message in said:
             with pytest.raises(WireError):
                 decode(encode_peer(message))
     with pytest.raises(WireError):
