@@ -77,12 +77,12 @@ class PacedExecutor:
     def collect(self) -> StepResult:
         self._written.clear()
         result = self._inner.collect()
-        pause_s = self._step_s / max(1, len(self._written))
-        for step, layer in self._written or [(result.step, None)]:
-            if pause_s:
-                time.sleep(pause_s)
-            if self.on_layer is not None and layer is not None:
-                self.on_layer(step, layer)
+        parts = max(1, len(self._written))
+        for part in range(parts):
+            if self._step_s:
+                time.sleep(self._step_s / parts)
+            if self.on_layer is not None and self._written:
+                self.on_layer(*self._written[part])
         return result
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""All that an instance with peers has beside its loop: sessions, transfers, the memory of the pool, and the log of hand-overs.
+"""All that an instance with peers has beside its loop: sessions, transfers, the pool's memory, and the log of hand-overs.
 
 One object for the engine loop, which gives it every order that concerns peers.
 """
@@ -22,7 +22,7 @@ from baton.kv.memory import shared_bytes
 from baton.node.inbox import Inbox
 from baton.node.peers import Peers, listen
 from baton.node.sessions import Self
-from baton.node.settings import EngineSettings
+from baton.node.settings import DEFAULT_PEER_PORT, EngineSettings
 from baton.node.transfers import Transfers, kinds_of
 
 log = logging.getLogger("baton.handover")
@@ -75,7 +75,7 @@ def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemor
     role, memory = ROLES[settings.role], pool.of(executor)
     transfers = Transfers(role, settings.transfer, memory, inbox.put, settings.peer_host)
     executor.on_layer = transfers.layer_done if role.gives else None
-    listener = listen(settings.peer_host, settings.peer_port) if role.gives else None
+    listener = _listen(settings) if role.gives else None
     me = Self(
         name=f"{role.name} {socket.gethostname()[:64]} {os.getpid()} {secrets.token_hex(4)}",
         incarnation=time.time_ns() // 1000,
@@ -86,6 +86,10 @@ def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemor
     )
     peers = Peers(me, transfers, inbox, listener, settings.peers)
     return Handovers(peers, transfers, _details(settings, listener))
+
+
+def _listen(settings: EngineSettings) -> socket.socket:
+    return listen(settings.peer_host, DEFAULT_PEER_PORT if settings.peer_port is None else settings.peer_port)
 
 
 def _details(settings: EngineSettings, listener: socket.socket | None) -> str:

@@ -1,7 +1,7 @@
 """What other threads of the engine process have for its loop, in the order it came, and the bell that wakes the loop.
 
-Putting never blocks and may happen on any thread; taking is the loop's alone. Nothing is lost and nothing is counted here: how
-much may wait is the business of those who put (steps in flight, peers, transfers), who ask `len` where that is not given.
+Putting never blocks and may happen on any thread; taking is the loop's alone. Nothing is lost and nothing is bounded here:
+how much may wait is the business of those who put (steps in flight, peers, transfers), who may ask `len`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The peers of an instance, on an event loop and a thread of their own: a decode instance calls, a prefill instance is called.
+"""The peers of an instance, on an event loop and a thread of their own: one that decodes calls, one that prefills is called.
 
-Owns who is connected. Tells the engine loop of sessions that open and end and of what peers say, in order, through its inbox;
-what the engine says to a peer goes out in order too. Calls again, with growing pauses, whoever cannot be reached. Strangers,
-sessions and what waits are bounded; refused connections are counted by reason and logged when the reason changes. What
-messages mean, the worker knows; how KV travels, the transfers.
+Owns who is connected. Tells the engine loop of sessions that open and end and of what peers say, in order, through its
+inbox; what the engine says to a peer goes out in order too. Calls again, with growing pauses, whoever cannot be reached.
+Strangers, sessions and what waits are bounded; refused connections are counted by reason and logged when the reason
+changes. What messages mean, the worker knows; how KV travels, the transfers.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Peers:
 
     # ── the sessions' house ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, session: Session) -> bool:
+    def arrived(self) -> bool:
         self._strangers += 1
         return self._strangers <= STRANGERS_MAX
 
@@ -154,7 +154,7 @@ class Peers:
 
     def unfit(self, session: Session, register: Register) -> str | None:
         theirs = ROLES.get(register.role)
-        if theirs is None or not (self._me.role.takes and theirs.gives or self._me.role.gives and theirs.takes):
+        if theirs is None or not ((self._me.role.takes and theirs.gives) or (self._me.role.gives and theirs.takes)):
             return f"role: {self._me.role.name} here, {register.role} there; one must prefill and the other decode"
         layout = KvLayout(register.fingerprint, register.dtype, register.block_size, register.layer_bytes)
         if differences := self._me.layout.differences(layout):

@@ -89,7 +89,7 @@ class End:
 class House(Protocol):
     """Where sessions live: told what becomes of each."""
 
-    def arrived(self, session: Session) -> bool:
+    def arrived(self) -> bool:
         """A connection is there; False turns it away."""
 
     def transfers_for(self, session: Session) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class Session(asyncio.Protocol):
         self.same_host = bool(ours and theirs and ours[0] == theirs[0])
         if self.called is None and theirs:
             self.where = f"{theirs[0]}:{theirs[1]}"
-        if not self._house.arrived(self):
+        if not self._house.arrived():
             self.end(Refused.TOO_MANY, "too many connections that have not registered")
             return
         loop = asyncio.get_running_loop()

@@ -6,6 +6,8 @@ import msgspec
 
 from baton.core.config import MIXED, ROLES, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
 
+DEFAULT_PEER_PORT = 8100
+
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
@@ -42,8 +44,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """HOST:PORT of each instance that prefills for this one."""
     peer_host: str = "127.0.0.1"
     """Where this one listens: for peers if it prefills, for KV if it decodes."""
-    peer_port: int = 0
-    """Of the listener for peers; 0 picks a free one."""
+    peer_port: int | None = None
+    """Of the listener for peers; 0 picks a free one, None takes DEFAULT_PEER_PORT."""
     cluster_key: bytes = b""
     transfer: str = "auto"
     on_preempt: OnPreempt = OnPreempt.RESUME

@@ -1,8 +1,8 @@
 """Moves KV to and from peers as the worker orders: picks the kind of transfer for each peer and keeps to it in a hand-over.
 
-The taker (D) decides by which kind it receives: the one that was set, or, with `auto`, shared memory from a peer on this host
-and TCP from elsewhere; it tells the peer one address as it registers. The giver (P) sends by the kind of that address. Orders
-return at once; what becomes of them is reported from the transfers' own threads.
+The taker (D) decides by which kind it receives: the one that was set, or, with `auto`, shared memory from a peer on this
+host and TCP from elsewhere; it tells the peer one address as it registers. The giver (P) sends by the kind of that address.
+Orders return at once; what becomes of them is reported from the transfers' own threads.
 """
 
 from __future__ import annotations
@@ -128,5 +128,7 @@ class Transfers:
         return sum((receiver.refused for receiver in self._receivers.values()), Counter())
 
     def close(self) -> None:
-        for way in (*self._receivers.values(), *self._senders.values()):
-            way.close()
+        for receiver in self._receivers.values():
+            receiver.close()
+        for sender in self._senders.values():
+            sender.close()
