@@ -258,7 +258,9 @@ class LineSender:
         if line.stage is _Stage.CONNECTING:
             return
         sent = 0
-        while sent < TURN_BYTES and self._refill(line):
+        while more := self._refill(line):
+            if sent >= TURN_BYTES:
+                break  # the others' turn
             try:
                 taken = self._send(line)
             except BlockingIOError:
@@ -272,7 +274,7 @@ class LineSender:
         if line.stage is _Stage.ENDING and not line.waiting:
             self._shipped(line)
         else:
-            self._watch(line, selectors.EVENT_READ | (selectors.EVENT_WRITE if line.waiting else 0))
+            self._watch(line, selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0))
 
     def _send(self, line: _Line) -> int:
         if line.fds:
