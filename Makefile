@@ -40,7 +40,8 @@ fuzz: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mooncake,plot]'
+	tools/mooncake-libraries.sh $(CURDIR)/$(VENV)
 	touch $@
 
 clean:

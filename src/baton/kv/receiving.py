@@ -54,6 +54,8 @@ class Slice:
     high: int
 
 
+Post = Callable[[Callable[[], None], bool], bool]
+"""`Lane.post`."""
 Fetched = Callable[[str | None], None]
 """Says why it could not be fetched, or None; on the lane."""
 
@@ -75,6 +77,9 @@ class Port(Protocol):
     kind: str
     address: str
     listener: socket.socket
+
+    def begin(self, post: Post) -> None:
+        """The lane is there: what has to happen on it can be posted."""
 
     def admit(self, sock: socket.socket) -> str | None:
         """Why this connection is not even listened to."""
@@ -165,6 +170,7 @@ class LineReceiver:
         self._pool = flat(memory)
         self._lane = Lane(f"kv-{port.kind}-receive", self._turn, self._end)
         self._lane.watch(port.listener, selectors.EVENT_READ, self._accept)
+        port.begin(self._lane.post)
         self._lane.start()
 
     # ── orders, from any thread ──────────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s
 from baton.kv.contract import Bytes2d, KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
 from baton.kv.memory import map_sealed, within
-from baton.kv.receiving import SLICE_BYTES, Fetched, LineReceiver, Slice, Source
+from baton.kv.receiving import SLICE_BYTES, Fetched, LineReceiver, Post, Slice, Source
 from baton.kv.sending import LineSender
 
 BACKLOG = 512
@@ -94,6 +94,9 @@ class _ShmPort:
         self.listener.setblocking(False)
         self.address = f"{self.kind}:{path}"
 
+    def begin(self, _post: Post) -> None:
+        """Nothing happens elsewhere."""
+
     def admit(self, sock: socket.socket) -> str | None:
         data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(data)
@@ -143,9 +146,7 @@ class _ShmPort:
 class _ShmSource:
     slice_bytes = SLICE_BYTES
 
-    def __init__(
-        self, port: _ShmPort, name: tuple[int, int], mapped: _Map, blocks: Int32s, memory: KvMemory
-    ) -> None:
+    def __init__(self, port: _ShmPort, name: tuple[int, int], mapped: _Map, blocks: Int32s, memory: KvMemory) -> None:
         self._port = port
         self._name = name
         self._mapped: _Map | None = mapped

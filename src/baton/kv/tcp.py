@@ -11,7 +11,7 @@ import socket
 
 from baton.core.plan import Int32s
 from baton.kv.contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
-from baton.kv.receiving import LineReceiver, Source
+from baton.kv.receiving import LineReceiver, Post, Source
 from baton.kv.sending import LineSender
 
 BACKLOG = 128
@@ -88,6 +88,9 @@ class _TcpPort:
     def __init__(self, host: str) -> None:
         self.listener = listen(host)
         self.address = written_address(self.kind, self.listener)
+
+    def begin(self, _post: Post) -> None:
+        """Nothing happens elsewhere."""
 
     def admit(self, _sock: socket.socket) -> str | None:
         return None
