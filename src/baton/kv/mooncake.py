@@ -22,6 +22,7 @@ import socket
 import struct
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -105,6 +106,7 @@ class _Engine:
     def __init__(self, host: str) -> None:
         self._host = host
         self._users = 0
+        self._registered: Counter[int] = Counter()
         self._theirs = _engine_class()()
         if self._theirs.initialize(host, "P2PHANDSHAKE", "tcp", ""):
             raise TransferUnavailable(f"mooncake's Transfer Engine does not start on {host}")
@@ -127,11 +129,17 @@ class _Engine:
                 del self._theirs  # it stops its threads and closes its ports
 
     def register(self, address: int, size: int) -> None:
-        if self._theirs.register_memory(address, size):
-            raise TransferUnavailable(f"mooncake's Transfer Engine does not take {size} bytes of memory")
+        """Once, however many ask for it."""
+        with self._gate:
+            if not self._registered[address] and self._theirs.register_memory(address, size):
+                raise TransferUnavailable(f"mooncake's Transfer Engine does not take {size} bytes of memory")
+            self._registered[address] += 1
 
     def unregister(self, address: int) -> None:
-        self._theirs.unregister_memory(address)
+        with self._gate:
+            self._registered[address] -= 1
+            if not self._registered[address]:
+                self._theirs.unregister_memory(address)
 
     def read(self, peer: str, to: list[int], of: list[int], sizes: list[int]) -> bool:
         """Blocks until it is here, or cannot be had."""
@@ -142,10 +150,10 @@ class _Engine:
 
 
 def mooncake_sender(memory: KvMemory, report: Report, options: SenderOptions) -> Sender:
-    return LineSender(memory, report, _MooncakeRoad(memory, options.get("host", "127.0.0.1")), options)
+    return LineSender(memory, report, MooncakeRoad(memory, options.get("host", "127.0.0.1")), options)
 
 
-class _MooncakeRoad:
+class MooncakeRoad:
     kind = "mooncake"
     carries = False
     keeps_last = False

@@ -239,7 +239,7 @@ class LineSender:
         except BlockingIOError:
             return True
         except OSError as error:
-            self._fail(line.handover, f"{line.address} is gone: {error}")
+            self._lost(line, error)
             return False
         if said == WELCOME and line.stage is _Stage.GREETING and not line.waiting:
             line.stage, line.moved_at_s = _Stage.OPEN, time.monotonic()
@@ -252,6 +252,10 @@ class LineSender:
             reason = "hung up"
         self._fail(line.handover, f"{line.address} {reason}")
         return False
+
+    def _lost(self, line: _Line, error: OSError) -> None:
+        what = "turned us away" if line.stage is _Stage.GREETING else "is gone"
+        self._fail(line.handover, f"{line.address} {what}: {error}")
 
     def _pump(self, line: _Line) -> None:
         """Send what can be sent now, and come back when more can."""
@@ -266,7 +270,7 @@ class LineSender:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._fail(line.handover, f"{line.address} is gone: {error}")
+                self._lost(line, error)
                 return
             line.moved_at_s = time.monotonic()
             sent += taken

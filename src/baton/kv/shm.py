@@ -38,10 +38,10 @@ def shm_receiver(memory: KvMemory, report: Report, options: ReceiverOptions) -> 
 
 
 def shm_sender(memory: KvMemory, report: Report, options: SenderOptions) -> Sender:
-    return LineSender(memory, report, _ShmRoad(memory), options)
+    return LineSender(memory, report, ShmRoad(memory), options)
 
 
-class _ShmRoad:
+class ShmRoad:
     kind = "shm"
     carries = False
     keeps_last = True

@@ -22,7 +22,7 @@ def tcp_receiver(memory: KvMemory, report: Report, options: ReceiverOptions) -> 
 
 
 def tcp_sender(memory: KvMemory, report: Report, options: SenderOptions) -> Sender:
-    return LineSender(memory, report, _TcpRoad(), options)
+    return LineSender(memory, report, TcpRoad(), options)
 
 
 def listen(host: str) -> socket.socket:
@@ -67,7 +67,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
 
 
-class _TcpRoad:
+class TcpRoad:
     kind = "tcp"
     carries = True
     keeps_last = False
