@@ -235,9 +235,12 @@ def test_pace_keeps_to_its_rate() -> None:
     pace.spent(500, 5.2)
     assert pace.delay_s(5.2) == pytest.approx(0.8)
     assert pace.delay_s(7.0) == 0.0
+    assert pace.at_once(3) == 3
+    assert pace.at_once(3000) == 5
 
 
 def test_without_a_limit_nothing_waits() -> None:
     pace = Pace(None)
+    assert pace.at_once(3000) == 3000
     pace.spent(10**12, 1.0)
     assert pace.delay_s(1.0) == 0.0

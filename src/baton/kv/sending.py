@@ -29,8 +29,10 @@ from baton.kv.memory import flat, within
 from baton.kv.pace import Pace
 from baton.kv.shipping import Run, ShipBook, Signals
 
-FRAME_BYTES_GOAL = 1 << 20
-"""Pieces a frame carries: enough to make calls rare, little enough that what was hashed is still near when it is sent."""
+CARRIED_BYTES = 8 << 20
+"""In a frame that carries its pieces: frames cost time on both sides."""
+ANNOUNCED_BYTES = 4 << 20
+"""In a frame that only names them: D can begin when it has heard of the first."""
 SEND_BUFFERS_MAX = 512
 """Buffers a call; the system's own limit is 1,024."""
 TURN_BYTES = 8 << 20
@@ -313,7 +315,8 @@ class LineSender:
     def _frame(self, line: _Line, run: Run) -> None:
         """The next frame of a run; what is left of it stays in the line."""
         begin, end = self._memory.spans[run.layers.start][0], self._memory.spans[run.layers.stop - 1][1]
-        count = min(run.upto - run.first, max(1, FRAME_BYTES_GOAL // max(1, end - begin)))
+        goal = self._pace.at_once(CARRIED_BYTES if self._road.carries else ANNOUNCED_BYTES)
+        count = min(run.upto - run.first, max(1, goal // max(1, end - begin)))
         at = run.first - line.first
         offsets = [block * self._memory.layout.block_bytes for block in line.blocks[at : at + count].tolist()]
         if line.checks is not None:

@@ -16,8 +16,8 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -159,20 +159,17 @@ class _ShmSource:
         to = self._memory.pool[:, part.low : part.high]
         of = self._mapped.blocks[:, part.low : part.high]
         sources = self._blocks[part.begin : part.begin + len(part.targets)]
-        for target, source, count in _runs(part.targets, sources):
-            to[target : target + count] = of[source : source + count]
+        breaks = np.flatnonzero((np.diff(part.targets) != 1) | (np.diff(sources) != 1)) + 1
+        if 2 * len(breaks) > len(sources):  # mostly single blocks
+            for target, source in zip(part.targets.tolist(), sources.tolist(), strict=True):
+                to[target] = of[source]
+        else:
+            for begin, end in pairwise((0, *breaks.tolist(), len(sources))):
+                target, source, count = int(part.targets[begin]), int(sources[begin]), end - begin
+                to[target : target + count] = of[source : source + count]
         fetched(None)
 
     def close(self) -> None:
         if self._mapped is not None:
             self._mapped = None
             self._port.unmap(self._name)
-
-
-def _runs(targets: Int32s, sources: Int32s) -> Iterator[tuple[int, int, int]]:
-    """(target, source, count) of blocks that follow one another on both sides: one copy each."""
-    breaks = np.flatnonzero((np.diff(targets) != 1) | (np.diff(sources) != 1)) + 1
-    begins = [0, *breaks.tolist()]
-    ends = [*breaks.tolist(), len(targets)]
-    for begin, end in zip(begins, ends, strict=True):
-        yield int(targets[begin]), int(sources[begin]), end - begin
