@@ -1,6 +1,6 @@
 #!/bin/sh
 # Give mooncake's Transfer Engine the system libraries that it needs, without being root: unpacked from Debian's packages into
-# the virtual environment, where baton.kv.mooncake looks for them. Nothing is done where the engine loads already. Where it
+# the virtual environment, where baton.kv.mooncake_engine looks for them. Nothing is done where the engine loads already. Where it
 # cannot be helped, this says why and succeeds: `mooncake` is then not available, and says so wherever it is asked for.
 #   usage: mooncake-libraries.sh VENV
 set -u

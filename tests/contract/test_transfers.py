@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -286,6 +287,26 @@ def test_a_fence_in_the_middle_of_a_piece_cuts_it_off(pair: Pair) -> None:
     hand_over_elsewhere(pair, 2)
     assert (pair.taker.pool[targets] == 99).all()
     line.close()
+
+
+def test_what_a_line_says_at_random_lands_nowhere_but_where_it_may(pair: Pair) -> None:
+    draw = random.Random(7)
+    targets = ids(*range(20, 40))
+    for request in range(1, 31):
+        pair.receiver.expect(taker_names(request), TOKEN, 5, targets)
+        line = HandLine(pair.kind, pair.giver, pair.receiver.address)
+        line.hello(request, TOKEN, ids(*range(20)))
+        assert line.welcomed()
+        for _ in range(draw.randrange(4)):
+            layers = range(*sorted(draw.sample(range(LAYERS + 1), 2)))
+            begin, end = sorted(draw.sample(range(21), 2))
+            line.pieces(layers, 5 + begin, ids(*range(begin, end)), part=draw.choice([1.0, 1.0, 0.6]))
+        with contextlib.suppress(ConnectionError):
+            line.sock.sendall(draw.randbytes(64))
+        line.close()
+        pair.got.next(Spoilt)
+    assert not np.delete(pair.taker.pool, targets, axis=0).any()
+    hand_over_elsewhere(pair, 99)
 
 
 def hand_over_elsewhere(pair: Pair, request: int) -> None:
