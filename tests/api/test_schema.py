@@ -18,6 +18,7 @@ from baton.api.app import create_app
 from baton.api.engine import Fault
 from baton.api.settings import ApiSettings
 from baton.api.text import ModelText
+from baton.core.errors import Refusal, RefusalCode
 from tests.api.engine import ScriptedEngine
 from tests.api.tokenizers_made_here import TEMPLATE, byte_level
 
@@ -35,6 +36,9 @@ ENGINE = ScriptedEngine(lambda _: [104, 105], vocabulary=320)
 LEAVING = ScriptedEngine(lambda _: [104, 105], vocabulary=320)
 LEAVING.fault = lambda _: Fault(502, "decode", "PD Error 502 (decode): preempted")
 schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(ENGINE, TEXT, ApiSettings(("tiny",))))
+MISDIRECTED = ScriptedEngine(lambda _: [], vocabulary=320)
+MISDIRECTED.refusal = Refusal(RefusalCode.WRONG_ROLE, "this instance prefills for others")
+misdirected = schemathesis.openapi.from_asgi("/openapi.json", create_app(MISDIRECTED, TEXT, ApiSettings(("tiny",))))
 leaving = schemathesis.openapi.from_asgi("/openapi.json", create_app(LEAVING, TEXT, ApiSettings(("tiny",))))
 
 
@@ -58,4 +62,10 @@ def test_generated_requests_get_what_is_declared(case: Case) -> None:
 @leaving.include(path_regex="/completions$").parametrize()
 @generated(20)
 def test_so_do_those_whose_attempt_ends_early(case: Case) -> None:
+    case.call_and_validate(checks=list(CHECKS))
+
+
+@misdirected.include(path_regex="/completions$").parametrize()
+@generated(10)
+def test_so_do_those_at_an_instance_of_the_wrong_role(case: Case) -> None:
     case.call_and_validate(checks=list(CHECKS))

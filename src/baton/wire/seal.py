@@ -21,7 +21,7 @@ name.
 A frame, little-endian; both tags are keyed BLAKE2b with the key of their direction:
 
     0         8        12              28                  28 + length
-    │ number  │ length │ tag of these  │ payload …         │ tag of the number and the payload, 16 bytes
+    │ number  │ length │ tag of these  │ payload …         │ tag of head and payload, 16 bytes
                          two, 16 bytes
 
 `number` counts the frames of a direction from 0, so a frame that is repeated, left out or moved is refused. The length has a
