@@ -46,10 +46,10 @@ class NoWays:
 class Instance:
     """An instance as far as its peers are concerned."""
 
-    def __init__(self, role: Role, name: str, calls: tuple[str, ...] = (), **changed: Any) -> None:
+    def __init__(self, plays: Role, name: str, calls: tuple[str, ...] = (), **changed: Any) -> None:
         self.inbox = Inbox()
-        self.me = replace(Self(name, time.time_ns() // 1000, role, LAYOUT, vocabulary=100, cluster_key=KEY), **changed)
-        listener = listen("127.0.0.1", 0) if role.gives else None
+        self.me = replace(Self(name, time.time_ns() // 1000, plays, LAYOUT, vocabulary=100, cluster_key=KEY), **changed)
+        listener = listen("127.0.0.1", 0) if plays.gives else None
         self.address = "" if listener is None else f"127.0.0.1:{listener.getsockname()[1]}"
         self.peers = Peers(self.me, NoWays(), self.inbox, listener, calls)
         self._items: list[Item] = []
@@ -223,6 +223,21 @@ class Caller:
         return True
 
 
+Call = Callable[..., Caller]
+
+
+@pytest.fixture
+def call() -> Iterator[Call]:
+    with contextlib.ExitStack() as open_sockets:
+
+        def build(*args: Any) -> Caller:
+            caller = Caller(*args)
+            open_sockets.enter_context(caller.socket)
+            return caller
+
+        yield build
+
+
 NOISE = {
     "another protocol": b"GET / HTTP/1.1\r\n\r\n",
     "zeros": bytes(10_000),
@@ -232,32 +247,32 @@ NOISE = {
 
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
-def test_noise_is_refused_and_counted(make: Make, monkeypatch: pytest.MonkeyPatch, noise: bytes) -> None:
+def test_noise_is_refused_and_counted(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch, noise: bytes) -> None:
     monkeypatch.setattr(sessions_module, "REGISTER_S", 0.2)
     giver = make(PREFILL, "p")
-    caller = Caller(giver)
+    caller = call(giver)
     caller.write(noise)
     assert caller.is_hung_up()
     giver.wait(lambda: sum(giver.peers.refused.values()) == 1)
     still_serves(make, giver)
 
 
-def test_a_recorded_session_cannot_be_played_again(make: Make) -> None:
+def test_a_recorded_session_cannot_be_played_again(make: Make, call: Call) -> None:
     giver = make(PREFILL, "p")
-    caller = Caller(giver).register()
+    caller = call(giver).register()
     caller.say(encode_peer(Adopted(1, 1)))
     assert giver.next() == PeerOpened(PeerId("caller"))
     assert giver.next() == Heard(PeerId("caller"), Adopted(1, 1))
-    again = Caller(giver)
+    again = call(giver)
     again.write(caller.sent)
     assert again.is_hung_up()
     assert giver.peers.refused[SealFault.WRONG_KEY] == 1
     assert not giver.inbox.take()
 
 
-def test_a_frame_that_comes_twice_ends_the_session(make: Make) -> None:
+def test_a_frame_that_comes_twice_ends_the_session(make: Make, call: Call) -> None:
     giver = make(PREFILL, "p")
-    caller = Caller(giver).register()
+    caller = call(giver).register()
     assert giver.next() == PeerOpened(PeerId("caller"))
     before = len(caller.sent)
     caller.say(encode_peer(Adopted(1, 1)))
@@ -269,9 +284,9 @@ def test_a_frame_that_comes_twice_ends_the_session(make: Make) -> None:
     still_serves(make, giver)
 
 
-def test_a_flipped_bit_ends_the_session(make: Make) -> None:
+def test_a_flipped_bit_ends_the_session(make: Make, call: Call) -> None:
     giver = make(PREFILL, "p")
-    caller = Caller(giver).register()
+    caller = call(giver).register()
     assert giver.next() == PeerOpened(PeerId("caller"))
     for packet in caller.link.send(encode_peer(Adopted(1, 1)), 0):
         sealed = bytearray(caller.seal.seal(packet))
@@ -283,9 +298,9 @@ def test_a_flipped_bit_ends_the_session(make: Make) -> None:
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", bytes(1000), encode_peer(Renew(1, 1))], ids=["", "bad", "0", "wrong way"])
-def test_a_message_that_is_none_ends_the_session(make: Make, frame: bytes) -> None:
+def test_a_message_that_is_none_ends_the_session(make: Make, call: Call, frame: bytes) -> None:
     giver = make(PREFILL, "p")
-    caller = Caller(giver).register()
+    caller = call(giver).register()
     assert giver.next() == PeerOpened(PeerId("caller"))
     caller.say(frame)
     assert caller.is_hung_up()
@@ -294,9 +309,9 @@ def test_a_message_that_is_none_ends_the_session(make: Make, frame: bytes) -> No
     still_serves(make, giver)
 
 
-def test_a_token_outside_of_the_vocabulary_does_not_reach_the_engine(make: Make) -> None:
+def test_a_token_outside_of_the_vocabulary_does_not_reach_the_engine(make: Make, call: Call) -> None:
     giver = make(PREFILL, "p")
-    caller = Caller(giver).register()
+    caller = call(giver).register()
     assert giver.next() == PeerOpened(PeerId("caller"))
     caller.say(encode_peer(Ask(1, 1, submission([1, 100]))))
     assert caller.is_hung_up()
@@ -304,9 +319,9 @@ def test_a_token_outside_of_the_vocabulary_does_not_reach_the_engine(make: Make)
     assert isinstance(giver.next(), PeerLost)
 
 
-def test_nothing_is_heard_of_who_has_not_registered(make: Make) -> None:
+def test_nothing_is_heard_of_who_has_not_registered(make: Make, call: Call) -> None:
     giver = make(PREFILL, "p")
-    caller = Caller(giver).prove()
+    caller = call(giver).prove()
     caller.post(caller.link.open(0))
     caller.say(encode_peer(Adopted(1, 1)))
     assert caller.is_hung_up()
@@ -314,10 +329,10 @@ def test_nothing_is_heard_of_who_has_not_registered(make: Make) -> None:
     assert not giver.inbox.take()
 
 
-def test_a_peer_that_does_not_read_is_hung_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_read_is_hung_up(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "UNREAD_BYTES_MAX", 1 << 16)
     giver = make(PREFILL, "p")
-    Caller(giver).register()
+    call(giver).register()
     assert giver.next() == PeerOpened(PeerId("caller"))
     for number in range(5000):
         giver.peers.tell(PeerId("caller"), Renew(number, 1))
@@ -326,10 +341,10 @@ def test_a_peer_that_does_not_read_is_hung_up(make: Make, monkeypatch: pytest.Mo
     still_serves(make, giver)
 
 
-def test_who_says_more_than_the_engine_takes_is_hung_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_more_than_the_engine_takes_is_hung_up(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "INBOX_MAX", 50)
     giver = make(PREFILL, "p")
-    caller = Caller(giver).register()
+    caller = call(giver).register()
     assert giver.next() == PeerOpened(PeerId("caller"))
     for number in range(64):
         caller.say(encode_peer(Adopted(number, 1)))
@@ -340,11 +355,11 @@ def test_who_says_more_than_the_engine_takes_is_hung_up(make: Make, monkeypatch:
     still_serves(make, giver)
 
 
-def test_strangers_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_bounded(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "STRANGERS_MAX", 3)
     giver = make(PREFILL, "p")
-    waiting = [Caller(giver) for _ in range(3)]
-    assert Caller(giver).is_hung_up()
+    waiting = [call(giver) for _ in range(3)]
+    assert call(giver).is_hung_up()
     assert giver.peers.refused[Refused.TOO_MANY] == 1
     for caller in waiting:
         caller.socket.close()
