@@ -88,7 +88,7 @@ class EngineLoop:
         self._worker = worker
         self._executor = executor
         self._socket = socket
-        self._inbox = inbox or Inbox()
+        self._inbox = Inbox() if inbox is None else inbox
         self._handovers = handovers
         self._now_us = now_us
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-collector")
