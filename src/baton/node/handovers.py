@@ -94,6 +94,6 @@ def _listen(settings: EngineSettings) -> socket.socket:
 
 def _details(settings: EngineSettings, listener: socket.socket | None) -> str:
     if listener is None:
-        return f"decodes, prefilled by {', '.join(settings.peers) or 'itself'}"
+        return f"role decode, prefilled by {', '.join(settings.peers) or 'itself'}"
     host, port = listener.getsockname()[:2]
-    return f"prefills for peers that call {f'[{host}]' if ':' in host else host}:{port}"
+    return f"role prefill, for peers at {f'[{host}]' if ':' in host else host}:{port}"

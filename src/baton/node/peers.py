@@ -105,8 +105,8 @@ class Peers:
 
     async def _main(self) -> None:
         calls = [asyncio.create_task(work) for work in (self._answer(), *map(self._call, self._calls))]
-        stop = asyncio.create_task(self._stop.wait())
-        done, _ = await asyncio.wait((*calls, stop), return_when=asyncio.FIRST_COMPLETED)
+        calls.append(asyncio.create_task(self._until_stopped()))
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         for session in list(self._sessions.values()):
             session.end(None, "this instance was stopped")
         for task in calls:
@@ -119,6 +119,9 @@ class Peers:
         if self._listener is not None:
             server = await self._loop.create_server(lambda: Session(self._me, self, None), sock=self._listener)
             await server.serve_forever()
+        await self._until_stopped()
+
+    async def _until_stopped(self) -> None:
         await self._stop.wait()
 
     def _tell(self, peer: PeerId, message: PeerMessage) -> None:
