@@ -152,7 +152,6 @@ class EngineClient:
             block_size=ready.block_size,
         )
         self.details = ready.details
-        self._gauges = _gauges_of(ready.gauges, self._settings.victims)
 
     def give_up(self, reason: str) -> None:
         """End every open request now."""
@@ -295,7 +294,7 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
-            self._gauges = _gauges_of(message.gauges, self._settings.victims)
+            self._gauges = _gauges_of(message.gauges, self._settings)
         took = self._desk.take(message)
         for order in took.orders:
             self.post(order)
@@ -321,6 +320,8 @@ class EngineClient:
             case Declined(ticket, refusal):
                 self._answers.pop(ticket).set_exception(Refused(refusal))
             case Came(ready):
+                # Now, not when somebody asks whether it is ready: newer ones may have come by then.
+                self._gauges = _gauges_of(ready.gauges, self._settings)
                 self._ready.set_result(ready)
             case Died(reason):
                 self._last_words = reason
@@ -364,7 +365,7 @@ def _fault_of(item: WireFault | None) -> Fault | None:
     return None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message)
 
 
-def _gauges_of(item: WireGauges, victim_policy: str) -> Gauges:
+def _gauges_of(item: WireGauges, settings: EngineSettings) -> Gauges:
     return Gauges(
         running=item.running,
         waiting=item.waiting,
@@ -380,7 +381,8 @@ def _gauges_of(item: WireGauges, victim_policy: str) -> Gauges:
         stale_results=item.stale_results,
         steps=item.steps,
         preemptions={"growth": item.preemptions_for_others, "self": item.preemptions_of_self},
-        victim_policy=victim_policy,
+        victim_policy=settings.victims,
+        role=settings.role,
         recomputed_tokens=item.recomputed_tokens,
         chunk_prefill_unsatisfied=item.chunk_prefill_unsatisfied,
         reserve_ratio=item.reserve_ratio,
