@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -46,6 +47,7 @@ from baton.wire.messages import (
     StepOutput,
     Submit,
     ToEngine,
+    TurnedAway,
     WireEnded,
     WireFault,
     WireGauges,
@@ -119,6 +121,7 @@ class EngineClient:
         self._draining = False
         self._stopping = False
         self._gauges = Gauges()
+        self._turned_away: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
         self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
@@ -221,7 +224,7 @@ class EngineClient:
 
     @property
     def gauges(self) -> Gauges:
-        return self._gauges
+        return replace(self._gauges, turned_away=self._turned_away) if self._turned_away else self._gauges
 
     @property
     def open_requests(self) -> int:
@@ -295,6 +298,8 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
             self._gauges = _gauges_of(message.gauges, self._settings)
+        elif isinstance(message, TurnedAway):
+            self._turned_away = message.counts
         took = self._desk.take(message)
         for order in took.orders:
             self.post(order)

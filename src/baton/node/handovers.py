@@ -70,6 +70,9 @@ class Handovers:
     def step_done(self, step: int) -> None:
         self._transfers.step_done(step)
 
+    def turned_away(self) -> dict[str, int]:
+        return dict(self._peers.refused + self._transfers.refused())
+
 
 def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemory, inbox: Inbox) -> Handovers:
     role, memory = ROLES[settings.role], pool.of(executor)
