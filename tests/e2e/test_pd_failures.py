@@ -1,4 +1,4 @@
-"""Split instances in trouble, as real processes: no peer, a wrong key, another layout, clients that leave, peers that die."""
+"""Split instances in trouble, as real processes: no peer, a wrong key, another layout, clients leaving, peers dying."""
 
 from __future__ import annotations
 
