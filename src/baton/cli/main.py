@@ -9,6 +9,7 @@ import typer
 from baton import __version__
 from baton.cli.bench import bench_app
 from baton.cli.bench_calibrate import calibrate
+from baton.cli.bench_handover import handover
 from baton.cli.bench_policies import policies
 from baton.cli.bench_predict import predict
 from baton.cli.bench_pressure import pressure
@@ -30,6 +31,7 @@ bench_app.command()(policies)
 bench_app.command()(scheduler)
 bench_app.command()(calibrate)
 bench_app.command()(predict)
+bench_app.command()(handover)
 app.add_typer(bench_app, name="bench")
 app.add_typer(sim_app, name="sim")
 

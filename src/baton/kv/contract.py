@@ -185,7 +185,7 @@ def available(kind: str) -> str | None:
 
             return why_not_shared()
         case "mooncake":
-            from baton.kv.mooncake import why_not
+            from baton.kv.mooncake_engine import why_not
 
             return why_not()
         case _:
