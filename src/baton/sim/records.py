@@ -37,7 +37,11 @@ class Journey:
     preemptions: int = 0
     queue_us: int = 0
     prefill_us: int = 0
+    transfer_us: int = 0
+    """Of a prefill done elsewhere: from the ask to the adoption, less what it waited and computed there."""
     decode_us: int = 0
+    attempts: int = 0
+    """How often a peer was asked to prefill it."""
     outcome: Outcome | None = None
 
     @property
@@ -65,6 +69,8 @@ class Look(NamedTuple):
     preemptions: int
     """Since its start."""
     reserve_ratio: float
+    leased_blocks: int = 0
+    """Granted to a peer's prefill, be its KV arriving or not."""
 
 
 class StepSpan(NamedTuple):
@@ -76,6 +82,21 @@ class StepSpan(NamedTuple):
     end_us: int
     decodes: int
     prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What one instance did for or through its peers."""
+
+    made: int
+    """Hand-overs that came to their end here; each counts at its giver and at its taker."""
+    refused: int
+    failed: int
+    """Ended otherwise: not delivered, preempted, too late."""
+    bytes: int
+    """Of KV that left or came."""
+    busy_us: int
+    """How long its link carried them."""
 
 
 @dataclass(slots=True)
@@ -90,6 +111,12 @@ class RunRecord:
     steps: int = 0
     busy_us: list[int] = field(default_factory=list)
     """How long each instance's device computed."""
+    roles: list[str] = field(default_factory=list)
+    """Of each instance; empty: all do everything."""
+    handed: list[Handed] = field(default_factory=list)
+    """One an instance, where roles differ."""
+    took_us: list[int] = field(default_factory=list)
+    """Of each hand-over, from the ask to the adoption."""
     journeys: list[Journey] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
     spans: list[StepSpan] = field(default_factory=list)

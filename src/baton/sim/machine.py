@@ -1,0 +1,102 @@
+"""An instance that nothing happens to: the production Worker and codec, a device, and peers if it has any.
+
+What `instance` is to worlds with faults, this is to measurements: the same order of things (messages, results, then every
+pass that is due), and no crashes, full lines or restarts. Nothing about scheduling is decided here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import get_args
+
+from baton.core.peers import PeerEffect, PeerEvent
+from baton.core.plan import StepPlan, StepResult
+from baton.core.prefix import PrefixIndex
+from baton.core.worker import Event, Launch, StepDone, Tick, Worker
+from baton.sim.carrying import Carrier
+from baton.sim.device import Device
+from baton.sim.instance import InstanceSpec
+from baton.sim.lines import PipeEnd
+from baton.sim.records import StepSpan
+from baton.sim.world import Alarm, Host
+from baton.wire.dispatch import event_of, message_of
+from baton.wire.messages import WIRE_VERSION, Ready, decode_to_engine, encode_from_engine, wire_gauges
+
+SECRET = bytes(32)
+PEER_EFFECTS = get_args(PeerEffect)
+
+
+class Machine:
+    def __init__(self, host: Host, spec: InstanceSpec) -> None:
+        self.host = host
+        self.spec = spec
+        self.carrier: Carrier | None = None
+        """None: it has no peers."""
+        executor = spec.make_executor(spec.shape)
+        self._vocabulary = executor.vocabulary
+        self.device = Device(host, executor, spec.times, self._finished)
+        self.device.number = spec.number
+        self.device.spans = deque(maxlen=1)
+        self.worker = Worker(spec.config, PrefixIndex(SECRET, executor.fingerprint, spec.config.blocks))
+        self._line: PipeEnd | None = None
+        """To the front end."""
+        self._alarm = Alarm(host, self._pump)
+
+    def keep_spans(self, spans: deque[StepSpan]) -> None:
+        """Steps are noted there, which must have room for the latest at least."""
+        self.device.spans = spans
+
+    def answer(self, line: PipeEnd) -> None:
+        """A front end is there: say who we are."""
+        self._line = line
+        config = self.spec.config
+        ready = Ready(
+            version=WIRE_VERSION,
+            context_tokens=config.sequence_tokens_max,
+            vocabulary=self._vocabulary,
+            slots=config.slots,
+            blocks=config.blocks,
+            block_size=config.block_size,
+            details=f"{self.host.name}, simulated",
+            gauges=wire_gauges(self.worker.gauges()),
+        )
+        line.send(encode_from_engine(ready))
+
+    def take(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            self._tell(event_of(decode_to_engine(frame)))
+        self._pump()
+
+    def hear(self, event: PeerEvent) -> None:
+        """What peers said, or became of their KV."""
+        self._tell(event)
+        self._pump()
+
+    def _finished(self, result: StepResult) -> None:
+        self._tell(StepDone(result))
+        self._pump()
+
+    def _pump(self) -> None:
+        worker, now_us = self.worker, self.host.world.now_us
+        while (deadline := worker.next_deadline()) is not None and deadline <= now_us:
+            self._tell(Tick())
+        # With a step in flight its end is what the loop waits for, unless peers must be kept waiting no longer.
+        waits = not self.device.in_flight or self.carrier is not None
+        self._alarm.set(worker.next_deadline() if waits else None)
+
+    def _tell(self, event: Event) -> None:
+        for effect in self.worker.handle(event, self.host.world.now_us):
+            if isinstance(effect, Launch):
+                self._launch(effect.plan)
+            elif isinstance(effect, PEER_EFFECTS):
+                if self.carrier is None:
+                    raise RuntimeError(f"{self.host.name} has no peers, and was ordered to {effect}")
+                self.carrier.carry(effect)
+            elif self._line is not None and (message := message_of(effect, self.worker.gauges)) is not None:
+                self._line.send(encode_from_engine(message))
+
+    def _launch(self, plan: StepPlan) -> None:
+        self.device.launch(plan)
+        spans = self.device.spans
+        if self.carrier is not None and spans:
+            self.carrier.launched(plan.step, spans[-1].begin_us, spans[-1].end_us)
