@@ -5,7 +5,7 @@ Owns how long KV is on its way. Decides nothing: every message and every piece g
     one lane out of and one into each instance, first come first served, `lane_bytes_per_s` each way
     a step's KV leaves as the step computes it: layer l of L is ready when (l + 1) / L of the step's time is over
     a piece takes the sender's lane, then the receiver's, then `delay_us`; blocks travel whole
-    messages take `delay_us`, in order, and no bandwidth; opening a connection, checksums and fences take no time
+    messages, as bytes, take `delay_us`, in order, and no bandwidth; opening a connection, checksums and fences take no time
 
 So with lanes that are faster than KV is computed, about one layer of the last chunk is left when a prefill ends.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 from baton.core.peers import (
     Arriving,
@@ -29,17 +30,21 @@ from baton.core.peers import (
     PeerEffect,
     PeerEvent,
     PeerId,
+    PeerMessage,
     PeerOpened,
     Ship,
     Shipped,
     Tell,
+    ToGiver,
     Verified,
     Verify,
 )
 from baton.sim.world import Host
+from baton.wire.peering import decode_to_giver, decode_to_taker, encode_peer
 
 ARRIVING_EVERY_US = 200_000
 """How often a receiver is told that bytes still come."""
+TO_GIVER = get_args(ToGiver)
 NO_CHECKS = b""
 """Nothing is flipped here, and nothing is compared."""
 
@@ -110,7 +115,7 @@ class Carrier:
         match effect:
             case Tell(peer, message):
                 other = self._peers[peer]
-                other._host.after(self._road.delay_us, other._tell, Heard(self.name, message))
+                other._host.after(self._road.delay_us, other._hear, self.name, encode_peer(message), type(message))
             case Expect(handover=handover, blocks=blocks):
                 self._arrivals[handover] = _Arrival(len(blocks))
             case Verify(handover=handover):
@@ -118,10 +123,11 @@ class Carrier:
                 self._look_at(handover)
             case OpenShip(handover=handover):
                 self._open.add(handover)
-            case Ship(step=None):
-                self._send(effect, self._road.layers, begins=True, ends=True)
             case Ship(step=step):
-                self._ships[step].append(effect)
+                if step is None:
+                    self._send(effect, self._road.layers, begins=True, ends=True)
+                else:
+                    self._ships[step].append(effect)
             case Fence(handover):
                 self._open.discard(handover)
                 self._arrivals.pop(handover, None)
@@ -130,6 +136,10 @@ class Carrier:
                 self.failures.append(effect)
             case HandoverMade(took_us=took_us):
                 self.took_us.append(took_us)
+
+    def _hear(self, peer: PeerId, frame: bytes, kind: type[PeerMessage]) -> None:
+        decode = decode_to_giver if kind in TO_GIVER else decode_to_taker
+        self._tell(Heard(peer, decode(frame)))
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -27,7 +27,7 @@ from baton.sim.front import Booking, Counter, Front
 from baton.sim.instance import InstanceSpec
 from baton.sim.lines import PipeEnd
 from baton.sim.machine import Machine
-from baton.sim.records import Handed, Journey, Look, Outcome, RunRecord, StepSpan
+from baton.sim.records import Handed, Journey, Look, Outcome, PassMeter, RunRecord, StepSpan
 from baton.sim.world import Host, World
 from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
@@ -93,6 +93,8 @@ class RunSpec:
     spans_max: int = 200_000
     split: Split | None = None
     """None: every instance does everything."""
+    metered: bool = False
+    """Whether to take the CPU time of passes; the run itself does not depend on it."""
 
     @property
     def takers(self) -> int:
@@ -146,6 +148,9 @@ class _Cluster:
         config, times = self._made_of(number)
         machine = Machine(host, InstanceSpec(number, config, self._executor, times))
         self.record.roles.append(config.role.name)
+        if self.spec.metered:
+            machine.meter = PassMeter()
+            self.record.meters.append(machine.meter)
         if self.spec.spans_max:
             machine.keep_spans(self._spans)
         if number < self.spec.takers:
@@ -242,7 +247,8 @@ class _Cluster:
         record = self.record
         record.end_us = self.world.now_us - _SETTLED_US
         record.busy_us = [machine.device.busy_us for machine in self._machines]
-        record.steps = sum(machine.worker.gauges().steps for machine in self._machines)
+        record.steps_each = [machine.worker.gauges().steps for machine in self._machines]
+        record.steps = sum(record.steps_each)
         record.spans = [
             span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans
         ]

@@ -6,18 +6,19 @@ pass that is due), and no crashes, full lines or restarts. Nothing about schedul
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import get_args
 
 from baton.core.peers import PeerEffect, PeerEvent
 from baton.core.plan import StepPlan, StepResult
 from baton.core.prefix import PrefixIndex
-from baton.core.worker import Event, Launch, StepDone, Tick, Worker
+from baton.core.worker import Effect, Event, Launch, StepDone, Tick, Worker
 from baton.sim.carrying import Carrier
 from baton.sim.device import Device
 from baton.sim.instance import InstanceSpec
 from baton.sim.lines import PipeEnd
-from baton.sim.records import StepSpan
+from baton.sim.records import PassMeter, StepSpan
 from baton.sim.world import Alarm, Host
 from baton.wire.dispatch import event_of, message_of
 from baton.wire.messages import WIRE_VERSION, Ready, decode_to_engine, encode_from_engine, wire_gauges
@@ -38,6 +39,7 @@ class Machine:
         self.device.number = spec.number
         self.device.spans = deque(maxlen=1)
         self.worker = Worker(spec.config, PrefixIndex(SECRET, executor.fingerprint, spec.config.blocks))
+        self.meter: PassMeter | None = None
         self._line: PipeEnd | None = None
         """To the front end."""
         self._alarm = Alarm(host, self._pump)
@@ -85,7 +87,7 @@ class Machine:
         self._alarm.set(worker.next_deadline() if waits else None)
 
     def _tell(self, event: Event) -> None:
-        for effect in self.worker.handle(event, self.host.world.now_us):
+        for effect in self._handle(event):
             if isinstance(effect, Launch):
                 self._launch(effect.plan)
             elif isinstance(effect, PEER_EFFECTS):
@@ -94,6 +96,23 @@ class Machine:
                 self.carrier.carry(effect)
             elif self._line is not None and (message := message_of(effect, self.worker.gauges)) is not None:
                 self._line.send(encode_from_engine(message))
+
+    def _handle(self, event: Event) -> list[Effect]:
+        meter, now_us = self.meter, self.host.world.now_us
+        if meter is None or not isinstance(event, Tick | StepDone):
+            return self.worker.handle(event, now_us)
+        began_ns = time.process_time_ns()
+        effects = self.worker.handle(event, now_us)
+        spent_ns = time.process_time_ns() - began_ns
+        if isinstance(event, StepDone):
+            meter.settle_ns += spent_ns
+        elif any(isinstance(effect, Launch) for effect in effects):
+            meter.passes += 1
+            meter.plan_ns += spent_ns
+        else:
+            meter.idle_passes += 1
+            meter.idle_ns += spent_ns
+        return effects
 
     def _launch(self, plan: StepPlan) -> None:
         self.device.launch(plan)

@@ -100,6 +100,20 @@ class Handed:
 
 
 @dataclass(slots=True)
+class PassMeter:
+    """CPU time of one instance's worker: of this machine and this run, nothing that the run depends on."""
+
+    passes: int = 0
+    """That planned a step."""
+    plan_ns: int = 0
+    """In those."""
+    settle_ns: int = 0
+    idle_passes: int = 0
+    """That planned nothing."""
+    idle_ns: int = 0
+
+
+@dataclass(slots=True)
 class RunRecord:
     label: str
     seed: int
@@ -109,6 +123,8 @@ class RunRecord:
     block_size: int
     end_us: int = 0
     steps: int = 0
+    steps_each: list[int] = field(default_factory=list)
+    """By instance."""
     busy_us: list[int] = field(default_factory=list)
     """How long each instance's device computed."""
     roles: list[str] = field(default_factory=list)
@@ -117,6 +133,8 @@ class RunRecord:
     """One an instance, where roles differ."""
     took_us: list[int] = field(default_factory=list)
     """Of each hand-over, from the ask to the adoption."""
+    meters: list[PassMeter] = field(default_factory=list)
+    """One an instance, where passes were metered."""
     journeys: list[Journey] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
     spans: list[StepSpan] = field(default_factory=list)
