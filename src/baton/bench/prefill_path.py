@@ -82,8 +82,8 @@ class PathOptions:
     input_scale: float = INPUT_SCALE
     think_s: float = 0.0
     lane_gbytes_per_s: float = LANE_GBYTES_PER_S
-    kv_blocks: int | None = None
-    """Of each instance; None: what the machine has room for."""
+    giver_blocks: int | None = None
+    """Pool of the one that prefills; None: what the machine has room for, as at the others."""
 
 
 class PathJob(msgspec.Struct, frozen=True):
@@ -95,7 +95,8 @@ class PathJob(msgspec.Struct, frozen=True):
     input_scale: float
     think_us: int
     lane_gbytes_per_s: float
-    kv_blocks: int
+    giver_blocks: int
+    taker_blocks: int
     pass_us: float
     """Charged for each step of the giver."""
     metered: bool = False
@@ -187,7 +188,7 @@ class PathReport(msgspec.Struct, frozen=True):
 class Paths:
     def __init__(self, options: PathOptions) -> None:
         self._options = options
-        self._kv_blocks = options.kv_blocks or blocks_of(load_step_times(STEP_TIMES), None, BLOCK_SIZE)
+        self._blocks = blocks_of(load_step_times(STEP_TIMES), None, BLOCK_SIZE)
         spec_of(self._job(PrefillPath.SHORT, 0))  # complains now rather than later
 
     @property
@@ -229,7 +230,8 @@ class Paths:
             input_scale=options.input_scale,
             think_us=round(options.think_s * 1e6),
             lane_gbytes_per_s=options.lane_gbytes_per_s,
-            kv_blocks=self._kv_blocks,
+            giver_blocks=options.giver_blocks or self._blocks,
+            taker_blocks=self._blocks,
             pass_us=0.0,
         )
 
@@ -247,7 +249,8 @@ class Paths:
                 "clients": options.clients,
                 "input_scale": options.input_scale,
                 "think_s": options.think_s,
-                "kv_blocks": self._kv_blocks,
+                "giver_blocks": options.giver_blocks or self._blocks,
+                "taker_blocks": self._blocks,
                 "block_size": BLOCK_SIZE,
                 "step_tokens": STEP_TOKENS,
                 "max_tokens": MAX_TOKENS,
@@ -290,7 +293,7 @@ def spec_of(job: PathJob) -> RunSpec:
     calls = sessions_of(job).drawn(read_talks(Path(job.trace)), job.seed)
     config = WorkerConfig(
         slots=SLOTS,
-        blocks=job.kv_blocks,
+        blocks=job.taker_blocks,
         block_size=BLOCK_SIZE,
         context_tokens=CONTEXT_TOKENS,
         step_tokens=STEP_TOKENS,
@@ -299,7 +302,7 @@ def spec_of(job: PathJob) -> RunSpec:
     )
     split = Split(
         GIVERS,
-        replace(config, prefill_path=job.path),
+        replace(config, blocks=job.giver_blocks, prefill_path=job.path),
         Charged(times, job.pass_us),
         road_of(times, BLOCK_SIZE, job.lane_gbytes_per_s),
     )

@@ -29,7 +29,9 @@ Clients = Annotated[int, typer.Option("--concurrency", min=1, max=10_000, help="
 InputScale = Annotated[float, typer.Option(min=0.01, max=10_000, help="What clients add, × this as long as in the file.")]
 ThinkS = Annotated[float, typer.Option(min=0, max=86_400, help="Pause before each further round.")]
 LinkGbytes = Annotated[float, typer.Option(min=0.001, help="KV between instances, GB/s each way.")]
-KvBlocks = Annotated[int | None, typer.Option(min=1, help="KV pool of each instance [what the machine has room for].")]
+GiverBlocks = Annotated[
+    int | None, typer.Option(min=1, help="KV pool of the instance that prefills, in blocks of 64 [what the machine has].")
+]
 Processes = Annotated[int | None, typer.Option(min=1, max=1024, help="Runs at once [one a core].")]
 JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the numbers here.")]
 
@@ -43,7 +45,7 @@ def prefill_path(
     input_scale: InputScale = INPUT_SCALE,
     think_s: ThinkS = 0.0,
     link_gbytes: LinkGbytes = LANE_GBYTES_PER_S,
-    kv_blocks: KvBlocks = None,
+    giver_blocks: GiverBlocks = None,
     processes: Processes = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -62,7 +64,7 @@ def prefill_path(
             input_scale=input_scale,
             think_s=think_s,
             lane_gbytes_per_s=link_gbytes,
-            kv_blocks=kv_blocks,
+            giver_blocks=giver_blocks,
         )
         work = Paths(options)
     except (NoTalks, BadWorkload, TraceMalformed) as error:

@@ -256,6 +256,7 @@ class _Cluster:
         if self.spec.split is None:
             record.roles.clear()
         else:
+            record.pools = [machine.spec.config.blocks for machine in self._machines]
             record.handed = [_handed(machine) for machine in self._machines]
             record.took_us = [us for machine in self._machines if machine.carrier for us in machine.carrier.took_us]
         for journey in record.journeys:

@@ -25,6 +25,8 @@ from baton.wire.messages import WIRE_VERSION, Ready, decode_to_engine, encode_fr
 
 SECRET = bytes(32)
 PEER_EFFECTS = get_args(PeerEffect)
+TICK_IN_FLIGHT_US = 20_000
+"""As the engine process looks at its peers while a step computes."""
 
 
 class Machine:
@@ -82,9 +84,11 @@ class Machine:
         worker, now_us = self.worker, self.host.world.now_us
         while (deadline := worker.next_deadline()) is not None and deadline <= now_us:
             self._tell(Tick())
-        # With a step in flight its end is what the loop waits for, unless peers must be kept waiting no longer.
-        waits = not self.device.in_flight or self.carrier is not None
-        self._alarm.set(worker.next_deadline() if waits else None)
+        due_us = worker.next_deadline()
+        if due_us is not None and self.device.in_flight:
+            # Its end is what the loop waits for; only leases and renewals with peers run on meanwhile.
+            due_us = None if self.carrier is None else max(due_us, now_us + TICK_IN_FLIGHT_US)
+        self._alarm.set(due_us)
 
     def _tell(self, event: Event) -> None:
         for effect in self._handle(event):

@@ -119,7 +119,7 @@ class RunRecord:
     seed: int
     instances: int
     pool_blocks: int
-    """Of each instance."""
+    """Of each instance, unless `pools` says otherwise."""
     block_size: int
     end_us: int = 0
     steps: int = 0
@@ -129,6 +129,8 @@ class RunRecord:
     """How long each instance's device computed."""
     roles: list[str] = field(default_factory=list)
     """Of each instance; empty: all do everything."""
+    pools: list[int] = field(default_factory=list)
+    """Blocks of each instance; empty: all have `pool_blocks`."""
     handed: list[Handed] = field(default_factory=list)
     """One an instance, where roles differ."""
     took_us: list[int] = field(default_factory=list)
@@ -141,3 +143,6 @@ class RunRecord:
     spans_left_out: int = 0
     wall_s: float = 0.0
     """How long the simulation itself took."""
+
+    def pool_of(self, instance: int) -> int:
+        return self.pools[instance] if self.pools else self.pool_blocks

@@ -215,7 +215,7 @@ def summarise(record: RunRecord, targets: Targets) -> RunSummary:
         rates=_rates(record.journeys, finished, span_us, targets),
         preemptions=sum(preempted),
         preempted_requests=len(preempted),
-        ledger=_ledger(record.looks, record.pool_blocks),
+        ledger=_ledger(record, record.looks),
         queues=_queues(record.looks),
         busy=_busy(busy_shares(record)),
         span_s=None if span_us is None else span_us / 1e6,
@@ -239,7 +239,7 @@ def _role(record: RunRecord, role: str) -> RoleSummary:
         role=role,
         instances=len(members),
         busy=_busy(None if shares is None else shares[members]),
-        ledger=_ledger(looks, record.pool_blocks),
+        ledger=_ledger(record, looks),
         queues=_queues(looks),
         handovers=sum(one.made for one in handed),
         refused=sum(one.refused for one in handed),
@@ -257,8 +257,8 @@ def check(record: RunRecord) -> None:
         _check_journey(journey, record.instances)
     for look in record.looks:
         blocks = look.free_blocks + look.evictable_blocks + look.running_blocks + look.leased_blocks
-        if blocks != record.pool_blocks:
-            raise BadRecord(f"instance {look.instance} had {blocks} blocks at {look.at_us} µs, not {record.pool_blocks}")
+        if blocks != (pool := record.pool_of(look.instance)):
+            raise BadRecord(f"instance {look.instance} had {blocks} blocks at {look.at_us} µs, not {pool}")
     for name, instances in (
         ("look", {look.instance for look in record.looks}),
         ("step", {s.instance for s in record.spans}),
@@ -351,12 +351,13 @@ def _rates(journeys: Sequence[Journey], finished: Sequence[Journey], span_us: in
     )
 
 
-def _ledger(looks: Sequence[Look], pool_blocks: int) -> Ledger | None:
+def _ledger(record: RunRecord, looks: Sequence[Look]) -> Ledger | None:
     if not looks:
         return None
     blocks = np.array([(o.running_blocks, o.evictable_blocks, o.free_blocks, o.leased_blocks) for o in looks])
-    held, cached, free, leased = (blocks.mean(axis=0) / pool_blocks).tolist()
-    return Ledger(held, float(blocks[:, 0].max()) / pool_blocks, cached, free, leased)
+    shares = blocks / np.array([[record.pool_of(o.instance)] for o in looks])
+    held, cached, free, leased = shares.mean(axis=0).tolist()
+    return Ledger(held, float(shares[:, 0].max()), cached, free, leased)
 
 
 def _queues(looks: Sequence[Look]) -> Queues | None:
