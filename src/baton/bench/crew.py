@@ -7,6 +7,7 @@ fails everything, with the last words of its process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def run_jobs(
     try:
         for hand in hands:
             todo.put(None)
-            threading.Thread(target=hand.work, args=(todo, lines, news), daemon=True).start()
+            hand.start(todo, lines, news)
         while len(found) < len(jobs):
             came = news.get()
             if isinstance(came, JobFailed):
@@ -70,8 +71,15 @@ class _Hand:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
+        self._thread: threading.Thread | None = None
 
-    def work(
+    def start(
+        self, todo: SimpleQueue[int | None], lines: Sequence[bytes], news: SimpleQueue[tuple[int, bytes] | JobFailed]
+    ) -> None:
+        self._thread = threading.Thread(target=self._work, args=(todo, lines, news), daemon=True)
+        self._thread.start()
+
+    def _work(
         self, todo: SimpleQueue[int | None], lines: Sequence[bytes], news: SimpleQueue[tuple[int, bytes] | JobFailed]
     ) -> None:
         given, taken = self._process.stdin, self._process.stdout
@@ -98,3 +106,9 @@ class _Hand:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._thread is not None:
+            self._thread.join(STOP_S)  # what it read from is closed
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()

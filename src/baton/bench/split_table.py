@@ -85,15 +85,16 @@ def _mean(runs: Sequence[SplitRun], value: Callable[[SplitRun], float]) -> float
 def explained(report: SplitReport) -> Iterator[str]:
     """What the tables mean, and what decided."""
     settings = report.settings
+    ttft_s, tpot_ms, lane = settings["ttft_s"], settings["tpot_ms"], settings["lane_gbytes_per_s"]
     yield (
-        f"late: first token after {settings['ttft_s']:g} s; slow: then more than {settings['tpot_ms']:g} ms a token; both. "
-        f"Requests of the first {settings['warm_share']:.0%} of the time are served and not judged. Step times of "
-        f"{settings['step_times']}; KV over {settings['lane_gbytes_per_s']:g} GB/s out of and into each instance, by layers."
+        f"late: first token after {ttft_s:g} s; slow: then more than {tpot_ms:g} ms a token; both. Requests of the first "
+        f"{settings['warm_share']:.0%} of the time are served and not judged. Step times of {settings['step_times']}; KV "
+        f"over {lane:g} GB/s out of and into each instance, layer by layer. Who decodes is busy while anybody does."
     )
     yield (
         f"{report.bunched:,} requests share the timestamp of the one before; they are spread until the next. "
-        f"{report.hopeless_share:.0%} of the prompts alone take longer than {settings['ttft_s']:g} s on an idle instance with "
-        "a cold cache: where the cache does not help, no cluster serves those in time."
+        f"{report.hopeless_share:.0%} of the prompts alone take longer than {ttft_s:g} s on an idle instance with a cold "
+        "cache: where the cache does not help, no cluster serves those in time."
     )
     mixed, split = report.best(split=False), report.best(split=True)
     if mixed is not None and split is not None:
@@ -101,17 +102,16 @@ def explained(report: SplitReport) -> Iterator[str]:
 
 
 def _verdict(report: SplitReport, mixed: str, split: str) -> Iterator[str]:
-    at_mixed, at_split = report.peak(mixed), report.peak(split)
-    ratio = report.goodput(split, at_split) / report.goodput(mixed, at_mixed)
+    ours, theirs = report.of(mixed, report.peak(mixed)), report.of(split, report.peak(split))
+    ratio = _mean(theirs, lambda run: run.good_per_s) / _mean(ours, lambda run: run.good_per_s)
     yield f"Best split {split}, best without {mixed}: × {ratio:.2f} in goodput at the peak of each."
     chunk_ms = load_step_times(STEP_TIMES).step_us(0, 0, STEP_TOKENS, STEP_TOKENS * 8192) / 1e3
-    ours, theirs = report.of(mixed, at_mixed), report.of(split, at_split)
     yield (
         f"Why: a chunk of {STEP_TOKENS:,} tokens at 8k of context takes {chunk_ms:.0f} ms, and whoever decodes in that step "
-        f"waits for it. {mixed}: {_mean(ours, _slow):.0%} too slow and {_mean(ours, _late):.0%} too late; busy "
-        f"{_mean(ours, lambda run: run.busy_takers):.0%}. {split}: {_mean(theirs, _slow):.0%} too slow and "
-        f"{_mean(theirs, _late):.0%} too late; those that prefill are busy "
-        f"{_mean(theirs, lambda run: run.busy_givers or 0.0):.0%}, those that decode {_mean(theirs, lambda run: run.busy_takers):.0%}, and KV is on its way for "
+        f"waits for it. {mixed}: {_mean(ours, _late):.0%} too late and {_mean(ours, _slow):.0%} too slow, busy "
+        f"{_mean(ours, lambda run: run.busy_takers):.0%}. {split}: {_mean(theirs, _late):.0%} too late and "
+        f"{_mean(theirs, _slow):.0%} too slow; those that prefill are busy "
+        f"{_mean(theirs, lambda run: run.busy_givers or 0.0):.0%}, and KV is on its way for "
         f"{_mean(theirs, lambda run: run.transfer_ms.mean if run.transfer_ms else 0.0):.1f} ms."
     )
 

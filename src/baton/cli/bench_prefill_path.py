@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.bench.crew import cores
-from baton.bench.prefill_path import INPUT_SCALE, PathOptions, Paths
+from baton.bench.prefill_path import GIVER_BLOCKS, INPUT_SCALE, PathOptions, Paths
 from baton.bench.prefill_path_table import show
 from baton.bench.report import write_json
 from baton.bench.simulated import LANE_GBYTES_PER_S
@@ -29,9 +29,7 @@ Clients = Annotated[int, typer.Option("--concurrency", min=1, max=10_000, help="
 InputScale = Annotated[float, typer.Option(min=0.01, max=10_000, help="What clients add, × this as long as in the file.")]
 ThinkS = Annotated[float, typer.Option(min=0, max=86_400, help="Pause before each further round.")]
 LinkGbytes = Annotated[float, typer.Option(min=0.001, help="KV between instances, GB/s each way.")]
-GiverBlocks = Annotated[
-    int | None, typer.Option(min=1, help="KV pool of the instance that prefills, in blocks of 64 [what the machine has].")
-]
+GiverBlocks = Annotated[int, typer.Option(min=1, help="KV pool of the instance that prefills, in blocks of 64.")]
 Processes = Annotated[int | None, typer.Option(min=1, max=1024, help="Runs at once [one a core].")]
 JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the numbers here.")]
 
@@ -45,7 +43,7 @@ def prefill_path(
     input_scale: InputScale = INPUT_SCALE,
     think_s: ThinkS = 0.0,
     link_gbytes: LinkGbytes = LANE_GBYTES_PER_S,
-    giver_blocks: GiverBlocks = None,
+    giver_blocks: GiverBlocks = GIVER_BLOCKS,
     processes: Processes = None,
     json_file: JsonFile = None,
 ) -> None:
