@@ -915,8 +915,8 @@ def send_one_token_a_row(patch: Patch) -> None:
 
 def _altered(patch: Patch, alter: Callable[[WireSubmission], WireSubmission]) -> None:
     """Let the codec change every submission on its way."""
-    wire_then = messages._wire_submission
-    patch.set(messages, "_wire_submission", lambda item: alter(wire_then(item)))
+    wire_then = messages.wire_submission
+    patch.set(messages, "wire_submission", lambda item: alter(wire_then(item)))
 
 
 @wire("the seed is lost on the wire, and nobody gets the same answer twice")

@@ -81,7 +81,7 @@ def test_only_the_judge_looks_behind_the_door() -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(Worker, "handle"), (Scheduler, "plan"), (Scheduler, "settle"), (messages, "_wire_submission")]
+    ("owner", "method"), [(Worker, "handle"), (Scheduler, "plan"), (Scheduler, "settle"), (messages, "wire_submission")]
 )
 def test_a_world_stands_still_without_the_production_code(
     owner: object, method: str, monkeypatch: pytest.MonkeyPatch
