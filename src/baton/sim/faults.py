@@ -132,6 +132,8 @@ class KvRates:
     stalled: float = 0.0
     lost: float = 0.0
     slow_fence: float = 0.0
+    echo: float = 0.0
+    """Chance a message between peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,6 @@ class Rates:
     peer_partitions: int = 0
     step_crashes: int = 0
     step_pauses: int = 0
-    echo: float = 0.0
-    """Chance a message between peers."""
     clogs: int = 0
     crashes: int = 0
     pauses: int = 0
@@ -203,6 +203,7 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         stalled=rate("kv-stall", 0.05, 0.5),
         lost=rate("kv-loss", 0.01, 0.2),
         slow_fence=rate("slow-fence", 0.05, 0.6),
+        echo=rate("echo", 0.02, 0.3),
     )
     return Rates(
         network=network,
@@ -211,7 +212,6 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         peer_partitions=times("peer-partition", 3),
         step_crashes=times("step-crash", 3),
         step_pauses=times("step-pause", 3),
-        echo=rate("echo", 0.02, 0.3),
         partitions=times("partition", 3),
         clogs=times("clog", 4),
         crashes=times("crash", 4),

@@ -13,9 +13,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast, get_args
 
 from baton.core.config import WorkerConfig
+from baton.core.peers import (
+    AttemptFailed,
+    Expect,
+    Fence,
+    Handover,
+    HandoverMade,
+    Heard,
+    OpenShip,
+    PeerEffect,
+    PeerEvent,
+    PeerMessage,
+    Ship,
+    Tell,
+    Verify,
+)
 from baton.core.plan import StepPlan, StepResult
 from baton.core.prefix import PrefixIndex
 from baton.core.worker import (
@@ -31,7 +46,7 @@ from baton.core.worker import (
     Withdrawn,
     Worker,
 )
-from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.contract import Executor, ExecutorShape, KvView
 from baton.sim.device import Device, Times
 from baton.sim.disk import Disk
 from baton.sim.faults import Fault
@@ -41,6 +56,7 @@ from baton.wire.dispatch import event_of, message_of
 from baton.wire.messages import WIRE_VERSION, Failed, FromEngine, Ready, decode_to_engine, encode_from_engine, wire_gauges
 
 KEY_FILE = "prefix.key"
+_OF_PEERS = frozenset(get_args(PeerEffect))
 
 
 class Conversation(Protocol):
@@ -54,6 +70,12 @@ class Conversation(Protocol):
         """Frames that the other side has not acknowledged."""
 
     def send(self, frame: bytes) -> None: ...
+
+
+class Peers(Protocol):
+    """Whoever carries out what the worker orders about its peers, and hands in what they say with `Instance.hear`."""
+
+    def carry_out(self, effect: PeerEffect) -> None: ...
 
 
 class Watcher(Protocol):
@@ -100,6 +122,12 @@ class Instance:
         self.device = Device(host, self._executor, spec.times, self._finished)
         self._conversation: Conversation | None = None
         self._inbox: deque[bytes] = deque()
+        self._heard: deque[PeerEvent] = deque()
+        self.peers: Peers | None = None
+        self.at_step: Callable[[str], None] | None = None
+        """Told of each step of a hand-over that is taken here, by name: for whoever makes crashes happen then."""
+        self.hindered_us = 0
+        """When it was last kept from its work, by a pause or a full line."""
         self._results: deque[StepResult] = deque()
         """Steps that have ended; they and messages wait here while the line is full."""
         self._alarm = Alarm(host, self._pump)
@@ -169,12 +197,27 @@ class Instance:
             self._inbox.extend(frames)
             self._pump()
 
+    def hear(self, event: PeerEvent) -> None:
+        """Of a peer, or of the KV that passes between us."""
+        self._heard.append(event)
+        self._pump()
+
+    @property
+    def kv(self) -> KvView:
+        return self._executor.kv
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self._executor.fingerprint
+
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pump(self) -> None:
         worker = self.require_worker()
         while self._inbox and self._has_room:
             self._tell(event_of(decode_to_engine(self._inbox.popleft())))
+        while self._heard and self._has_room:
+            self._tell(self._heard.popleft())
         while self._results and self._has_room:
             self._tell(StepDone(self._results.popleft()))
         while self._has_room and (deadline := worker.next_deadline()) is not None and deadline <= self.host.world.now_us:
@@ -192,6 +235,7 @@ class Instance:
         if self._conversation is None or not self._conversation.is_full:
             self._stands_still = False
             return True
+        self.hindered_us = self.host.world.now_us
         if not self._stands_still:
             self._stands_still = True
             self.host.world.fire(Fault.LINE_FULL, self.host.name)
@@ -215,10 +259,15 @@ class Instance:
             if isinstance(effect, Launch):
                 self.last_plan = effect.plan
                 self.device.launch(effect.plan)
+            elif type(effect) in _OF_PEERS:
+                if self.peers is not None:
+                    self.peers.carry_out(cast("PeerEffect", effect))
             elif self._conversation is not None:
                 message = message_of(effect, worker.gauges)
                 if message is not None:
                     self._say(message)
+        if self.at_step is not None:
+            self._tell_steps(self.at_step, event, effects)
         if self._watcher is not None:
             self.ordered.add(type(event))
             self._watcher.handled(self, event, effects)
@@ -239,7 +288,16 @@ class Instance:
                 what = f"refuses ticket {ticket}: {refusal.code}"
             case Withdrawn(ended):
                 what = f"withdraws {ended.serial}: {ended.reason}"
+            case _:
+                what = _peer_words(cast("PeerEffect", effect))
         self.host.world.note(self.host.name, what)
+
+    def _tell_steps(self, at_step: Callable[[str], None], event: Event, effects: Sequence[Effect]) -> None:
+        if isinstance(event, PeerEvent):
+            at_step(f"heard {_kind(event.message)}" if isinstance(event, Heard) else _kind(event))
+        for effect in effects:
+            if type(effect) in _OF_PEERS:
+                at_step(f"told {_kind(effect.message)}" if isinstance(effect, Tell) else _kind(effect))
 
     def _say(self, message: FromEngine) -> None:
         if self._conversation is not None:
@@ -249,3 +307,34 @@ class Instance:
         if self.worker is None:
             raise RuntimeError(f"{self.host.name} was spoken to before it had started")
         return self.worker
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _peer_words(effect: PeerEffect) -> str:
+    match effect:
+        case Tell(peer, message):
+            return f"tells {peer} {_kind(message)} {message.request}.{message.attempt}"
+        case Expect(handover, _, first, blocks):
+            return f"expects {_named(handover)}: blocks {blocks.tolist()} for {first} and on"
+        case OpenShip(handover, _, first, blocks):
+            return f"opens {_named(handover)}: blocks {blocks.tolist()} are {first} and on"
+        case Ship(handover, step, first, upto, last):
+            return f"ships {_named(handover)} [{first}, {upto}) of step {step}{', the last' if last else ''}"
+        case AttemptFailed(handover, fault):
+            return f"sees {_named(handover)} fail: {fault.message}"
+        case Verify(handover) | Fence(handover) | HandoverMade(handover):
+            return f"{_kind(effect)} {_named(handover)}"
+
+
+def _named(handover: Handover) -> str:
+    return f"{handover.request}.{handover.attempt} with {handover.peer}"
+
+
+PEER_STEPS = (
+    *(f"{way} {_kind_of.__name__}" for way in ("told", "heard") for _kind_of in get_args(PeerMessage)),
+    *(kind.__name__ for kind in (*get_args(PeerEffect), *get_args(PeerEvent)) if kind not in (Tell, Heard, AttemptFailed)),
+)
+"""What `Instance.at_step` is told."""

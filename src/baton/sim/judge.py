@@ -329,10 +329,10 @@ class Judge:
         if not end.retryable or not end.reason:
             raise LawBroken(TRUE_END, f"{name} lost its instance and is not told that it may try again: {end}")
 
-    def found_nobody(self, name: str, choices: int, serving: Sequence[bool]) -> None:
+    def found_nobody(self, name: str, choices: int, serving: Mapping[int, bool]) -> None:
         """No instance could take it; those that serve have full lines."""
         self.ends["nobody serves"] += choices
-        for instance, serves in enumerate(serving):
+        for instance, serves in serving.items():
             if self.calm or not (serves or self._causes.may_be_lost(instance, accepted=False)):
                 raise LawBroken(DESERVED_LOSS, f"{name} finds nobody, though nothing has happened to instance {instance}")
 
