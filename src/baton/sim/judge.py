@@ -47,6 +47,7 @@ from baton.sim.laws import (
     DESERVED_LOSS,
     DESERVED_REFUSAL,
     ENDS_AT_ONCE,
+    HANDOVERS_END,
     LEDGER_SUMS,
     LINE_BOUND,
     NOTHING_HELD,
@@ -61,6 +62,7 @@ from baton.sim.laws import (
     WHOLE_KEY,
     LawBroken,
 )
+from baton.sim.leases import PeerBook
 from baton.sim.world import World
 from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
@@ -88,12 +90,13 @@ class Causes(Protocol):
 class Docket:
     """What the judge keeps of one life of an instance."""
 
-    def __init__(self, audit_in: int) -> None:
+    def __init__(self, audit_in: int, book: PeerBook | None) -> None:
         self.audit_in = audit_in
         self._steps = 0
         self._accepted_us: dict[int, int] = {}
         self._doomed: dict[int, int] = {}
         """Requests that were told to end, and the step by which each must be gone."""
+        self.peers = book
 
     def note(self, worker: Worker, event: Event, effects: Sequence[Effect], now_us: int) -> bool:
         """Answers whether something happened that is rare enough to look at everything."""
@@ -179,6 +182,8 @@ class Judge:
             raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
         if isinstance(event, Submitted) and isinstance(effects[0], Accepted) and DrainOrdered in instance.ordered:
             raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
+        if docket.peers is not None:
+            docket.peers.note(event, effects, worker.next_deadline(), self._world.now_us)
         rare = docket.note(worker, event, effects, self._world.now_us)
         if isinstance(event, Submitted) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
@@ -191,13 +196,15 @@ class Judge:
         place = instance.spec.number, instance.life
         docket = self._dockets.get(place)
         if docket is None:
-            docket = self._dockets[place] = Docket(self._audit_every)
+            config = instance.spec.config
+            book = PeerBook(config, instance.host.name) if config.role.takes or config.role.gives else None
+            docket = self._dockets[place] = Docket(self._audit_every, book)
         return docket
 
     def _cheap_laws(self, worker: Worker) -> None:
         config, scheduler = worker.config, worker.scheduler
         blocks, held = scheduler.pool.gauges(), int(np.count_nonzero(scheduler.pool.references()))
-        if blocks.running != held or min(blocks.free, blocks.evictable) < 0:
+        if blocks.running + blocks.leased + blocks.receiving != held or min(blocks.free, blocks.evictable) < 0:
             raise LawBroken(LEDGER_SUMS, f"{held} blocks are held: {blocks}")
         if scheduler.requests() and worker.next_deadline() is None:
             raise LawBroken(DEADLOCK, "no pass is due")
@@ -228,11 +235,25 @@ class Judge:
         for (state, move), times in moves.items():
             self.moves[move_name(machine, state, move)] += times
 
+    def nothing_held_for(self, instance: Instance, peer: str, since_us: int) -> None:
+        book = self._docket(instance).peers
+        held = None if book is None else book.held_for(peer, since_us)
+        if held is not None:
+            raise LawBroken(HANDOVERS_END, f"{held}; {peer} died or the world healed at {since_us}")
+
+    def nothing_lands(self, name: str, inflows: int, outflows: int) -> None:
+        if inflows or outflows:
+            raise LawBroken(NOTHING_HELD, f"{name} still expects {inflows} transfers and has {outflows} open")
+
     def nothing_held(self, instance: Instance) -> None:
         gauges = instance.require_worker().gauges()
-        held = gauges.running, gauges.waiting, gauges.blocks.running
+        blocks, book = gauges.blocks, self._docket(instance).peers
+        held = gauges.running, gauges.waiting, blocks.running, blocks.leased, blocks.receiving, gauges.handovers.open
         if any(held):
-            raise LawBroken(NOTHING_HELD, f"{instance.host.name} still has {held} running, waiting, blocks")
+            what = "running, waiting, blocks running, leased, receiving, hand-overs"
+            raise LawBroken(NOTHING_HELD, f"{instance.host.name} still has {held} {what}")
+        if book is not None and book.open:
+            raise LawBroken(NOTHING_HELD, f"{instance.host.name} has {book.open} asked, leased or on their way out")
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -264,6 +285,11 @@ class Judge:
                 # What comes after a client has gone is not looked at for stops, so it may run on to its limit.
                 if not left or got > ended.generated_tokens:
                     raise LawBroken(TRUE_END, f"{name}, {got} tokens, client {'gone' if left else 'there'}: {ended}")
+            case FinishReason.RESCHEDULE:
+                # That there was a cause is checked where the truth is, at the worker.
+                whole = left or keep is not None or got == ended.generated_tokens
+                if ended.fault is None or not whole or ended.generated_tokens >= len(expected):
+                    raise LawBroken(TRUE_END, f"{name}, {got} of {len(expected)} tokens: {ended}")
             case FinishReason.ERROR:
                 self._errors += 1
                 if self._errors > self._world.fired[Fault.DISAGREEMENT]:

@@ -47,6 +47,7 @@ class Seat:
         """Of the present life, once it has started."""
         self.peer_lines: list[LinkEnd] = []
         """Of all lives."""
+        self.when_dead: Callable[[Seat], None] | None = None
         self.at_step: Callable[[Seat, str], None] | None = None
         """Called at each step of a hand-over that is taken here."""
         self._fabric = fabric
@@ -107,6 +108,8 @@ class Seat:
         self.host.crash()
         self.disk.crash()
         self._note("is down")
+        if self.when_dead is not None:
+            self.when_dead(self)
 
     def fail(self) -> None:
         """The engine ends by itself, with last words."""

@@ -138,6 +138,7 @@ class _Inflow:
     said_us: int | None = None
     """When the taker was last told that bytes arrive."""
     checks: bytes | None = None
+    flipped: bool = False
     fencing: bool = False
     over: bool = False
     """Nothing of it is read or written any more."""
@@ -208,6 +209,7 @@ class Receiver:
                 if data is None:
                     self._later(0, self._spoil, inflow, "the giver has closed its memory")
                     return
+            inflow.flipped = inflow.flipped or flip is not None
             self._write(inflow, layer, index, data if flip is None else _flipped(data, flip))
         now_us = self.host.world.now_us
         if inflow.said_us is None or now_us - inflow.said_us >= ARRIVING_EVERY_US:
@@ -240,8 +242,12 @@ class Receiver:
             return
         found = b"".join(_CHECK.pack(self._check(inflow, at)) for at in range(len(inflow.blocks)))
         if found != inflow.checks:
+            if not (inflow.fencing or inflow.flipped):
+                raise LawBroken(ALIEN_BYTES, f"{self._name}: what arrived for {inflow.handover} is not what was computed")
             self._spoil(inflow, "checks differ")
             return
+        if inflow.flipped:
+            raise LawBroken(ALIEN_BYTES, f"{self._name}: the checks of {inflow.handover} say nothing of a flipped bit")
         if not inflow.fencing:
             self._end(inflow)
         self._report(Verified(inflow.handover))
@@ -444,7 +450,9 @@ class Sender:
             self.forget(outflow)
             inflow, receiver = outflow.inflow, outflow.receiver
             if inflow is not None and receiver is not None and not inflow.over and self._stream.random() < 0.5:
-                self.host.world.after(self._fabric.times.delay_us, _on, receiver, receiver.spoil, inflow, "closed by the giver")
+                self.host.world.after(
+                    self._fabric.times.delay_us, _on, receiver, receiver.spoil, inflow, "closed by the giver"
+                )
         self._report(Fenced(handover))
 
     def _pump(self, outflow: _Outflow) -> None:
@@ -496,7 +504,12 @@ class Sender:
         self.fail(outflow, "connection broken")
         if outflow.fate.taker_notices and outflow.inflow is not None and outflow.receiver is not None:
             self.host.world.after(
-                self._fabric.times.delay_us, _on, outflow.receiver, outflow.receiver.spoil, outflow.inflow, "connection broken"
+                self._fabric.times.delay_us,
+                _on,
+                outflow.receiver,
+                outflow.receiver.spoil,
+                outflow.inflow,
+                "connection broken",
             )
 
 

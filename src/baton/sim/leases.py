@@ -1,0 +1,207 @@
+"""What was promised about hand-overs, checked on what one worker hears and orders.
+
+Owns the book of one life: who was asked, which blocks are leased to whom since when, what is on its way out. It is kept from
+events and effects alone, so it holds whatever the tables behind them look like inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.config import OnPreempt, WorkerConfig
+from baton.core.peers import (
+    Adopted,
+    Arriving,
+    Ask,
+    AttemptFailed,
+    Commit,
+    Decline,
+    Expect,
+    Fence,
+    Fenced,
+    Handover,
+    HandoverMade,
+    Heard,
+    Offer,
+    OpenShip,
+    PdCode,
+    PdFault,
+    PeerId,
+    PeerLost,
+    PeerMessage,
+    Refuse,
+    Release,
+    Renew,
+    ShipFailed,
+    Spoilt,
+    Tell,
+    Verified,
+)
+from baton.core.plan import StepPlan
+from baton.core.records import EndedRequest
+from baton.core.request import FinishReason
+from baton.core.worker import Deliver, Effect, Event, Launch, Tick, Withdrawn
+from baton.sim.laws import ALIEN_BYTES, ANSWERED_AT_ONCE, LEASES_END, TRUE_FAULT, LawBroken
+
+PASS_US = 1_000
+"""A worker that looks at its leases so often is on time."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    opened_us: int
+    sign_us: int
+    """When the giver was last heard of."""
+    blocks: frozenset[int]
+    fencing: bool = False
+
+
+class PeerBook:
+    def __init__(self, config: WorkerConfig, where: str) -> None:
+        self._config = config
+        self._where = where
+        self._asked: dict[Handover, int] = {}
+        self._leases: dict[Handover, _Lease] = {}
+        self._outgoing: dict[Handover, int] = {}
+        """Data connections that were ordered to be opened, and when."""
+        self._failed: set[tuple[int, PdCode]] = set()
+
+    def held_for(self, peer: str, before_us: int) -> str | None:
+        """Something that has been open for this peer since before a moment; None: nothing is."""
+        for what, opened in (
+            ("a request of it", self._asked),
+            ("a lease", {handover: lease.opened_us for handover, lease in self._leases.items()}),
+            ("a connection", self._outgoing),
+        ):
+            for handover, at_us in opened.items():
+                if handover.peer == peer and at_us < before_us:
+                    return f"{self._where} has {what} open: {handover}"
+        return None
+
+    @property
+    def open(self) -> int:
+        return len(self._asked) + len(self._leases) + len(self._outgoing)
+
+    def note(self, event: Event, effects: Sequence[Effect], deadline_us: int | None, now_us: int) -> None:
+        """After each event; `deadline_us`: when the worker wants to be asked again."""
+        self._note_event(event, now_us)
+        for effect in effects:
+            self._note_effect(event, effect, now_us)
+        if isinstance(event, Heard) and isinstance(event.message, Offer):
+            self._answered(event, event.message, effects)
+        if self._leases or self._asked:
+            self._in_time(isinstance(event, Tick), deadline_us, now_us)
+
+    # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _note_event(self, event: Event, now_us: int) -> None:
+        match event:
+            case Heard(peer, Renew() | Commit() | Offer() as message):
+                self._sign(_handover(peer, message), now_us)
+            case Heard(peer, Decline() as message):
+                self._asked.pop(_handover(peer, message), None)
+            case Heard(peer, Adopted() as message):
+                self._outgoing.pop(_handover(peer, message), None)
+            case Arriving(handover) | Verified(handover):
+                self._sign(handover, now_us)
+            case Fenced(handover):
+                self._leases.pop(handover, None)
+                self._outgoing.pop(handover, None)
+            case ShipFailed(handover):
+                self._outgoing.pop(handover, None)
+            case PeerLost(peer):
+                for handover in [handover for handover in self._asked if handover.peer == peer]:
+                    del self._asked[handover]
+
+    def _note_effect(self, event: Event, effect: Effect, now_us: int) -> None:
+        match effect:
+            case Tell(peer, Ask() as message):
+                self._asked[_handover(peer, message)] = now_us
+            case Tell(peer, Release() as message):
+                self._asked.pop(_handover(peer, message), None)
+            case Expect(handover, _, _, blocks):
+                self._leases[handover] = _Lease(now_us, now_us, frozenset(blocks.tolist()))
+            case Fence(handover):
+                if handover in self._leases:
+                    self._leases[handover].fencing = True
+            case HandoverMade(handover):
+                self._asked.pop(handover, None)
+                self._leases.pop(handover, None)
+            case OpenShip(handover):
+                self._outgoing[handover] = now_us
+            case AttemptFailed(handover, fault):
+                self._failed_for_a_cause(event, handover, fault, now_us)
+                self._asked.pop(handover, None)
+                self._failed.add((handover.request, fault.code))
+            case Launch(plan) if self._leases:
+                self._touches_no_lease(plan)
+            case Deliver(settled):
+                for ended in settled.ended:
+                    self._ended(ended)
+            case Withdrawn(ended):
+                self._ended(ended)
+
+    def _sign(self, handover: Handover, now_us: int) -> None:
+        if handover in self._leases:
+            self._leases[handover].sign_us = now_us
+
+    # ── laws ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _answered(self, event: Heard, message: Offer, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Tell(peer, answer) if peer == event.peer and _handover(peer, answer) == _handover(peer, message):
+                    return
+        raise LawBroken(ANSWERED_AT_ONCE, f"{self._where} heard {message} from {event.peer} and said nothing")
+
+    def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
+        timed = self._config.handover
+        ends = [(handover, lease.sign_us + timed.lease_us) for handover, lease in self._leases.items() if not lease.fencing]
+        ends += [(handover, asked_us + timed.deadline_us) for handover, asked_us in self._asked.items()]
+        for handover, end_us in ends:
+            if is_pass and now_us > end_us:
+                raise LawBroken(LEASES_END, f"{self._where}: {handover} should have ended {now_us - end_us} µs ago")
+            if deadline_us is None or deadline_us > max(now_us, end_us) + PASS_US:
+                raise LawBroken(LEASES_END, f"{self._where} looks at {deadline_us}, but {handover} ends at {end_us}")
+
+    def _touches_no_lease(self, plan: StepPlan) -> None:
+        """No step may write where KV is landing."""
+        used = [block for start in plan.starts for block in start.blocks.tolist()]
+        used += plan.grow_blocks.tolist() + [copy.target for copy in plan.copies]
+        for handover, lease in self._leases.items():
+            if not lease.blocks.isdisjoint(used):
+                raise LawBroken(ALIEN_BYTES, f"{self._where} plans with blocks of {handover}: {sorted(lease.blocks)}")
+
+    def _failed_for_a_cause(self, event: Event, handover: Handover, fault: PdFault, now_us: int) -> None:
+        if not fault.reason:
+            raise LawBroken(TRUE_FAULT, f"{self._where}: {handover} fails without a reason: {fault}")
+        asked_us, timed = self._asked.get(handover), self._config.handover
+        lease = self._leases.get(handover)
+        match fault.code:
+            case PdCode.NOT_DELIVERED:
+                holds = isinstance(event, Spoilt | ShipFailed | PeerLost | Heard | Verified)
+            case PdCode.TIMEOUT:
+                late = asked_us is not None and now_us >= asked_us + timed.deadline_us
+                quiet = lease is not None and now_us >= lease.sign_us + timed.lease_us
+                holds = late or quiet or isinstance(event, Heard | PeerLost)
+            case PdCode.REFUSED:
+                holds = isinstance(event, Heard) and isinstance(event.message, Offer | Decline | Refuse | Ask)
+            case PdCode.PREEMPTED:
+                holds = True
+        if not holds:
+            raise LawBroken(TRUE_FAULT, f"{self._where}: {handover} fails on {event}: {fault.message}")
+
+    def _ended(self, ended: EndedRequest) -> None:
+        """Who is sent elsewhere is told why, and only where that was asked for."""
+        if (ended.reason is FinishReason.RESCHEDULE) != (ended.fault is not None):
+            raise LawBroken(TRUE_FAULT, f"{self._where}: {ended}")
+        if ended.fault is None:
+            return
+        known = ended.fault.code is PdCode.PREEMPTED or (ended.serial, ended.fault.code) in self._failed
+        if not known or self._config.on_preempt is not OnPreempt.RESCHEDULE:
+            raise LawBroken(TRUE_FAULT, f"{self._where} sends {ended.serial} elsewhere: {ended.fault.message}")
+
+
+def _handover(peer: PeerId, message: PeerMessage) -> Handover:
+    return Handover(peer, message.request, message.attempt)
