@@ -1,7 +1,8 @@
 """KV between instances: real bytes from one scripted pool to another, piece by piece, with all that can happen on the way.
 
-Owns data connections. A *piece* is one layer of one block. Where givers push, a piece holds what their pool held when it left;
-where takers pull, what the giver's pool holds when it lands. Bytes are written where the taker's orders say and nowhere else.
+Owns data connections. A *piece* is one layer of one block. Where givers push, a piece holds what their pool held when it
+left; where takers pull, what the giver's pool holds when it lands. Bytes are written where the taker's orders say and nowhere
+else.
 
 What a driver promises is kept here whatever happens: a token opens one connection, once; a fence takes its time, is always
 answered, and after its answer no byte of that hand-over is read or written. Everything before the answer may still land:
@@ -203,12 +204,11 @@ class Receiver:
             return
         if inflow.fencing:
             self.host.world.fire(Fault.KV_WHILE_FENCING, self._name)
-        for layer, index, data, flip in pieces:
+        for layer, index, pushed, flip in pieces:
+            data = inflow.outflow.read(layer, index) if pushed is None else pushed
             if data is None:
-                data = inflow.outflow.read(layer, index)
-                if data is None:
-                    self._later(0, self._spoil, inflow, "the giver has closed its memory")
-                    return
+                self._later(0, self._spoil, inflow, "the giver has closed its memory")
+                return
             inflow.flipped = inflow.flipped or flip is not None
             self._write(inflow, layer, index, data if flip is None else _flipped(data, flip))
         now_us = self.host.world.now_us
@@ -448,12 +448,16 @@ class Sender:
         if outflow is not None:
             outflow.over = True
             self.forget(outflow)
-            inflow, receiver = outflow.inflow, outflow.receiver
-            if inflow is not None and receiver is not None and not inflow.over and self._stream.random() < 0.5:
-                self.host.world.after(
-                    self._fabric.times.delay_us, _on, receiver, receiver.spoil, inflow, "closed by the giver"
-                )
+            inflow = outflow.inflow
+            if inflow is not None and not inflow.over and self._stream.random() < 0.5:
+                self._tell_taker(outflow, inflow, "closed by the giver")
         self._report(Fenced(handover))
+
+    def _tell_taker(self, outflow: _Outflow, inflow: _Inflow, reason: str) -> None:
+        """As a closed connection does."""
+        if outflow.receiver is not None:
+            end = outflow.receiver
+            self.host.world.after(self._fabric.times.delay_us, _on, end, end.spoil, inflow, reason)
 
     def _pump(self, outflow: _Outflow) -> None:
         if outflow.over or outflow.busy or not outflow.connected:
@@ -502,15 +506,8 @@ class Sender:
         self.host.world.fire(Fault.KV_BROKEN, self._name)
         outflow.busy = True  # it never goes on
         self.fail(outflow, "connection broken")
-        if outflow.fate.taker_notices and outflow.inflow is not None and outflow.receiver is not None:
-            self.host.world.after(
-                self._fabric.times.delay_us,
-                _on,
-                outflow.receiver,
-                outflow.receiver.spoil,
-                outflow.inflow,
-                "connection broken",
-            )
+        if outflow.fate.taker_notices and outflow.inflow is not None:
+            self._tell_taker(outflow, outflow.inflow, "connection broken")
 
 
 def _on(end: Receiver | Sender, act: Callable[..., None], *arguments: object) -> None:
