@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -326,6 +326,7 @@ class Run:
         self.fabric = Fabric(self.world, scenario.rates.kv, scenario.kv)
         serving = [number for number, role in enumerate(scenario.roles) if role.serves]
         self.front = Front(scenario.instances, serving)
+        self.when_healed: Callable[[], None] | None = None
         self._lines: list[LinkEnd] = []
         self.seats = [self._seat(number) for number in range(scenario.instances)]
         self.chaos = Chaos(
@@ -387,6 +388,8 @@ class Run:
             user.start(plan.at_us + BOOTED_US)
         self.chaos.unleash()
         self._until(self.scenario.span_us)
+        if self.when_healed is not None:
+            self.when_healed()
         self.world.note("world", "heals")
         self.chaos.heal()
         for seat in self.seats:

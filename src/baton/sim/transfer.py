@@ -1,8 +1,8 @@
 """KV between instances: real bytes from one scripted pool to another, piece by piece, with all that can happen on the way.
 
 Owns data connections. A *piece* is one layer of one block. Where givers push, a piece holds what their pool held when it
-left; where takers pull, what the giver's pool holds when it lands. Bytes are written where the taker's orders say and nowhere
-else.
+left; where takers pull, what the giver's pool holds when it lands. Bytes are written where the taker's orders say and
+nowhere else.
 
 What a driver promises is kept here whatever happens: a token opens one connection, once; a fence takes its time, is always
 answered, and after its answer no byte of that hand-over is read or written. Everything before the answer may still land:
