@@ -229,6 +229,10 @@ class Receiver:
         self._inflows.clear()
 
     def _write(self, inflow: _Inflow, layer: int, index: int, data: bytes) -> None:
+        if not 0 <= index - inflow.first < len(inflow.blocks):
+            raise LawBroken(
+                ALIEN_BYTES, f"{self._name}: block {index} came for {inflow.handover}, which begins at {inflow.first}"
+            )
         begin, end = self._kv.layers[layer]
         self._kv.pool[inflow.blocks[index - inflow.first], begin:end] = np.frombuffer(data, dtype=np.uint8)
         inflow.arrived.add((layer, index))
