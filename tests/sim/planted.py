@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from baton.core import scheduler as scheduling
+from baton.core import board as scheduling
 from baton.core import victims
 from baton.core.blocks import BlockPool
+from baton.core.board import StepBuilder
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.naming import Namer
 from baton.core.plan import Copy, Int32s, Int64s, StepPlan, StepResult
@@ -30,7 +31,7 @@ from baton.core.queue import WaitingQueue
 from baton.core.records import EndedRequest, Flight, Hit, Request
 from baton.core.request import FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.reserve import Promises
-from baton.core.scheduler import Scheduler, StepBuilder
+from baton.core.scheduler import Scheduler
 from baton.core.slots import Slots
 from baton.core.worker import Cancelled, DrainOrdered, Effect, Event, StopFound, Submitted, Worker
 from baton.wire import desk as desking
