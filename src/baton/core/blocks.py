@@ -1,7 +1,7 @@
 """Who owns each block of KV: the one ledger, from which every gauge is read.
 
-A block has a reference count, perhaps a pin and perhaps a name in the prefix index. Its state follows from those three and is
-stored nowhere:
+A block has a reference count, perhaps a pin and perhaps a name in the prefix index. Its state follows from those three and
+is stored nowhere:
 
     pinned                         leased (granted to a peer's prefill) or receiving (its KV is arriving)
     references > 0                 running

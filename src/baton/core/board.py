@@ -29,7 +29,17 @@ from baton.core.naming import Namer
 from baton.core.peers import PdCode, PdFault, PdStage
 from baton.core.plan import NO_INT32S, Chunk, Copy, Int32s, Int64s, Logprobs, Outcome, Start, StepPlan, StepResult, Stop
 from baton.core.prefix import Key, PrefixIndex
-from baton.core.records import Crew, EndedRequest, Flight, Hit, Request, SchedulerGauges, Settled, StartedRequest
+from baton.core.records import (
+    Crew,
+    EndedRequest,
+    Flight,
+    HandoverGauges,
+    Hit,
+    Request,
+    SchedulerGauges,
+    Settled,
+    StartedRequest,
+)
 from baton.core.request import TRANSITIONS, FinishReason, Move, Phase, Serial, Submission, Tokens, next_phase
 from baton.core.reserve import blocks_for
 from baton.core.slots import FINISHED, Slots
@@ -112,6 +122,8 @@ class Board(ABC):
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._recomputed_tokens = 0
+        self._rescheduled = 0
+        """Requests that had to yield and were sent elsewhere."""
 
     # ── what a kind of scheduler adds ────────────────────────────────────────────────────────────────────────────────────
 
@@ -133,9 +145,9 @@ class Board(ABC):
         """A request that waits will not run any more."""
 
     @property
-    def dormant(self) -> int:
-        """Open requests that only a peer can bring on: no pass does anything for them."""
-        return 0
+    def asleep(self) -> bool:
+        """Whether only a peer can bring on what is open: no pass would do anything."""
+        return False
 
     # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -182,6 +194,7 @@ class Board(ABC):
             chunk_prefill_unsatisfied=0,
             reserve_ratio=0.0,
             broken_rows=self._broken_rows,
+            handovers=HandoverGauges(preempted=self._rescheduled),
         )
 
     # ── intake ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -199,13 +212,16 @@ class Board(ABC):
         named = tokens if self.config.prefix_cache else tokens[:0]
         return self.pool.prefix.keys_of(named, submission.salt, self.config.block_size)
 
-    def order_stop(self, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None) -> EndedRequest | None:
+    def order_stop(
+        self, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None, fault: PdFault | None = None
+    ) -> EndedRequest | None:
         """End a request from outside. One that waits ends here; one that runs ends when the executor acknowledges."""
         self._now_us = now_us
         request = self._requests.get(serial)
         if request is None or request.phase is Phase.FINISHED or request.ends_as is not None:
             return None
         request.keep = keep
+        request.fault = fault
         if request.phase is Phase.WAITING:
             return self._withdraw(request, reason)
         if request.slot is not None and not self.slots.told[request.slot] and request.phase is not Phase.PREEMPTING:
@@ -593,6 +609,7 @@ class Board(ABC):
                 request.ends_as = FinishReason.ERROR
             if request.ends_as is None and self.config.on_preempt is OnPreempt.RESCHEDULE:
                 request.ends_as = FinishReason.RESCHEDULE
+                self._rescheduled += 1
                 request.fault = PdFault(PdCode.PREEMPTED, PdStage.DECODE, "its KV blocks were needed for other requests")
             if request.ends_as is None:
                 self._requeue(request)

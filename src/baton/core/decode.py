@@ -57,8 +57,9 @@ class DecodeScheduler(Scheduler):
         return super().waiting + len(self._booked)
 
     @property
-    def dormant(self) -> int:
-        return len(self._booked) + self._receiving
+    def asleep(self) -> bool:
+        due = self._flights or self._stopping or self._arrived or len(self._waiting)
+        return not due and self.slots.occupied == self._receiving
 
     def asked(self) -> list[Serial]:
         """Requests that a peer is to be asked for; each is said once."""
@@ -130,6 +131,7 @@ class DecodeScheduler(Scheduler):
         self._unbook(serial)
         slot = self._occupy(request, hit, Move.LEASE)
         self._count_look_up(request, hit)
+        request.found_tokens = request.computed_ever = hit.computed
         fresh = self.pool.take(blocks_for(request.tokens_at_start, self.config.block_size) - len(hit.blocks))
         self.slots.append_blocks(slot, fresh)
         self.pool.pin(fresh, Pin.LEASED)
@@ -212,7 +214,7 @@ class DecodeScheduler(Scheduler):
     # ── adopted ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _continue_prefills(self, step: StepBuilder) -> None:
-        """Adopted rows begin with the step: their decodes come with the next, so that none of them is a victim in this one."""
+        """Adopted rows begin with the step and decode from the next on, so that none of them is a victim in this one."""
         for slot in self._arrived:
             request = self._occupant(slot)
             tokens = np.concatenate((request.submission.prompt, self.slots.outputs(slot)))
@@ -227,10 +229,10 @@ class DecodeScheduler(Scheduler):
         return super()._end_untold(request, reason)
 
 
-def _one_token(
-    request: Request, tokens: Int32s, logprobs: Logprobs | None, ended: list[EndedRequest]
-) -> Settled:
+def _one_token(request: Request, tokens: Int32s, logprobs: Logprobs | None, ended: list[EndedRequest]) -> Settled:
     lines = () if logprobs is None else (Logprobs(0, logprobs.chosen, logprobs.top_ids, logprobs.top),)
+    if request.submission.sampling.logprobs is None:
+        lines = ()
     return Settled(
         serials=np.array([request.serial], dtype=NO_INT64S.dtype),
         counts=np.ones(1, dtype=NO_INT32S.dtype),

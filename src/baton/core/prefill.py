@@ -1,8 +1,8 @@
 """The schedulers of an instance that only prefills and hands over: the short path, and the general one beside it.
 
-Both let a giver hold what a prefill will need (`hold`), begin it once the other side has granted room (`begin`), and then are
-asked for plans and settled like any scheduler. Nothing decodes: the planning of its last chunk makes a request HANDING_OVER,
-and there it stays, slot and blocks with it, until it is ordered to stop.
+Both let a giver hold what a prefill will need (`hold`), begin it once the other side has granted room (`begin`), and then
+are asked for plans and settled like any scheduler. Nothing decodes: the planning of its last chunk makes a request
+HANDING_OVER, and there it stays, slot and blocks with it, until it is ordered to stop.
 
 The short path has no queue, no reserve and no growth: a request has all its blocks before it begins, so a pass is nothing
 but chunks, in the order of arrival, until the token budget is used up. The general path is the general scheduler under the
@@ -11,10 +11,14 @@ same two methods; it is there to be compared with.
 
 from __future__ import annotations
 
+import numpy as np
+
 from baton.core.board import Board, StepBuilder
+from baton.core.config import WorkerConfig
 from baton.core.errors import InvariantViolated
-from baton.core.records import Crew, Hit, Request
-from baton.core.request import Move, Serial, Submission
+from baton.core.prefix import PrefixIndex
+from baton.core.records import Crew, Request
+from baton.core.request import Move, Phase, Serial, Submission
 from baton.core.reserve import blocks_for
 from baton.core.scheduler import Scheduler
 
@@ -26,14 +30,17 @@ class BlocksNotHeld(InvariantViolated):
 class PrefillScheduler(Board):
     """The short path."""
 
+    def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
+        super().__init__(config, prefix)
+        self._nobody = self._crew_of_decodes(self.slots.decoding())
+
     @property
     def waiting(self) -> int:
         return 0
 
     @property
-    def dormant(self) -> int:
-        """Rows that are held, or whose prefill is over, wait for the other side; what is to be stopped is for a pass."""
-        return self.slots.occupied - len(self._prefilling) - len(self._stopping) if not self._flights else 0
+    def asleep(self) -> bool:
+        return not (self._flights or self._prefilling or self._stopping)
 
     def hold(self, submission: Submission, limit: int, now_us: int) -> Serial | None:
         """A slot and all blocks of the prompt; None where they are not to be had now."""
@@ -74,16 +81,12 @@ class PrefillScheduler(Board):
                 f"request {request.serial} has {slots.held[slot]} blocks of {self.config.block_size} "
                 f"for a prompt of {slots.known[slot]} tokens"
             )
+        request.bill.queue_us += self._now_us - request.since_us
+        request.since_us = self._now_us
         self._tell_start(step, slot, request.submission.prompt.copy(), int(slots.computed[slot]))
 
     def _decoding(self) -> Crew:
-        """Nobody, in every pass."""
-        if self._crew is None:
-            self._nobody = self._crew_of_decodes(self.slots.decoding()[:0]) if self._nobody is None else self._nobody
-            self._crew = self._nobody
-        return self._crew
-
-    _nobody: Crew | None = None
+        return self._nobody
 
     def _queue_up(self, request: Request) -> None:
         raise InvariantViolated(f"request {request.serial} would have to wait where nothing waits")
@@ -95,6 +98,20 @@ class PrefillScheduler(Board):
 class GeneralPrefillScheduler(Scheduler):
     """The general path: a queue, a reserve, and a look at both in every pass."""
 
+    def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
+        super().__init__(config, prefix)
+        self._aside: dict[Serial, Request] = {}
+        """Held for offers that were not answered yet."""
+
+    @property
+    def waiting(self) -> int:
+        return super().waiting + len(self._aside)
+
+    @property
+    def asleep(self) -> bool:
+        due = self._flights or self._stopping or len(self._waiting)
+        return not due and self.slots.occupied == np.count_nonzero(self.slots.phase == Phase.HANDING_OVER)
+
     def hold(self, submission: Submission, limit: int, now_us: int) -> Serial | None:
         """Only its number: what it needs is found when the queue comes to it."""
         request = self._new_request(submission, limit, now_us)
@@ -103,3 +120,11 @@ class GeneralPrefillScheduler(Scheduler):
 
     def begin(self, serial: Serial) -> None:
         self._queue_up(self._aside.pop(serial))
+
+    def _unqueue(self, request: Request) -> None:
+        if self._aside.pop(request.serial, None) is None:
+            super()._unqueue(request)
+
+    def _grow_to(self, step: StepBuilder, slot: int, tokens: int) -> None:
+        """All at once: what is sent is named by its blocks from the first chunk on. Admission found room for all of it."""
+        super()._grow_to(step, slot, max(tokens, int(self.slots.known[slot])))

@@ -21,8 +21,8 @@ A request whose row the executor was never told of (held for a prefill that was 
 finishes at once.
 
 A phase says what the scheduler will plan *next* for the request: a prefill whose last chunk is planned, though still in
-flight, is decoding. PREEMPTING means that the executor (or, before it knew of the row, the transfer) was ordered to let go of
-the slot and has not acknowledged it yet.
+flight, is decoding. PREEMPTING means that the executor (or, before it knew of the row, the transfer) was ordered to let go
+of the slot and has not acknowledged it yet.
 """
 
 from __future__ import annotations

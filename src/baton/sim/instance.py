@@ -152,7 +152,9 @@ class Instance:
         if self._watcher is not None:
             self._watcher.began(self, secret, made)
         config = self.spec.config
-        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks))
+        # Of this life alone: what an earlier one granted opens nothing here.
+        own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
+        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
         ready(self)
 
     def fail(self, reason: str) -> None:

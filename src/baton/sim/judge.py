@@ -112,7 +112,7 @@ class Docket:
         match event:
             case Cancelled(serial) | StopFound(serial, _):
                 self._doom(worker, [serial])
-            case Orphaned():
+            case Orphaned() if worker.giver is None:  # what a giver has open is its peers'
                 self._doom(worker, [request.serial for request in worker.scheduler.requests()])
             case StepDone():
                 self._steps += 1
@@ -122,13 +122,16 @@ class Docket:
 
     def _time_is_billed(self, ended: EndedRequest, now_us: int) -> None:
         bill, took_us = ended.bill, now_us - self._accepted_us.pop(ended.serial)
-        if bill.queue_us + bill.prefill_us + bill.decode_us != took_us or (bill.recomputed_tokens and not bill.preemptions):
+        spent_us = bill.queue_us + bill.prefill_us + bill.transfer_us + bill.decode_us
+        if spent_us != took_us or (bill.recomputed_tokens and not bill.preemptions):
             raise LawBroken(TRUE_BILL, f"request {ended.serial} was open for {took_us} µs: {bill}")
 
     def _doom(self, worker: Worker, serials: Sequence[int]) -> None:
         """Steps in flight, one that carries the order, and it is gone; one that waits is gone at once."""
         for serial in serials:
             request = worker.scheduler.request(Serial(serial))
+            if worker.taker is not None and worker.taker.knows(Serial(serial)):
+                continue  # it ends with its fence, and that is looked at as a lease
             if request is not None:
                 if request.phase is Phase.WAITING:
                     raise LawBroken(ENDS_AT_ONCE, f"request {serial} still waits after the order to end it")
@@ -206,11 +209,14 @@ class Judge:
         blocks, held = scheduler.pool.gauges(), int(np.count_nonzero(scheduler.pool.references()))
         if blocks.running + blocks.leased + blocks.receiving != held or min(blocks.free, blocks.evictable) < 0:
             raise LawBroken(LEDGER_SUMS, f"{held} blocks are held: {blocks}")
-        if scheduler.requests() and worker.next_deadline() is None:
+        if scheduler.requests() and worker.next_deadline() is None and not scheduler.asleep:
             raise LawBroken(DEADLOCK, "no pass is due")
-        most = config.waiting_max + config.slots  # whoever must yield goes back into a full queue too
-        if scheduler.waiting > most:
-            raise LawBroken(QUEUE_BOUND, f"{scheduler.waiting} wait, {config.waiting_max} may")
+        # Whoever must yield goes back into a full queue too.
+        waiting, most = scheduler.waiting, config.waiting_max + config.slots
+        if worker.giver is not None:
+            waiting, most = worker.giver.queued, config.waiting_max
+        if waiting > most:
+            raise LawBroken(QUEUE_BOUND, f"{waiting} wait, {config.waiting_max} may")
 
     def _refusal_at_the_worker(self, instance: Instance, worker: Worker, event: Submitted, refusal: Refusal) -> None:
         waiting = sum(request.phase is Phase.WAITING for request in worker.scheduler.requests())
@@ -229,7 +235,12 @@ class Judge:
     def buried(self, instance: Instance) -> None:
         """A life is over: its transitions count."""
         if instance.worker is not None:
-            self.took_moves("request", instance.worker.scheduler.moves())
+            worker = instance.worker
+            self.took_moves("request", worker.scheduler.moves())
+            if worker.giver is not None:
+                self.took_moves("giver", worker.giver.moves())
+            if worker.taker is not None:
+                self.took_moves("taker", worker.taker.moves())
 
     def took_moves(self, machine: str, moves: Mapping[tuple[State, Move], int]) -> None:
         for (state, move), times in moves.items():

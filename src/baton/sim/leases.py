@@ -62,6 +62,8 @@ class PeerBook:
         self._config = config
         self._where = where
         self._asked: dict[Handover, int] = {}
+        self._arrived: dict[Handover, int] = {}
+        """What peers asked for, and when."""
         self._leases: dict[Handover, _Lease] = {}
         self._outgoing: dict[Handover, int] = {}
         """Data connections that were ordered to be opened, and when."""
@@ -99,6 +101,8 @@ class PeerBook:
         match event:
             case Heard(peer, Renew() | Commit() | Offer() as message):
                 self._sign(_handover(peer, message), now_us)
+            case Heard(peer, Ask() as message):
+                self._arrived[_handover(peer, message)] = now_us
             case Heard(peer, Decline() as message):
                 self._asked.pop(_handover(peer, message), None)
             case Heard(peer, Adopted() as message):
@@ -176,7 +180,7 @@ class PeerBook:
     def _failed_for_a_cause(self, event: Event, handover: Handover, fault: PdFault, now_us: int) -> None:
         if not fault.reason:
             raise LawBroken(TRUE_FAULT, f"{self._where}: {handover} fails without a reason: {fault}")
-        asked_us, timed = self._asked.get(handover), self._config.handover
+        asked_us, timed = self._asked.get(handover, self._arrived.get(handover)), self._config.handover
         lease = self._leases.get(handover)
         match fault.code:
             case PdCode.NOT_DELIVERED:

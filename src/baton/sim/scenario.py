@@ -217,7 +217,7 @@ def _draw_handover(seed: int) -> HandoverConfig:
     return HandoverConfig(
         lease_us=lease_us,
         renew_us=lease_us // stream.choice((2, 4)),
-        deadline_us=stream.choice((150_000, 600_000, 2_000_000, 2_000_000)),
+        deadline_us=stream.choice((150_000, 600_000, 2_000_000, 60_000_000)),
         retry_after_us=stream.choice((1_000, 20_000, 100_000)),
         local_tokens=stream.choice((0, 0, 1, 4, 16)),
     )
