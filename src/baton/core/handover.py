@@ -530,7 +530,9 @@ class Giver:
 
     def _due_us(self, entry: Given) -> int:
         ends_us = entry.arrived_us + self._config.deadline_us
-        return ends_us if entry.grant is None else min(ends_us, entry.renew_us)
+        if entry.grant is None or entry.state is Giving.COMMITTED:  # whoever has said everything has nothing to renew
+            return ends_us
+        return min(ends_us, entry.renew_us)
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -633,6 +635,9 @@ class Giver:
     def _asked(self, peer: PeerId, ask: Ask) -> Acts:
         handover = Handover(peer, ask.request, ask.attempt)
         entry = self._open.get(handover)
+        if entry is not None and entry.state in ENDING:
+            # Of a former life of the taker, which begins to count anew: nothing may be sent under this name yet.
+            return [Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, "an attempt of that name is just ending"))]
         if entry is not None:
             return [Tell(peer, self._offer(entry))] if entry.state is Giving.OFFERED else []
         acts: Acts = []
@@ -693,7 +698,7 @@ class Giver:
 
     def _begun(self, entry: Given, slot: int, computed: int) -> Acts:
         """Its row is in a plan: what the cache had of it can leave at once."""
-        if entry.grant is None:
+        if entry.grant is None or entry.state is not Giving.PREFILLING:  # its fence may have been ordered meanwhile
             return []
         first, found = entry.shipped_upto, computed // self._block_size
         blocks = self._scheduler.slots.blocks(slot)[first:]

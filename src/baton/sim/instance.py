@@ -75,6 +75,9 @@ class Conversation(Protocol):
 class Peers(Protocol):
     """Whoever carries out what the worker orders about its peers, and hands in what they say with `Instance.hear`."""
 
+    def told(self, event: PeerEvent) -> None:
+        """The worker is about to handle this."""
+
     def carry_out(self, effect: PeerEffect) -> None: ...
 
 
@@ -128,6 +131,8 @@ class Instance:
         """Told of each step of a hand-over that is taken here, by name: for whoever makes crashes happen then."""
         self.hindered_us = 0
         """When it was last kept from its work, by a pause or a full line."""
+        self._outbox: deque[bytes] = deque()
+        """What one event brought beyond what the line could take; nothing else happens until it has left."""
         self._results: deque[StepResult] = deque()
         """Steps that have ended; they and messages wait here while the line is full."""
         self._alarm = Alarm(host, self._pump)
@@ -190,6 +195,7 @@ class Instance:
         """The session is over: nobody will hear of what is open."""
         self._conversation = None
         self._inbox.clear()
+        self._outbox.clear()
         self._tell(Orphaned())
         self._pump()
 
@@ -219,7 +225,10 @@ class Instance:
         while self._inbox and self._has_room:
             self._tell(event_of(decode_to_engine(self._inbox.popleft())))
         while self._heard and self._has_room:
-            self._tell(self._heard.popleft())
+            heard = self._heard.popleft()
+            if self.peers is not None:
+                self.peers.told(heard)
+            self._tell(heard)
         while self._results and self._has_room:
             self._tell(StepDone(self._results.popleft()))
         while self._has_room and (deadline := worker.next_deadline()) is not None and deadline <= self.host.world.now_us:
@@ -227,13 +236,14 @@ class Instance:
         # With a step in flight its end is what the loop waits for; a full line is waited for by whoever empties it.
         waits = not self.device.in_flight and self._has_room
         self._alarm.set(worker.next_deadline() if waits else None)
-        if self._restart is not None and worker.is_idle and not self.undelivered:
+        if self._restart is not None and worker.is_idle and not self._outbox and not self.undelivered:
             restart, self._restart = self._restart, None
             self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
             self.host.after(0, restart)
 
     @property
     def _has_room(self) -> bool:
+        self._post()
         if self._conversation is None or not self._conversation.is_full:
             self._stands_still = False
             return True
@@ -303,7 +313,12 @@ class Instance:
 
     def _say(self, message: FromEngine) -> None:
         if self._conversation is not None:
-            self._conversation.send(encode_from_engine(message))
+            self._outbox.append(encode_from_engine(message))
+            self._post()
+
+    def _post(self) -> None:
+        while self._outbox and self._conversation is not None and not self._conversation.is_full:
+            self._conversation.send(self._outbox.popleft())
 
     def require_worker(self) -> Worker:
         if self.worker is None:

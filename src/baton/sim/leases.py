@@ -15,7 +15,6 @@ from baton.core.peers import (
     Arriving,
     Ask,
     AttemptFailed,
-    Commit,
     Decline,
     Expect,
     Fence,
@@ -33,15 +32,16 @@ from baton.core.peers import (
     Refuse,
     Release,
     Renew,
+    Ship,
     ShipFailed,
     Spoilt,
     Tell,
-    Verified,
+    Verify,
 )
 from baton.core.plan import StepPlan
 from baton.core.records import EndedRequest
 from baton.core.request import FinishReason
-from baton.core.worker import Deliver, Effect, Event, Launch, Tick, Withdrawn
+from baton.core.worker import Deliver, Effect, Event, Launch, StepDone, Tick, Withdrawn
 from baton.sim.laws import ALIEN_BYTES, ANSWERED_AT_ONCE, LEASES_END, TRUE_FAULT, LawBroken
 
 PASS_US = 1_000
@@ -67,6 +67,8 @@ class PeerBook:
         self._leases: dict[Handover, _Lease] = {}
         self._outgoing: dict[Handover, int] = {}
         """Data connections that were ordered to be opened, and when."""
+        self._fencing: set[Handover] = set()
+        """Ordered, not answered yet: nothing may be begun under that name."""
         self._failed: set[tuple[int, PdCode]] = set()
 
     def held_for(self, peer: str, before_us: int) -> str | None:
@@ -99,17 +101,18 @@ class PeerBook:
 
     def _note_event(self, event: Event, now_us: int) -> None:
         match event:
-            case Heard(peer, Renew() | Commit() | Offer() as message):
+            case Heard(peer, Renew() as message):
                 self._sign(_handover(peer, message), now_us)
             case Heard(peer, Ask() as message):
-                self._arrived[_handover(peer, message)] = now_us
+                self._arrived.setdefault(_handover(peer, message), now_us)
             case Heard(peer, Decline() as message):
                 self._asked.pop(_handover(peer, message), None)
             case Heard(peer, Adopted() as message):
                 self._outgoing.pop(_handover(peer, message), None)
-            case Arriving(handover) | Verified(handover):
+            case Arriving(handover):
                 self._sign(handover, now_us)
             case Fenced(handover):
+                self._fencing.discard(handover)
                 self._leases.pop(handover, None)
                 self._outgoing.pop(handover, None)
             case ShipFailed(handover):
@@ -120,13 +123,19 @@ class PeerBook:
 
     def _note_effect(self, event: Event, effect: Effect, now_us: int) -> None:
         match effect:
+            case Expect(handover) | Verify(handover) | OpenShip(handover) | Ship(handover) if handover in self._fencing:
+                raise LawBroken(ALIEN_BYTES, f"{self._where} orders {type(effect).__name__} of {handover} after its fence")
+        match effect:
             case Tell(peer, Ask() as message):
                 self._asked[_handover(peer, message)] = now_us
             case Tell(peer, Release() as message):
                 self._asked.pop(_handover(peer, message), None)
             case Expect(handover, _, _, blocks):
                 self._leases[handover] = _Lease(now_us, now_us, frozenset(blocks.tolist()))
+            case Verify(handover):
+                self._sign(handover, now_us)
             case Fence(handover):
+                self._fencing.add(handover)
                 if handover in self._leases:
                     self._leases[handover].fencing = True
             case HandoverMade(handover):
@@ -184,7 +193,9 @@ class PeerBook:
         lease = self._leases.get(handover)
         match fault.code:
             case PdCode.NOT_DELIVERED:
-                holds = isinstance(event, Spoilt | ShipFailed | PeerLost | Heard | Verified)
+                broke = self._config.role.gives and isinstance(event, StepDone)  # its device disagreed about the row
+                declined = isinstance(event, Heard) and isinstance(event.message, Decline)
+                holds = broke or declined or isinstance(event, Spoilt | ShipFailed | PeerLost)
             case PdCode.TIMEOUT:
                 late = asked_us is not None and now_us >= asked_us + timed.deadline_us
                 quiet = lease is not None and now_us >= lease.sign_us + timed.lease_us

@@ -75,6 +75,12 @@ class Neighbours:
         talk = self._talks[PeerId(peer)]
         return talk.line.link.session if talk.registered else None
 
+    def told(self, event: PeerEvent) -> None:
+        """The worker is about to handle this: what it orders from here on is said in the session that it knows of."""
+        match event:
+            case PeerOpened(peer) | PeerLost(peer):
+                self._talks[peer].known_to_worker()
+
     def carry_out(self, effect: PeerEffect) -> None:
         match effect:
             case Tell(peer, message):
@@ -99,6 +105,10 @@ class _Talk:
     def __init__(self, ours: Neighbours, life: Instance, network: Network, link: LinkConfig, peer: str) -> None:
         self.registered = False
         self._ours = ours
+        self._to_be_told: deque[int | None] = deque()
+        """Sessions that began and ended (None), of which the worker has not heard yet."""
+        self._known: int | None = None
+        """The session that the worker believes to be in. What it says belongs there, and into no other."""
         self._life = life
         self._peer = PeerId(peer)
         self._outbox: deque[bytes] = deque()
@@ -111,11 +121,14 @@ class _Talk:
             self.line = initiator(life.host, network, *ends, self, link, life.life * SESSIONS_A_LIFE + 1)
 
     def tell(self, message: PeerMessage) -> None:
-        if self.registered:
+        if self.registered and self._known == self.line.link.session:
             self._outbox.append(encode_peer(message))
             self._post()
         if len(self._outbox) > OUTBOX_MAX:
             raise LawBroken(LINE_BOUND, f"{len(self._outbox)} messages wait at {self._life.host.name} for {self._peer}")
+
+    def known_to_worker(self) -> None:
+        self._known = self._to_be_told.popleft()
 
     # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -127,6 +140,7 @@ class _Talk:
         was_there, self.registered = self.registered, False
         self._outbox.clear()
         if was_there:
+            self._to_be_told.append(None)
             self._hear(PeerLost(self._peer, reason))
 
     def took(self, frames: list[bytes]) -> None:
@@ -147,6 +161,7 @@ class _Talk:
             if getattr(ours, name) != getattr(theirs, name):
                 raise LawBroken(SAME_LAYOUT, f"{name} of {ours.name} and {theirs.name} differ: {ours} {theirs}")
         self.registered = True
+        self._to_be_told.append(self.line.link.session)
         self._hear(PeerOpened(self._peer))
 
     def _registration(self) -> Register:
