@@ -14,12 +14,13 @@ FUNCTION_LINES_MAX = 60
 MAY_IMPORT = {
     "core": set(),
     "executor": {"core"},
+    "kv": {"core"},
     "wire": {"core"},
     "api": {"core"},
-    "node": {"core", "executor", "wire", "api"},
+    "node": {"core", "executor", "kv", "wire", "api"},
     "sim": {"core", "wire", "executor"},
-    "bench": {"core", "executor", "wire", "api", "node", "sim"},
-    "cli": {"core", "executor", "wire", "api", "node", "bench", "sim"},
+    "bench": {"core", "executor", "kv", "wire", "api", "node", "sim"},
+    "cli": {"core", "executor", "kv", "wire", "api", "node", "bench", "sim"},
 }
 """Layer → the other layers of ours that it may import."""
 

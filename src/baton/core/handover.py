@@ -154,8 +154,8 @@ class Taker:
         self._scheduler = scheduler
         self._fingerprint = scheduler.pool.prefix.fingerprint
         self._secret = hashlib.blake2b(secret, digest_size=32).digest()
-        self._peers: dict[PeerId, int] = {}
-        """Those that are up, and how many hand-overs each has."""
+        self._peers: dict[PeerId, None] = {}
+        """Those that are up."""
         self._open: dict[Serial, Taken] = {}
         self._moves = dict.fromkeys(TAKER, 0)
         self._failed: Counter[PdCode] = Counter()
@@ -237,7 +237,7 @@ class Taker:
     # ── peers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _peer_opened(self, peer: PeerId) -> Acts:
-        self._peers.setdefault(peer, 0)
+        self._peers[peer] = None
         self._scheduler.may_ask = True
         return []
 
@@ -272,8 +272,8 @@ class Taker:
         if not self._peers:
             self._scheduler.take_back(serial, prefills_here=True, now_us=self._now_us)
             return []
-        peer = min(self._peers, key=self._peers.__getitem__)
-        self._peers[peer] += 1
+        asked = Counter(entry.handover.peer for entry in self._open.values())
+        peer = min(self._peers, key=asked.__getitem__)
         request.bill.attempts += 1
         handover = Handover(peer, serial, request.bill.attempts)
         self._open[serial] = Taken(handover, request.submission, self._now_us)
@@ -415,8 +415,6 @@ class Taker:
         self._moves[before, move] += 1
         if entry.state is Taking.OVER:
             del self._open[entry.serial]
-            if entry.handover.peer in self._peers:
-                self._peers[entry.handover.peer] -= 1
 
 
 # ── the giver ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -463,6 +461,7 @@ GIVER: dict[tuple[Giving, GiverMove], Giving] = {
     (Giving.LEAVING, GiverMove.LEFT): Giving.OVER,
 }
 
+AT_WORK = (Giving.PREFILLING, Giving.SHIPPING)
 ENDING = (Giving.FENCING, Giving.LEAVING)
 
 
@@ -529,10 +528,9 @@ class Giver:
         return min((self._due_us(entry) for entry in self._open.values() if entry.state not in ENDING), default=None)
 
     def _due_us(self, entry: Given) -> int:
+        """A time limit, or the next renewal. After its commit a giver has no say in how long the taker waits for the bytes."""
         ends_us = entry.arrived_us + self._config.deadline_us
-        if entry.grant is None or entry.state is Giving.COMMITTED:  # whoever has said everything has nothing to renew
-            return ends_us
-        return min(ends_us, entry.renew_us)
+        return min(ends_us, entry.renew_us) if entry.state in AT_WORK else ends_us
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -635,9 +633,9 @@ class Giver:
     def _asked(self, peer: PeerId, ask: Ask) -> Acts:
         handover = Handover(peer, ask.request, ask.attempt)
         entry = self._open.get(handover)
-        if entry is not None and entry.state in ENDING:
-            # Of a former life of the taker, which begins to count anew: nothing may be sent under this name yet.
-            return [Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, "an attempt of that name is just ending"))]
+        if entry is not None and entry.state in ENDING:  # of a former life of this peer, whose numbers began anew
+            text = "an attempt of the same number is still being given up"
+            return [Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, text))]
         if entry is not None:
             return [Tell(peer, self._offer(entry))] if entry.state is Giving.OFFERED else []
         acts: Acts = []
@@ -659,6 +657,8 @@ class Giver:
             return (
                 f"a prompt of {prompt} tokens does not fit a context of {config.context_tokens}, {config.pool_tokens} in all"
             )
+        if not 0 <= int(submission.prompt.min()) <= int(submission.prompt.max()) < self._config.vocabulary:
+            return "the prompt has token ids that this model does not know"
         if self._queued >= config.waiting_max:
             return f"its queue is full: {self._queued} prefills wait"
         return None
@@ -697,8 +697,8 @@ class Giver:
     # ── computing and sending ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begun(self, entry: Given, slot: int, computed: int) -> Acts:
-        """Its row is in a plan: what the cache had of it can leave at once."""
-        if entry.grant is None or entry.state is not Giving.PREFILLING:  # its fence may have been ordered meanwhile
+        """Its row is in a plan: what the cache had of it can leave at once. Not if it is being given up meanwhile."""
+        if entry.grant is None or entry.state is not Giving.PREFILLING:
             return []
         first, found = entry.shipped_upto, computed // self._block_size
         blocks = self._scheduler.slots.blocks(slot)[first:]

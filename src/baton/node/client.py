@@ -19,7 +19,18 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Gauges, TokenLogprob, TokenStream
+from baton.api.engine import (
+    Bill,
+    Burst,
+    Ended,
+    EngineDead,
+    EngineInfo,
+    Fault,
+    Gauges,
+    Handovers,
+    TokenLogprob,
+    TokenStream,
+)
 from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.core.request import FinishReason, Submission
 from baton.node.engine import QUEUED_MESSAGES_MAX
@@ -36,9 +47,12 @@ from baton.wire.messages import (
     Submit,
     ToEngine,
     WireEnded,
+    WireFault,
     WireGauges,
+    WireHandovers,
     decode_from_engine,
     encode_to_engine,
+    fault_of,
     refused,
 )
 
@@ -335,18 +349,32 @@ def _ended_of(item: WireEnded) -> Ended:
             computed_tokens=bill.computed_tokens,
             recomputed_tokens=bill.recomputed_tokens,
             preemptions=bill.preemptions,
+            attempts=bill.attempts,
             queue_ms=bill.queue_us / 1000,
             prefill_ms=bill.prefill_us / 1000,
+            transfer_ms=bill.transfer_us / 1000,
             decode_ms=bill.decode_us / 1000,
         ),
+        _fault_of(item.fault),
     )
+
+
+def _fault_of(item: WireFault | None) -> Fault | None:
+    fault = fault_of(item)
+    return None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message)
 
 
 def _gauges_of(item: WireGauges, victim_policy: str) -> Gauges:
     return Gauges(
         running=item.running,
         waiting=item.waiting,
-        blocks={"free": item.free_blocks, "evictable": item.evictable_blocks, "running": item.running_blocks},
+        blocks={
+            "free": item.free_blocks,
+            "evictable": item.evictable_blocks,
+            "running": item.running_blocks,
+            "leased": item.leased_blocks,
+            "receiving": item.receiving_blocks,
+        },
         prefix_queries=item.prefix_queries,
         prefix_hits=item.prefix_hits,
         stale_results=item.stale_results,
@@ -356,4 +384,17 @@ def _gauges_of(item: WireGauges, victim_policy: str) -> Gauges:
         recomputed_tokens=item.recomputed_tokens,
         chunk_prefill_unsatisfied=item.chunk_prefill_unsatisfied,
         reserve_ratio=item.reserve_ratio,
+        handovers=_handovers_of(item.handovers),
+    )
+
+
+def _handovers_of(item: WireHandovers) -> Handovers:
+    return Handovers(
+        peers=item.peers,
+        open=item.open,
+        made=item.made,
+        refused=item.refused,
+        not_delivered=item.not_delivered,
+        preempted=item.preempted,
+        timed_out=item.timed_out,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.core.peers import AttemptFailed, Expect, Fence, HandoverMade, OpenShip, PeerEffect, Ship, Tell, Verify
+from baton.core.peers import AttemptFailed, Expect, Fence, HandoverMade, OpenShip, Ship, Tell, Verify
 from baton.core.records import SchedulerGauges
 from baton.core.request import Serial
 from baton.core.worker import (
@@ -50,7 +50,7 @@ def event_of(message: ToEngine) -> Event:
             return DrainOrdered()
 
 
-def message_of(effect: Effect | PeerEffect, gauges: Callable[[], SchedulerGauges]) -> FromEngine | None:
+def message_of(effect: Effect, gauges: Callable[[], SchedulerGauges]) -> FromEngine | None:
     """What the front end must hear; None for what is an executor's or a peer's. `gauges` is read only where they travel."""
     match effect:
         case Deliver(settled):

@@ -21,7 +21,7 @@ name.
 A frame, little-endian; both tags are keyed BLAKE2b with the key of their direction:
 
     0         8        12              28                  28 + length
-    │ number  │ length │ tag of these  │ payload …         │ tag of the number and the payload, 16 bytes
+    │ number  │ length │ tag of these  │ payload …         │ tag of head and payload, 16 bytes
                          two, 16 bytes
 
 `number` counts the frames of a direction from 0, so a frame that is repeated, left out or moved is refused. The length has a
@@ -123,7 +123,7 @@ class Seal:
             raise BadConfig(f"the cluster key has {len(key)} bytes; it needs at least {KEY_BYTES_MIN}")
         if len(nonce) != NONCE_BYTES:
             raise BadConfig(f"a nonce has {NONCE_BYTES} bytes, not {len(nonce)}")
-        raw = name.encode()
+        raw = name.encode() if name.isprintable() else b""
         if not _is_name(raw):
             raise BadConfig(f"a name has 1 … {NAME_BYTES_MAX} bytes of printable UTF-8; {name!r} is none")
         self._side = side

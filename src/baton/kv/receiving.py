@@ -1,0 +1,514 @@
+"""The receiver of every kind: what is expected, who may bring it, and where it lands.
+
+Owns the listening socket, the lines, tokens, time-outs and checks. A connection is a stranger until its hello names a
+hand-over that is expected and shows that one's token; each token opens one line, once. Then it may only name ranges that are
+expected and have not come. How bytes get from there into our blocks is the kind's `Port`: they travel on the line, or a
+`Source` fetches them. All of it happens on one lane, so after a fence there is nobody left who would write.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import selectors
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+from typing import Protocol
+
+from baton.core.errors import InvariantViolated
+from baton.core.peers import Arriving, Fenced, Handover, Spoilt, Verified
+from baton.core.plan import Int32s
+from baton.kv.checks import Checks
+from baton.kv.contract import KvMemory, ReceiverOptions, Report
+from baton.kv.expected import Expected
+from baton.kv.frames import FRAME_BYTES, HELLO_BYTES, TOKEN_MAX, WELCOME, End, Malformed, Pieces, decode_frame, decode_hello
+from baton.kv.lane import Lane
+from baton.kv.memory import flat, within
+
+RECV_BUFFERS_MAX = 512
+"""Buffers a call; the system's own limit is 1,024."""
+TURN_BYTES = 8 << 20
+"""Of one line before the others, and the orders, get their turn."""
+SLICE_BYTES = 4 << 20
+"""What a source fetches between two looks at the orders."""
+FDS_MAX = 4
+ARRIVING_EVERY_S = 0.25
+
+Key = tuple[int, int]
+"""(request, attempt): ours, so unique here whoever the peer is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Blocks at `begin`… of what is expected go to `targets`, the bytes [low, high) of each."""
+
+    pieces: Pieces
+    begin: int
+    targets: Int32s
+    low: int
+    high: int
+
+
+Fetched = Callable[[str | None], None]
+"""Says why it could not be fetched, or None; on the lane."""
+
+
+class Source(Protocol):
+    """Where the bytes of one line are, when they do not travel on it."""
+
+    slice_bytes: int
+
+    def fetch(self, part: Slice, fetched: Fetched) -> None:
+        """Bring a slice into the pool, on the lane; call `fetched` then, now or later. After `close`, touch no pool."""
+
+    def close(self) -> None: ...
+
+
+class Port(Protocol):
+    """What is particular to a kind."""
+
+    kind: str
+    address: str
+    listener: socket.socket
+
+    def admit(self, sock: socket.socket) -> str | None:
+        """Why this connection is not even listened to."""
+
+    def introduction_bytes(self, blocks: int) -> int:
+        """How much follows the hello."""
+
+    def meet(self, introduction: bytes, fds: list[int], blocks: int) -> Source | str | None:
+        """Where the bytes will come from; None when on the line; a string says what is wrong. Owns the fds."""
+
+    def close(self) -> None: ...
+
+
+class _Stage(Enum):
+    HELLO = "hello"
+    INTRODUCTION = "introduction"
+    PIECES = "pieces"
+    FETCHING = "fetching"
+    """Not listened to until what it announced is here."""
+    DONE = "done"
+    """Nothing more may come."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One hand-over that is expected."""
+
+    handover: Handover
+    token: bytes
+    expected: Expected
+    checks: Checks | None
+    line: _Line | None = None
+    used: bool = False
+    """Its token has opened a line."""
+    wanted: bytes | None = None
+    """The checks to compare with, once we are told."""
+    arriving_at_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Line:
+    sock: socket.socket
+    moved_at_s: float
+    head: bytearray
+    """Hello, introduction or frame: what is read before we know what follows."""
+    filling: deque[memoryview]
+    """What the next bytes go into, in order: the rest of a payload, then `head`, to spare a call."""
+    payload_left: int = 0
+    head_left: int = HELLO_BYTES
+    stage: _Stage = _Stage.HELLO
+    entry: _Entry | None = None
+    source: Source | None = None
+    pieces: Pieces | None = None
+    """What is coming in."""
+    fetched: int = 0
+    """Blocks of `pieces` that a source has brought."""
+    in_flight: bool = False
+    """The source is at it."""
+    fds: list[int] = field(default_factory=list)
+
+    @property
+    def half(self) -> bool:
+        """In the middle of something that must not take for ever."""
+        return self.in_flight or self.payload_left > 0 or 0 < self.head_left < len(self.head)
+
+    def next_head(self, size: int, payload: list[memoryview], payload_bytes: int) -> None:
+        self.head = bytearray(size)
+        self.filling = deque(payload)
+        self.filling.append(memoryview(self.head))
+        self.payload_left, self.head_left = payload_bytes, size
+
+
+class LineReceiver:
+    def __init__(self, memory: KvMemory, report: Report, port: Port, options: ReceiverOptions) -> None:
+        self.address = port.address
+        self.refused: Counter[str] = Counter()
+        self._memory = memory
+        self._report = report
+        self._port = port
+        self._verified = options.get("verified", True)
+        self._stall_s = options.get("stall_s", 5.0)
+        self._hello_s = options.get("hello_s", 2.0)
+        self._strangers_max = options.get("strangers_max", 64)
+        self._expected_max = options.get("expected_max", 4096)
+        self._closed = False
+        self._entries: dict[Key, _Entry] = {}
+        self._lines: dict[_Line, None] = {}
+        self._pool = flat(memory)
+        self._lane = Lane(f"kv-{port.kind}-receive", self._turn, self._end)
+        self._lane.watch(port.listener, selectors.EVENT_READ, self._accept)
+        self._lane.start()
+
+    # ── orders, from any thread ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def expect(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None:
+        if not 0 < len(token) <= TOKEN_MAX:
+            raise InvariantViolated(f"{handover}: a token of {len(token)} bytes")
+        if not within(blocks, self._memory.blocks):
+            raise InvariantViolated(f"{handover}: blocks outside of the pool")
+        if not self._lane.post(lambda: self._expect(handover, token, first, blocks)):
+            self._report(Spoilt(handover, "too many orders are waiting"))
+
+    def verify(self, handover: Handover, checks: bytes) -> None:
+        if not self._lane.post(lambda: self._verify(handover, checks)):
+            self._report(Spoilt(handover, "too many orders are waiting"))
+
+    def fence(self, handover: Handover) -> None:
+        self._lane.post(lambda: self._fence(handover), urgent=True)
+
+    def close(self) -> None:
+        self._lane.close()
+
+    # ── on the lane ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _expect(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None:
+        key = handover.request, handover.attempt
+        if self._closed or key in self._entries or len(self._entries) >= self._expected_max:
+            self._report(
+                Spoilt(handover, "the receiver is closed" if self._closed else "expected twice, or too many at once")
+            )
+            return
+        expected = Expected(first, blocks, len(self._memory.spans))
+        checks = Checks(first, len(blocks), self._memory.spans) if self._verified else None
+        self._entries[key] = _Entry(handover, token, expected, checks)
+
+    def _verify(self, handover: Handover, checks: bytes) -> None:
+        entry = self._entry(handover)
+        if entry is None:
+            self._report(Spoilt(handover, "not expected, or not any more"))
+            return
+        entry.wanted = checks
+        self._conclude(entry)
+
+    def _fence(self, handover: Handover) -> None:
+        entry = self._entry(handover)
+        if entry is not None:
+            self._forget(entry)
+        self._report(Fenced(handover))
+
+    def _entry(self, handover: Handover) -> _Entry | None:
+        entry = self._entries.get((handover.request, handover.attempt))
+        return entry if entry is not None and entry.handover == handover else None
+
+    def _forget(self, entry: _Entry) -> None:
+        del self._entries[entry.handover.request, entry.handover.attempt]
+        if entry.line is not None:
+            self._hang_up(entry.line)
+
+    def _spoil(self, entry: _Entry, reason: str) -> None:
+        self._forget(entry)
+        self._report(Spoilt(entry.handover, reason))
+
+    def _conclude(self, entry: _Entry) -> None:
+        """Once everything is there and we know what it should be."""
+        if entry.wanted is None or not entry.expected.complete:
+            return
+        if entry.checks is not None and not hmac.compare_digest(entry.checks.digest(), entry.wanted):
+            self._spoil(entry, "what arrived differs from what was sent")
+            return
+        del self._entries[entry.handover.request, entry.handover.attempt]
+        if entry.line is not None:
+            entry.line.entry = None  # the line may stay: what it holds open serves the next one
+        self._report(Verified(entry.handover))
+
+    # ── lines ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _accept(self, _events: int) -> None:
+        try:
+            sock, _ = self._port.listener.accept()
+        except OSError:
+            return  # it was gone before we looked, or there is no fd for it
+        sock.setblocking(False)
+        strangers = sum(line.stage in (_Stage.HELLO, _Stage.INTRODUCTION) for line in self._lines)
+        reason = "too many strangers" if strangers >= self._strangers_max else self._port.admit(sock)
+        if reason is not None:
+            self.refused[reason] += 1
+            sock.close()
+            return
+        head = bytearray(HELLO_BYTES)
+        line = _Line(sock, time.monotonic(), head, deque([memoryview(head)]))
+        self._lines[line] = None
+        self._listen(line)
+
+    def _listen(self, line: _Line) -> None:
+        self._lane.watch(line.sock, selectors.EVENT_READ, lambda _: self._read(line))
+
+    def _hang_up(self, line: _Line) -> None:
+        if line not in self._lines:
+            return
+        del self._lines[line]
+        self._lane.watch(line.sock, 0, lambda _: None)
+        line.sock.close()
+        for fd in line.fds:
+            os.close(fd)
+        if line.source is not None:
+            line.source.close()
+
+    def _refuse(self, line: _Line, reason: str) -> None:
+        """The other side did what it may not do."""
+        self.refused[reason] += 1
+        self._lose(line, f"refused: {reason}")
+
+    def _lose(self, line: _Line, reason: str) -> None:
+        if line.entry is not None:
+            self._spoil(line.entry, reason)
+        else:
+            self._hang_up(line)
+
+    def _read(self, line: _Line) -> None:
+        done = 0
+        while done < TURN_BYTES and line in self._lines and line.stage is not _Stage.FETCHING:
+            try:
+                size = self._receive(line)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(line, f"connection lost: {error}")
+                return
+            if size == 0:
+                self._hung_up(line)
+                return
+            done += size
+            self._take(line, size)
+
+    def _receive(self, line: _Line) -> int:
+        if line.stage in (_Stage.HELLO, _Stage.INTRODUCTION):
+            return self._receive_with_fds(line)
+        return line.sock.recvmsg_into(islice(line.filling, RECV_BUFFERS_MAX))[0]
+
+    def _receive_with_fds(self, line: _Line) -> int:
+        room = socket.CMSG_SPACE(FDS_MAX * _FD_BYTES)
+        size, more, _, _ = line.sock.recvmsg_into(line.filling, room, _CLOSE_ON_EXEC)
+        for level, kind, data in more:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                line.fds.extend(memoryview(data[: len(data) // _FD_BYTES * _FD_BYTES]).cast("i").tolist())
+        return size
+
+    def _hung_up(self, line: _Line) -> None:
+        if line.entry is None and line.stage is not _Stage.DONE:
+            self.refused["hung up without a hello" if line.head_left == len(line.head) else "hello cut off"] += 1
+        if line.stage is _Stage.DONE and line.entry is not None:
+            line.entry.line = None  # everything is here; only the checks are still to come
+            line.entry = None
+        self._lose(line, "the sender is gone")
+
+    def _take(self, line: _Line, size: int) -> None:
+        """These bytes have come."""
+        line.moved_at_s = time.monotonic()
+        _advance(line.filling, size)
+        payload = min(size, line.payload_left)
+        line.payload_left -= payload
+        line.head_left -= size - payload
+        if payload and line.entry is not None:
+            self._arriving(line.entry, line.moved_at_s)
+        if line.pieces is not None and line.payload_left == 0 and line.entry is not None:
+            self._landed(line.entry, line.pieces)
+            line.pieces = None
+        if line.head_left == 0:
+            self._take_head(line)
+
+    def _take_head(self, line: _Line) -> None:
+        match line.stage:
+            case _Stage.HELLO:
+                self._take_hello(line)
+            case _Stage.INTRODUCTION:
+                self._meet(line, bytes(line.head))
+            case _Stage.PIECES:
+                self._take_frame(line)
+            case _:
+                self._refuse(line, "spoke after the end")
+
+    def _take_hello(self, line: _Line) -> None:
+        try:
+            hello = decode_hello(self._port.kind, line.head)
+        except Malformed:
+            self._refuse(line, "no hello")
+            return
+        entry = self._entries.get((hello.request, hello.attempt))
+        reason = None
+        if entry is None:
+            reason = "not expected"
+        elif not hmac.compare_digest(entry.token, hello.token):
+            reason = "wrong token"
+        elif entry.used:
+            reason = "token used"
+        elif not hmac.compare_digest(hello.layout_digest, self._memory.layout.digest):
+            reason = "different layout"
+        if entry is None or reason is not None:
+            self._refuse(line, reason or "")
+            return
+        entry.used, entry.line, line.entry = True, line, entry
+        size = self._port.introduction_bytes(len(entry.expected.blocks))
+        line.stage = _Stage.INTRODUCTION
+        if size:
+            line.next_head(size, [], 0)
+        else:
+            self._meet(line, b"")
+
+    def _meet(self, line: _Line, introduction: bytes) -> None:
+        if line.entry is None:
+            raise InvariantViolated("an introduction before a hello")
+        fds, line.fds = line.fds, []
+        met = self._port.meet(introduction, fds, len(line.entry.expected.blocks))
+        if isinstance(met, str):
+            self._refuse(line, met)
+            return
+        line.source = met
+        line.stage = _Stage.PIECES
+        line.next_head(FRAME_BYTES, [], 0)
+        try:
+            line.sock.send(WELCOME)
+        except OSError as error:
+            self._lose(line, f"connection lost: {error}")
+
+    def _take_frame(self, line: _Line) -> None:
+        try:
+            frame = decode_frame(line.head)
+        except Malformed:
+            self._refuse(line, "no frame")
+            return
+        if isinstance(frame, End):
+            self._take_end(line)
+            return
+        reason = "not expected any more" if line.entry is None else line.entry.expected.claim(frame)
+        if line.entry is None or reason is not None:
+            self._refuse(line, reason or "")
+            return
+        line.pieces = frame
+        if line.source is not None:
+            line.stage, line.fetched = _Stage.FETCHING, 0
+            self._lane.watch(line.sock, 0, lambda _: None)
+            return
+        low, high = self._memory.spans[frame.layers.start][0], self._memory.spans[frame.layers.stop - 1][1]
+        offsets = self._offsets(line.entry.expected.targets(frame))
+        payload = [self._pool[offset + low : offset + high] for offset in offsets]
+        line.next_head(FRAME_BYTES, payload, (high - low) * frame.count)
+
+    def _offsets(self, blocks: Int32s) -> list[int]:
+        return [block * self._memory.layout.block_bytes for block in blocks.tolist()]
+
+    def _take_end(self, line: _Line) -> None:
+        if line.entry is not None and not line.entry.expected.complete:
+            self._refuse(line, "ended before everything was sent")
+            return
+        line.stage = _Stage.DONE
+        line.next_head(1, [], 0)
+
+    # ── what landed ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _arriving(self, entry: _Entry, now_s: float) -> None:
+        if now_s >= entry.arriving_at_s:
+            entry.arriving_at_s = now_s + ARRIVING_EVERY_S
+            self._report(Arriving(entry.handover))
+
+    def _landed(self, entry: _Entry, pieces: Pieces) -> None:
+        """All of these are in our blocks."""
+        if entry.checks is not None:
+            entry.checks.add(pieces.layers, pieces.first, self._pool, self._offsets(entry.expected.targets(pieces)))
+        entry.expected.keep(pieces)
+        self._conclude(entry)
+
+    def _fetch(self, line: _Line) -> None:
+        """The next slice of what a line has announced."""
+        if line.entry is None or line.source is None or line.pieces is None:
+            raise InvariantViolated("nothing to fetch")
+        pieces = line.pieces
+        low, high = self._memory.spans[pieces.layers.start][0], self._memory.spans[pieces.layers.stop - 1][1]
+        count = min(pieces.count - line.fetched, max(1, line.source.slice_bytes // max(1, high - low)))
+        part = Pieces(pieces.layers, pieces.first + line.fetched, count)
+        expected = line.entry.expected
+        line.in_flight, line.moved_at_s = True, time.monotonic()
+        line.source.fetch(
+            Slice(part, part.first - expected.first, expected.targets(part), low, high),
+            lambda problem: self._fetched(line, part, problem),
+        )
+
+    def _fetched(self, line: _Line, part: Pieces, problem: str | None) -> None:
+        if line.entry is None or line.pieces is None or line not in self._lines:
+            return  # fenced meanwhile
+        if problem is not None:
+            self._lose(line, problem)
+            return
+        line.in_flight, line.moved_at_s = False, time.monotonic()
+        self._arriving(line.entry, line.moved_at_s)
+        line.fetched += part.count
+        if line.fetched == line.pieces.count:
+            line.pieces, line.stage = None, _Stage.PIECES
+            line.next_head(FRAME_BYTES, [], 0)
+            self._listen(line)
+        self._landed(line.entry, part)
+
+    # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _turn(self, now_s: float) -> float | None:
+        for line in list(self._lines):
+            if line.stage is _Stage.FETCHING and not line.in_flight:
+                self._fetch(line)
+        if any(line.stage is _Stage.FETCHING and not line.in_flight for line in self._lines):
+            return 0.0
+        earliest_s: float | None = None
+        for line in list(self._lines):
+            stranger = line.stage in (_Stage.HELLO, _Stage.INTRODUCTION)
+            if not stranger and not line.half:
+                continue
+            left_s = line.moved_at_s + (self._hello_s if stranger else self._stall_s) - now_s
+            if left_s <= 0.0 and stranger:
+                self._refuse(line, "no hello in time")
+            elif left_s <= 0.0:
+                self._lose(line, f"half of a piece came, and nothing more for {self._stall_s} s")
+            elif earliest_s is None or left_s < earliest_s:
+                earliest_s = left_s
+        return earliest_s
+
+    def _end(self) -> None:
+        self._closed = True
+        for entry in list(self._entries.values()):
+            self._spoil(entry, "the receiver is closed")
+        for line in list(self._lines):
+            self._hang_up(line)
+        self._lane.watch(self._port.listener, 0, lambda _: None)
+        self._pool.release()
+        self._port.close()
+
+
+_FD_BYTES = 4
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+def _advance(filling: deque[memoryview], size: int) -> None:
+    """So many bytes of it are full now."""
+    while size:
+        head = filling[0]
+        if len(head) > size:
+            filling[0] = head[size:]
+            return
+        size -= len(head)
+        filling.popleft()

@@ -1,0 +1,370 @@
+"""The sender of every kind: orders and signals in, one line a hand-over out.
+
+Owns lines from connecting to the last byte, their time-outs, checks and pace. What a line is (which socket, what its hello
+adds, whether the bytes travel on it) is the kind's `Road`. All of it happens on one lane; see `lane`.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import Protocol
+
+from baton.core.errors import InvariantViolated
+from baton.core.peers import Fenced, Handover, ShipFailed, Shipped
+from baton.core.plan import Int32s
+from baton.kv.checks import Checks
+from baton.kv.contract import KvMemory, Report, SenderOptions
+from baton.kv.frames import END_FRAME, WELCOME, encode_hello, encode_pieces
+from baton.kv.lane import Lane
+from baton.kv.memory import flat, within
+from baton.kv.pace import Pace
+from baton.kv.shipping import Run, ShipBook, Signals
+
+FRAME_BYTES_GOAL = 1 << 20
+"""Pieces a frame carries: enough to make calls rare, little enough that what was hashed is still near when it is sent."""
+SEND_BUFFERS_MAX = 512
+"""Buffers a call; the system's own limit is 1,024."""
+TURN_BYTES = 8 << 20
+"""Of one line before the others get their turn."""
+OVER_KEPT = 4096
+
+
+class Road(Protocol):
+    """What is particular to a kind."""
+
+    kind: str
+    carries: bool
+    """The bytes travel on the line; otherwise D fetches them when it hears of them."""
+    keeps_last: bool
+    """The last line to an address stays open when it has nothing more to say: D holds on to something while we live."""
+
+    def connect(self, address: str) -> socket.socket:
+        """A socket that does not block and is connecting. Raises OSError, or ValueError for an address it cannot read."""
+
+    def introduce(self, blocks: Int32s) -> tuple[bytes, list[int]]:
+        """What follows the hello: bytes, and fds to pass."""
+
+    def close(self) -> None: ...
+
+
+class _Stage(Enum):
+    CONNECTING = "connecting"
+    GREETING = "greeting"
+    """The hello is on its way; D has not said yes."""
+    OPEN = "open"
+    ENDING = "ending"
+    """The end frame is waiting to be sent."""
+
+
+@dataclass(eq=False)
+class _Line:
+    handover: Handover
+    address: str
+    sock: socket.socket
+    first: int
+    blocks: Int32s
+    checks: Checks | None
+    fds: list[int]
+    waiting: deque[memoryview]
+    """To be sent, in order."""
+    moved_at_s: float
+    """When the peer last took something, or there was nothing to take."""
+    stage: _Stage = _Stage.CONNECTING
+    run: Run | None = None
+    """What is left of the run that frames are being made of."""
+
+
+class LineSender:
+    def __init__(self, memory: KvMemory, report: Report, road: Road, options: SenderOptions) -> None:
+        self._memory = memory
+        self._report = report
+        self._road = road
+        self._verified = options.get("verified", True)
+        self._stall_s = options.get("stall_s", 5.0)
+        self._pace = Pace(options.get("bytes_per_s"))
+        layers = len(memory.spans)
+        self._signals_gate = threading.Lock()
+        self._signals = Signals(layers)
+        self._due = False
+        """Something may be ready to go that was not."""
+        self._closed = False
+        self._book = ShipBook(layers, self._signals, options.get("handovers_max", 1024))
+        self._lines: dict[Handover, _Line] = {}
+        self._kept: dict[str, socket.socket] = {}
+        self._over: dict[Handover, None] = {}
+        """Ended lately, however: orders for these come too late."""
+        self._pool = flat(memory)
+        self._lane = Lane(f"kv-{road.kind}-send", self._turn, self._end)
+        self._lane.start()
+
+    # ── orders, from any thread ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
+        if not within(blocks, self._memory.blocks):
+            raise InvariantViolated(f"{handover}: blocks outside of the pool")
+        self._order(handover, lambda: self._open(handover, address, token, first, blocks))
+
+    def ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None:
+        self._order(handover, lambda: self._ship(handover, step, first, upto, last))
+
+    def layer_done(self, step: int, layer: int) -> None:
+        with self._signals_gate:
+            self._signals.layer_done(step, layer)
+            self._due = True
+        self._lane.wake()
+
+    def step_done(self, step: int) -> None:
+        with self._signals_gate:
+            self._signals.step_done(step)
+            self._due = True
+        self._lane.wake()
+
+    def fence(self, handover: Handover) -> None:
+        self._lane.post(lambda: self._fence(handover), urgent=True)
+
+    def close(self) -> None:
+        self._lane.close()
+
+    def _order(self, handover: Handover, work: Callable[[], None]) -> None:
+        if not self._lane.post(work):
+            self._report(ShipFailed(handover, "too many orders are waiting"))
+
+    # ── on the lane ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
+        if handover in self._over:
+            return
+        refusal = "the sender is closed" if self._closed else self._book.open(handover, first, len(blocks))
+        if refusal is not None:
+            self._fail(handover, refusal)
+            return
+        try:
+            sock = self._road.connect(address)
+        except (OSError, ValueError) as error:
+            self._fail(handover, f"cannot connect to {address}: {error}")
+            return
+        hello = encode_hello(self._road.kind, handover, self._memory.layout.digest, token)
+        more, fds = self._road.introduce(blocks)
+        checks = Checks(first, len(blocks), self._memory.spans) if self._verified else None
+        waiting = deque([memoryview(hello + more)])
+        line = _Line(handover, address, sock, first, blocks, checks, fds, waiting, time.monotonic())
+        self._lines[handover] = line
+        self._watch(line, selectors.EVENT_WRITE)
+
+    def _ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None:
+        if handover in self._over:
+            return
+        with self._signals_gate:
+            refusal = self._book.ship(handover, step, first, upto, last)
+        if self._closed or refusal is not None:
+            self._fail(handover, refusal or "the sender is closed")
+        elif (line := self._lines.get(handover)) is not None:
+            self._pump(line)
+
+    def _fence(self, handover: Handover) -> None:
+        self._drop(handover)
+        self._report(Fenced(handover))
+
+    def _fail(self, handover: Handover, reason: str) -> None:
+        self._drop(handover)
+        self._report(ShipFailed(handover, reason))
+
+    def _drop(self, handover: Handover) -> None:
+        self._forget(handover)
+        line = self._lines.pop(handover, None)
+        if line is not None:
+            self._lane.watch(line.sock, 0, self._nothing)
+            line.sock.close()
+
+    def _forget(self, handover: Handover) -> None:
+        self._book.forget(handover)
+        self._over[handover] = None
+        if len(self._over) > OVER_KEPT:
+            del self._over[next(iter(self._over))]
+
+    def _turn(self, now_s: float) -> float | None:
+        delay_s = self._pace.delay_s(now_s)
+        if self._due and delay_s == 0.0:
+            self._due = False
+            for line in list(self._lines.values()):
+                self._pump(line)
+            delay_s = self._pace.delay_s(time.monotonic())
+        wait_s = self._end_stalled(now_s)
+        if delay_s > 0.0:
+            return delay_s if wait_s is None else min(delay_s, wait_s)
+        return 0.0 if self._due else wait_s
+
+    def _end_stalled(self, now_s: float) -> float | None:
+        """Seconds until the next line may have stalled."""
+        earliest_s: float | None = None
+        for line in list(self._lines.values()):
+            if not line.waiting and line.stage is not _Stage.GREETING:
+                continue  # it has nothing to send: we may be computing
+            left_s = line.moved_at_s + self._stall_s - now_s
+            if left_s <= 0.0:
+                self._fail(line.handover, f"{line.address} took nothing for {self._stall_s} s while {line.stage.value}")
+            elif earliest_s is None or left_s < earliest_s:
+                earliest_s = left_s
+        return earliest_s
+
+    def _watch(self, line: _Line, events: int) -> None:
+        self._lane.watch(line.sock, events, lambda ready: self._ready(line, ready))
+
+    def _ready(self, line: _Line, events: int) -> None:
+        if self._lines.get(line.handover) is not line:
+            return
+        if line.stage is _Stage.CONNECTING:
+            error = line.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                self._fail(line.handover, f"cannot connect to {line.address}: {os.strerror(error)}")
+                return
+            line.stage, line.moved_at_s = _Stage.GREETING, time.monotonic()
+        elif events & selectors.EVENT_READ and not self._listen(line):
+            return
+        self._pump(line)
+
+    def _listen(self, line: _Line) -> bool:
+        """False when the line is over."""
+        try:
+            said = line.sock.recv(16)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            self._fail(line.handover, f"{line.address} is gone: {error}")
+            return False
+        if said == WELCOME and line.stage is _Stage.GREETING and not line.waiting:
+            line.stage, line.moved_at_s = _Stage.OPEN, time.monotonic()
+            return True
+        if said:
+            reason = "said something out of place"
+        elif line.stage is _Stage.GREETING:
+            reason = "turned us away"
+        else:
+            reason = "hung up"
+        self._fail(line.handover, f"{line.address} {reason}")
+        return False
+
+    def _pump(self, line: _Line) -> None:
+        """Send what can be sent now, and come back when more can."""
+        if line.stage is _Stage.CONNECTING:
+            return
+        sent = 0
+        while sent < TURN_BYTES and self._refill(line):
+            try:
+                taken = self._send(line)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._fail(line.handover, f"{line.address} is gone: {error}")
+                return
+            line.moved_at_s = time.monotonic()
+            sent += taken
+            _advance(line.waiting, taken)
+        if line.stage is _Stage.ENDING and not line.waiting:
+            self._shipped(line)
+        else:
+            self._watch(line, selectors.EVENT_READ | (selectors.EVENT_WRITE if line.waiting else 0))
+
+    def _send(self, line: _Line) -> int:
+        if line.fds:
+            taken = socket.send_fds(line.sock, [line.waiting[0]], line.fds)
+            line.fds = []
+            return taken
+        return line.sock.sendmsg(list(islice(line.waiting, SEND_BUFFERS_MAX)))
+
+    def _refill(self, line: _Line) -> bool:
+        """Whether there is anything to send."""
+        if line.waiting:
+            return True
+        while line.stage is _Stage.OPEN and len(line.waiting) < SEND_BUFFERS_MAX:
+            if self._pace.delay_s(time.monotonic()) > 0.0:
+                self._due = True
+                break
+            if line.run is None:
+                with self._signals_gate:
+                    line.run = self._book.next_run(line.handover)
+            if line.run is None:
+                if self._book.finished(line.handover):
+                    line.waiting.append(memoryview(END_FRAME))
+                    line.stage = _Stage.ENDING
+                break
+            self._frame(line, line.run)
+            if self._road.carries:
+                break
+        if line.waiting:
+            line.moved_at_s = time.monotonic()
+        return bool(line.waiting)
+
+    def _frame(self, line: _Line, run: Run) -> None:
+        """The next frame of a run; what is left of it stays in the line."""
+        begin, end = self._memory.spans[run.layers.start][0], self._memory.spans[run.layers.stop - 1][1]
+        count = min(run.upto - run.first, max(1, FRAME_BYTES_GOAL // max(1, end - begin)))
+        at = run.first - line.first
+        offsets = [block * self._memory.layout.block_bytes for block in line.blocks[at : at + count].tolist()]
+        if line.checks is not None:
+            line.checks.add(run.layers, run.first, self._pool, offsets)
+        line.waiting.append(memoryview(encode_pieces(run.layers, run.first, count)))
+        if self._road.carries:
+            line.waiting.extend([self._pool[offset + begin : offset + end] for offset in offsets])
+        rest = run.first + count
+        line.run = Run(run.layers, rest, run.upto) if rest < run.upto else None
+        self._pace.spent((end - begin) * count, time.monotonic())
+
+    def _shipped(self, line: _Line) -> None:
+        """Everything has left. Closing a socket does not take back what was given to it."""
+        self._forget(line.handover)
+        del self._lines[line.handover]
+        self._lane.watch(line.sock, 0, self._nothing)
+        if self._road.keeps_last:
+            self._keep(line)
+        else:
+            line.sock.close()
+        self._report(Shipped(line.handover, line.checks.digest() if line.checks is not None else b""))
+
+    def _keep(self, line: _Line) -> None:
+        """Instead of the one that was kept for this address before."""
+        before = self._kept.pop(line.address, None)
+        if before is not None:
+            self._lane.watch(before, 0, self._nothing)
+            before.close()
+        self._kept[line.address] = line.sock
+        self._lane.watch(line.sock, selectors.EVENT_READ, lambda _: self._unkeep(line.address, line.sock))
+
+    def _unkeep(self, address: str, sock: socket.socket) -> None:
+        self._lane.watch(sock, 0, self._nothing)
+        sock.close()
+        if self._kept.get(address) is sock:
+            del self._kept[address]
+
+    def _end(self) -> None:
+        self._closed = True
+        for handover in list(self._lines):
+            self._fail(handover, "the sender is closed")
+        for address, sock in list(self._kept.items()):
+            self._unkeep(address, sock)
+        self._pool.release()
+        self._road.close()
+
+    @staticmethod
+    def _nothing(_events: int) -> None:
+        """Nobody listens any more."""
+
+
+def _advance(waiting: deque[memoryview], taken: int) -> None:
+    """Take so many bytes off the front."""
+    while taken:
+        head = waiting[0]
+        if len(head) > taken:
+            waiting[0] = head[taken:]
+            return
+        taken -= len(head)
+        waiting.popleft()
