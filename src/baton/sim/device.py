@@ -56,6 +56,8 @@ class Device:
         self.signals: Signals | None = None
         self._computed: deque[StepResult] = deque()
         """Of steps whose layers are waited for: they are computed when they begin, and told when they are over."""
+        self._layers_told = 0
+        """Of the step that computes; a host that slept through it tells the rest when it is over."""
 
     def launch(self, plan: StepPlan) -> None:
         self._executor.launch(plan)
@@ -74,20 +76,30 @@ class Device:
     def _compute(self, step: int, takes_us: int) -> None:
         """Layers become readable one after the other while the step runs."""
         self._computed.append(self._executor.collect())
+        self._layers_told = 0
         layers = len(self._executor.kv.layers)
         for layer in range(layers):
             self._host.after(takes_us * (layer + 1) // (layers + 1), self._layer_done, step, layer)
 
     def _layer_done(self, step: int, layer: int) -> None:
-        if self.signals is not None:
+        if self.signals is not None and self._computed and layer == self._layers_told:
+            self._layers_told += 1
             self.signals.layer_done(step, layer)
+
+    def _layers_over(self, step: int) -> None:
+        for layer in range(self._layers_told, len(self._executor.kv.layers)):
+            self._layer_done(step, layer)
+        if self.signals is not None:
+            self.signals.step_done(step)
 
     def _finish(self, took_us: int, awaited: int | None) -> None:
         self.in_flight -= 1
         self.busy_us += took_us
-        result = self._computed.popleft() if awaited is not None else self._executor.collect()
-        if awaited is not None and self.signals is not None:
-            self.signals.step_done(awaited)
+        if awaited is None:
+            result = self._executor.collect()
+        else:
+            self._layers_over(awaited)
+            result = self._computed.popleft()
         if self.disagreement and len(result.slots) and self._stream.random() < self.disagreement:
             result = self._disagreed(result)
         self._done(result)
