@@ -301,7 +301,7 @@ class Instance:
             case Withdrawn(ended):
                 what = f"withdraws {ended.serial}: {ended.reason}"
             case _:
-                what = _peer_words(cast("PeerEffect", effect))
+                what = _peer_words(effect)
         self.host.world.note(self.host.name, what)
 
     def _tell_steps(self, at_step: Callable[[str], None], event: Event, effects: Sequence[Effect]) -> None:

@@ -246,6 +246,10 @@ class Judge:
         for (state, move), times in moves.items():
             self.moves[move_name(machine, state, move)] += times
 
+    def handovers_to(self, instance: Instance) -> int:
+        book = self._docket(instance).peers
+        return 0 if book is None else book.made
+
     def nothing_held_for(self, instance: Instance, peer: str, since_us: int) -> None:
         book = self._docket(instance).peers
         held = None if book is None else book.held_for(peer, since_us)

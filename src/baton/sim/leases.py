@@ -41,8 +41,28 @@ from baton.core.peers import (
 from baton.core.plan import StepPlan
 from baton.core.records import EndedRequest
 from baton.core.request import FinishReason
-from baton.core.worker import Deliver, Effect, Event, Launch, StepDone, Tick, Withdrawn
-from baton.sim.laws import ALIEN_BYTES, ANSWERED_AT_ONCE, LEASES_END, TRUE_FAULT, LawBroken
+from baton.core.worker import (
+    Cancelled,
+    Deliver,
+    DrainOrdered,
+    Effect,
+    Event,
+    Launch,
+    Orphaned,
+    StepDone,
+    StopFound,
+    Tick,
+    Withdrawn,
+)
+from baton.sim.laws import (
+    ALIEN_BYTES,
+    ANSWERED_AT_ONCE,
+    ENDS_AT_ONCE,
+    LEASES_END,
+    TRUE_DRAIN,
+    TRUE_FAULT,
+    LawBroken,
+)
 
 PASS_US = 1_000
 """A worker that looks at its leases so often is on time."""
@@ -70,6 +90,10 @@ class PeerBook:
         self._fencing: set[Handover] = set()
         """Ordered, not answered yet: nothing may be begun under that name."""
         self._failed: set[tuple[int, PdCode]] = set()
+        self._drains = False
+        self._now_us = 0
+        self.made = 0
+        """Hand-overs that were made to this life."""
 
     def held_for(self, peer: str, before_us: int) -> str | None:
         """Something that has been open for this peer since before a moment; None: nothing is."""
@@ -89,11 +113,17 @@ class PeerBook:
 
     def note(self, event: Event, effects: Sequence[Effect], deadline_us: int | None, now_us: int) -> None:
         """After each event; `deadline_us`: when the worker wants to be asked again."""
+        self._now_us = now_us
         self._note_event(event, now_us)
         for effect in effects:
             self._note_effect(event, effect, now_us)
         if isinstance(event, Heard) and isinstance(event.message, Offer):
             self._answered(event, event.message, effects)
+        if isinstance(event, DrainOrdered):
+            self._drains = True
+        if self._drains and isinstance(event, Heard) and isinstance(event.message, Ask):
+            self._begins_nothing(event, event.message, effects)
+        self._lets_go(event)
         if self._leases or self._asked:
             self._in_time(isinstance(event, Tick), deadline_us, now_us)
 
@@ -139,6 +169,7 @@ class PeerBook:
                 if handover in self._leases:
                     self._leases[handover].fencing = True
             case HandoverMade(handover):
+                self.made += 1
                 self._asked.pop(handover, None)
                 self._leases.pop(handover, None)
             case OpenShip(handover):
@@ -168,6 +199,26 @@ class PeerBook:
                     return
         raise LawBroken(ANSWERED_AT_ONCE, f"{self._where} heard {message} from {event.peer} and said nothing")
 
+    def _lets_go(self, event: Event) -> None:
+        """What a client, a peer or a lost session has given up is given up at once; what bytes may move in is fenced."""
+        match event:
+            case Cancelled(serial) | StopFound(serial):
+                kept = [handover for handover in self._asked if handover.request == serial]
+            case Orphaned():
+                kept = list(self._asked)
+            case PeerLost(peer):
+                kept = [handover for handover in (*self._unfenced(), *self._asked) if handover.peer == peer]
+            case Heard(peer, Release() | Refuse() as message):
+                kept = [handover for handover in self._unfenced() if handover == _handover(peer, message)]
+            case _:
+                return
+        if kept:
+            raise LawBroken(ENDS_AT_ONCE, f"{self._where} goes on with {kept[0]} after {type(event).__name__}")
+
+    def _unfenced(self) -> list[Handover]:
+        leased = [handover for handover, lease in self._leases.items() if not lease.fencing]
+        return leased + [handover for handover in self._outgoing if handover not in self._fencing]
+
     def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
         timed = self._config.handover
         ends = [(handover, lease.sign_us + timed.lease_us) for handover, lease in self._leases.items() if not lease.fencing]
@@ -177,6 +228,12 @@ class PeerBook:
                 raise LawBroken(LEASES_END, f"{self._where}: {handover} should have ended {now_us - end_us} µs ago")
             if deadline_us is None or deadline_us > max(now_us, end_us) + PASS_US:
                 raise LawBroken(LEASES_END, f"{self._where} looks at {deadline_us}, but {handover} ends at {end_us}")
+
+    def _begins_nothing(self, event: Heard, message: Ask, effects: Sequence[Effect]) -> None:
+        known = self._arrived[_handover(event.peer, message)] < self._now_us
+        declined = any(isinstance(effect, Tell) and isinstance(effect.message, Decline) for effect in effects)
+        if not (known or declined):
+            raise LawBroken(TRUE_DRAIN, f"{self._where} drains and takes {message.request}.{message.attempt} on")
 
     def _touches_no_lease(self, plan: StepPlan) -> None:
         """No step may write where KV is landing."""

@@ -67,6 +67,8 @@ SPLITS = (
     (DECODE, PREFILL, DECODE, MIXED),
 )
 """Those that prefill come second, so that a world that is cut down to two instances still has both kinds."""
+HANDED_OVER_TOKENS = 20
+"""A prompt that no instance prefills by itself where another does that for it."""
 PROBE_FROM = 1_000_000
 """Indices of the questions that are asked when everything has healed."""
 
@@ -449,6 +451,25 @@ class Run:
             for seat in self.seats
             if seat.role.serves
         ]
+        self._until_answered(probes)
+        self._ask_for_a_handover()
+
+    def _ask_for_a_handover(self) -> None:
+        """Where there are peers again, they prefill again: one question after the other, so that none finds a full queue."""
+        if self.scenario.giver.context_tokens <= HANDED_OVER_TOKENS or not self.scenario.config.max_preemptions:
+            return  # too long for those that prefill; or protected from the start, and then never handed over
+        stream = stream_of(self.scenario.seed, "probes")
+        for seat in self.seats:
+            if not (seat.role.takes and seat.peers) or seat.instance is None:
+                continue
+            before = self.judge.handovers_to(seat.instance)
+            prompt = tuple(stream.randrange(VOCABULARY) for _ in range(HANDED_OVER_TOKENS))
+            ask = probe_ask(PROBE_FROM * 2 + seat.counter.number, prompt)
+            self._until_answered([self._user((ask,), OneInstance(seat.counter), False)])
+            if self.judge.handovers_to(seat.instance) == before:
+                raise LawBroken(RECOVERY, f"{seat.name} prefilled by itself, though {', '.join(seat.peers)} were there")
+
+    def _until_answered(self, probes: list[User]) -> None:
         for probe in probes:
             probe.start(self.world.now_us)
         self._until_all_have_ended(probes, HEALED_WITHIN_US, RECOVERY)
