@@ -187,6 +187,9 @@ class Judge:
             raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
         if docket.peers is not None:
             docket.peers.note(event, effects, worker.next_deadline(), self._world.now_us)
+            blocks = worker.scheduler.pool.gauges()
+            if blocks.leased + blocks.receiving != docket.peers.leased_blocks:
+                raise LawBroken(LEDGER_SUMS, f"{docket.peers.leased_blocks} blocks are leased: {blocks}")
         rare = docket.note(worker, event, effects, self._world.now_us)
         if isinstance(event, Submitted) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)

@@ -15,10 +15,12 @@ from baton.core.peers import (
     Arriving,
     Ask,
     AttemptFailed,
+    Commit,
     Decline,
     Expect,
     Fence,
     Fenced,
+    Grant,
     Handover,
     HandoverMade,
     Heard,
@@ -36,6 +38,7 @@ from baton.core.peers import (
     ShipFailed,
     Spoilt,
     Tell,
+    Verified,
     Verify,
 )
 from baton.core.plan import StepPlan
@@ -61,6 +64,7 @@ from baton.sim.laws import (
     LEASES_END,
     TRUE_DRAIN,
     TRUE_FAULT,
+    WHOLE_KV,
     LawBroken,
 )
 
@@ -90,6 +94,8 @@ class PeerBook:
         self._fencing: set[Handover] = set()
         """Ordered, not answered yet: nothing may be begun under that name."""
         self._failed: set[tuple[int, PdCode]] = set()
+        self._renewals: dict[Handover, int | None] = {}
+        """What was granted to us, and when the other side must have heard of it next; None: everything is said."""
         self._drains = False
         self._now_us = 0
         self.made = 0
@@ -108,6 +114,10 @@ class PeerBook:
         return None
 
     @property
+    def leased_blocks(self) -> int:
+        return sum(len(lease.blocks) for lease in self._leases.values())
+
+    @property
     def open(self) -> int:
         return len(self._asked) + len(self._leases) + len(self._outgoing)
 
@@ -124,7 +134,7 @@ class PeerBook:
         if self._drains and isinstance(event, Heard) and isinstance(event.message, Ask):
             self._begins_nothing(event, event.message, effects)
         self._lets_go(event)
-        if self._leases or self._asked:
+        if self._leases or self._asked or self._renewals:
             self._in_time(isinstance(event, Tick), deadline_us, now_us)
 
     # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,6 +145,10 @@ class PeerBook:
                 self._sign(_handover(peer, message), now_us)
             case Heard(peer, Ask() as message):
                 self._arrived.setdefault(_handover(peer, message), now_us)
+            case Heard(peer, Grant() as message):
+                self._renewals.setdefault(_handover(peer, message), now_us + self._config.handover.renew_us)
+            case Heard(peer, Release() as message):
+                self._renewals[_handover(peer, message)] = None
             case Heard(peer, Decline() as message):
                 self._asked.pop(_handover(peer, message), None)
             case Heard(peer, Adopted() as message):
@@ -148,8 +162,8 @@ class PeerBook:
             case ShipFailed(handover):
                 self._outgoing.pop(handover, None)
             case PeerLost(peer):
-                for handover in [handover for handover in self._asked if handover.peer == peer]:
-                    del self._asked[handover]
+                self._asked = {handover: at_us for handover, at_us in self._asked.items() if handover.peer != peer}
+                self._renewals = {handover: due_us for handover, due_us in self._renewals.items() if handover.peer != peer}
 
     def _note_effect(self, event: Event, effect: Effect, now_us: int) -> None:
         match effect:
@@ -158,6 +172,10 @@ class PeerBook:
         match effect:
             case Tell(peer, Ask() as message):
                 self._asked[_handover(peer, message)] = now_us
+            case Tell(peer, Renew() as message):
+                self._renewals[_handover(peer, message)] = now_us + self._config.handover.renew_us
+            case Tell(peer, Commit() | Decline() as message):
+                self._renewals[_handover(peer, message)] = None
             case Tell(peer, Release() as message):
                 self._asked.pop(_handover(peer, message), None)
             case Expect(handover, _, _, blocks):
@@ -166,9 +184,12 @@ class PeerBook:
                 self._sign(handover, now_us)
             case Fence(handover):
                 self._fencing.add(handover)
+                self._renewals[handover] = None
                 if handover in self._leases:
                     self._leases[handover].fencing = True
             case HandoverMade(handover):
+                if event != Verified(handover):
+                    raise LawBroken(WHOLE_KV, f"{self._where} takes {handover} over on {event}")
                 self.made += 1
                 self._asked.pop(handover, None)
                 self._leases.pop(handover, None)
@@ -222,6 +243,7 @@ class PeerBook:
     def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
         timed = self._config.handover
         ends = [(handover, lease.sign_us + timed.lease_us) for handover, lease in self._leases.items() if not lease.fencing]
+        ends += [(handover, due_us) for handover, due_us in self._renewals.items() if due_us is not None]
         ends += [(handover, asked_us + timed.deadline_us) for handover, asked_us in self._asked.items()]
         for handover, end_us in ends:
             if is_pass and now_us > end_us:

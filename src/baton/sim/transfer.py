@@ -24,7 +24,7 @@ from baton.core.peers import Arriving, Fenced, Handover, PeerEvent, ShipFailed, 
 from baton.core.plan import Int32s
 from baton.executor.contract import KvView
 from baton.sim.faults import Fault, KvRates, log_uniform_us
-from baton.sim.laws import ALIEN_BYTES, LawBroken
+from baton.sim.laws import ALIEN_BYTES, WHOLE_KV, LawBroken
 from baton.sim.world import Host, World
 
 ARRIVING_EVERY_US = 20_000
@@ -247,11 +247,11 @@ class Receiver:
         found = b"".join(_CHECK.pack(self._check(inflow, at)) for at in range(len(inflow.blocks)))
         if found != inflow.checks:
             if not (inflow.fencing or inflow.flipped):
-                raise LawBroken(ALIEN_BYTES, f"{self._name}: what arrived for {inflow.handover} is not what was computed")
+                raise LawBroken(WHOLE_KV, f"{self._name}: what arrived for {inflow.handover} is not what was computed")
             self._spoil(inflow, "checks differ")
             return
         if inflow.flipped:
-            raise LawBroken(ALIEN_BYTES, f"{self._name}: the checks of {inflow.handover} say nothing of a flipped bit")
+            raise LawBroken(WHOLE_KV, f"{self._name}: the checks of {inflow.handover} say nothing of a flipped bit")
         if not inflow.fencing:
             self._end(inflow)
         self._report(Verified(inflow.handover))
@@ -315,6 +315,7 @@ class _Outflow:
         self.not_before_us = 0
         """A stall: nothing arrives earlier."""
         self.checks = [0] * len(blocks)
+        self.sent_checks: dict[tuple[int, int], int] = {}
 
     def read(self, layer: int, index: int) -> bytes | None:
         """What our pool holds now; None when it may no longer be read."""
@@ -449,13 +450,20 @@ class Sender:
             outflow.read_by_nobody()
 
     def _fenced(self, outflow: _Outflow | None, handover: Handover) -> None:
-        if outflow is not None:
+        if outflow is not None and not outflow.over:
+            self._still_as_sent(outflow)
             outflow.over = True
             self.forget(outflow)
             inflow = outflow.inflow
             if inflow is not None and not inflow.over and self._stream.random() < 0.5:
                 self._tell_taker(outflow, inflow, "closed by the giver")
         self._report(Fenced(handover))
+
+    def _still_as_sent(self, outflow: _Outflow) -> None:
+        """Until its fence is answered, nobody may write where a transfer reads."""
+        for (layer, index), check in outflow.sent_checks.items():
+            if check != check_of(layer, index, self.read(outflow.blocks[index - outflow.first], layer)):
+                raise LawBroken(ALIEN_BYTES, f"{self._name} wrote to block {index} of {outflow.handover} before its fence")
 
     def _tell_taker(self, outflow: _Outflow, inflow: _Inflow, reason: str) -> None:
         """As a closed connection does."""
@@ -469,6 +477,10 @@ class Sender:
         if outflow.ready:
             self._send_some(outflow)
         elif outflow.all_ordered and outflow.sent == outflow.ordered and not outflow.shipped:
+            if outflow.sent != len(outflow.blocks) * len(self._kv.layers):
+                raise LawBroken(
+                    WHOLE_KV, f"{self._name} sends {outflow.sent} pieces of {outflow.handover}, and calls it all"
+                )
             outflow.shipped = True
             self._report(Shipped(outflow.handover, b"".join(_CHECK.pack(check) for check in outflow.checks)))
             if not self._fabric.times.pulls or outflow.inflow is None or outflow.inflow.over:
@@ -479,7 +491,8 @@ class Sender:
         for _ in range(min(len(outflow.ready), times.burst)):
             layer, index = outflow.ready.popleft()
             data = self.read(outflow.blocks[index - outflow.first], layer)
-            outflow.checks[index - outflow.first] ^= check_of(layer, index, data)
+            outflow.sent_checks[layer, index] = check = check_of(layer, index, data)
+            outflow.checks[index - outflow.first] ^= check
             number, outflow.sent = outflow.sent, outflow.sent + 1
             if number == fate.breaks_at:
                 self._break(outflow)
