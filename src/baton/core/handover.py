@@ -18,6 +18,7 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import TypeVar
 
 from baton.core.config import OnPreempt, WorkerConfig
@@ -60,6 +61,7 @@ from baton.core.peers import (
 )
 from baton.core.plan import Chunk, Logprobs, StepPlan
 from baton.core.prefill import GeneralPrefillScheduler, PrefillScheduler
+from baton.core.prefix import Key
 from baton.core.records import EndedRequest, HandoverGauges, Settled
 from baton.core.request import FinishReason, Serial, Submission
 
@@ -473,6 +475,8 @@ class Given:
     submission: Submission
     arrived_us: int
     state: Giving = Giving.QUEUED
+    keys: list[Key] | None = None
+    """Names of the prompt's blocks; made when its turn comes, and kept while it waits for room."""
     serial: Serial | None = None
     """From the offer on."""
     row_is_gone: bool = False
@@ -498,9 +502,11 @@ class Giver:
         self._scheduler = scheduler
         self._fingerprint = scheduler.pool.prefix.fingerprint
         self._open: dict[Handover, Given] = {}
-        """In the order of arrival."""
+        self._queue: dict[Handover, Given] = {}
+        """Those that were not offered yet, in the order of arrival."""
+        self._active: dict[Handover, Given] = {}
+        """The others: no more than there are slots."""
         self._by_serial: dict[Serial, Given] = {}
-        self._queued = 0
         self._peers: dict[PeerId, None] = {}
         self._moves = dict.fromkeys(GIVER, 0)
         self._failed: Counter[PdCode] = Counter()
@@ -522,13 +528,17 @@ class Giver:
 
     @property
     def queued(self) -> int:
-        return self._queued
+        return len(self._queue)
 
     def next_deadline(self) -> int | None:
-        return min((self._due_us(entry) for entry in self._open.values() if entry.state not in ENDING), default=None)
+        return min((self._due_us(entry) for entry in self._waiting_for_time()), default=None)
+
+    def _waiting_for_time(self) -> list[Given]:
+        """Of the queue the first is due first."""
+        return [*islice(self._queue.values(), 1), *(entry for entry in self._active.values() if entry.state not in ENDING)]
 
     def _due_us(self, entry: Given) -> int:
-        """A time limit, or the next renewal. After its commit a giver has no say in how long the taker waits for the bytes."""
+        """A time limit, or the next renewal. After its commit a giver has no say in how long the taker waits for bytes."""
         ends_us = entry.arrived_us + self._config.deadline_us
         return min(ends_us, entry.renew_us) if entry.state in AT_WORK else ends_us
 
@@ -577,27 +587,29 @@ class Giver:
     def expire(self, now_us: int) -> Acts:
         self._now_us = now_us
         acts: Acts = []
-        for entry in [entry for entry in self._open.values() if entry.state not in ENDING and self._due_us(entry) <= now_us]:
-            if now_us >= entry.arrived_us + self._config.deadline_us:
-                acts += self._decline(entry, PdCode.TIMEOUT, "it took too long")
-            else:
-                entry.renew_us = now_us + self._config.renew_us
-                acts.append(Tell(entry.handover.peer, Renew(entry.handover.request, entry.handover.attempt)))
+        while late := [entry for entry in self._waiting_for_time() if self._due_us(entry) <= now_us]:
+            acts += [act for entry in late for act in self._late(entry)]
         return acts + self.advance(now_us)
+
+    def _late(self, entry: Given) -> Acts:
+        if self._now_us >= entry.arrived_us + self._config.deadline_us:
+            return self._decline(entry, PdCode.TIMEOUT, "it took too long")
+        entry.renew_us = self._now_us + self._config.renew_us
+        return [Tell(entry.handover.peer, Renew(entry.handover.request, entry.handover.attempt))]
 
     def advance(self, now_us: int) -> Acts:
         """Offer what can be computed soon, in the order of arrival."""
         self._now_us = now_us
         acts: Acts = []
-        if not self._queued:
+        if not self._queue:
             return acts
-        ahead = sum(len(entry.submission.prompt) for entry in self._open.values() if entry.state in SOON)
+        ahead = sum(len(entry.submission.prompt) for entry in self._active.values() if entry.state in SOON)
         most = STEPS_AHEAD * self._worker_config.step_tokens
-        for entry in [entry for entry in self._open.values() if entry.state is Giving.QUEUED]:
-            if ahead >= most:
-                break
+        while self._queue and ahead < most:
+            entry = next(iter(self._queue.values()))
             prompt = entry.submission.prompt
-            serial = self._scheduler.hold(entry.submission, len(prompt) + 1, now_us)
+            entry.keys = entry.keys or self._scheduler.keys_of(entry.submission, prompt)
+            serial = self._scheduler.hold(entry.submission, entry.keys, len(prompt) + 1, now_us)
             if serial is None:
                 break
             ahead += len(prompt)
@@ -639,14 +651,14 @@ class Giver:
         if entry is not None:
             return [Tell(peer, self._offer(entry))] if entry.state is Giving.OFFERED else []
         acts: Acts = []
-        for older in [other for other in self._open.values() if other.handover[:2] == handover[:2]]:
-            acts += self._let_go(older)
+        before = self._open.get(handover._replace(attempt=ask.attempt - 1))
+        if before is not None:
+            acts += self._let_go(before)
         reason = self._cannot(ask.submission)
         if reason is not None:
             self._failed[PdCode.TIMEOUT] += 1
             return [*acts, Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, reason))]
-        self._open[handover] = Given(handover, ask.submission, self._now_us)
-        self._queued += 1
+        self._open[handover] = self._queue[handover] = Given(handover, ask.submission, self._now_us)
         return acts + self.advance(self._now_us)
 
     def _cannot(self, submission: Submission) -> str | None:
@@ -659,8 +671,8 @@ class Giver:
             )
         if not 0 <= int(submission.prompt.min()) <= int(submission.prompt.max()) < self._config.vocabulary:
             return "the prompt has token ids that this model does not know"
-        if self._queued >= config.waiting_max:
-            return f"its queue is full: {self._queued} prefills wait"
+        if len(self._queue) >= config.waiting_max:
+            return f"its queue is full: {len(self._queue)} prefills wait"
         return None
 
     def _granted(self, handover: Handover, grant: Grant) -> Acts:
@@ -817,9 +829,13 @@ class Giver:
     def _move(self, entry: Given, move: GiverMove) -> None:
         before, entry.state = entry.state, _next(GIVER, entry.state, move)
         self._moves[before, move] += 1
-        self._queued -= before is Giving.QUEUED
+        if before is Giving.QUEUED:
+            del self._queue[entry.handover]
+        if entry.state is Giving.OFFERED:
+            self._active[entry.handover] = entry
         if entry.state is Giving.OVER:
             del self._open[entry.handover]
+            self._active.pop(entry.handover, None)
             if entry.serial is not None:
                 del self._by_serial[entry.serial]
 
