@@ -568,7 +568,11 @@ class Giver:
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: PeerEvent, now_us: int) -> Acts:
+        """Whatever an event ends may be what the next offer waited for."""
         self._now_us = now_us
+        return self._happened(event) + self.advance(now_us)
+
+    def _happened(self, event: PeerEvent) -> Acts:
         match event:
             case PeerOpened(peer):
                 self._peers[peer] = None
@@ -649,7 +653,7 @@ class Giver:
         acts: Acts = []
         for entry in [entry for entry in self._open.values() if entry.handover.peer == peer]:
             acts += self._let_go(entry)
-        return acts + self.advance(self._now_us)
+        return acts
 
     def _heard(self, peer: PeerId, message: object) -> Acts:
         match message:
@@ -682,7 +686,7 @@ class Giver:
             self._failed[PdCode.TIMEOUT] += 1
             return [*acts, Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, reason))]
         self._open[handover] = self._queue[handover] = Given(handover, ask.submission, self._now_us)
-        return acts + self.advance(self._now_us)
+        return acts
 
     def _cannot(self, submission: Submission) -> str | None:
         config, prompt = self._worker_config, len(submission.prompt)
@@ -727,7 +731,7 @@ class Giver:
             return []
         if code is not None:
             self._failed[code] += 1
-        return self._let_go(entry) + self.advance(self._now_us)
+        return self._let_go(entry)
 
     # ── computing and sending ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -824,9 +828,9 @@ class Giver:
         """Its slot comes back with the executor's acknowledgement, or at once where the executor never knew of it."""
         if entry.row_is_gone or entry.serial is None:
             self._move(entry, GiverMove.LEFT)
-            return self.advance(self._now_us)
+            return []
         ended = self._scheduler.order_stop(entry.serial, FinishReason.ABORT, self._now_us)
-        return [] if ended is None else self._left(ended) + self.advance(self._now_us)
+        return [] if ended is None else self._left(ended)
 
     def _left(self, ended: EndedRequest) -> Acts:
         entry = self._by_serial.get(ended.serial)

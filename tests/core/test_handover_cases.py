@@ -1,0 +1,46 @@
+"""One giver or one taker alone, told by hand what its driver and its peer could say: cases that a whole cluster rarely meets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.core.peers import Ask, Grant, Heard, Offer, PeerId, PeerMessage, PeerOpened, Tell
+from baton.core.worker import Effect
+from tests.support.driver import Driver, submission
+from tests.support.workers import prefill_config
+
+PEER = PeerId("peer")
+
+
+def giver(**changes: object) -> Driver:
+    driver = Driver(prefill_config(**changes))
+    driver.send(PeerOpened(PEER))
+    return driver
+
+
+def ask(driver: Driver, request: int, prompt: Sequence[int], attempt: int = 1) -> list[PeerMessage]:
+    return hear(driver, Ask(request, attempt, submission(prompt, 4, name=str(request))))
+
+
+def hear(driver: Driver, message: PeerMessage) -> list[PeerMessage]:
+    return told(driver.send(Heard(PEER, message)))
+
+
+def told(effects: list[Effect]) -> list[PeerMessage]:
+    return [effect.message for effect in effects if isinstance(effect, Tell)]
+
+
+def test_an_offer_that_ends_with_a_senseless_grant_makes_room_for_the_next_at_once() -> None:
+    p = giver(slots=1)
+    assert [type(message) for message in ask(p, 0, range(20))] == [Offer]
+    assert ask(p, 1, range(20)) == []
+    answers = hear(p, Grant(0, 1, cached_tokens=3, lease_us=1, token=b""))
+    assert [(type(message).__name__, message.request) for message in answers] == [("Decline", 0), ("Offer", 1)]
+
+
+def test_an_attempt_that_the_next_one_ends_makes_room_though_that_one_is_declined() -> None:
+    p = giver(slots=1)
+    ask(p, 0, range(20))
+    ask(p, 1, range(20))
+    answers = ask(p, 0, range(1000), attempt=2)
+    assert [(type(message).__name__, message.request) for message in answers] == [("Decline", 0), ("Offer", 1)]
