@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
+from baton.core.config import PrefillPath
 from baton.core.peers import Ask, Grant, Heard, Offer, PeerId, PeerMessage, PeerOpened, Tell
 from baton.core.worker import Effect
 from tests.support.driver import Driver, submission
@@ -44,3 +47,13 @@ def test_an_attempt_that_the_next_one_ends_makes_room_though_that_one_is_decline
     ask(p, 1, range(20))
     answers = ask(p, 0, range(1000), attempt=2)
     assert [(type(message).__name__, message.request) for message in answers] == [("Decline", 0), ("Offer", 1)]
+
+
+@pytest.mark.parametrize("path", PrefillPath)
+@pytest.mark.parametrize("max_preemptions", [0, 8])
+def test_a_prompt_as_long_as_the_whole_pool_is_prefilled(path: PrefillPath, max_preemptions: int) -> None:
+    p = giver(prefill_path=path, max_preemptions=max_preemptions, blocks=10, block_size=4)
+    ask(p, 0, [1] * 40)
+    hear(p, Grant(0, 1, cached_tokens=0, lease_us=1, token=b""))
+    p.tick()
+    assert p.plans

@@ -125,6 +125,11 @@ class GeneralPrefillScheduler(Scheduler):
         if self._aside.pop(request.serial, None) is None:
             super()._unqueue(request)
 
+    def _protects(self, request: Request) -> bool:
+        """Nothing decodes here: nobody yields, and nobody needs more than its prompt."""
+        del request
+        return False
+
     def _grow_to(self, step: StepBuilder, slot: int, tokens: int) -> None:
         """All at once: what is sent is named by its blocks from the first chunk on. Admission found room for all of it."""
         super()._grow_to(step, slot, max(tokens, int(self.slots.known[slot])))
