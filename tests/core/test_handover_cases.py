@@ -8,7 +8,8 @@ import pytest
 
 from baton.core.config import PrefillPath
 from baton.core.peers import Ask, Grant, Heard, Offer, PeerId, PeerMessage, PeerOpened, Tell
-from baton.core.worker import Effect
+from baton.core.request import Serial
+from baton.core.worker import Cancelled, Effect, Event, Orphaned, StopFound
 from tests.support.driver import Driver, submission
 from tests.support.workers import prefill_config
 
@@ -55,5 +56,15 @@ def test_a_prompt_as_long_as_the_whole_pool_is_prefilled(path: PrefillPath, max_
     p = giver(prefill_path=path, max_preemptions=max_preemptions, blocks=10, block_size=4)
     ask(p, 0, [1] * 40)
     hear(p, Grant(0, 1, cached_tokens=0, lease_us=1, token=b""))
+    p.tick()
+    assert p.plans
+
+
+@pytest.mark.parametrize("event", [Cancelled(Serial(0)), StopFound(Serial(0), 0), Orphaned()])
+def test_no_client_ends_what_a_giver_does_for_its_peers(event: Event) -> None:
+    p = giver()
+    ask(p, 0, range(20))
+    assert p.send(event) == []
+    assert hear(p, Grant(0, 1, cached_tokens=0, lease_us=1, token=b"")) == []
     p.tick()
     assert p.plans
