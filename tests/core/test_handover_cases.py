@@ -6,18 +6,24 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.core.config import PrefillPath
-from baton.core.peers import Ask, Grant, Heard, Offer, PeerId, PeerMessage, PeerOpened, Tell
+from baton.core.config import OnPreempt, PrefillPath
+from baton.core.peers import Ask, Decline, Grant, Heard, Offer, PdCode, PeerId, PeerMessage, PeerOpened, Tell
 from baton.core.request import Serial
 from baton.core.worker import Cancelled, Effect, Event, Orphaned, StopFound
 from tests.support.driver import Driver, submission
-from tests.support.workers import prefill_config
+from tests.support.workers import decode_config, prefill_config
 
 PEER = PeerId("peer")
 
 
 def giver(**changes: object) -> Driver:
     driver = Driver(prefill_config(**changes))
+    driver.send(PeerOpened(PEER))
+    return driver
+
+
+def taker(**changes: object) -> Driver:
+    driver = Driver(decode_config(**changes))
     driver.send(PeerOpened(PEER))
     return driver
 
@@ -68,3 +74,18 @@ def test_no_client_ends_what_a_giver_does_for_its_peers(event: Event) -> None:
     assert hear(p, Grant(0, 1, cached_tokens=0, lease_us=1, token=b"")) == []
     p.tick()
     assert p.plans
+
+
+@pytest.mark.parametrize("on_preempt", OnPreempt)
+@pytest.mark.parametrize("ends", ["cancelled", "declined"])
+def test_time_spent_on_an_ask_that_came_to_nothing_is_no_time_in_the_queue(ends: str, on_preempt: OnPreempt) -> None:
+    d = taker(on_preempt=on_preempt)
+    (serial,) = d.submit(submission(range(40), 4))
+    d.now_us = 5
+    d.tick()
+    d.now_us = 105
+    if ends == "declined":
+        hear(d, Decline(serial, 1, PdCode.TIMEOUT, "no"))
+    d.cancel(serial)
+    bill = d.ended[serial].bill
+    assert (bill.queue_us, bill.transfer_us, bill.prefill_us, bill.decode_us) == (5, 100, 0, 0)

@@ -104,7 +104,7 @@ class DecodeScheduler(Scheduler):
 
     def _unqueue(self, request: Request) -> None:
         if request.serial in self._booked:
-            self._unbook(request.serial)
+            self._charge_wait(self._unbook(request.serial), self._now_us)
         else:
             super()._unqueue(request)
 
