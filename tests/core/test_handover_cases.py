@@ -1,4 +1,4 @@
-"""One giver or one taker alone, told by hand what its driver and its peer could say: cases that a whole cluster rarely meets."""
+"""What one giver or one taker does alone, told by hand what its driver and its peer could say."""
 
 from __future__ import annotations
 

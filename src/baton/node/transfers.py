@@ -11,7 +11,20 @@ from collections import Counter
 
 from baton.core.config import Role
 from baton.core.errors import BatonError
-from baton.core.peers import Expect, Fence, Fenced, Handover, OpenShip, PeerId, Ship, ShipFailed, Verify
+from baton.core.peers import (
+    Expect,
+    Fence,
+    Fenced,
+    Handover,
+    OpenShip,
+    PeerEvent,
+    PeerId,
+    Ship,
+    ShipFailed,
+    Shipped,
+    Verified,
+    Verify,
+)
 from baton.kv.contract import KINDS, KvMemory, Receiver, Report, Sender, available, make_receiver, make_sender
 
 AUTO = "auto"
@@ -43,16 +56,16 @@ class Transfers:
         self._senders: dict[str, Sender] = {}
         for kind in kinds:
             if role.takes:
-                self._receivers[kind] = make_receiver(kind, memory, report, host=host)
+                self._receivers[kind] = make_receiver(kind, memory, self._reported, host=host)
             else:
-                self._senders[kind] = make_sender(kind, memory, report, host=host)
+                self._senders[kind] = make_sender(kind, memory, self._reported, host=host)
         self._address: dict[PeerId, str] = {}
         """P: where each peer wants its KV."""
         self._kind: dict[PeerId, str] = {}
         """D: how each peer was told to send."""
         self._receiving: dict[Handover, Receiver] = {}
         self._sending: dict[Handover, Sender] = {}
-        """What carries each hand-over until its fence."""
+        """What carries each hand-over until its fence, or until all of it is there: most are never fenced."""
 
     # ── as a peer registers, on the peers' thread ────────────────────────────────────────────────────────────────────────
 
@@ -112,6 +125,15 @@ class Transfers:
             self._report(Fenced(handover))
         else:
             way.fence(handover)
+
+    def _reported(self, event: PeerEvent) -> None:
+        """On the transfers' threads. What has left or arrived as a whole is forgotten there; a fence has nothing to stop."""
+        match event:
+            case Verified(handover):
+                self._receiving.pop(handover, None)
+            case Shipped(handover):
+                self._sending.pop(handover, None)
+        self._report(event)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
