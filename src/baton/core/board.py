@@ -347,6 +347,10 @@ class Board(ABC):
         computed = len(found) * block_size + (tail if source is not None else 0)
         return Hit(blocks, source, computed)
 
+    def _blocks_to_take(self, tokens: int, hit: Hit) -> int:
+        """How many fewer are available once a request has a row with room for so many tokens."""
+        return blocks_for(tokens, self.config.block_size) - len(hit.blocks) + self.pool.unreferenced(hit.blocks)
+
     def _tail_of_leader(self, request: Request) -> int | None:
         """The block in which a sibling choice holds the end of the same prompt, if it still does."""
         leader = request.leader

@@ -234,7 +234,7 @@ class Taker:
         acts: Acts = []
         for entry in late:
             stage = PdStage.OFFER if entry.state is Taking.ASKED else PdStage.PREFILL
-            acts += self._fail(entry, PdCode.TIMEOUT, stage, f"nothing more was heard of it in {self._waited(entry)} ms")
+            acts += self._fail(entry, PdCode.TIMEOUT, stage, self._lateness(entry))
         return acts
 
     def cancel(self, serial: Serial, reason: FinishReason, now_us: int) -> Acts:
@@ -432,8 +432,10 @@ class Taker:
         self._failed[code] += 1
         return PdFault(code, stage, reason)
 
-    def _waited(self, entry: Taken) -> int:
-        return (self._now_us - entry.asked_us) // 1000
+    def _lateness(self, entry: Taken) -> str:
+        if self._now_us >= entry.asked_us + self._config.deadline_us:
+            return f"it was not done {self._config.deadline_us // 1000} ms after it was asked for"
+        return f"nothing was heard of it for {self._config.lease_us // 1000} ms"
 
     def _move(self, entry: Taken, move: TakerMove) -> None:
         before, entry.state = entry.state, _next(TAKER, entry.state, move)
@@ -513,10 +515,6 @@ class Given:
     logprobs: Logprobs | None = None
     checks: bytes | None = None
 
-    @property
-    def cached_tokens(self) -> int:
-        return 0 if self.grant is None else self.grant.cached_tokens
-
 
 class Giver:
     def __init__(self, config: WorkerConfig, scheduler: PrefillScheduler | GeneralPrefillScheduler) -> None:
@@ -528,8 +526,10 @@ class Giver:
         self._queue: dict[Handover, Given] = {}
         """Those that were not offered yet, in the order of arrival."""
         self._active: dict[Handover, Given] = {}
-        """The others: no more than there are slots."""
+        """The others: as many as have slots, and on the general path those that are soon to have one."""
         self._by_serial: dict[Serial, Given] = {}
+        self._queued_tokens = 0
+        """Of all prompts that are still AHEAD."""
         self._peers: dict[PeerId, None] = {}
         self._moves = dict.fromkeys(GIVER, 0)
         self._failed: Counter[PdCode] = Counter()
@@ -686,6 +686,7 @@ class Giver:
             self._failed[PdCode.TIMEOUT] += 1
             return [*acts, Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, reason))]
         self._open[handover] = self._queue[handover] = Given(handover, ask.submission, self._now_us)
+        self._queued_tokens += len(ask.submission.prompt)
         return acts
 
     def _cannot(self, submission: Submission) -> str | None:
@@ -790,7 +791,7 @@ class Giver:
             prefill_us=request.bill.prefill_us,
             prompt_digest=prompt_digest(entry.submission, self._fingerprint),
             checks=entry.checks,
-            queued_tokens=self._queued_tokens(),
+            queued_tokens=self._queued_tokens,
         )
         return [Tell(entry.handover.peer, commit)]
 
@@ -850,10 +851,7 @@ class Giver:
 
     def _offer(self, entry: Given) -> Offer:
         prompt_tokens = len(entry.submission.prompt)
-        return Offer(entry.handover.request, entry.handover.attempt, prompt_tokens, self._queued_tokens())
-
-    def _queued_tokens(self) -> int:
-        return sum(len(entry.submission.prompt) for entry in self._open.values() if entry.state in AHEAD)
+        return Offer(entry.handover.request, entry.handover.attempt, prompt_tokens, self._queued_tokens)
 
     def _entry_of_slot(self, slot: int) -> Given:
         return self._by_serial[Serial(int(self._scheduler.slots.serial[slot]))]
@@ -863,6 +861,8 @@ class Giver:
         self._moves[before, move] += 1
         if before is Giving.QUEUED:
             del self._queue[entry.handover]
+        if before in AHEAD and entry.state not in AHEAD:
+            self._queued_tokens -= len(entry.submission.prompt)
         if entry.state is Giving.OFFERED:
             self._active[entry.handover] = entry
         if entry.state is Giving.OVER:

@@ -230,8 +230,7 @@ class Scheduler(Board):
         hit = self._look_up(request)
         protected = self._protects(request)
         wanted = request.limit if protected else request.tokens_at_start
-        need = blocks_for(wanted, self.config.block_size) - len(hit.blocks) + self.pool.unreferenced(hit.blocks)
-        fits = need <= self.pool.available - self._kept()
+        fits = self._blocks_to_take(wanted, hit) <= self.pool.available - self._kept()
         return Admit(hit, protected) if fits else Wait()
 
     def _protects(self, request: Request) -> bool:
