@@ -9,7 +9,7 @@ import pytest
 from baton.core.config import OnPreempt, PrefillPath
 from baton.core.peers import Ask, Decline, Grant, Heard, Offer, PdCode, PeerId, PeerMessage, PeerOpened, Tell
 from baton.core.request import Serial
-from baton.core.worker import Cancelled, Effect, Event, Orphaned, StopFound
+from baton.core.worker import Cancelled, Effect, Event, Orphaned, StepDone, StopFound
 from tests.support.driver import Driver, submission
 from tests.support.workers import decode_config, prefill_config
 
@@ -89,3 +89,19 @@ def test_time_spent_on_an_ask_that_came_to_nothing_is_no_time_in_the_queue(ends:
     d.cancel(serial)
     bill = d.ended[serial].bill
     assert (bill.queue_us, bill.transfer_us, bill.prefill_us, bill.decode_us) == (5, 100, 0, 0)
+
+
+@pytest.mark.parametrize("path", PrefillPath)
+def test_a_giver_offers_the_next_while_it_still_computes_a_long_prompt(path: PrefillPath) -> None:
+    p = giver(prefill_path=path, step_tokens=16, context_tokens=200, blocks=100)
+    ask(p, 0, range(160))
+    hear(p, Grant(0, 1, cached_tokens=0, lease_us=1, token=b""))
+    assert ask(p, 1, [7] * 160) == [], "two steps ahead of need"
+    offered: list[PeerMessage] = []
+    while not offered:
+        p.tick()
+        p.tick()
+        p.in_flight.popleft()
+        offered += told(p.send(StepDone(p.executor.collect())))
+    assert isinstance(offered[0], Offer)
+    assert p.in_flight, "the device has run dry"

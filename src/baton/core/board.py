@@ -167,6 +167,13 @@ class Board(ABC):
     def request(self, serial: Serial) -> Request | None:
         return self._requests.get(serial)
 
+    def unplanned(self, serial: Serial) -> int:
+        """How many of the tokens that it starts with no plan feeds yet, as far as the cache does not have them."""
+        request = self._requests[serial]
+        if request.slot is None:
+            return request.tokens_at_start
+        return int(self.slots.known[request.slot] - self.slots.planned[request.slot])
+
     def crew(self) -> Crew | None:
         """For the laws: who decodes, if that is remembered."""
         return self._crew

@@ -630,7 +630,7 @@ class Giver:
         acts: Acts = []
         if not self._queue:
             return acts
-        ahead = sum(len(entry.submission.prompt) for entry in self._active.values() if entry.state in SOON)
+        ahead = sum(self._unplanned(entry) for entry in self._active.values() if entry.state in SOON)
         most = STEPS_AHEAD * self._worker_config.step_tokens
         while self._queue and ahead < most:
             entry = next(iter(self._queue.values()))
@@ -639,8 +639,8 @@ class Giver:
             serial = self._scheduler.hold(entry.submission, entry.keys, len(prompt) + 1, now_us)
             if serial is None:
                 break
-            ahead += len(prompt)
             entry.serial = serial
+            ahead += self._unplanned(entry)
             self._by_serial[serial] = entry
             self._move(entry, GiverMove.OFFER)
             acts.append(Tell(entry.handover.peer, self._offer(entry)))
@@ -848,6 +848,9 @@ class Giver:
     @property
     def _block_size(self) -> int:
         return self._worker_config.block_size
+
+    def _unplanned(self, entry: Given) -> int:
+        return 0 if entry.serial is None else self._scheduler.unplanned(entry.serial)
 
     def _offer(self, entry: Given) -> Offer:
         prompt_tokens = len(entry.submission.prompt)
