@@ -281,7 +281,8 @@ class LineSender:
             sent += taken
             line.waiting.advance(taken)
         if line.stage is _Stage.ENDING and not line.waiting:
-            self._shipped(line)
+            if self._listen(line):  # what we send to one who has hung up leaves, too, and arrives nowhere
+                self._shipped(line)
         else:
             self._watch(line, selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0))
 
