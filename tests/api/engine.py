@@ -2,7 +2,8 @@
 
 A script is a function from a submission to the token ids it will give. The engine cuts them into bursts, ends at stop
 tokens and at max_tokens, invents log-probabilities when asked, and notes what was stopped and aborted. As the real one,
-it goes on for a while after a stop, then tells how the stream ended and what it cost.
+it goes on for a while after a stop, then tells how the stream ended and what it cost. Where told to, it ends an attempt
+early with a fault, as an instance does that cannot hold a request.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Gauges, TokenLogprob
+from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Fault, Gauges, TokenLogprob
 from baton.core.errors import Refusal, Refused
 from baton.core.request import FinishReason, Submission
 
@@ -38,6 +39,8 @@ class ScriptedStream:
         tokens, reason = self._plan()
         engine, size = self._engine, self._engine.burst_tokens
         chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)] or [()]
+        if reason is FinishReason.RESCHEDULE and engine.faults_come_alone:
+            chunks.append(())
         for number, chunk in enumerate(chunks):
             await self._pause(number * size)
             last = number == len(chunks) - 1
@@ -56,13 +59,16 @@ class ScriptedStream:
             )
 
     def _end(self, reason: FinishReason) -> Ended:
-        return Ended(reason, self._engine.cached_tokens, self._engine.bill(self.submission))
+        fault = self._engine.fault(self.submission) if reason is FinishReason.RESCHEDULE else None
+        return Ended(reason, self._engine.cached_tokens, self._engine.bill(self.submission), fault)
 
     def _plan(self) -> tuple[tuple[int, ...], FinishReason]:
         sampling, limit = self.submission.sampling, self.submission.max_tokens
         if limit is None:
             limit = self._engine.info.context_tokens - len(self.submission.prompt)
         tokens: list[int] = []
+        if self._engine.fault(self.submission) is not None:
+            return tuple(self._engine.script(self.submission)), FinishReason.RESCHEDULE
         for token in self._engine.script(self.submission):
             tokens.append(token)
             if token in sampling.stop_token_ids:
@@ -106,6 +112,10 @@ class ScriptedEngine:
             reserve_ratio=0.25,
         )
         self.reason: FinishReason | None = None
+        self.fault: Callable[[Submission], Fault | None] = lambda _: None
+        """Whose attempt ends after the script, and how."""
+        self.faults_come_alone = False
+        """Else with the last tokens."""
         self.dies_after: int | None = None
         self.hangs_after: int | None = None
         self.refusal: Refusal | None = None

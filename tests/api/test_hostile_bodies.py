@@ -324,6 +324,65 @@ def test_an_engine_s_refusal_has_its_status(
     assert served.chat(headers={"X-Request-Id": "again"}).status == 200, "a refused request's id is free"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prefill_instance_says_where_to_go(served: Served, engine: ScriptedEngine, stream: bool) -> None:
+    """Not a status that clients try again at the same address, where it would never be served."""
+    engine.refusal = Refusal(RefusalCode.WRONG_ROLE, "this instance prefills for others", retry_after_s=7)
+    for reply in (served.chat(stream=stream), served.complete(stream=stream)):
+        assert (reply.status, reply.error["code"], reply.error["param"]) == (421, "wrong_role", None)
+        assert reply.error["type"] == "invalid_request_error"
+        assert "this instance prefills for others" in reply.error["message"]
+        assert "decode or mixed" in reply.error["message"]
+        assert "retry-after" not in reply.headers
+
+
+INTERNAL_VALUES: dict[str, object] = {
+    "generated_token_ids": [104, 105],
+    "completion_token_ids": [104],
+    "transfer_address": "tcp:127.0.0.1:4711",
+    "transfer_params": {"token": "aa"},
+    "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 4711},
+    "sent_characters": [5],
+    "prefill_instance": "p",
+    "decode_instance": "d",
+    "attempt": 2,
+    "lease": 1,
+}
+
+
+@pytest.mark.usefixtures("still_serving")
+@pytest.mark.parametrize("name", sorted(INTERNAL_VALUES))
+def test_what_only_instances_tell_each_other_no_client_can_set(served: Served, engine: ScriptedEngine, name: str) -> None:
+    for value in (INTERNAL_VALUES[name], None, [], {}, ""):
+        for reply in (
+            served.chat(**{name: value}),
+            served.complete(**{name: value}),
+            served.complete(stream=True, **{name: value}),
+        ):
+            assert is_refusal(reply, name), (name, value, reply)
+            assert "internal" in reply.error["message"]
+    assert engine.groups == []
+
+
+@pytest.mark.usefixtures("still_serving")
+def test_no_spelling_of_the_body_gets_an_internal_field_through(served: Served, engine: ScriptedEngine) -> None:
+    for field in (b'"generated_token_ids": [1], "generated_token_ids": null', b'"\\u0067enerated_token_ids": [1]'):
+        reply = served.call("POST", "/v1/completions", raw=b'{"prompt": "hi", ' + field + b"}")
+        assert is_refusal(reply, "generated_token_ids")
+    assert engine.groups == []
+
+
+def test_internal_fields_deeper_in_a_body_reach_nothing(served: Served, engine: ScriptedEngine) -> None:
+    """What is ignored there is ignored for every name: the request is the same with it and without."""
+    internal = {"generated_token_ids": [105], "transfer_address": "tcp:127.0.0.1:1"}
+    message = {"role": "user", "content": "hi"}
+    served.chat(seed=1, stream=True)
+    served.chat(seed=1, stream=True, messages=[message | internal], stream_options=internal, chat_template_kwargs=internal)
+    plain, decorated = (group[0] for group in engine.groups)
+    assert plain.prompt.tolist() == decorated.prompt.tolist()
+    assert (plain.sampling, plain.max_tokens, plain.salt) == (decorated.sampling, decorated.max_tokens, decorated.salt)
+
+
 def test_tokenize_and_detokenize(served: Served) -> None:
     tokens = served.call("POST", "/tokenize", {"prompt": "héllo", "return_token_strs": True}).json()
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])

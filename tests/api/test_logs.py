@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.api.engine import Bill, Gauges
+from baton.api.engine import Bill, Gauges, Handovers
 from baton.api.logs import StateLog
 from baton.core.errors import Refusal, RefusalCode
 from tests.api.conftest import Served
@@ -132,6 +132,41 @@ def test_the_state_is_logged_while_there_is_work_and_once_after_a_change(
     ]
 
 
+def arriving(gauges: Gauges, leased: int, receiving: int) -> Gauges:
+    return replace(gauges, blocks=dict(gauges.blocks) | {"leased": leased, "receiving": receiving})
+
+
+def test_leased_and_receiving_blocks_are_in_the_lines_while_there_are_any(
+    served: Served, engine: ScriptedEngine, lines: Lines
+) -> None:
+    idle = engine.gauges
+    for leased, receiving in ((3, 0), (0, 4), (3, 4), (0, 0)):
+        engine.gauges = arriving(idle, leased, receiving)
+        served.chat(n=99)
+        served.complete(max_tokens=1)
+        shown = {name: str(n) for name, n in (("leased", leased), ("receiving", receiving)) if n}
+        for line in lines()[-2:]:
+            assert {name: line[name] for name in line if name in ("leased", "receiving")} == shown
+            assert {name: line[name] for name in STATE} == STATE
+
+
+def test_the_state_is_logged_while_a_prefill_is_awaited(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.engine")
+    engine.gauges = Gauges(blocks={"free": 250, "evictable": 0, "running": 0, "leased": 6, "receiving": 0})
+    log = StateLog(engine, lambda: 0, now_s=10.0)
+    log.tick(11.0)
+    engine.gauges = arriving(engine.gauges, 2, 4)
+    log.tick(12.0)
+    engine.gauges = Gauges(blocks={"free": 256, "evictable": 0, "running": 0})
+    log.tick(13.0)
+    log.tick(14.0)
+    assert caplog.messages == [
+        "running=0 waiting=0 free=250 evictable=0 leased=6 ratio=0.000 tokens_per_s=0.0",
+        "running=0 waiting=0 free=250 evictable=0 leased=2 receiving=4 ratio=0.000 tokens_per_s=0.0",
+        "running=0 waiting=0 free=256 evictable=0 ratio=0.000 tokens_per_s=0.0",
+    ]
+
+
 def samples(served: Served) -> dict[str, str]:
     page = served.call("GET", "/metrics").body.decode().splitlines()
     return dict(line.rsplit(" ", 1) for line in page if not line.startswith("#"))
@@ -145,6 +180,33 @@ def test_metrics_tell_preemptions_by_cause_and_policy(served: Served) -> None:
     assert page['baton_chunk_prefill_unsatisfied_total{model_name="tiny"}'] == "5.0"
     assert page['baton_reserve_ratio{model_name="tiny"}'] == "0.25"
     assert page['baton_stale_results_total{model_name="tiny"}'] == "0.0"
+
+
+def test_metrics_tell_the_role_peers_and_hand_overs(served: Served, engine: ScriptedEngine) -> None:
+    engine.gauges = replace(
+        arriving(engine.gauges, 30, 34),
+        role="decode",
+        handovers=Handovers(peers=2, open=3, made=10, refused=4, not_delivered=5, preempted=6, timed_out=7),
+    )
+    page = samples(served)
+    assert page['baton_role_info{model_name="tiny",role="decode"}'] == "1.0"
+    assert page['baton_peers{model_name="tiny"}'] == "2.0"
+    assert page['baton_handovers_open{model_name="tiny"}'] == "3.0"
+    outcomes = {"made": "10.0", "refused": "4.0", "not_delivered": "5.0", "preempted": "6.0", "timed_out": "7.0"}
+    for outcome, count in outcomes.items():
+        assert page[f'baton_handovers_total{{model_name="tiny",outcome="{outcome}"}}'] == count
+    states = {"free": 192, "evictable": 0, "running": 64, "leased": 30, "receiving": 34}
+    for state, blocks in states.items():
+        assert page[f'baton_kv_blocks{{model_name="tiny",state="{state}"}}'] == f"{blocks}.0"
+    assert page['baton_kv_cache_usage_perc{model_name="tiny"}'] == str(1 - 192 / 320), "leased blocks are in use"
+
+
+def test_an_instance_without_peers_has_the_same_metrics_at_0(served: Served) -> None:
+    page = samples(served)
+    assert page['baton_role_info{model_name="tiny",role="mixed"}'] == "1.0"
+    assert page['baton_kv_blocks{model_name="tiny",state="leased"}'] == "0.0"
+    assert page['baton_peers{model_name="tiny"}'] == page['baton_handovers_open{model_name="tiny"}'] == "0.0"
+    assert page['baton_handovers_total{model_name="tiny",outcome="made"}'] == "0.0"
 
 
 def test_every_metric_of_the_dashboard_is_there_from_the_start(served: Served) -> None:

@@ -15,8 +15,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from baton.api.app import create_app
+from baton.api.engine import Fault
 from baton.api.settings import ApiSettings
 from baton.api.text import ModelText
+from baton.core.errors import Refusal, RefusalCode
 from tests.api.engine import ScriptedEngine
 from tests.api.tokenizers_made_here import TEMPLATE, byte_level
 
@@ -31,17 +33,39 @@ CHECKS = (
 
 TEXT = ModelText(byte_level(), chat_template=TEMPLATE, eos_ids=[300])
 ENGINE = ScriptedEngine(lambda _: [104, 105], vocabulary=320)
+LEAVING = ScriptedEngine(lambda _: [104, 105], vocabulary=320)
+LEAVING.fault = lambda _: Fault(502, "decode", "PD Error 502 (decode): preempted")
 schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(ENGINE, TEXT, ApiSettings(("tiny",))))
+MISDIRECTED = ScriptedEngine(lambda _: [], vocabulary=320)
+MISDIRECTED.refusal = Refusal(RefusalCode.WRONG_ROLE, "this instance prefills for others")
+misdirected = schemathesis.openapi.from_asgi("/openapi.json", create_app(MISDIRECTED, TEXT, ApiSettings(("tiny",))))
+leaving = schemathesis.openapi.from_asgi("/openapi.json", create_app(LEAVING, TEXT, ApiSettings(("tiny",))))
+
+
+def generated(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate],
+    )
 
 
 @schema.parametrize()
-@settings(
-    max_examples=40,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)
+@generated(40)
 def test_generated_requests_get_what_is_declared(case: Case) -> None:
+    case.call_and_validate(checks=list(CHECKS))
+
+
+@leaving.include(path_regex="/completions$").parametrize()
+@generated(20)
+def test_so_do_those_whose_attempt_ends_early(case: Case) -> None:
+    case.call_and_validate(checks=list(CHECKS))
+
+
+@misdirected.include(path_regex="/completions$").parametrize()
+@generated(10)
+def test_so_do_those_at_an_instance_of_the_wrong_role(case: Case) -> None:
     case.call_and_validate(checks=list(CHECKS))

@@ -30,6 +30,10 @@ METRICS = frozenset(
         "baton_chunk_prefill_unsatisfied_total",
         "baton_reserve_ratio",
         "baton_engine_steps_total",
+        "baton_role_info",
+        "baton_peers",
+        "baton_handovers_open",
+        "baton_handovers_total",
         *(name + suffix for name in HISTOGRAMS for suffix in ("_bucket", "_sum", "_count")),
     }
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,10 @@ def _scripted(_: Path) -> Executor:
     return ScriptedExecutor(SHAPE, vocabulary=97)
 
 
+def _scripted_in_layers(_: Path) -> Executor:
+    return ScriptedExecutor(SHAPE, vocabulary=97, layers=3)
+
+
 def _torch_cpu(folder: Path) -> Executor:
     return TorchCpuExecutor.load(
         folder, dtype="float64", slots=SHAPE.slots, blocks=SHAPE.blocks, block_size=SHAPE.block_size, context_tokens=64
@@ -38,8 +43,21 @@ def _counting(_: Path) -> Executor:
 
 EXECUTORS: dict[str, Callable[[Path], Executor]] = {
     "scripted": _scripted,
+    "scripted_in_layers": _scripted_in_layers,
     "torch_cpu": _torch_cpu,
     "counting": _counting,
+}
+
+
+def _torch_cpu_native(folder: Path) -> Executor:
+    return TorchCpuExecutor.load(folder, dtype="float32", slots=4, blocks=32, block_size=16, attention="native")
+
+
+KEEPING_KV = {
+    "scripted": _scripted,
+    "scripted_in_layers": _scripted_in_layers,
+    "torch_cpu": _torch_cpu,
+    "torch_cpu_native": _torch_cpu_native,
 }
 
 
@@ -50,10 +68,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=EXECUTORS)
 def make(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[[], Executor]]:
+    yield from _builder(EXECUTORS[request.param], folder)
+
+
+@pytest.fixture(params=KEEPING_KV)
+def make_with_kv(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[[], Executor]]:
+    yield from _builder(KEEPING_KV[request.param], folder)
+
+
+def _builder(load: Callable[[Path], Executor], folder: Path) -> Iterator[Callable[[], Executor]]:
     made: list[Executor] = []
 
     def build() -> Executor:
-        made.append(EXECUTORS[request.param](folder))
+        made.append(load(folder))
         return made[-1]
 
     yield build
@@ -164,3 +191,85 @@ def test_closing_twice_is_harmless(make: Callable[[], Executor]) -> None:
     executor = make()
     executor.close()
     executor.close()
+
+
+def test_the_layers_of_a_block_lie_side_by_side_and_fill_it(make_with_kv: Callable[[], Executor]) -> None:
+    executor = make_with_kv()
+    pool, layers, _ = executor.kv
+    assert pool.shape[0] == executor.shape.blocks
+    assert [begin for begin, _ in layers] == [0, *(end for _, end in layers[:-1])]
+    assert layers[-1][1] == pool.shape[1]
+
+
+def test_each_step_tells_of_its_layers_as_they_rise(make_with_kv: Callable[[], Executor]) -> None:
+    executor, told = make_with_kv(), []
+    executor.on_layer = lambda step, layer: told.append((step, layer))
+    planner = Planner(executor, chunk_tokens=3)
+    planner.add(PROMPTS[0], 3)
+    planner.run()
+    assert told == [(step, layer) for step in range(1, planner.step + 1) for layer in range(len(executor.kv.layers))]
+
+
+def test_a_layer_is_told_of_when_its_kv_is_in_the_pool(make_with_kv: Callable[[], Executor]) -> None:
+    executor, seen = make_with_kv(), []
+
+    def copy_out(_step: int, layer: int) -> None:
+        begin, end = executor.kv.layers[layer]
+        seen.append(executor.kv.pool[0, begin:end].copy())
+
+    executor.on_layer = copy_out
+    planner = Planner(executor)
+    planner.add(PROMPTS[0], 1)
+    planner.run()
+    assert all(piece.any() for piece in seen)
+    assert np.concatenate(seen).tobytes() == executor.kv.pool[0].tobytes()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+def test_kv_that_was_moved_as_bytes_goes_on_with_the_same_tokens(
+    make_with_kv: Callable[[], Executor], prompt: list[int]
+) -> None:
+    whole = generate(make_with_kv(), [prompt], 8)[0]
+    giver, taker = Planner(make_with_kv()), Planner(make_with_kv())
+    assert giver.executor.fingerprint == taker.executor.fingerprint
+    given = giver.add(prompt, 1)
+    giver.run()
+    taker.take_blocks(5)  # so that block ids differ on the two sides
+    tokens = [*prompt, *given.outputs]
+    taken = taker.add(tokens, 7, computed=len(tokens))
+    for source, target in zip(given.blocks, taken.blocks, strict=False):
+        taker.executor.kv.pool[target] = giver.executor.kv.pool[source]
+    taker.starts[-1] = replace(taker.starts[-1], prompt_tokens=len(prompt), computed=len(prompt))
+    taker.run()
+    assert given.outputs + taken.outputs == whole
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_wrong_byte_in_any_layer_of_the_scripted_executor_shows_in_its_tokens(layer: int) -> None:
+    whole = generate(ScriptedExecutor(SHAPE, 97, layers=3), [PROMPTS[2]], 4)[0]
+    planner = Planner(ScriptedExecutor(SHAPE, 97, layers=3))
+    lane = planner.add(PROMPTS[2], 4)
+    planner.take_step()
+    planner.executor.kv.pool[lane.blocks[1], planner.executor.kv.layers[layer][0]] ^= 1
+    planner.run()
+    assert lane.outputs[0] == whole[0]
+    assert lane.outputs != whole
+
+
+def test_the_pool_lies_where_the_allocator_says(folder: Path) -> None:
+    given: list[np.ndarray] = []
+
+    def allocate(size: int) -> np.ndarray:
+        given.append(np.zeros(size, dtype=np.uint8))
+        return given[-1]
+
+    executors = [
+        ScriptedExecutor(SHAPE, 97, layers=2, allocate=allocate),
+        TorchCpuExecutor.load(folder, dtype="float64", slots=4, blocks=32, block_size=4, allocate=allocate),
+    ]
+    for executor, memory in zip(executors, given, strict=True):
+        assert np.shares_memory(executor.kv.pool, memory)
+        assert executor.kv.pool.nbytes == memory.nbytes
+        generate(executor, [PROMPTS[0]], 2)
+        assert memory.any()
+        executor.close()

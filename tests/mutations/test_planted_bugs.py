@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from baton.core.blocks import BlockPool
+from baton.core.board import StepBuilder
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
 from baton.core.naming import Namer
@@ -20,7 +21,7 @@ from baton.core.plan import Int64s, StepResult
 from baton.core.records import EndedRequest, Flight, Request
 from baton.core.request import Move
 from baton.core.reserve import Promises
-from baton.core.scheduler import Scheduler, StepBuilder
+from baton.core.scheduler import Scheduler
 from baton.core.slots import PAD, Slots
 from baton.core.worker import Worker
 from tests.core import test_preemption, test_reserve, test_scheduler

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from baton.core import scheduler as scheduling
+from baton.core import board as scheduling
 from baton.core import victims
 from baton.core.blocks import BlockPool
+from baton.core.board import StepBuilder
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.naming import Namer
 from baton.core.plan import Copy, Int32s, Int64s, StepPlan, StepResult
@@ -30,7 +31,7 @@ from baton.core.queue import WaitingQueue
 from baton.core.records import EndedRequest, Flight, Hit, Request
 from baton.core.request import FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.reserve import Promises
-from baton.core.scheduler import Scheduler, StepBuilder
+from baton.core.scheduler import Scheduler
 from baton.core.slots import Slots
 from baton.core.worker import Cancelled, DrainOrdered, Effect, Event, StopFound, Submitted, Worker
 from baton.wire import desk as desking
@@ -126,7 +127,7 @@ def requeue_before_the_ack(patch: Patch) -> None:
         request = self._occupant(victim)
         request.outputs = self.slots.outputs(victim)
         known = np.concatenate((request.submission.prompt, request.outputs))
-        request.keys = self._keys_of(request.submission, known)
+        request.keys = self.keys_of(request.submission, known)
         self._waiting.push(request)
 
     patch.set(Scheduler, "_preempt", preempt)
@@ -915,8 +916,8 @@ def send_one_token_a_row(patch: Patch) -> None:
 
 def _altered(patch: Patch, alter: Callable[[WireSubmission], WireSubmission]) -> None:
     """Let the codec change every submission on its way."""
-    wire_then = messages._wire_submission
-    patch.set(messages, "_wire_submission", lambda item: alter(wire_then(item)))
+    wire_then = messages.wire_submission
+    patch.set(messages, "wire_submission", lambda item: alter(wire_then(item)))
 
 
 @wire("the seed is lost on the wire, and nobody gets the same answer twice")

@@ -16,7 +16,7 @@ from baton.wire import messages
 
 SIM = Path(__file__).parents[2] / "src" / "baton" / "sim"
 
-MAY_SEE_OF_CORE = {"config", "errors", "laws", "plan", "prefix", "records", "request", "worker"}
+MAY_SEE_OF_CORE = {"config", "errors", "laws", "peers", "plan", "prefix", "records", "request", "worker"}
 """The door of the deciding code and the values that pass it; what decides behind the door is not for the simulator."""
 
 MAY_SEE_OF_EXECUTORS = {"contract", "counting", "scripted"}
@@ -81,7 +81,7 @@ def test_only_the_judge_looks_behind_the_door() -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(Worker, "handle"), (Scheduler, "plan"), (Scheduler, "settle"), (messages, "_wire_submission")]
+    ("owner", "method"), [(Worker, "handle"), (Scheduler, "plan"), (Scheduler, "settle"), (messages, "wire_submission")]
 )
 def test_a_world_stands_still_without_the_production_code(
     owner: object, method: str, monkeypatch: pytest.MonkeyPatch

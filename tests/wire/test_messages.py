@@ -9,10 +9,28 @@ from hypothesis import strategies as st
 
 from baton.core.blocks import BlockGauges
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.plan import Logprobs
-from baton.core.records import Bill, EndedRequest, SchedulerGauges, Settled, StartedRequest
+from baton.core.peers import (
+    Adopted,
+    AttemptFailed,
+    Expect,
+    Fence,
+    Handover,
+    HandoverMade,
+    OpenShip,
+    PdCode,
+    PdFault,
+    PdStage,
+    PeerEffect,
+    PeerId,
+    Ship,
+    Tell,
+    Verify,
+)
+from baton.core.plan import NO_INT32S, Logprobs
+from baton.core.records import Bill, EndedRequest, HandoverGauges, SchedulerGauges, Settled, StartedRequest
 from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.wire import messages
+from baton.wire.dispatch import message_of
 from baton.wire.messages import WireError
 
 GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
@@ -91,6 +109,75 @@ def test_a_step_survives_the_wire() -> None:
     assert output.started == ((10, 16),)
     assert output.ended[0].reason is FinishReason.LENGTH
     assert (output.gauges.free_blocks, output.gauges.steps) == (3, 9)
+
+
+def _said_again(ended: EndedRequest, gauges: SchedulerGauges) -> messages.StepOutput:
+    message = messages.decode_from_engine(messages.encode_from_engine(messages.ended_output(ended, gauges)))
+    assert isinstance(message, messages.StepOutput)
+    return message
+
+
+@pytest.mark.parametrize("code", PdCode)
+def test_the_fault_of_an_attempt_survives_the_wire(code: PdCode) -> None:
+    fault = PdFault(code, PdStage.TRANSFER, "the checks differ")
+    bill = Bill(1, 2, 3, 4, queue_us=5, prefill_us=6, transfer_us=7, decode_us=8, attempts=9)
+    (ended,) = _said_again(EndedRequest(Serial(1), FinishReason.RESCHEDULE, 3, bill, fault), GAUGES).ended
+    assert messages.fault_of(ended.fault) == fault
+    assert ended.reason is FinishReason.RESCHEDULE
+    assert ended.bill == messages.WireBill(1, 2, 3, 4, queue_us=5, prefill_us=6, transfer_us=7, decode_us=8, attempts=9)
+
+
+def test_an_end_without_a_fault_has_none_on_the_wire() -> None:
+    (ended,) = _said_again(EndedRequest(Serial(1), FinishReason.STOP, 3, Bill()), GAUGES).ended
+    assert ended.fault is None
+    assert messages.fault_of(ended.fault) is None
+
+
+def test_leased_and_receiving_blocks_and_hand_overs_survive_the_wire() -> None:
+    gauges = SchedulerGauges(
+        1,
+        2,
+        BlockGauges(3, 4, 5, 6, 7),
+        8,
+        9,
+        10,
+        11,
+        12,
+        13,
+        14,
+        15,
+        0.5,
+        handovers=HandoverGauges(21, 22, 23, 24, 25, 26, 27),
+    )
+    back = _said_again(EndedRequest(Serial(1), FinishReason.STOP, 3, Bill()), gauges).gauges
+    assert (back.running_blocks, back.leased_blocks, back.receiving_blocks, back.prefix_queries) == (5, 6, 7, 8)
+    assert back.handovers == messages.WireHandovers(
+        peers=21, open=22, made=23, refused=24, not_delivered=25, preempted=26, timed_out=27
+    )
+
+
+HANDOVER = Handover(PeerId("p"), 1, 1)
+
+
+@pytest.mark.parametrize(
+    "effect",
+    [
+        Tell(HANDOVER.peer, Adopted(1, 1)),
+        Expect(HANDOVER, b"", 0, NO_INT32S),
+        Verify(HANDOVER, b""),
+        OpenShip(HANDOVER, b"", 0, NO_INT32S),
+        Ship(HANDOVER, None, 0, 1, last=True),
+        Fence(HANDOVER),
+        AttemptFailed(HANDOVER, PdFault(PdCode.REFUSED, PdStage.OFFER, "")),
+        HandoverMade(HANDOVER, Serial(1), 1),
+    ],
+    ids=lambda effect: type(effect).__name__,
+)
+def test_what_is_ordered_for_a_peer_is_no_message_to_the_front_end(effect: PeerEffect) -> None:
+    def gauges() -> SchedulerGauges:
+        raise AssertionError("nothing travels, so nothing is read")
+
+    assert message_of(effect, gauges) is None
 
 
 def test_a_refusal_survives_the_wire() -> None:

@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 
 from baton.api.engine import TokenLogprob
 from baton.api.reader import Delta
-from baton.api.writing import FINISH, NULL, Choice, Heading, Piece, encode, readable
+from baton.api.writing import (
+    FINISH,
+    NULL,
+    Choice,
+    Heading,
+    Piece,
+    encode,
+    readable,
+    rescheduled_bytes,
+    rescheduled_fields,
+)
 
 
 class ChatWriter:
@@ -35,7 +45,7 @@ class ChatWriter:
         logprobs = encode({"content": self._entries(delta.logprobs)}) if delta.logprobs else NULL
         ids = b',"token_ids":%b' % encode(delta.tokens) if self._heading.return_token_ids else b""
         fields = b'%d,"delta":%b,"logprobs":%b,"finish_reason":%b' % (delta.index, content, logprobs, FINISH[delta.finish])
-        return b"".join((head, fields, ids, self._tail))
+        return b"".join((head, fields, ids, rescheduled_bytes(delta.rescheduled), self._tail))
 
     def _first(self, delta: Delta) -> bytes:
         head = self._head
@@ -65,13 +75,13 @@ class ChatWriter:
     def _choice(self, index: int, choice: Choice) -> dict[str, object]:
         whole: dict[str, object] = {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": {"role": "assistant", "content": choice.shown(), "refusal": None},
             "logprobs": {"content": self._entries(choice.logprobs), "refusal": None} if self._logprobs else None,
             "finish_reason": choice.finish,
         }
         if self._heading.return_token_ids:
             whole["token_ids"] = choice.tokens
-        return whole
+        return whole if choice.rescheduled is None else whole | rescheduled_fields(choice.rescheduled)
 
     def _entries(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, object]]:
         return [

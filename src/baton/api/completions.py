@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 
 from baton.api.engine import TokenLogprob
 from baton.api.reader import Delta
-from baton.api.writing import FINISH, NULL, Choice, Heading, Piece, encode, readable
+from baton.api.writing import (
+    FINISH,
+    NULL,
+    Choice,
+    Heading,
+    Piece,
+    encode,
+    readable,
+    rescheduled_bytes,
+    rescheduled_fields,
+)
 
 
 class CompletionWriter:
@@ -23,7 +33,8 @@ class CompletionWriter:
         self._tail = b'}],"usage":null}\n\n' if heading.include_usage else b"}]}\n\n"
 
     def event(self, delta: Delta) -> bytes:
-        text = self._echo(delta.index) + delta.text if delta.first else delta.text
+        echoes = delta.first and delta.rescheduled is None
+        text = self._echo(delta.index) + delta.text if echoes else delta.text
         with_ids = self._heading.return_token_ids
         if not text and delta.finish is None and not ((self._logprobs or with_ids) and delta.tokens):
             return b""
@@ -37,7 +48,7 @@ class CompletionWriter:
             logprobs,
             FINISH[delta.finish],
         )
-        return b"".join((self._head, fields, ids, self._tail))
+        return b"".join((self._head, fields, ids, rescheduled_bytes(delta.rescheduled), self._tail))
 
     def usage_event(self, usage: Mapping[str, object]) -> bytes:
         return self._top + b',"choices":[],"usage":%b}\n\n' % encode(usage)
@@ -61,13 +72,13 @@ class CompletionWriter:
     def _choice(self, index: int, choice: Choice) -> dict[str, object]:
         whole: dict[str, object] = {
             "index": index,
-            "text": self._echo(index) + "".join(choice.text),
+            "text": choice.shown(self._echo(index)),
             "logprobs": self._lists(choice.logprobs, choice.offsets) if self._logprobs else None,
             "finish_reason": choice.finish,
         }
         if self._heading.return_token_ids:
             whole |= {"token_ids": choice.tokens, "prompt_token_ids": self._heading.prompt_ids_of(index)}
-        return whole
+        return whole if choice.rescheduled is None else whole | rescheduled_fields(choice.rescheduled)
 
     def _lists(self, logprobs: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, object]:
         return {

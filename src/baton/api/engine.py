@@ -32,11 +32,24 @@ class Bill:
     recomputed_tokens: int = 0
     """Tokens whose KV had to be computed again after a preemption."""
     preemptions: int = 0
-    attempts: int = 1
+    attempts: int = 0
+    """How often a peer was asked to prefill it; 0 where it was prefilled here."""
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     transfer_ms: float = 0.0
+    """From asking a peer to having its prefill here, less what it waited and computed there."""
     decode_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an attempt in which one instance prefills and another decodes ended early. It may always be tried again."""
+
+    code: int
+    """500 refused, 501 KV not delivered, 502 preempted, 408 the prefill never arrived."""
+    stage: str
+    message: str
+    """Begins with `PD Error`; shown to the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +58,8 @@ class Ended:
     cached_tokens: int
     """Prompt tokens that the prefix cache already had."""
     bill: Bill = field(default_factory=Bill)
+    fault: Fault | None = None
+    """With the reason RESCHEDULE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +100,24 @@ class EngineInfo:
     block_size: int
 
 
+BLOCK_STATES = ("free", "evictable", "running", "leased", "receiving")
+
+
+@dataclass(frozen=True, slots=True)
+class Handovers:
+    """Prefills done for a peer or by one. All but the first two only grow."""
+
+    peers: int = 0
+    """Sessions that are up."""
+    open: int = 0
+    """Under way."""
+    made: int = 0
+    refused: int = 0
+    not_delivered: int = 0
+    preempted: int = 0
+    timed_out: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Gauges:
     """What `/metrics` and the access log show of the engine, all read at one moment."""
@@ -92,7 +125,7 @@ class Gauges:
     running: int = 0
     waiting: int = 0
     blocks: Mapping[str, int] = field(default_factory=dict)
-    """Blocks by state; the states sum to the pool."""
+    """Blocks by state, of BLOCK_STATES; the states sum to the pool."""
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache since the start."""
     prefix_hits: int = 0
@@ -106,6 +139,10 @@ class Gauges:
     chunk_prefill_unsatisfied: int = 0
     """Passes in which the next chunk of a started prefill did not fit."""
     reserve_ratio: float = 0.0
+    role: str = "mixed"
+    handovers: Handovers = field(default_factory=Handovers)
+    turned_away: Mapping[str, int] = field(default_factory=dict)
+    """Connections and frames of peers that were refused, by reason."""
 
 
 class Engine(Protocol):

@@ -17,7 +17,15 @@ from baton.core.errors import Refusal, RefusalCode
 
 _encode = msgspec.json.Encoder().encode
 
-_REFUSAL_STATUS = {RefusalCode.QUEUE_FULL: 429, RefusalCode.DRAINING: 503, RefusalCode.DUPLICATE_ID: 409}
+_REFUSAL_STATUS = {
+    RefusalCode.QUEUE_FULL: 429,
+    RefusalCode.DRAINING: 503,
+    RefusalCode.DUPLICATE_ID: 409,
+    # Misdirected: right request, wrong instance. It will never be served here, so nothing that clients or balancers try
+    # again at the same address (429, 503); nothing is wrong with a field of it either (400).
+    RefusalCode.WRONG_ROLE: 421,
+}
+_ADVICE = {RefusalCode.WRONG_ROLE: "send it to an instance of the role decode or mixed"}
 _REFUSAL_TYPE = {429: "rate_limit_error", 503: "service_unavailable_error"}
 _RETRY_AFTER_S = 1
 _MESSAGE_CHARS_MAX = 1000
@@ -36,11 +44,16 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> bytes:
-        message = self.message if len(self.message) <= _MESSAGE_CHARS_MAX else self.message[:_MESSAGE_CHARS_MAX] + "…"
-        return _encode({"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}})
+        return _encode(
+            {"error": {"message": shortened(self.message), "type": self.type, "param": self.param, "code": self.code}}
+        )
 
     def response(self) -> Response:
         return Response(self.body(), self.status, dict(self.headers), "application/json")
+
+
+def shortened(message: str) -> str:
+    return message if len(message) <= _MESSAGE_CHARS_MAX else message[:_MESSAGE_CHARS_MAX] + "…"
 
 
 def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
@@ -58,7 +71,8 @@ def refused(refusal: Refusal, param: str | None) -> ApiError:
     if status in (429, 503):
         headers["Retry-After"] = str(_RETRY_AFTER_S if refusal.retry_after_s is None else refusal.retry_after_s)
     kind = _REFUSAL_TYPE.get(status, "invalid_request_error")
-    return ApiError(status, refusal.message, kind, param if status == 400 else None, refusal.code.value, headers)
+    message = f"{refusal.message}; {_ADVICE[refusal.code]}" if refusal.code in _ADVICE else refusal.message
+    return ApiError(status, message, kind, param if status == 400 else None, refusal.code.value, headers)
 
 
 def engine_dead(reason: str) -> ApiError:

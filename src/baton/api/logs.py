@@ -1,8 +1,8 @@
 """What an operator reads while a server runs: one line for each finished request, one a second for the engine's state.
 
 Owns the loggers `baton.access` and `baton.engine` and the shape of their lines: `name=value`, always the same names in the
-same order. Promises to format nothing while the level hides it. Does not know where lines go: whoever starts a server
-decides that.
+same order; only `leased` and `receiving`, which most instances never have, are left out while they are 0. Promises to format
+nothing while the level hides it. Does not know where lines go: whoever starts a server decides that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.api.engine import Bill, Engine, Gauges
 from baton.api.errors import ApiError
@@ -18,17 +19,45 @@ from baton.api.errors import ApiError
 access = logging.getLogger("baton.access")
 state = logging.getLogger("baton.engine")
 
-_STATE = "running=%d waiting=%d free=%d evictable=%d ratio=%.3f"
 _HEAD = "id=%s path=%s status=%d "
-_ENDED = _HEAD + "finish=%s prompt=%d completion=%d cached=%d %s " + _STATE
-_REFUSED = _HEAD + "error=%s " + _STATE
+_ENDED = _HEAD + "finish=%s prompt=%d completion=%d cached=%d %s %s"
+_REFUSED = _HEAD + "error=%s %s"
 _BILL = "preemptions=%d recomputed=%d queue_ms=%.1f prefill_ms=%.1f decode_ms=%.1f"
 _NO_BILL = "preemptions=- recomputed=- queue_ms=- prefill_ms=- decode_ms=-"
 
 
-def _state_of(gauges: Gauges) -> tuple[int, int, int, int, float]:
+class _State(NamedTuple):
+    """Formatted only when a line is written."""
+
+    running: int
+    waiting: int
+    free: int
+    evictable: int
+    leased: int
+    receiving: int
+    ratio: float
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.running or self.waiting or self.leased or self.receiving)
+
+    def __str__(self) -> str:
+        arriving = "".join(f" {name}={n}" for name, n in (("leased", self.leased), ("receiving", self.receiving)) if n)
+        head = f"running={self.running} waiting={self.waiting} free={self.free} evictable={self.evictable}"
+        return f"{head}{arriving} ratio={self.ratio:.3f}"
+
+
+def _state_of(gauges: Gauges) -> _State:
     blocks = gauges.blocks
-    return gauges.running, gauges.waiting, blocks.get("free", 0), blocks.get("evictable", 0), gauges.reserve_ratio
+    return _State(
+        running=gauges.running,
+        waiting=gauges.waiting,
+        free=blocks.get("free", 0),
+        evictable=blocks.get("evictable", 0),
+        leased=blocks.get("leased", 0),
+        receiving=blocks.get("receiving", 0),
+        ratio=gauges.reserve_ratio,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +89,7 @@ class Finished:
             self.completion_tokens,
             self.cached_tokens,
             paid,
-            *_state_of(self.gauges),
+            _state_of(self.gauges),
         )
 
 
@@ -71,7 +100,7 @@ def refusals_logged(engine: Engine, request_id: str, path: str) -> Iterator[None
         yield
     except ApiError as error:
         if access.isEnabledFor(logging.INFO):
-            access.info(_REFUSED, request_id, path, error.status, error.code, *_state_of(engine.gauges))
+            access.info(_REFUSED, request_id, path, error.status, error.code, _state_of(engine.gauges))
         raise
 
 
@@ -86,9 +115,8 @@ class StateLog:
         self._last_state = _state_of(engine.gauges)
 
     def tick(self, now_s: float) -> None:
-        gauges, tokens = self._engine.gauges, self._tokens_given()
-        shown = _state_of(gauges)
+        shown, tokens = _state_of(self._engine.gauges), self._tokens_given()
         rate = (tokens - self._last_tokens) / max(now_s - self._last_s, 1e-9)
-        if gauges.running or gauges.waiting or shown != self._last_state or rate:
-            state.info(_STATE + " tokens_per_s=%.1f", *shown, rate)
+        if shown.is_busy or shown != self._last_state or rate:
+            state.info("%s tokens_per_s=%.1f", shown, rate)
         self._last_s, self._last_tokens, self._last_state = now_s, tokens, shown

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.api.engine import Engine, Gauges
+from baton.api.engine import BLOCK_STATES, Engine, Gauges, Handovers
 from baton.api.reader import Delta
 from baton.core.request import FinishReason
 
@@ -30,13 +30,17 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         gauges = self._engine.gauges
-        blocks = GaugeMetricFamily("baton_kv_blocks", "KV blocks by state", labels=["model_name", "state"])
-        for state, count in gauges.blocks.items():
-            blocks.add_metric([self._model, state], count)
-        yield blocks
-        total = sum(gauges.blocks.values())
-        reusable = gauges.blocks.get("free", 0) + gauges.blocks.get("evictable", 0)
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", 1 - reusable / total if total else 0)
+        role = InfoMetricFamily("baton_role", "What this instance does", labels=["model_name"])
+        role.add_metric([self._model], {"role": gauges.role})
+        yield role
+        yield from self._of_blocks(gauges)
+        yield from self._of_handovers(gauges.handovers)
+        refused = CounterMetricFamily(
+            "baton_peer_refusals", "Connections and frames of peers that were refused", labels=["reason", "model_name"]
+        )
+        for reason, count in gauges.turned_away.items():
+            refused.add_metric([reason, self._model], count)
+        yield refused
         yield self._gauge("num_requests_running", "Requests in the batch", gauges.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue", gauges.waiting)
         yield self._gauge("reserve_ratio", "Share of the remaining outputs that is reserved", gauges.reserve_ratio)
@@ -51,6 +55,32 @@ class _EngineCollector(Collector):
             gauges.chunk_prefill_unsatisfied,
         )
         yield self._count("engine_steps", "Steps the executor ran", gauges.steps)
+
+    def _of_blocks(self, gauges: Gauges) -> Iterable[Metric]:
+        by_state = dict.fromkeys(BLOCK_STATES, 0) | dict(gauges.blocks)
+        family = GaugeMetricFamily("baton_kv_blocks", "KV blocks by state", labels=["model_name", "state"])
+        for state, count in by_state.items():
+            family.add_metric([self._model, state], count)
+        yield family
+        total, reusable = sum(by_state.values()), by_state["free"] + by_state["evictable"]
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", 1 - reusable / total if total else 0)
+
+    def _of_handovers(self, handovers: Handovers) -> Iterable[Metric]:
+        yield self._gauge(
+            "peers", "Sessions with instances that prefill for this one, or that this one prefills for", handovers.peers
+        )
+        yield self._gauge("handovers_open", "Hand-overs under way", handovers.open)
+        family = CounterMetricFamily("baton_handovers", "Hand-overs that ended", labels=["outcome", "model_name"])
+        outcomes = {
+            "made": handovers.made,
+            "refused": handovers.refused,
+            "not_delivered": handovers.not_delivered,
+            "preempted": handovers.preempted,
+            "timed_out": handovers.timed_out,
+        }
+        for outcome, count in outcomes.items():
+            family.add_metric([outcome, self._model], count)
+        yield family
 
     def _preemptions(self, gauges: Gauges) -> Metric:
         labels = ["cause", "policy", "model_name"]

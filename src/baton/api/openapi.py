@@ -42,6 +42,7 @@ _MEANINGS = {
     409: "The request id is in use",
     413: "The body is too large",
     415: "The body is not JSON",
+    421: "This instance only prefills for others; send it to one of the role decode or mixed",
     429: "The queue is full; see Retry-After",
     503: "The engine is dead or draining",
 }
@@ -73,7 +74,29 @@ _USAGE = _answer(
     ("prompt_tokens", "completion_tokens", "total_tokens"),
     {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT, "baton": _BILL},
 )
-_FINISH: Json = {"enum": ["stop", "length", "abort"]}
+_FINISH: Json = {
+    "enum": ["stop", "length", "abort", "pd_reschedule"],
+    "description": (
+        "`pd_reschedule`: the attempt ended before the answer did; the text is empty, `completion_token_ids` has everything "
+        "that was generated, `error` says why."
+    ),
+}
+_PD_ERROR = _answer(
+    ("message", "code", "stage", "retryable", "generated_token_ids"),
+    {
+        "message": _TEXT | {"pattern": "^PD Error"},
+        "code": {"type": "integer"},
+        "stage": _TEXT,
+        "retryable": {"const": True},
+        "generated_token_ids": _IDS,
+    },
+)
+_CHOICE: dict[str, Json] = {
+    "index": _COUNT,
+    "finish_reason": _FINISH,
+    "completion_token_ids": _IDS,
+    "error": _PD_ERROR,
+}
 
 
 def _generated(kind: str, choice: Json) -> Json:
@@ -85,11 +108,11 @@ def _generated(kind: str, choice: Json) -> Json:
 _MESSAGE = _answer(("role", "content"), {"role": {"const": "assistant"}, "content": _TEXT})
 _CHAT_ANSWER = _generated(
     "chat.completion",
-    _answer(("index", "message", "finish_reason"), {"index": _COUNT, "message": _MESSAGE, "finish_reason": _FINISH}),
+    _answer(("index", "message", "finish_reason"), _CHOICE | {"message": _MESSAGE}),
 )
 _COMPLETION_ANSWER = _generated(
     "text_completion",
-    _answer(("index", "text", "finish_reason"), {"index": _COUNT, "text": _TEXT, "finish_reason": _FINISH}),
+    _answer(("index", "text", "finish_reason"), _CHOICE | {"text": _TEXT}),
 )
 _MODEL_ANSWER = _answer(("id", "object", "created", "owned_by"), {"id": _TEXT, "object": {"const": "model"}})
 
@@ -115,7 +138,7 @@ def _described(
     return Described({200: {"description": "Done", "content": content}, **_errors(*errors)}, extra)
 
 
-_GENERATE_ERRORS = (400, 404, 409, 413, 415, 429, 503)
+_GENERATE_ERRORS = (400, 404, 409, 413, 415, 421, 429, 503)
 CHAT = _described(_CHAT_ANSWER, _GENERATE_ERRORS, ChatBody, streams=True)
 COMPLETION = _described(_COMPLETION_ANSWER, _GENERATE_ERRORS, CompletionBody, streams=True)
 MODELS = _described(_answer(("object", "data"), {"data": {"type": "array", "items": _MODEL_ANSWER}}))

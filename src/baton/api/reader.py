@@ -3,17 +3,31 @@
 Owns the counts that usage is made of. Promises that text, tokens and log-probabilities of a choice end together: at
 the token that completed a stop string, at a stop token (kept and counted, its text not shown), or where the engine
 ended it. Does not know HTTP nor which engine it reads from.
+
+An attempt that may go on elsewhere (RESCHEDULE) ends in the middle of a text: what its last burst would add and what is
+held back, half a character or the beginning of a stop string, is not text yet and never becomes any here. Whoever goes on
+has it all in the token ids.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container
 from dataclasses import dataclass
 
 from baton.api.detokenise import Detokenizer
-from baton.api.engine import Bill, Burst, TokenLogprob
+from baton.api.engine import Bill, Burst, Ended, Fault, TokenLogprob
 from baton.api.stops import StopScanner
+from baton.core.errors import InvariantViolated
 from baton.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Rescheduled:
+    """An attempt that ended before its answer did: why, and everything that was generated, also what was shown as text."""
+
+    fault: Fault
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +43,8 @@ class Delta:
     finish: FinishReason | None
     first: bool
     """Whether this is the first delta of its choice."""
+    rescheduled: Rescheduled | None = None
+    """With the finish RESCHEDULE; the text is empty then."""
 
 
 class ChoiceReader:
@@ -42,7 +58,6 @@ class ChoiceReader:
         text_offset: int = 0,
     ) -> None:
         self.index = index
-        self.tokens = 0
         self.cached_tokens = 0
         self.bill: Bill | None = None
         """What the choice cost; None until the engine has said how it ended, which may be after its last text."""
@@ -54,6 +69,12 @@ class ChoiceReader:
         self._min_tokens = min_tokens
         self._offset = text_offset
         self._first = True
+        self._ids = array("i")
+
+    @property
+    def tokens(self) -> int:
+        """How many the answer has."""
+        return len(self._ids)
 
     def read(self, burst: Burst) -> Delta:
         if burst.cached_tokens is not None:
@@ -63,24 +84,38 @@ class ChoiceReader:
             text, kept = self._detokenizer.push(self._shown(burst.tokens)), len(burst.tokens)
         else:
             text, kept, offsets = self._read_each(burst)
-        self.tokens += kept
+        tokens, rescheduled = burst.tokens[:kept], None
+        self._ids.extend(tokens)
         if self.stopped_by_string:
             self.finish = FinishReason.STOP
         elif burst.ended is not None:
             self.finish, self.cached_tokens = burst.ended.reason, burst.ended.cached_tokens
-            text += self._flush()
-        return self._delta(text, burst.tokens[:kept], burst.logprobs[:kept], offsets)
+            rescheduled = self._rescheduled(burst.ended)
+            text = text + self._flush() if rescheduled is None else ""
+        return self._delta(text, tokens, burst.logprobs[:kept], offsets, rescheduled)
 
     def cancel(self) -> Delta:
         """The client took the request back: what is held comes out, and nothing more."""
         self.finish = FinishReason.ABORT
         return self._delta(self._flush(), (), (), ())
 
+    def _rescheduled(self, ended: Ended) -> Rescheduled | None:
+        if ended.reason is not FinishReason.RESCHEDULE:
+            return None
+        if ended.fault is None:
+            raise InvariantViolated(f"choice {self.index} is to go on elsewhere, but the engine does not say why")
+        return Rescheduled(ended.fault, self._ids.tolist())
+
     def _delta(
-        self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], offsets: tuple[int, ...]
+        self,
+        text: str,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        offsets: tuple[int, ...],
+        rescheduled: Rescheduled | None = None,
     ) -> Delta:
         first, self._first = self._first, False
-        return Delta(self.index, text, tokens, logprobs, offsets, self.finish, first)
+        return Delta(self.index, text, tokens, logprobs, offsets, self.finish, first, rescheduled)
 
     def _shown(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """A stop token ends the answer, so only the last one can be one; its text is not part of the answer."""

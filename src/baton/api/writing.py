@@ -13,7 +13,8 @@ from typing import Protocol
 import msgspec
 
 from baton.api.engine import Bill, TokenLogprob
-from baton.api.reader import ChoiceReader, Delta
+from baton.api.errors import shortened
+from baton.api.reader import ChoiceReader, Delta, Rescheduled
 from baton.core.request import FinishReason
 
 encode = msgspec.json.Encoder().encode
@@ -48,6 +49,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    rescheduled: Rescheduled | None = None
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
@@ -55,6 +57,11 @@ class Choice:
         self.logprobs += delta.logprobs
         self.offsets += delta.offsets
         self.finish = delta.finish
+        self.rescheduled = delta.rescheduled
+
+    def shown(self, echo: str = "") -> str:
+        """Half an answer is not shown as text: whoever goes on from its token ids will show it whole."""
+        return echo + "".join(self.text) if self.rescheduled is None else ""
 
 
 class Writer(Protocol):
@@ -99,6 +106,24 @@ def bill_of(readers: Sequence[ChoiceReader]) -> Bill | None:
         transfer_ms=max(bill.transfer_ms for bill in bills),
         decode_ms=max(bill.decode_ms for bill in bills),
     )
+
+
+def rescheduled_fields(rescheduled: Rescheduled) -> dict[str, object]:
+    """What a choice has beside the usual when its attempt ended early."""
+    fault, ids = rescheduled.fault, rescheduled.token_ids
+    error = {
+        "message": shortened(fault.message),
+        "code": fault.code,
+        "stage": fault.stage,
+        "retryable": True,
+        "generated_token_ids": ids,
+    }
+    return {"completion_token_ids": ids, "error": error}
+
+
+def rescheduled_bytes(rescheduled: Rescheduled | None) -> bytes:
+    """The same, to be put behind the last field of a choice."""
+    return b"" if rescheduled is None else b"," + encode(rescheduled_fields(rescheduled))[1:-1]
 
 
 def sse(data: bytes) -> bytes:

@@ -15,13 +15,14 @@ import typer
 from rich.console import Console
 
 from baton.cli.config import read_options
-from baton.core.config import ReservePolicy, VictimPolicy
+from baton.core.config import OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
 from baton.core.errors import BatonError
 from baton.node.settings import EngineSettings
 
 console = Console(stderr=True, highlight=False)
 
 API, MODEL, KV, PRESSURE, LOG = "API", "Model", "KV cache and scheduling", "Under KV pressure", "Log"
+PEERS = "Prefill here, decode there"
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -42,6 +43,19 @@ class Attention(StrEnum):
     AUTO = "auto"
     NATIVE = "native"
     GATHER = "gather"
+
+
+class RoleName(StrEnum):
+    MIXED = "mixed"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Transfer(StrEnum):
+    AUTO = "auto"
+    SHM = "shm"
+    TCP = "tcp"
+    MOONCAKE = "mooncake"
 
 
 class LogLevel(StrEnum):
@@ -134,6 +148,45 @@ Victims = Annotated[
 MaxPreemptions = Annotated[
     int, _option("max-preemptions", PRESSURE, "A request that yielded this often is no longer a victim.", 0)
 ]
+RoleOption = Annotated[
+    RoleName,
+    _option("role", PEERS, "mixed does all; decode takes requests and has its peers prefill them; prefill does that."),
+]
+PeerList = Annotated[
+    list[str] | None,
+    _option(
+        "peer", PEERS, "HOST:PORT of an instance that prefills for this one; repeat for several. Without any, it does so."
+    ),
+]
+PeerHost = Annotated[
+    str,
+    _option(
+        "peer-host", PEERS, "Address for peers: where prefill is asked for, where decode takes KV. Beyond loopback: a key."
+    ),
+]
+PeerPort = Annotated[
+    int | None, _option("peer-port", PEERS, "Where prefill is asked for; 0 picks a free one. Default: 8100.", 0, 65535)
+]
+ClusterKey = Annotated[
+    str | None, _option("cluster-key", PEERS, "What instances prove themselves with; better in the environment or a file.")
+]
+ClusterKeyFile = Annotated[
+    str | None, _option("cluster-key-file", PEERS, "A file with that key. Default, on loopback: one kept for this user.")
+]
+TransferOption = Annotated[
+    Transfer, _option("transfer", PEERS, "How KV travels; auto takes shared memory on one machine, TCP between two.")
+]
+OnPreemptOption = Annotated[
+    OnPreempt,
+    _option("on-preempt", PEERS, "What it cannot hold: resume here later, or end with pd_reschedule to go on elsewhere."),
+]
+PrefillPathOption = Annotated[
+    PrefillPath, _option("prefill-path", PEERS, "How prefill plans its steps: short, or general as other instances do.")
+]
+PrefillTimeout = Annotated[
+    float, _option("prefill-timeout", PEERS, "Seconds that decode waits for a peer's prefill.", 0.001)
+]
+Lease = Annotated[float, _option("lease", PEERS, "Seconds that blocks wait for a peer of which nothing is heard.", 0.001)]
 AccessLog = Annotated[
     bool, _switch("access-log", LOG, "A line for each finished request: its cost, and the engine's state at that moment.")
 ]
@@ -182,13 +235,16 @@ def serve(
     block_size: BlockSize = 16,
     kv_blocks: KvBlocks = None,
     kv_memory: KvMemory = "2G",
-    prefix_cache: PrefixCache = True,
-    plan_ahead: PlanAhead = 2,
+    prefix_cache: PrefixCache = True, plan_ahead: PlanAhead = 2,
     reserve: Reserve = ReservePolicy.NEW_TOKEN_RATIO,
     ratio_initial: RatioInitial = 0.7, ratio_decay: RatioDecay = 0.001, ratio_floor: RatioFloor = 0.1,
     ratio_clip_tokens: RatioClip = 4096,
     fixed_blocks: FixedBlocks = 16, fixed_blocks_decay: FixedBlocksDecay = 0.025,
     victims: Victims = VictimPolicy.NEWEST, max_preemptions: MaxPreemptions = 8,
+    role: RoleOption = RoleName.MIXED, peer: PeerList = None, peer_host: PeerHost = "127.0.0.1", peer_port: PeerPort = None,
+    cluster_key: ClusterKey = None, cluster_key_file: ClusterKeyFile = None, transfer: TransferOption = Transfer.AUTO,
+    on_preempt: OnPreemptOption = OnPreempt.RESUME, prefill_path: PrefillPathOption = PrefillPath.SHORT,
+    prefill_timeout: PrefillTimeout = 60.0, lease: Lease = 2.0,
     access_log: AccessLog = True, log_level: LogLevelOption = LogLevel.INFO,
     config: Config = None,  # noqa: ARG001  its callback has made it the defaults of all the others
 ) -> None:  # fmt: skip
@@ -208,13 +264,16 @@ def serve(
         step_tokens=max_num_batched_tokens, depth=plan_ahead, waiting_max=max_waiting,
         prefix_cache=prefix_cache, step_ms=step_ms, reserve=reserve, ratio_initial=ratio_initial, ratio_decay=ratio_decay,
         ratio_floor=ratio_floor, ratio_clip_tokens=ratio_clip_tokens, fixed_blocks=fixed_blocks,
-        fixed_blocks_decay=fixed_blocks_decay, victims=victims, max_preemptions=max_preemptions,
+        fixed_blocks_decay=fixed_blocks_decay, victims=victims, max_preemptions=max_preemptions, role=role,
+        peers=tuple(peer or ()), peer_host=peer_host, peer_port=peer_port, transfer=transfer, on_preempt=on_preempt,
+        prefill_path=prefill_path, prefill_timeout_s=prefill_timeout, lease_s=lease,
     )  # fmt: skip
     scripted = executor is ExecutorKind.SCRIPTED
     _run(
         model="scripted" if scripted else model, host=host, port=port, api_keys=tuple(api_key or ()),
         served_model_names=tuple(served_model_name or ()), chat_template=chat_template, drain_timeout_s=drain_timeout,
-        scripted=scripted, engine=engine, log_level=log_level, access_log=access_log,
+        scripted=scripted, cluster_key=cluster_key, cluster_key_file=cluster_key_file, engine=engine,
+        log_level=log_level, access_log=access_log,
     )  # fmt: skip
 
 

@@ -1,12 +1,15 @@
 """Who owns each block of KV: the one ledger, from which every gauge is read.
 
-A block has a reference count and perhaps a name in the prefix index. Its state follows from those two and is stored nowhere:
+A block has a reference count, perhaps a pin and perhaps a name in the prefix index. Its state follows from those three and
+is stored nowhere:
 
+    pinned                         leased (granted to a peer's prefill) or receiving (its KV is arriving)
     references > 0                 running
     no references, named           evictable   (cached; goes when room is needed, least recently used first, leaves first)
     no references, no name         free
 
-`take` is the only thing that evicts; looking a prefix up and holding its blocks never does.
+`take` is the only thing that evicts; looking a prefix up and holding its blocks never does. A pinned block has an owner, who
+takes the pin away when nothing outside the engine can write to it any more; until then it cannot be dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +25,14 @@ import numpy.typing as npt
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s
 from baton.core.prefix import Key, PrefixIndex
+
+
+class Pin(IntEnum):
+    """What keeps a block from being dropped."""
+
+    NONE = 0
+    LEASED = 1
+    RECEIVING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,9 @@ class BlockPool:
         self.prefix = prefix
         self._references = np.zeros(blocks, dtype=np.int32)
         self._named = np.zeros(blocks, dtype=np.bool_)
+        self._pins = np.zeros(blocks, dtype=np.int8)
+        self._pinned = dict.fromkeys(Pin, 0)
+        """How many blocks have each pin; not kept for NONE."""
         self._free = np.arange(blocks - 1, -1, -1, dtype=np.int32)
         """A stack: the first `_free_count` entries are the free blocks."""
         self._free_count = blocks
@@ -56,12 +71,26 @@ class BlockPool:
         return self._free_count + self._evictable_count
 
     def gauges(self) -> BlockGauges:
-        running = self.blocks - self._free_count - self._evictable_count
-        return BlockGauges(self._free_count, self._evictable_count, running)
+        leased, receiving = self._pinned[Pin.LEASED], self._pinned[Pin.RECEIVING]
+        running = self.blocks - self._free_count - self._evictable_count - leased - receiving
+        return BlockGauges(self._free_count, self._evictable_count, running, leased, receiving)
 
     def references(self) -> npt.NDArray[np.int32]:
         """A copy, for the laws."""
         return self._references.copy()
+
+    def pins(self) -> npt.NDArray[np.int8]:
+        """A copy, for the laws."""
+        return self._pins.copy()
+
+    def pin(self, blocks: Int32s, pin: Pin) -> None:
+        """These blocks, which have one owner and one and the same pin so far, are pinned otherwise from here on."""
+        if not len(blocks):
+            return
+        before = Pin(int(self._pins[blocks[0]]))
+        self._pinned[before] -= len(blocks)
+        self._pinned[pin] += len(blocks)
+        self._pins[blocks] = pin
 
     def free_blocks(self) -> Int32s:
         """A copy, for the laws."""
@@ -93,6 +122,8 @@ class BlockPool:
 
     def drop(self, blocks: Int32s) -> None:
         """One reference less to each of these distinct blocks, given in sequence order."""
+        if np.count_nonzero(self._pins[blocks]):
+            raise InvariantViolated("a block was dropped while it may still be written from outside")
         self._references[blocks] -= 1
         if int(self._references[blocks].min(initial=0)) < 0:
             raise InvariantViolated("a block was dropped more often than it was held")

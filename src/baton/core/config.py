@@ -70,6 +70,8 @@ class HandoverConfig:
     """What a refused giver is told."""
     local_tokens: int = 16
     """A prompt with no more than so many uncached tokens is prefilled where it decodes."""
+    vocabulary: int = 1 << 31
+    """A first token must be below this."""
 
     def __post_init__(self) -> None:
         for name in ("lease_us", "renew_us", "deadline_us", "retry_after_us"):

@@ -1,4 +1,4 @@
-"""The invariants of one scheduler, as checks that a test or a simulator runs after any event.
+"""The invariants of one engine's board, as checks that a test or a simulator runs after any event.
 
 Each law is a function that raises InvariantViolated with what it found. They read copies and change nothing.
 """
@@ -9,14 +9,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from baton.core.blocks import Pin
+from baton.core.board import Board
 from baton.core.errors import InvariantViolated
 from baton.core.records import Request
 from baton.core.request import Phase
-from baton.core.scheduler import Scheduler
 from baton.core.slots import NO_REQUEST
 
 
-def audit(scheduler: Scheduler) -> None:
+def audit(scheduler: Board) -> None:
     """Every law. Costs O(pool): for tests, simulation and replay, not for serving."""
     for law in LAWS.values():
         law(scheduler)
@@ -27,21 +28,29 @@ def _require(holds: bool, what: str) -> None:
         raise InvariantViolated(what)
 
 
-def blocks_are_conserved(scheduler: Scheduler) -> None:
-    """Free, evictable and running sum to the pool, and each is what a recount finds."""
+def blocks_are_conserved(scheduler: Board) -> None:
+    """Free, evictable, leased, receiving and running sum to the pool, and each is what a recount finds."""
     pool, gauges = scheduler.pool, scheduler.pool.gauges()
     references, free, named = pool.references(), pool.free_blocks(), pool.prefix.names()
-    _require(gauges.free + gauges.evictable + gauges.running == pool.blocks, f"{gauges} do not sum to {pool.blocks}")
+    pins = pool.pins()
+    pinned = gauges.leased + gauges.receiving
+    _require(
+        gauges.free + gauges.evictable + gauges.running + pinned == pool.blocks, f"{gauges} do not sum to {pool.blocks}"
+    )
     _require(len(np.unique(free)) == len(free), "a block is in the free list twice")
     _require(not references[free].any(), "a free block has references")
     _require(not any(block in named for block in free.tolist()), "a free block has a name")
     evictable = sum(1 for block in named if not references[block])
     _require(evictable == gauges.evictable, f"{evictable} blocks are evictable, the gauge says {gauges.evictable}")
-    running = int(np.count_nonzero(references))
+    leased, receiving = (int(np.count_nonzero(pins == pin)) for pin in (Pin.LEASED, Pin.RECEIVING))
+    _require(leased == gauges.leased, f"{leased} blocks are leased, the gauge says {gauges.leased}")
+    _require(receiving == gauges.receiving, f"{receiving} blocks are receiving, the gauge says {gauges.receiving}")
+    _require(not (references[pins > 0] != 1).any(), "a pinned block has another number of owners than one")
+    running = int(np.count_nonzero(references)) - leased - receiving
     _require(running == gauges.running, f"{running} blocks are in use, the gauge says {gauges.running}")
 
 
-def references_equal_tables(scheduler: Scheduler) -> None:
+def references_equal_tables(scheduler: Board) -> None:
     """A block has as many references as tables that name it."""
     slots = scheduler.slots
     counted = np.zeros(scheduler.pool.blocks, dtype=np.int32)
@@ -53,14 +62,14 @@ def references_equal_tables(scheduler: Scheduler) -> None:
     _require(not len(wrong), f"blocks {wrong[:8].tolist()} have other reference counts than tables that name them")
 
 
-def names_belong_to_blocks(scheduler: Scheduler) -> None:
+def names_belong_to_blocks(scheduler: Board) -> None:
     """A name stands for one block, and the block for that name."""
     names = scheduler.pool.prefix.names()
     _require(len(set(names.values())) == len(names), "two blocks carry one name")
     _require(len(names) == len(scheduler.pool.prefix), "the two directions of the prefix index differ in size")
 
 
-def rows_match_requests(scheduler: Scheduler) -> None:
+def rows_match_requests(scheduler: Board) -> None:
     """One request a slot and one slot a request, and the phase column is a true copy."""
     slots = scheduler.slots
     requests: dict[int, Request] = {request.serial: request for request in scheduler.requests()}
@@ -78,7 +87,7 @@ def rows_match_requests(scheduler: Scheduler) -> None:
     _require(bool((slots.phase[idle] == Phase.FINISHED).all()), "an empty slot has a phase")
 
 
-def lengths_are_ordered(scheduler: Scheduler) -> None:
+def lengths_are_ordered(scheduler: Board) -> None:
     """KV exists only for known tokens, never for the last sampled one, and only computed blocks are named."""
     slots, size = scheduler.slots, scheduler.config.block_size
     rows = np.flatnonzero(slots.serial != NO_REQUEST)
@@ -90,13 +99,13 @@ def lengths_are_ordered(scheduler: Scheduler) -> None:
     _require(bool((slots.pending[rows] >= 0).all()), "fewer than no tokens are in flight")
 
 
-def promises_are_covered(scheduler: Scheduler) -> None:
+def promises_are_covered(scheduler: Board) -> None:
     """What protected requests will still take is there to be taken."""
     promised = scheduler.promised()
     _require(promised <= scheduler.pool.available, f"{promised} blocks are promised, {scheduler.pool.available} available")
 
 
-def prefills_fit_together(scheduler: Scheduler) -> None:
+def prefills_fit_together(scheduler: Board) -> None:
     """When everything else is gone, the started prefills have room to finish: none can wait for another for ever."""
     slots, size = scheduler.slots, scheduler.config.block_size
     prefilling = slots.phase == Phase.RUNNING_PREFILL
@@ -109,7 +118,21 @@ def prefills_fit_together(scheduler: Scheduler) -> None:
     _require(lacking <= room, f"started prefills lack {lacking} blocks and at most {room} can ever be free")
 
 
-def the_crew_is_current(scheduler: Scheduler) -> None:
+def pins_belong_to_leases(scheduler: Board) -> None:
+    """A block is pinned exactly as long as its row waits for KV from outside, and then none of it has a name."""
+    slots, pins = scheduler.slots, scheduler.pool.pins()
+    owned = np.zeros(scheduler.pool.blocks, dtype=np.bool_)
+    for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
+        blocks = slots.blocks(slot)
+        pinned = blocks[pins[blocks] > 0]
+        owned[pinned] = True
+        waits = not slots.told[slot] and Phase(slots.phase[slot]) in (Phase.RECEIVING, Phase.PREEMPTING)
+        _require(waits or not len(pinned), f"slot {slot} runs in blocks that may still be written from outside")
+    _require(bool((owned == (pins > 0)).all()), "a block is pinned for nobody")
+    _require(not any(pins[block] for block in scheduler.pool.prefix.names()), "a pinned block has a name")
+
+
+def the_crew_is_current(scheduler: Board) -> None:
     """The decodes that the scheduler remembers from one plan to the next are those that the table has."""
     slots, crew, rows = scheduler.slots, scheduler.crew(), scheduler.slots.decoding()
     if crew is None:
@@ -119,13 +142,13 @@ def the_crew_is_current(scheduler: Scheduler) -> None:
     _require(np.array_equal(crew.serials, slots.serial[rows]), "a decode is remembered with another request")
 
 
-def nobody_yields_too_often(scheduler: Scheduler) -> None:
+def nobody_yields_too_often(scheduler: Board) -> None:
     most = scheduler.config.max_preemptions
     for request in scheduler.requests():
         _require(request.bill.preemptions <= most, f"request {request.serial} yielded {request.bill.preemptions} times")
 
 
-LAWS: dict[str, Callable[[Scheduler], None]] = {
+LAWS: dict[str, Callable[[Board], None]] = {
     "conservation": blocks_are_conserved,
     "references": references_equal_tables,
     "names": names_belong_to_blocks,
@@ -134,5 +157,6 @@ LAWS: dict[str, Callable[[Scheduler], None]] = {
     "promises": promises_are_covered,
     "prefills": prefills_fit_together,
     "yielding": nobody_yields_too_often,
+    "pins": pins_belong_to_leases,
     "crew": the_crew_is_current,
 }

@@ -31,7 +31,7 @@ class PrefixIndex:
         key = hashlib.blake2b(secret, digest_size=32, person=b"key").digest()
         self._root_hasher = hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"root")
         self._block_hasher = hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"block")
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._block_of: dict[Key, int] = {}
         self._key_of: list[Key | None] = [None] * blocks
         self._parent_of: list[Key | None] = [None] * blocks
@@ -44,7 +44,7 @@ class PrefixIndex:
 
     def root(self, salt: bytes) -> Key:
         hasher = self._root_hasher.copy()
-        hasher.update(len(self._fingerprint).to_bytes(4, "little") + self._fingerprint + salt)
+        hasher.update(len(self.fingerprint).to_bytes(4, "little") + self.fingerprint + salt)
         return Key(hasher.digest())
 
     def chain(self, parent: Key, tokens: bytes) -> Key:

@@ -57,6 +57,10 @@ class Request:
     """Set with an order to stop that ends it: how, when the executor acknowledges. None: it will be resumed."""
     keep: int | None = None
     """How many outputs count, where the front end cut the answer (a stop string)."""
+    fault: PdFault | None = None
+    """Why the attempt ends, where that was not its own doing."""
+    prefills_here: bool = False
+    """No peer is asked to prefill it (any more)."""
     bill: Bill = field(default_factory=Bill)
     found_tokens: int = 0
     """Positions that the cache had at the last start."""

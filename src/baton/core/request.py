@@ -11,8 +11,18 @@ Each choice of `n > 1` is a request of its own. Its siblings name choice 0 as th
       │                                                         └── finish in flight ─────┤
       └─────────────────────────────────── abort ─────────────────────────────────────────┘
 
+Where one instance prefills for another, the request is in a phase of its own on each:
+
+    P   RUNNING_PREFILL ──last chunk planned──▶ HANDING_OVER ──order to stop──▶ PREEMPTING
+    D   WAITING ──blocks leased──▶ RECEIVING ──adopt──▶ RUNNING_DECODE
+                                       └──order to stop──▶ PREEMPTING    until the transfer is fenced: the ack
+
+A request whose row the executor was never told of (held for a prefill that was not granted, or adopted and not begun)
+finishes at once.
+
 A phase says what the scheduler will plan *next* for the request: a prefill whose last chunk is planned, though still in
-flight, is decoding. PREEMPTING means that the executor was ordered to let go of the slot and has not acknowledged it yet.
+flight, is decoding. PREEMPTING means that the executor (or, before it knew of the row, the transfer) was ordered to let go
+of the slot and has not acknowledged it yet.
 """
 
 from __future__ import annotations
@@ -37,8 +47,10 @@ class Phase(IntEnum):
     WAITING = 0
     RUNNING_PREFILL = 1
     RUNNING_DECODE = 2
-    PREEMPTING = 3
-    FINISHED = 4
+    RECEIVING = 3
+    HANDING_OVER = 4
+    PREEMPTING = 5
+    FINISHED = 6
 
 
 class Move(Enum):
@@ -46,6 +58,9 @@ class Move(Enum):
 
     ADMIT = "admit"
     PREFILL_PLANNED = "prefill planned"
+    LEASE = "blocks leased"
+    ADOPT = "adopt"
+    HAND_OVER = "prefill planned, to be handed over"
     PREEMPT = "order to yield"
     ORDER_STOP = "order to stop"
     ACK_PREEMPTION = "preemption acknowledged"
@@ -56,11 +71,18 @@ class Move(Enum):
 TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
     (Phase.WAITING, Move.ADMIT): Phase.RUNNING_PREFILL,
     (Phase.WAITING, Move.FINISH): Phase.FINISHED,
+    (Phase.WAITING, Move.LEASE): Phase.RECEIVING,
     (Phase.RUNNING_PREFILL, Move.PREFILL_PLANNED): Phase.RUNNING_DECODE,
+    (Phase.RUNNING_PREFILL, Move.HAND_OVER): Phase.HANDING_OVER,
     (Phase.RUNNING_PREFILL, Move.ORDER_STOP): Phase.PREEMPTING,
+    (Phase.RUNNING_PREFILL, Move.FINISH): Phase.FINISHED,
     (Phase.RUNNING_DECODE, Move.ORDER_STOP): Phase.PREEMPTING,
     (Phase.RUNNING_DECODE, Move.PREEMPT): Phase.PREEMPTING,
     (Phase.RUNNING_DECODE, Move.FINISH): Phase.FINISHED,
+    (Phase.RECEIVING, Move.ADOPT): Phase.RUNNING_DECODE,
+    (Phase.RECEIVING, Move.ORDER_STOP): Phase.PREEMPTING,
+    (Phase.RECEIVING, Move.FINISH): Phase.FINISHED,
+    (Phase.HANDING_OVER, Move.ORDER_STOP): Phase.PREEMPTING,
     (Phase.PREEMPTING, Move.FINISH): Phase.FINISHED,
     (Phase.PREEMPTING, Move.ACK_PREEMPTION): Phase.WAITING,
     (Phase.PREEMPTING, Move.ACK_END): Phase.FINISHED,

@@ -28,7 +28,7 @@ PAD = -1
 """Fills the unused columns of `stop_ids`. Token ids are never negative, so it equals none."""
 
 PREFILLING, DECODING = int(Phase.RUNNING_PREFILL), int(Phase.RUNNING_DECODE)
-PREEMPTING, FINISHED = int(Phase.PREEMPTING), int(Phase.FINISHED)
+RECEIVING, PREEMPTING, FINISHED = int(Phase.RECEIVING), int(Phase.PREEMPTING), int(Phase.FINISHED)
 """Phases as they stand in the column: numpy compares with a plain number six times as fast as with a member of an enum."""
 
 CACHE_LINE_TOKENS = 16
@@ -40,12 +40,14 @@ class Slots:
         self.serial = np.full(slots, NO_REQUEST, dtype=np.int64)
         self.epoch = np.zeros(slots, dtype=np.int64)
         self.phase = np.full(slots, Phase.FINISHED, dtype=np.int8)
-        """A copy of the request's own phase, for selecting rows; written by `Scheduler._move` alone."""
+        """A copy of the request's own phase, for selecting rows; written by `Board._move` alone."""
         self.priority = np.zeros(slots, dtype=np.int64)
         self.protected = np.zeros(slots, dtype=np.bool_)
         """No longer a victim: it yielded too often, and its whole remaining need is reserved."""
         self.muted = np.zeros(slots, dtype=np.bool_)
         """Nobody listens any more: what it still yields is counted but not delivered."""
+        self.told = np.zeros(slots, dtype=np.bool_)
+        """A plan has carried its Start: the executor knows the row, and it comes back by a Stop only."""
         self.prompt = np.zeros(slots, dtype=np.int64)
         self.known = np.zeros(slots, dtype=np.int64)
         self.planned = np.zeros(slots, dtype=np.int64)
@@ -79,7 +81,7 @@ class Slots:
         slot = self._empty.pop()
         for column in (self.prompt, self.known, self.planned, self.pending, self.computed, self.published, self.held):
             column[slot] = 0
-        self.protected[slot] = self.muted[slot] = False
+        self.protected[slot] = self.muted[slot] = self.told[slot] = False
         self.serial[slot] = serial
         return slot
 
@@ -138,8 +140,9 @@ class Slots:
         self.held[slot] = held + len(blocks)
 
     def running(self) -> Int64s:
-        """Rows that will still grow."""
-        rows: Int64s = ((self.phase == PREFILLING) | (self.phase == DECODING)).nonzero()[0]
+        """Rows that will still grow, those whose prefill is done elsewhere included."""
+        phase = self.phase
+        rows: Int64s = ((phase >= PREFILLING) & (phase <= RECEIVING)).nonzero()[0]
         return rows
 
     def decoding(self) -> Int64s:

@@ -10,11 +10,19 @@ rather than on arrival, so that a driver can hand in everything that has arrived
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from baton.core.config import WorkerConfig
+from baton.core.board import Board
+from baton.core.config import PrefillPath, WorkerConfig
+from baton.core.decode import DecodeScheduler
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.plan import StepPlan, StepResult
+from baton.core.handover import Acts, Giver, Taker
+from baton.core.peers import (
+    PeerEffect,
+    PeerEvent,
+)
+from baton.core.plan import NO_INT32S, NO_INT64S, StepPlan, StepResult
+from baton.core.prefill import GeneralPrefillScheduler, PrefillScheduler
 from baton.core.prefix import PrefixIndex
 from baton.core.records import EndedRequest, SchedulerGauges, Settled
 from baton.core.request import FinishReason, RequestId, Serial, Submission
@@ -73,7 +81,7 @@ class Tick:
     """`next_deadline` has come."""
 
 
-Event = Submitted | Cancelled | StopFound | StepDone | DrainOrdered | Orphaned | Tick
+Event = Submitted | Cancelled | StopFound | StepDone | DrainOrdered | Orphaned | Tick | PeerEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,10 @@ class Withdrawn:
     ended: EndedRequest
 
 
-Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn
+Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn | PeerEffect
+
+
+NOTHING = Settled(NO_INT64S, NO_INT32S, NO_INT32S, (), (), ())
 
 
 class PrefillMeter:
@@ -134,9 +145,23 @@ class PrefillMeter:
 
 
 class Worker:
-    def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
+    def __init__(self, config: WorkerConfig, prefix: PrefixIndex, handover_secret: bytes = b"") -> None:
         self.config = config
-        self.scheduler = Scheduler(config, prefix)
+        self.scheduler: Board
+        self._queue: Scheduler | None = None
+        """Where clients' requests wait; None on an instance that serves peers only."""
+        self.giver: Giver | None = None
+        self.taker: Taker | None = None
+        if config.role.gives:
+            short = config.prefill_path is PrefillPath.SHORT
+            prefills = PrefillScheduler(config, prefix) if short else GeneralPrefillScheduler(config, prefix)
+            self.scheduler, self.giver = prefills, Giver(config, prefills)
+        elif config.role.takes:
+            self.scheduler = self._queue = decodes = DecodeScheduler(config, prefix)
+            self.taker = Taker(config, decodes, handover_secret)
+        else:
+            self.scheduler = self._queue = Scheduler(config, prefix)
+        self._peers = self.giver or self.taker
         self._draining = False
         self._meter = PrefillMeter()
         self._now_us = 0
@@ -151,8 +176,7 @@ class Worker:
             case Tick():
                 effects, idle_pass = self._pass()
             case StepDone(result):
-                self.scheduler.rates = self._meter.done(self.scheduler.rates, now_us)
-                effects = [Deliver(self.scheduler.settle(result, now_us))]
+                effects = self._settle(result)
             case Submitted():
                 effects = [self._submit(event)]
             case Cancelled(serial):
@@ -160,53 +184,88 @@ class Worker:
             case StopFound(serial, keep):
                 effects = self._stop(serial, FinishReason.STOP, keep)
             case DrainOrdered():
-                self._draining = True
+                self._drain()
             case Orphaned():
                 effects = self._stop_all()
+            case _:
+                effects = self._hear(event)
         self._planned_out = idle_pass
         return effects
 
     def next_deadline(self) -> int | None:
         """A pass is due at once whenever it could plan something, and soon in any case while anything is open."""
-        if not self.scheduler.has_work:
-            return None
+        peers_us = None if self._peers is None else self._peers.next_deadline()
+        if not self.scheduler.has_work or self.scheduler.asleep:
+            return peers_us
         could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
-        return self._now_us if could_plan else self._now_us + IDLE_PASS_US
+        pass_us = self._now_us if could_plan else self._now_us + IDLE_PASS_US
+        return pass_us if peers_us is None else min(peers_us, pass_us)
 
     def gauges(self) -> SchedulerGauges:
-        return self.scheduler.gauges()
+        gauges = self.scheduler.gauges()
+        if self._peers is None:
+            return gauges
+        handovers = replace(self._peers.gauges(), preempted=gauges.handovers.preempted)
+        waiting = gauges.waiting if self.giver is None else gauges.waiting + self.giver.queued
+        return replace(gauges, waiting=waiting, handovers=handovers)
 
     @property
     def is_idle(self) -> bool:
-        return not self.scheduler.has_work
+        return not self.scheduler.has_work and not (self._peers is not None and self._peers.open())
 
     def _pass(self) -> tuple[list[Effect], bool]:
+        effects = [] if self._peers is None else _effects(self._peers.expire(self._now_us))
         if self.scheduler.in_flight >= self.config.depth:
-            return [], False
+            return effects, False
         plan = self.scheduler.plan(self._now_us)
+        if self.taker is not None:
+            effects += _effects(self.taker.planned(self._now_us))
         if plan is None:
-            return [], True
+            return effects, True
+        if self.giver is not None:
+            effects += _effects(self.giver.planned(plan))
         self._meter.launched(plan, self._now_us)
-        return [Launch(plan)], False
+        return [*effects, Launch(plan)], False
+
+    def _settle(self, result: StepResult) -> list[Effect]:
+        self.scheduler.rates = self._meter.done(self.scheduler.rates, self._now_us)
+        settled = self.scheduler.settle(result, self._now_us)
+        if self.giver is None:
+            return [Deliver(settled)]
+        # The front end of an instance that prefills for others has nobody who waits for tokens; it learns the gauges.
+        return [*_effects(self.giver.settled(settled, self._now_us)), Deliver(NOTHING)]
+
+    def _hear(self, event: PeerEvent) -> list[Effect]:
+        return [] if self._peers is None else _effects(self._peers.handle(event, self._now_us))
+
+    def _drain(self) -> None:
+        self._draining = True
+        if self.giver is not None:
+            self.giver.draining = True
 
     def _stop(self, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
+        if self.taker is not None and self.taker.knows(serial):
+            return _effects(self.taker.cancel(serial, reason, self._now_us))
         ended = self.scheduler.order_stop(serial, reason, self._now_us, keep)
         return [Withdrawn(ended)] if ended else []
 
     def _stop_all(self) -> list[Effect]:
+        if self.giver is not None:
+            return []  # what is open there is its peers'
         serials = [request.serial for request in self.scheduler.requests()]
         return [effect for serial in serials for effect in self._stop(serial, FinishReason.ABORT, None)]
 
     def _submit(self, event: Submitted) -> Accepted | GroupRefused:
+        if self._queue is None:
+            text = "this instance only prefills for others"
+            return GroupRefused(event.ticket, Refusal(RefusalCode.WRONG_ROLE, text))
         refusal = self._refusal(event.group)
         if refusal:
             return GroupRefused(event.ticket, refusal)
         serials: dict[RequestId, Serial] = {}
         for submission in event.group:
             leader = serials[submission.leader] if submission.leader is not None else None
-            serials[submission.request_id] = self.scheduler.enqueue(
-                submission, self._limit(submission), self._now_us, leader
-            )
+            serials[submission.request_id] = self._queue.enqueue(submission, self._limit(submission), self._now_us, leader)
         return Accepted(event.ticket, tuple(serials.values()))
 
     def _limit(self, submission: Submission) -> int:
@@ -255,3 +314,17 @@ class Worker:
             )
             return Refusal(RefusalCode.POOL_EXCEEDED, text)
         return None
+
+
+def _effects(acts: Acts) -> list[Effect]:
+    """Orders of a hand-over as they are; what it brought or ended as the front end hears of any other."""
+    effects: list[Effect] = []
+    for act in acts:
+        match act:
+            case Settled():
+                effects.append(Deliver(act))
+            case EndedRequest():
+                effects.append(Withdrawn(act))
+            case _:
+                effects.append(act)
+    return effects

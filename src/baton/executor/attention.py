@@ -31,6 +31,8 @@ IGNORED_ARGUMENTS = (
 )
 """Arguments that carry no meaning for attention over blocks: positions are already rotated in, nothing else is returned."""
 
+LayerWritten = Callable[[int], None]
+"""Told of each layer, as soon as the step's KV of that layer is in its blocks."""
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -178,9 +180,12 @@ class GatherAttention:
 
     batch: PackedBatch
     kv: list[LayerKv]
+    written: LayerWritten | None = None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         kv = self.kv[call.layer]
         write_gathered(kv, self.batch, call.key, call.value)
+        if self.written is not None:
+            self.written(call.layer)
         spec = LayerSpec(call.key.shape[0], call.key.shape[2], call.value.shape[2], call.scaling, call.window, call.softcap)
         return attend_gathered(spec, kv, self.batch, call.query, call.sinks)

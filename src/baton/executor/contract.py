@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -35,11 +36,25 @@ class KvView(NamedTuple):
     dtype: str
 
 
+NO_KV = KvView(np.empty((0, 0), dtype=np.uint8), (), "none")
+"""Of an executor that keeps none, or has given it back."""
+
 LayerDone = Callable[[int, int], None]
 """`(step, layer)`: the KV that this step computes in this layer is written. On the executor's thread, layers rising."""
 
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 """So many zeroed bytes for the KV pool, for whoever wants to choose where they lie."""
+
+
+def zeroed(size: int) -> npt.NDArray[np.uint8]:
+    """Memory of this process alone. Mapped on first touch, so a pool costs what was written to it."""
+    return np.zeros(size, dtype=np.uint8)
+
+
+def spans(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Where parts of these sizes begin and end when they lie one after the other."""
+    ends = list(itertools.accumulate(sizes))
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
 class Executor(Protocol):
@@ -50,6 +65,12 @@ class Executor(Protocol):
     """Number of token ids the model can take and yield."""
     fingerprint: bytes
     """Changes whenever the KV of the same tokens would: weights, architecture, dtype, block layout."""
+    on_layer: LayerDone | None
+    """Told of each layer of each step that computes. Set before the first launch; None costs nothing."""
+
+    @property
+    def kv(self) -> KvView:
+        """Until `close`."""
 
     def launch(self, plan: StepPlan) -> None:
         """Queue a step and return without waiting for it."""

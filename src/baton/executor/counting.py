@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s, Int64s, Outcome, Start, StepPlan, StepResult, Stop
-from baton.executor.contract import ExecutorShape
+from baton.executor.contract import NO_KV, ExecutorShape, LayerDone
 
 STOP_TOKEN, FILLER_TOKEN = 2, 7
 
@@ -30,12 +30,15 @@ _EMPTY, _SHORT, _UNFINISHED = (
 class CountingExecutor:
     vocabulary = FILLER_TOKEN + 1
     fingerprint = b"counting"
+    kv = NO_KV
 
     def __init__(self, shape: ExecutorShape, answer_tokens: Callable[[int], int]) -> None:
         """`answer_tokens` says how long the answer to the request with a given seed will be."""
         if shape.burst != 1:
             raise InvariantViolated(f"a decode here yields one token, not up to {shape.burst}")
         self.shape = shape
+        self.on_layer: LayerDone | None = None
+        """Never called: there is no layer here."""
         self._answer_tokens = answer_tokens
         self._launched: deque[StepPlan] = deque()
         self._last_step = 0

@@ -2,7 +2,7 @@
 
     block b:  | layer 0: K [kv_heads, block_size, head_dim]  V [...] | layer 1: K ... V ... | ...
 
-Layers may differ in heads and head sizes. Memory is mapped lazily by the system: a pool costs what was written to it.
+Layers may differ in heads and head sizes. Where the memory lies is the allocator's business.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
+
+from baton.executor.contract import NO_KV, Allocate, KvView, spans, zeroed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,18 @@ class LayerKv(NamedTuple):
 
 
 class KvPool:
-    def __init__(self, layers: list[LayerSpec], blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        self.elements_per_block = sum(layer.elements(block_size) for layer in layers)
-        # numpy maps zero pages on first touch; a fresh block is therefore zeros and never stray NaNs
-        raw = torch.from_numpy(np.zeros(blocks * self.elements_per_block * dtype.itemsize, dtype=np.uint8))
-        self.pool = raw.view(dtype).view(blocks, self.elements_per_block)
+    def __init__(
+        self, layers: list[LayerSpec], blocks: int, block_size: int, dtype: torch.dtype, allocate: Allocate = zeroed
+    ) -> None:
+        sizes = [layer.elements(block_size) for layer in layers]
+        self.elements_per_block = sum(sizes)
+        # a fresh block is zeros and never stray NaNs
+        raw = allocate(blocks * self.elements_per_block * dtype.itemsize)
+        self.pool = torch.from_numpy(raw).view(dtype).view(blocks, self.elements_per_block)
         self.layers = self._views(layers, blocks, block_size)
+        self.view = KvView(
+            raw.reshape(blocks, -1), spans([size * dtype.itemsize for size in sizes]), str(dtype).removeprefix("torch.")
+        )
 
     def _views(self, layers: list[LayerSpec], blocks: int, block_size: int) -> list[LayerKv]:
         views, offset = [], 0
@@ -61,6 +68,7 @@ class KvPool:
     def release(self) -> None:
         """Give the memory back; the pool is of no use afterwards."""
         self.pool, self.layers = self.pool.new_empty(0), []
+        self.view = NO_KV
 
     def copy(self, source: int, target: int) -> None:
         self.pool[target].copy_(self.pool[source])

@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from baton.executor.attention import AttentionCall
+from baton.executor.attention import AttentionCall, LayerWritten
 from baton.executor.kv import LayerKv, LayerSpec
 from baton.executor.native import LANES, TILE_KEYS, AttentionArguments, Kernels, WriteArguments
 from baton.executor.packing import PackedBatch
@@ -25,10 +25,11 @@ def serves(layers: list[LayerSpec], block_size: int) -> bool:
 class NativeAttention:
     """One step's attention. Lives as long as the step, and keeps the batch's memory alive meanwhile."""
 
-    def __init__(self, kernels: Kernels, batch: PackedBatch, kv: list[LayerKv]) -> None:
+    def __init__(self, kernels: Kernels, batch: PackedBatch, kv: list[LayerKv], written: LayerWritten | None = None) -> None:
         self._kernels = kernels
         self._batch = batch
         self._kv = kv
+        self._written = written
         threads = torch.get_num_threads()
         self._read = AttentionArguments(
             query_starts=batch.query_starts.data_ptr(),
@@ -48,6 +49,8 @@ class NativeAttention:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         kv = self._kv[call.layer]
         self._store(kv, _rows(call.key), _rows(call.value))
+        if self._written is not None:
+            self._written(call.layer)
         query, sinks = _rows(call.query), None if call.sinks is None else call.sinks.float().contiguous()
         heads, tokens, key_dim = query.shape
         _, kv_heads, block_size, value_dim = kv.values.shape

@@ -4,8 +4,9 @@
     next      = mix(Σ mix(cell(i), i) for all i ≤ p)      read back through the block table, as attention would
 
 One lost or repeated token, one wrong, stale or swapped block changes every token that follows, so a test that compares with
-`undisturbed` (which knows neither blocks nor slots) sees it. It can also yield up to `burst` tokens a step; how many is
-another hash of the prefix, and which ones they are does not depend on it.
+`undisturbed` (which knows neither blocks nor slots) sees it. With several layers, those above the first repeat its cells
+under a mask of their own, and one that does not agree with the first spoils the draw. It can also yield up to `burst`
+tokens a step; how many is another hash of the prefix, and which ones they are does not depend on it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Chunk, Int32s, Outcome, Start, StepPlan, StepResult
 from baton.core.request import Sampling, Tokens
-from baton.executor.contract import ExecutorShape
+from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, spans, zeroed
 
 _MASK = (1 << 64) - 1
 _ODD_A, _ODD_B, _ODD_C = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xAEF17502108EF2D9
@@ -92,11 +93,20 @@ class _Slot:
 
 
 class ScriptedExecutor:
-    def __init__(self, shape: ExecutorShape, vocabulary: int = 512) -> None:
+    def __init__(self, shape: ExecutorShape, vocabulary: int = 512, layers: int = 1, allocate: Allocate = zeroed) -> None:
         self.shape = shape
         self.vocabulary = vocabulary
-        self.fingerprint = b"scripted-1:" + str(vocabulary).encode()
-        self._cells = np.zeros((shape.blocks, shape.block_size), dtype=np.uint64)
+        self.fingerprint = f"scripted-1:{vocabulary}".encode() + (f":{layers}".encode() if layers > 1 else b"")
+        layer_bytes = shape.block_size * np.dtype(np.uint64).itemsize
+        raw = allocate(shape.blocks * layers * layer_bytes)
+        self.kv = KvView(raw.reshape(shape.blocks, -1), spans([layer_bytes] * layers), "uint64")
+        self.on_layer: LayerDone | None = None
+        self._layers = layers
+        self._pool = raw.view(np.uint64).reshape(shape.blocks, layers, shape.block_size)
+        self._cells = self._pool[:, 0]
+        """The layer that is drawn from."""
+        self._masks = np.arange(1, layers, dtype=np.uint64) * np.uint64(_ODD_B)
+        """What the layers above the first are masked with."""
         self._slots: dict[int, _Slot] = {}
         self._launched: deque[StepPlan] = deque()
         self._last_step = 0
@@ -120,7 +130,7 @@ class ScriptedExecutor:
                 del self._slots[stop.slot]
                 rows.add(stop.slot, stop.epoch, Outcome.PREEMPTED, [], len(slot.tokens))
         for copy in plan.copies:
-            self._cells[copy.target] = self._cells[copy.source]
+            self._pool[copy.target] = self._pool[copy.source]
         for start in plan.starts:
             self._start(start)
         for slot_id, at, block in zip(
@@ -131,6 +141,9 @@ class ScriptedExecutor:
             self._run_chunk(chunk, rows)
         for slot_id, epoch in zip(plan.decode_slots.tolist(), plan.decode_epochs.tolist(), strict=True):
             self._run_decode(slot_id, epoch, rows)
+        if self.on_layer is not None and plan.tokens:
+            for layer in range(self._layers):
+                self.on_layer(plan.step, layer)
         return rows.result(plan.step)
 
     def close(self) -> None:
@@ -182,6 +195,10 @@ class ScriptedExecutor:
         for position in range(begin, end):
             cell = _cell(cell, slot.tokens[position])
             self._cells[slot.table[position // size], position % size] = cell
+        if self._layers > 1:
+            positions = np.arange(begin, end)
+            blocks, offsets = np.array(slot.table)[positions // size], positions % size
+            self._pool[blocks, 1:, offsets] = self._cells[blocks, offsets][:, None] ^ self._masks
         return True
 
     def _next_token(self, slot: _Slot) -> int:
@@ -189,7 +206,13 @@ class ScriptedExecutor:
         used = slot.table[: -(-length // self.shape.block_size)]
         cells = self._cells[used].reshape(-1)[:length]
         total = int(_mix_array(cells ^ self._salts[:length]).sum(dtype=np.uint64))
+        if self._layers > 1 and not self._layers_agree(used, cells):
+            total ^= _ODD_C
         return _draw(total, slot.sampling, length - slot.prompt_tokens, self.vocabulary)
+
+    def _layers_agree(self, used: list[int], cells: npt.NDArray[np.uint64]) -> bool:
+        above = self._pool[used, 1:].transpose(1, 0, 2).reshape(self._layers - 1, -1)[:, : len(cells)]
+        return bool((above ^ self._masks[:, None] == cells).all())
 
 
 class _Rows:

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s, Int64s, Outcome, StepPlan, StepResult
 from baton.executor.attention import AttentionContext, GatherAttention
-from baton.executor.contract import ExecutorShape
+from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.fingerprint import fingerprint_model
 from baton.executor.kv import KvPool, blocks_for_memory, kv_bytes_per_block
 from baton.executor.loading import LoadedModel, forward, load_model
@@ -73,6 +74,7 @@ class TorchCpuExecutor:
         fingerprint: bytes,
         kernels: Kernels | None,
         thread: ThreadPoolExecutor,
+        allocate: Allocate = zeroed,
     ) -> None:
         """With `kernels` attention is native, without them gathered; the pool then belongs to that way for good."""
         self.shape = shape
@@ -83,7 +85,8 @@ class TorchCpuExecutor:
         self._kernels = kernels
         self._logits_dtype = torch.float64 if loaded.dtype == torch.float64 else torch.float32
         self._slots = SlotTable(shape)
-        self._kv = KvPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype)
+        self._kv = KvPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype, allocate)
+        self.on_layer: LayerDone | None = None
         self._sampler = Sampler(shape.slots, loaded.vocabulary, torch.device("cpu"))
         self._last_step = NOTHING_RAN
         self._in_doubt = False
@@ -102,6 +105,7 @@ class TorchCpuExecutor:
         kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES,
         context_tokens: int | None = None,
         attention: str = "auto",
+        allocate: Allocate = zeroed,
     ) -> TorchCpuExecutor:
         """Read a model folder. `blocks` wins over `kv_memory_bytes`; the context defaults to what the model was made for."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
@@ -118,7 +122,11 @@ class TorchCpuExecutor:
             context_tokens=min(context_tokens or loaded.context_tokens, loaded.context_tokens),
         )
         layout = f"block outermost, {'gathered' if kernels is None else 'native'}, block_size={block_size}"
-        return cls(loaded, shape, fingerprint_model(path, dtype, layout), kernels, thread)
+        return cls(loaded, shape, fingerprint_model(path, dtype, layout), kernels, thread, allocate)
+
+    @property
+    def kv(self) -> KvView:
+        return self._kv.view
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(self._thread.submit(self._run, plan))
@@ -150,7 +158,7 @@ class TorchCpuExecutor:
         answer = self._begin_answer(plan)
         self._change_slots(plan, answer)
         work = self._choose_work(plan, answer)
-        sampled = self._compute(work)
+        sampled = self._compute(plan.step, work)
         return self._finish_answer(plan, answer, work, sampled)
 
     def _begin_answer(self, plan: StepPlan) -> _Answer:
@@ -223,11 +231,11 @@ class TorchCpuExecutor:
         runs = ~dry & (table.known[slots] < table.limits[slots])
         return slots[runs], rows[runs]
 
-    def _compute(self, work: _Work) -> Sampled | None:
+    def _compute(self, step: int, work: _Work) -> Sampled | None:
         if not work.chunks and not len(work.decode_slots):
             return None
         batch = pack(self._slots, work.chunks, work.decode_slots)
-        logits = forward(self._model, batch.ids, batch.positions, batch.logit_rows, self._attention(batch))
+        logits = forward(self._model, batch.ids, batch.positions, batch.logit_rows, self._attention(step, batch))
         self._mark_computed(work)
         slots = work.sampled_slots
         if not len(slots):
@@ -236,10 +244,11 @@ class TorchCpuExecutor:
         self._slots.advance(slots, sampled.tokens)
         return sampled
 
-    def _attention(self, batch: PackedBatch) -> AttentionContext:
+    def _attention(self, step: int, batch: PackedBatch) -> AttentionContext:
+        written = None if self.on_layer is None else partial(self.on_layer, step)
         if self._kernels is None:
-            return GatherAttention(batch, self._kv.layers)
-        return NativeAttention(self._kernels, batch, self._kv.layers)
+            return GatherAttention(batch, self._kv.layers, written)
+        return NativeAttention(self._kernels, batch, self._kv.layers, written)
 
     def _mark_computed(self, work: _Work) -> None:
         for feed in work.chunks:

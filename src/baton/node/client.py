@@ -13,13 +13,25 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Gauges, TokenLogprob, TokenStream
+from baton.api.engine import (
+    Bill,
+    Burst,
+    Ended,
+    EngineDead,
+    EngineInfo,
+    Fault,
+    Gauges,
+    Handovers,
+    TokenLogprob,
+    TokenStream,
+)
 from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.core.request import FinishReason, Submission
 from baton.node.engine import QUEUED_MESSAGES_MAX
@@ -35,10 +47,14 @@ from baton.wire.messages import (
     StepOutput,
     Submit,
     ToEngine,
+    TurnedAway,
     WireEnded,
+    WireFault,
     WireGauges,
+    WireHandovers,
     decode_from_engine,
     encode_to_engine,
+    fault_of,
     refused,
 )
 
@@ -105,6 +121,7 @@ class EngineClient:
         self._draining = False
         self._stopping = False
         self._gauges = Gauges()
+        self._turned_away: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
         self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
@@ -138,7 +155,6 @@ class EngineClient:
             block_size=ready.block_size,
         )
         self.details = ready.details
-        self._gauges = _gauges_of(ready.gauges, self._settings.victims)
 
     def give_up(self, reason: str) -> None:
         """End every open request now."""
@@ -208,7 +224,7 @@ class EngineClient:
 
     @property
     def gauges(self) -> Gauges:
-        return self._gauges
+        return replace(self._gauges, turned_away=self._turned_away) if self._turned_away else self._gauges
 
     @property
     def open_requests(self) -> int:
@@ -281,7 +297,9 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
-            self._gauges = _gauges_of(message.gauges, self._settings.victims)
+            self._gauges = _gauges_of(message.gauges, self._settings)
+        elif isinstance(message, TurnedAway):
+            self._turned_away = message.counts
         took = self._desk.take(message)
         for order in took.orders:
             self.post(order)
@@ -307,6 +325,8 @@ class EngineClient:
             case Declined(ticket, refusal):
                 self._answers.pop(ticket).set_exception(Refused(refusal))
             case Came(ready):
+                # Now, not when somebody asks whether it is ready: newer ones may have come by then.
+                self._gauges = _gauges_of(ready.gauges, self._settings)
                 self._ready.set_result(ready)
             case Died(reason):
                 self._last_words = reason
@@ -335,25 +355,53 @@ def _ended_of(item: WireEnded) -> Ended:
             computed_tokens=bill.computed_tokens,
             recomputed_tokens=bill.recomputed_tokens,
             preemptions=bill.preemptions,
+            attempts=bill.attempts,
             queue_ms=bill.queue_us / 1000,
             prefill_ms=bill.prefill_us / 1000,
+            transfer_ms=bill.transfer_us / 1000,
             decode_ms=bill.decode_us / 1000,
         ),
+        _fault_of(item.fault),
     )
 
 
-def _gauges_of(item: WireGauges, victim_policy: str) -> Gauges:
+def _fault_of(item: WireFault | None) -> Fault | None:
+    fault = fault_of(item)
+    return None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message)
+
+
+def _gauges_of(item: WireGauges, settings: EngineSettings) -> Gauges:
     return Gauges(
         running=item.running,
         waiting=item.waiting,
-        blocks={"free": item.free_blocks, "evictable": item.evictable_blocks, "running": item.running_blocks},
+        blocks={
+            "free": item.free_blocks,
+            "evictable": item.evictable_blocks,
+            "running": item.running_blocks,
+            "leased": item.leased_blocks,
+            "receiving": item.receiving_blocks,
+        },
         prefix_queries=item.prefix_queries,
         prefix_hits=item.prefix_hits,
         stale_results=item.stale_results,
         steps=item.steps,
         preemptions={"growth": item.preemptions_for_others, "self": item.preemptions_of_self},
-        victim_policy=victim_policy,
+        victim_policy=settings.victims,
+        role=settings.role,
         recomputed_tokens=item.recomputed_tokens,
         chunk_prefill_unsatisfied=item.chunk_prefill_unsatisfied,
         reserve_ratio=item.reserve_ratio,
+        handovers=_handovers_of(item.handovers),
+    )
+
+
+def _handovers_of(item: WireHandovers) -> Handovers:
+    return Handovers(
+        peers=item.peers,
+        open=item.open,
+        made=item.made,
+        refused=item.refused,
+        not_delivered=item.not_delivered,
+        preempted=item.preempted,
+        timed_out=item.timed_out,
     )

@@ -2,32 +2,36 @@
 
     python -m baton.node.engine        settings come as JSON on standard input
 
-The loop hands in what has arrived, plans what is due, and waits either for the oldest step in flight or, when nothing is in
-flight, for a message. The queue to the front end is bounded: when the front end does not drain it, the engine pauses.
-Standard input is also the life line: when it closes, the front end is gone and so are we.
+The loop hands in what has arrived, plans what is due, and waits for whatever comes next: a message of the front end, the end
+of a step, a peer, a transfer. Steps are collected, peers answered and KV moved on threads of their own, which put what they
+have into the inbox; only the loop touches the worker. The queue to the front end is bounded: when the front end does not
+drain it, the engine pauses. Standard input is also the life line: when it closes, the front end is gone and so are we.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, get_args
 
 import msgspec
 import zmq
 
-from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError
-from baton.core.plan import StepPlan, StepResult
+from baton.core.peers import PeerEffect, PeerEvent
+from baton.core.plan import StepPlan
 from baton.core.prefix import PrefixIndex
 from baton.core.worker import Effect, Event, Launch, StepDone, Tick, Worker
-from baton.executor.contract import Executor, ExecutorShape
-from baton.executor.scripted import ScriptedExecutor
-from baton.node.scripted_text import BYTE_VOCABULARY
+from baton.executor.contract import Executor
+from baton.node.building import build_executor, worker_config
+from baton.node.handovers import PoolMemory, open_handovers
+from baton.node.inbox import Broken, Inbox, Item
 from baton.node.settings import EngineSettings
 from baton.wire.dispatch import event_of, message_of
 from baton.wire.messages import (
@@ -35,6 +39,8 @@ from baton.wire.messages import (
     Failed,
     FromEngine,
     Ready,
+    StepOutput,
+    TurnedAway,
     decode_to_engine,
     encode_from_engine,
     wire_gauges,
@@ -46,41 +52,95 @@ QUEUED_MESSAGES_MAX = 1000
 """Either way. A step is one message, so the engine is never more than this many steps ahead of the front end."""
 MESSAGES_A_TURN = 256
 """How many messages are taken in before the next step is planned."""
+TICK_IN_FLIGHT_US = 20_000
+"""While a step computes there is nothing to plan, but leases and renewals with peers run on; they are looked at so often."""
+GAUGES_US = 50_000
+"""How old the front end's gauges may be when peers change them and no step does."""
+REFUSALS_US = 1_000_000
+"""How often the front end hears of refused connections."""
 LAST_WORDS_MS = 1000
 
 EXIT_FAILED = 1
 EXIT_ORPHANED = 3
+
+_PEER_EFFECTS = get_args(PeerEffect)
 
 
 def monotonic_us() -> int:
     return time.monotonic_ns() // 1000
 
 
+class Handovers(Protocol):
+    """What carries out orders that concern peers. Every method returns at once."""
+
+    def carry_out(self, effect: PeerEffect) -> None: ...
+
+    def step_done(self, step: int) -> None: ...
+
+    def turned_away(self) -> dict[str, int]:
+        """Connections and frames that were refused since the start, by reason."""
+
+
 class EngineLoop:
     def __init__(
-        self, worker: Worker, executor: Executor, socket: zmq.Socket[bytes], now_us: Callable[[], int] = monotonic_us
+        self,
+        worker: Worker,
+        executor: Executor,
+        socket: zmq.Socket[bytes],
+        inbox: Inbox | None = None,
+        handovers: Handovers | None = None,
+        now_us: Callable[[], int] = monotonic_us,
     ) -> None:
         self._worker = worker
         self._executor = executor
         self._socket = socket
+        self._inbox = Inbox() if inbox is None else inbox
+        self._handovers = handovers
         self._now_us = now_us
+        self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-collector")
         self._steps_in_flight = 0
+        self._gauges_changed = False
+        """Peers may have changed them since the front end was told."""
+        self._turned_away: dict[str, int] = {}
+        self._report_us = 0
+        """When the front end is next told of what happened with peers and in no step."""
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._inbox.fileno(), zmq.POLLIN)
 
     def run(self) -> None:
         while True:
             self.turn()
 
     def turn(self) -> None:
-        """Take in what has arrived, plan what is due, then wait for the one thing that can happen next."""
+        """Take in what has arrived, plan what is due, then wait for whatever comes next."""
         self._take_messages()
+        for item in self._inbox.take():
+            self._tell(self._event(item))
         deadline, now_us = self._worker.next_deadline(), self._now_us()
         if deadline is not None and deadline <= now_us:
             self._tell(Tick())
-        elif self._steps_in_flight:
-            self._steps_in_flight -= 1
-            self._tell(StepDone(self._executor.collect()))
+        elif self._handovers is not None and self._report_us <= now_us:
+            self._report(self._handovers, now_us)
         else:
-            self._socket.poll(None if deadline is None else -(-(deadline - now_us) // 1000))
+            self._poller.poll(self._patience_ms(deadline, now_us))
+
+    def _patience_ms(self, deadline: int | None, now_us: int) -> int | None:
+        if self._handovers is None:
+            # With a step in flight nothing is planned before it ends, and nothing else has a deadline.
+            until_us = None if self._steps_in_flight else deadline
+        else:
+            tick_us = self._report_us if deadline is None else deadline
+            until_us = min(self._report_us, max(tick_us, now_us + TICK_IN_FLIGHT_US) if self._steps_in_flight else tick_us)
+        return None if until_us is None else -(-(until_us - now_us) // 1000)
+
+    def _report(self, handovers: Handovers, now_us: int) -> None:
+        self._report_us = now_us + REFUSALS_US
+        if self._gauges_changed:
+            self._send(StepOutput(b"", b"", b"", (), (), (), wire_gauges(self._worker.gauges())))
+        if (turned_away := handovers.turned_away()) != self._turned_away:
+            self._turned_away = turned_away
+            self._send(TurnedAway(turned_away))
 
     def _take_messages(self) -> None:
         for _ in range(MESSAGES_A_TURN):
@@ -91,105 +151,56 @@ class EngineLoop:
             # A frame that is no message ends the engine: dropping it would leave somebody waiting for ever.
             self._tell(event_of(decode_to_engine(frame)))
 
-    def _tell(self, event: Event) -> None:
-        for effect in self._worker.handle(event, self._now_us()):
+    def _event(self, item: Item) -> Event | PeerEvent:
+        if isinstance(item, Broken):
+            raise item.error
+        if not isinstance(item, Future):
+            return item
+        done = item.result()  # raises what the step raised
+        self._steps_in_flight -= 1
+        if self._handovers is not None:
+            self._handovers.step_done(done.result.step)
+        return done
+
+    def _tell(self, event: Event | PeerEvent) -> None:
+        now_us = self._now_us()
+        if self._handovers is not None and not self._gauges_changed:
+            self._gauges_changed = True
+            self._report_us = min(self._report_us, now_us + GAUGES_US)
+        for effect in self._worker.handle(event, now_us):
             self._carry_out(effect)
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: Effect | PeerEffect) -> None:
         if isinstance(effect, Launch):
-            self._executor.launch(effect.plan)
-            self._steps_in_flight += 1
+            self._launch(effect.plan)
         elif (message := message_of(effect, self._worker.gauges)) is not None:
             self._send(message)
+        elif self._handovers is not None and isinstance(effect, _PEER_EFFECTS):
+            self._handovers.carry_out(effect)
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._executor.launch(plan)
+        self._steps_in_flight += 1
+        self._collector.submit(self._collect).add_done_callback(self._inbox.put)
+
+    def _collect(self) -> StepDone:
+        return StepDone(self._executor.collect())
 
     def _send(self, message: FromEngine) -> None:
         # Blocks at the high-water mark: a front end that does not read pauses the engine instead of filling memory.
         self._socket.send(encode_from_engine(message))
-
-
-def build_executor(settings: EngineSettings) -> tuple[Executor, str]:
-    """The executor that the settings ask for, and a line about it for the operator."""
-    if settings.model_folder is None:
-        return _scripted(settings), "scripted executor, no model"
-    # Imported here because torch takes seconds, and the scripted executor must not pay for it.
-    from baton.executor.torch_cpu import TorchCpuExecutor
-
-    if settings.threads is not None:
-        import torch
-
-        torch.set_num_threads(settings.threads)
-    executor = TorchCpuExecutor.load(
-        Path(settings.model_folder),
-        dtype=settings.dtype,
-        slots=settings.slots,
-        block_size=settings.block_size,
-        blocks=settings.blocks,
-        kv_memory_bytes=settings.kv_memory_bytes,
-        context_tokens=settings.context_tokens,
-        attention=settings.attention,
-    )
-    return executor, f"{settings.dtype} on CPU"
-
-
-def _scripted(settings: EngineSettings) -> Executor:
-    shape = ExecutorShape(
-        slots=settings.slots,
-        blocks=settings.blocks or 4096,
-        block_size=settings.block_size,
-        context_tokens=settings.context_tokens or 8192,
-        burst=settings.burst,
-    )
-    return PacedExecutor(ScriptedExecutor(shape, BYTE_VOCABULARY), settings.step_ms / 1000)
-
-
-class PacedExecutor:
-    """Another executor whose steps take at least so long."""
-
-    def __init__(self, inner: Executor, step_s: float) -> None:
-        self._inner = inner
-        self._step_s = step_s
-        self.shape = inner.shape
-        self.vocabulary = inner.vocabulary
-        self.fingerprint = inner.fingerprint
-
-    def launch(self, plan: StepPlan) -> None:
-        self._inner.launch(plan)
-
-    def collect(self) -> StepResult:
-        time.sleep(self._step_s)
-        return self._inner.collect()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def worker_config(settings: EngineSettings, shape: ExecutorShape) -> WorkerConfig:
-    return WorkerConfig(
-        slots=shape.slots,
-        blocks=shape.blocks,
-        block_size=shape.block_size,
-        context_tokens=shape.context_tokens,
-        step_tokens=settings.step_tokens,
-        burst=shape.burst,
-        depth=settings.depth,
-        waiting_max=settings.waiting_max,
-        prefix_cache=settings.prefix_cache,
-        reserve=settings.reserve,
-        ratio_initial=settings.ratio_initial,
-        ratio_decay=settings.ratio_decay,
-        ratio_floor=settings.ratio_floor,
-        ratio_clip_tokens=settings.ratio_clip_tokens,
-        fixed_blocks=settings.fixed_blocks,
-        fixed_blocks_decay=settings.fixed_blocks_decay,
-        victims=settings.victims,
-        max_preemptions=settings.max_preemptions,
-    )
+        if isinstance(message, StepOutput):
+            self._gauges_changed = False
 
 
 def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
-    executor, details = build_executor(settings)
+    inbox = Inbox()
+    pool = PoolMemory(settings)
+    executor, details = build_executor(settings, pool.allocate)
     config = worker_config(settings, executor.shape)
-    worker = Worker(config, PrefixIndex(settings.prefix_secret, executor.fingerprint, config.blocks))
+    prefix = PrefixIndex(settings.prefix_secret, executor.fingerprint, config.blocks)
+    worker = Worker(config, prefix, handover_secret=secrets.token_bytes(32))
+    handovers = open_handovers(settings, executor, pool, inbox) if settings.has_peers else None
     ready = Ready(
         version=WIRE_VERSION,
         context_tokens=config.sequence_tokens_max,
@@ -197,11 +208,11 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
         slots=config.slots,
         blocks=config.blocks,
         block_size=config.block_size,
-        details=details,
+        details=details if handovers is None else f"{details}, {handovers.details}",
         gauges=wire_gauges(worker.gauges()),
     )
     socket.send(encode_from_engine(ready))
-    EngineLoop(worker, executor, socket).run()
+    EngineLoop(worker, executor, socket, inbox, handovers).run()
 
 
 def _exit_with_front_end() -> None:

@@ -1,4 +1,4 @@
-"""The secret behind the prefix cache's names, kept in a file so that names are stable over restarts."""
+"""Secrets that this machine makes for itself and keeps in files: names of the prefix cache, the key of a local cluster."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ log = logging.getLogger("baton.node")
 
 
 def prefix_secret(folder: Path) -> bytes:
+    """What names in the prefix cache are made with, kept so that they are stable over restarts."""
+    return kept_secret(folder / "prefix.key", "KV that was stored under the old one is not found")
+
+
+def kept_secret(path: Path, when_replaced: str) -> bytes:
     """Read the secret, or make it. Of two processes that make it at once, both end up with the same one.
 
     A damaged file is replaced (of two processes that find it so, the last one's secret stays), and a folder that cannot be
-    written costs only that names change with the next start.
+    written costs only that the secret changes with the next start.
     """
-    path = folder / "prefix.key"
     made = secrets.token_bytes(KEY_BYTES)
     try:
         if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, made, replace=False)
         found = read_key(path.read_bytes())
         if found is None:
-            log.warning(
-                "%s is damaged; a new key takes its place, and KV that was stored under the old one is not found", path
-            )
+            log.warning("%s is damaged; a new key takes its place, and %s", path, when_replaced)
             _write(path, made, replace=True)
             found = read_key(path.read_bytes())
     except OSError as error:
-        log.warning("cannot keep the key of the prefix cache in %s: %s", path, error)
+        log.warning("cannot keep the key in %s: %s", path, error)
         return made
     return found or made
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
@@ -28,10 +27,12 @@ from baton.api.logs import state as state_log
 from baton.api.metrics import Metrics
 from baton.api.settings import ApiSettings
 from baton.api.text import ModelText, load_text, read_template
+from baton.core.config import ROLES
 from baton.core.errors import BatonError
 from baton.executor.cachedir import cache_folder
 from baton.node.client import EngineClient
 from baton.node.models import resolve_model
+from baton.node.pairing import check_pairing, cluster_key, is_loopback
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret
 from baton.node.settings import EngineSettings
@@ -60,11 +61,14 @@ class ServeSettings:
     chat_template: str | None = None
     drain_timeout_s: float = 30.0
     scripted: bool = False
+    cluster_key: str | None = None
+    cluster_key_file: str | None = None
     engine: EngineSettings = field(default_factory=lambda: EngineSettings("", None, b""))
-    """Endpoint, model folder and secret are filled in at the start."""
+    """Endpoint, model folder, secret and cluster key are filled in at the start."""
 
     def __post_init__(self) -> None:
-        if not self.api_keys and not _is_loopback(self.host):
+        check_pairing(self.engine)
+        if not self.api_keys and not is_loopback(self.host):
             raise CannotServe(
                 f"--host {self.host} can be reached from other machines, and no API key is set. "
                 "Give one with --api-key (or BATON_API_KEY), or stay on 127.0.0.1."
@@ -73,15 +77,6 @@ class ServeSettings:
     @property
     def names(self) -> tuple[str, ...]:
         return self.served_model_names or (Path(self.model).name.removesuffix(".gguf"),)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def serve(settings: ServeSettings, say: Say) -> None:
@@ -121,18 +116,14 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, EngineSettings]:
     """Where the text side finds its tokeniser, and the engine's settings made whole."""
-    secret = prefix_secret(cache_folder())
-    base = settings.engine
+    key = cluster_key(settings.engine, settings.cluster_key, settings.cluster_key_file, cache_folder())
+    base = msgspec.structs.replace(settings.engine, prefix_secret=prefix_secret(cache_folder()), cluster_key=key)
     if settings.scripted:
         write_byte_tokenizer(scratch)
-        return scratch, _with(base, None, secret)
+        return scratch, base
     folder = resolve_model(settings.model, say)
     say(f"loading {folder}")
-    return folder, _with(base, folder, secret)
-
-
-def _with(base: EngineSettings, folder: Path | None, secret: bytes) -> EngineSettings:
-    return msgspec.structs.replace(base, model_folder=None if folder is None else str(folder), prefix_secret=secret)
+    return folder, msgspec.structs.replace(base, model_folder=str(folder))
 
 
 class _HttpServer(uvicorn.Server):
@@ -260,8 +251,10 @@ class _Instance:
     def _banner(self, engine: EngineClient, listener: socket.socket) -> str:
         host, port = listener.getsockname()[:2]
         info, where = engine.info, f"[{host}]" if ":" in host else host
-        return (
+        served = (
             f"{self._settings.names[0]} is served at http://{where}:{port} — {engine.details}, "
             f"{info.slots} slots, {info.blocks} blocks of {info.block_size} tokens, context {info.context_tokens}\n"
-            f"talk to it with: baton chat --url http://{where}:{port}"
         )
+        if ROLES[self._engine_settings.role].serves:
+            return f"{served}talk to it with: baton chat --url http://{where}:{port}"
+        return f"{served}ask it through an instance with --role decode and --peer to that address"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from baton.core.config import ReservePolicy, VictimPolicy
+from baton.core.config import MIXED, ROLES, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
+
+DEFAULT_PEER_PORT = 8100
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,5 +39,23 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fixed_blocks_decay: float = 0.025
     victims: VictimPolicy = VictimPolicy.NEWEST
     max_preemptions: int = 8
+    role: str = MIXED.name
+    peers: tuple[str, ...] = ()
+    """HOST:PORT of each instance that prefills for this one."""
+    peer_host: str = "127.0.0.1"
+    """Where this one listens: for peers if it prefills, for KV if it decodes."""
+    peer_port: int | None = None
+    """Of the listener for peers; 0 picks a free one, None takes DEFAULT_PEER_PORT."""
+    cluster_key: bytes = b""
+    transfer: str = "auto"
+    on_preempt: OnPreempt = OnPreempt.RESUME
+    prefill_path: PrefillPath = PrefillPath.SHORT
+    prefill_timeout_s: float = 60.0
+    lease_s: float = 2.0
     step_ms: float = 0.0
     """Scripted only: how long a step takes at least."""
+
+    @property
+    def has_peers(self) -> bool:
+        role = ROLES[self.role]
+        return role.takes or role.gives

@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import BatonError, Refusal, RefusalCode
+from baton.core.peers import PdCode, PdFault, PdStage
 from baton.core.plan import Logprobs
-from baton.core.records import Bill, EndedRequest, SchedulerGauges, Settled
+from baton.core.records import Bill, EndedRequest, HandoverGauges, SchedulerGauges, Settled
 from baton.core.request import FinishReason, RequestId, Sampling, Submission, Tokens, frozen_tokens
 
 _Number = TypeVar("_Number", bound=np.generic)
+_Message = TypeVar("_Message")
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 FRAME_BYTES_MAX = 64 << 20
 
 
@@ -29,7 +31,7 @@ class WireError(BatonError):
     """Bytes that are not a message of this version."""
 
 
-class WireSampling(msgspec.Struct, array_like=True, frozen=True):
+class WireSampling(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     seed: int
     choice: int
     temperature: float
@@ -45,7 +47,7 @@ class WireSampling(msgspec.Struct, array_like=True, frozen=True):
     logprobs: int | None
 
 
-class WireSubmission(msgspec.Struct, array_like=True, frozen=True):
+class WireSubmission(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     request_id: str
     prompt: bytes | None
     """None: the leader's, which travels once for all its followers."""
@@ -77,12 +79,26 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
 ToEngine = Submit | Cancel | StopAt | Drain
 
 
+class WireHandovers(msgspec.Struct, array_like=True, frozen=True):
+    """Hand-overs with peers, as `HandoverGauges` counts them."""
+
+    peers: int
+    open: int
+    made: int
+    refused: int
+    not_delivered: int
+    preempted: int
+    timed_out: int
+
+
 class WireGauges(msgspec.Struct, array_like=True, frozen=True):
     running: int
     waiting: int
     free_blocks: int
     evictable_blocks: int
     running_blocks: int
+    leased_blocks: int
+    receiving_blocks: int
     prefix_queries: int
     prefix_hits: int
     stale_results: int
@@ -92,6 +108,7 @@ class WireGauges(msgspec.Struct, array_like=True, frozen=True):
     recomputed_tokens: int
     chunk_prefill_unsatisfied: int
     reserve_ratio: float
+    handovers: WireHandovers
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -124,7 +141,7 @@ class RefusedWith(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: int | None
 
 
-class WireLogprobs(msgspec.Struct, array_like=True, frozen=True):
+class WireLogprobs(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     row: int
     chosen: bytes
     top_ids: bytes
@@ -138,7 +155,15 @@ class WireBill(msgspec.Struct, array_like=True, frozen=True):
     preemptions: int
     queue_us: int
     prefill_us: int
+    transfer_us: int
     decode_us: int
+    attempts: int
+
+
+class WireFault(msgspec.Struct, array_like=True, frozen=True):
+    code: PdCode
+    stage: PdStage
+    reason: str
 
 
 class WireEnded(msgspec.Struct, array_like=True, frozen=True):
@@ -146,6 +171,8 @@ class WireEnded(msgspec.Struct, array_like=True, frozen=True):
     reason: FinishReason
     generated_tokens: int
     bill: WireBill
+    fault: WireFault | None
+    """What ended the attempt, with the reason RESCHEDULE."""
 
 
 class StepOutput(msgspec.Struct, tag="step", frozen=True):
@@ -161,7 +188,13 @@ class StepOutput(msgspec.Struct, tag="step", frozen=True):
     gauges: WireGauges
 
 
-FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput
+class TurnedAway(msgspec.Struct, tag="turned_away", frozen=True):
+    """Connections and frames of peers that were refused since the start, by reason; sent when there are more."""
+
+    counts: dict[str, int]
+
+
+FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | TurnedAway
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -177,34 +210,31 @@ def encode_from_engine(message: FromEngine) -> bytes:
 
 
 def decode_to_engine(frame: bytes) -> ToEngine:
-    _check_size(frame)
-    try:
-        return _to_engine.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"not a message to an engine: {error}") from None
+    return decoded(_to_engine, frame, "a message to an engine")
 
 
 def decode_from_engine(frame: bytes) -> FromEngine:
-    _check_size(frame)
-    try:
-        return _from_engine.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"not a message from an engine: {error}") from None
+    return decoded(_from_engine, frame, "a message from an engine")
 
 
-def _check_size(frame: bytes) -> None:
+def decoded(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes, what: str) -> _Message:
+    """The message, or a WireError whatever the bytes are: too many, not text where text should be, nested without end."""
     if len(frame) > FRAME_BYTES_MAX:
         raise WireError(f"a frame of {len(frame)} bytes is over the limit of {FRAME_BYTES_MAX}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not {what}: {error}") from None
 
 
 # ── between core values and messages ───────────────────────────────────────────────────────────────────────────────
 
 
 def submit(ticket: int, group: Iterable[Submission]) -> Submit:
-    return Submit(ticket, tuple(_wire_submission(item) for item in group))
+    return Submit(ticket, tuple(wire_submission(item) for item in group))
 
 
-def _wire_submission(item: Submission) -> WireSubmission:
+def wire_submission(item: Submission) -> WireSubmission:
     s = item.sampling
     sampling = WireSampling(
         s.seed, s.choice, s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty,
@@ -219,15 +249,19 @@ def submissions(message: Submit) -> tuple[Submission, ...]:
     made = []
     for item in message.group:
         if item.prompt is not None:
-            prompts[item.request_id] = frozen_tokens(_int32s(item.prompt))
+            prompts[item.request_id] = tokens_of(item.prompt)
         prompt = prompts.get(item.request_id if item.prompt is not None else item.leader)
         if prompt is None:
             raise WireError(f"submission {item.request_id!r} has no prompt, and neither has its leader {item.leader!r}")
-        made.append(_submission(item, prompt))
+        made.append(submission_of(item, prompt))
     return tuple(made)
 
 
-def _submission(item: WireSubmission, prompt: Tokens) -> Submission:
+def tokens_of(data: bytes) -> Tokens:
+    return frozen_tokens(_int32s(data))
+
+
+def submission_of(item: WireSubmission, prompt: Tokens) -> Submission:
     return Submission(
         request_id=RequestId(item.request_id),
         prompt=prompt,
@@ -252,7 +286,7 @@ def step_output(settled: Settled, gauges: SchedulerGauges) -> StepOutput:
         settled.serials.tobytes(),
         settled.counts.tobytes(),
         settled.tokens.tobytes(),
-        tuple(_wire_logprobs(item) for item in settled.logprobs),
+        tuple(wire_logprobs(item) for item in settled.logprobs),
         tuple((item.serial, item.cached_tokens) for item in settled.started),
         tuple(_wire_ended(item) for item in settled.ended),
         wire_gauges(gauges),
@@ -264,28 +298,41 @@ def ended_output(ended: EndedRequest, gauges: SchedulerGauges) -> StepOutput:
     return StepOutput(b"", b"", b"", (), (), (_wire_ended(ended),), wire_gauges(gauges))
 
 
-def _wire_logprobs(item: Logprobs) -> WireLogprobs:
+def wire_logprobs(item: Logprobs) -> WireLogprobs:
     return WireLogprobs(item.row, item.chosen.tobytes(), item.top_ids.tobytes(), item.top.tobytes())
 
 
 def _wire_ended(item: EndedRequest) -> WireEnded:
-    return WireEnded(item.serial, item.reason, item.generated_tokens, _wire_bill(item.bill))
+    return WireEnded(item.serial, item.reason, item.generated_tokens, _wire_bill(item.bill), _wire_fault(item.fault))
+
+
+def _wire_fault(fault: PdFault | None) -> WireFault | None:
+    return None if fault is None else WireFault(fault.code, fault.stage, fault.reason)
+
+
+def fault_of(item: WireFault | None) -> PdFault | None:
+    return None if item is None else PdFault(item.code, item.stage, item.reason)
 
 
 def _wire_bill(bill: Bill) -> WireBill:
     return WireBill(
         bill.cached_tokens, bill.computed_tokens, bill.recomputed_tokens, bill.preemptions,
-        bill.queue_us, bill.prefill_us, bill.decode_us,
+        bill.queue_us, bill.prefill_us, bill.transfer_us, bill.decode_us, bill.attempts,
     )  # fmt: skip
 
 
 def wire_gauges(item: SchedulerGauges) -> WireGauges:
     blocks = item.blocks
     return WireGauges(
-        item.running, item.waiting, blocks.free, blocks.evictable, blocks.running,
+        item.running, item.waiting, blocks.free, blocks.evictable, blocks.running, blocks.leased, blocks.receiving,
         item.prefix_queries, item.prefix_hits, item.stale_results, item.steps, item.preemptions_for_others,
         item.preemptions_of_self, item.recomputed_tokens, item.chunk_prefill_unsatisfied, item.reserve_ratio,
+        _wire_handovers(item.handovers),
     )  # fmt: skip
+
+
+def _wire_handovers(item: HandoverGauges) -> WireHandovers:
+    return WireHandovers(item.peers, item.open, item.made, item.refused, item.not_delivered, item.preempted, item.timed_out)
 
 
 class Rows:
@@ -307,13 +354,18 @@ LogprobLine = tuple[float, tuple[tuple[int, float], ...]]
 
 
 def _logprob_lines(item: WireLogprobs) -> list[LogprobLine]:
+    made = logprobs_of(item)
+    lines = zip(made.chosen.tolist(), made.top_ids.tolist(), made.top.tolist(), strict=True)
+    return [(value, tuple(zip(ids, top, strict=True))) for value, ids, top in lines]
+
+
+def logprobs_of(item: WireLogprobs) -> Logprobs:
     chosen = _array(item.chosen, np.dtype("<f4"))
     ids, top = _int32s(item.top_ids), _array(item.top, np.dtype("<f4"))
     if not len(chosen) or len(ids) != len(top) or len(ids) % len(chosen):
         raise WireError(f"log-probabilities of {len(chosen)} tokens with {len(ids)} ids and {len(top)} values")
-    width = len(ids) // len(chosen)
-    pairs = list(zip(ids.tolist(), top.tolist(), strict=True))
-    return [(value, tuple(pairs[at * width : (at + 1) * width])) for at, value in enumerate(chosen.tolist())]
+    lines = (len(chosen), len(ids) // len(chosen))
+    return Logprobs(item.row, chosen, ids.reshape(lines), top.reshape(lines))
 
 
 def _int32s(data: bytes) -> npt.NDArray[np.int32]:

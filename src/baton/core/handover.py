@@ -1,0 +1,884 @@
+"""Handing requests over from the instance that prefills (giver, P) to the one that decodes (taker, D): two tables and books.
+
+`peers` draws the conversation. Each side keeps one entry for each attempt, in one state, and what can happen to it is one
+table. Both sides obey three rules:
+
+* Every entry ends. A message, a lost session, a time limit: whatever comes first ends it, and what comes later finds no
+  entry and means nothing. A slow peer and a dead peer take the same path.
+* Nothing is given back while bytes may still move: an entry with a transfer first orders a Fence, and lets go of its slot
+  and blocks when that is answered.
+* Asking twice is answered twice in the same words; ending twice is ending once.
+
+They own the entries and their time limits. Rows and blocks belong to the scheduler, bytes and sessions to the driver.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+from baton.core.config import OnPreempt, WorkerConfig
+from baton.core.decode import DecodeScheduler, Lease
+from baton.core.errors import IllegalTransition
+from baton.core.peers import (
+    Adopted,
+    Arriving,
+    Ask,
+    AttemptFailed,
+    Commit,
+    Decline,
+    Expect,
+    Fence,
+    Fenced,
+    Grant,
+    Handover,
+    HandoverMade,
+    Heard,
+    Offer,
+    OpenShip,
+    PdCode,
+    PdFault,
+    PdStage,
+    PeerEffect,
+    PeerEvent,
+    PeerId,
+    PeerLost,
+    PeerOpened,
+    Refuse,
+    Release,
+    Renew,
+    Ship,
+    ShipFailed,
+    Shipped,
+    Spoilt,
+    Tell,
+    Verified,
+    Verify,
+)
+from baton.core.plan import Chunk, Logprobs, StepPlan
+from baton.core.prefill import GeneralPrefillScheduler, PrefillScheduler
+from baton.core.prefix import Key
+from baton.core.records import EndedRequest, HandoverGauges, Settled
+from baton.core.request import FinishReason, Serial, Submission
+
+Acts = list[PeerEffect | Settled | EndedRequest]
+"""Orders for the driver, and news for the front end."""
+
+DIGEST_BYTES = 16
+ATTEMPTS_MAX = 3
+"""A taker that had no room for so many offers of a request prefills it itself."""
+STEPS_AHEAD = 2
+"""A giver offers so many steps' worth of prefill in advance: enough to stay busy, and no more, since it costs room at D."""
+
+BELIEF_HALVES_US = 1_000_000
+"""What a taker knows of a giver's queue counts half after so long: one that was busy once is not avoided for ever."""
+
+State = TypeVar("State", bound=Enum)
+Move = TypeVar("Move", bound=Enum)
+
+
+def prompt_digest(submission: Submission, fingerprint: bytes) -> bytes:
+    """Says of which prompt, for which tenant and in which model a KV is."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"hand-over")
+    for part in (fingerprint, submission.salt, submission.prompt.tobytes()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _next(table: dict[tuple[State, Move], State], state: State, move: Move) -> State:
+    try:
+        return table[state, move]
+    except KeyError:
+        raise IllegalTransition(f"a hand-over in {state.name} cannot take the move {move.name}") from None
+
+
+# ── the taker ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Taking(Enum):
+    ASKED = "asked"
+    GRANTED = "granted"
+    ARRIVING = "arriving"
+    CHECKING = "checking"
+    """Committed; the driver compares what arrived with the checks."""
+    FENCING = "fencing"
+    OVER = "over"
+
+
+class TakerMove(Enum):
+    GRANT = "offer granted"
+    REFUSE = "offer refused"
+    ARRIVE = "first bytes"
+    COMMIT = "committed"
+    ADOPT = "verified and adopted"
+    DROP = "given up before the grant"
+    GIVE_UP = "given up"
+    FENCED = "fenced"
+
+
+TAKER: dict[tuple[Taking, TakerMove], Taking] = {
+    (Taking.ASKED, TakerMove.GRANT): Taking.GRANTED,
+    (Taking.ASKED, TakerMove.REFUSE): Taking.OVER,
+    (Taking.ASKED, TakerMove.DROP): Taking.OVER,
+    (Taking.GRANTED, TakerMove.ARRIVE): Taking.ARRIVING,
+    (Taking.GRANTED, TakerMove.COMMIT): Taking.CHECKING,
+    (Taking.GRANTED, TakerMove.GIVE_UP): Taking.FENCING,
+    (Taking.ARRIVING, TakerMove.COMMIT): Taking.CHECKING,
+    (Taking.ARRIVING, TakerMove.GIVE_UP): Taking.FENCING,
+    (Taking.CHECKING, TakerMove.ADOPT): Taking.OVER,
+    (Taking.CHECKING, TakerMove.GIVE_UP): Taking.FENCING,
+    (Taking.FENCING, TakerMove.FENCED): Taking.OVER,
+}
+
+
+@dataclass(slots=True)
+class Taken:
+    """One attempt, as the taker knows it."""
+
+    handover: Handover
+    submission: Submission
+    asked_us: int
+    state: Taking = Taking.ASKED
+    lease_until_us: int = 0
+    grant: Grant | None = None
+    commit: Commit | None = None
+
+    @property
+    def serial(self) -> Serial:
+        return Serial(self.handover.request)
+
+
+class Believed(NamedTuple):
+    """How much prefill waits at a giver, as a taker last heard or made it."""
+
+    queued_tokens: int
+    at_us: int
+
+
+class Taker:
+    def __init__(self, config: WorkerConfig, scheduler: DecodeScheduler, secret: bytes) -> None:
+        self._config = config.handover
+        self._resumes = config.on_preempt is OnPreempt.RESUME
+        self._scheduler = scheduler
+        self._fingerprint = scheduler.pool.prefix.fingerprint
+        self._secret = hashlib.blake2b(secret, digest_size=32).digest()
+        self._peers: dict[PeerId, Believed] = {}
+        """Those that are up, and how much each has to do; the one asked longest ago first."""
+        self._open: dict[Serial, Taken] = {}
+        self._moves = dict.fromkeys(TAKER, 0)
+        self._failed: Counter[PdCode] = Counter()
+        self._made = 0
+        self._now_us = 0
+
+    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self) -> tuple[Taken, ...]:
+        """For the laws."""
+        return tuple(self._open.values())
+
+    def moves(self) -> dict[tuple[Taking, TakerMove], int]:
+        return dict(self._moves)
+
+    def gauges(self) -> HandoverGauges:
+        return _gauges(len(self._peers), len(self._open), self._made, self._failed)
+
+    def knows(self, serial: Serial) -> bool:
+        return serial in self._open
+
+    def next_deadline(self) -> int | None:
+        return min(
+            (self._ends_us(entry) for entry in self._open.values() if entry.state is not Taking.FENCING), default=None
+        )
+
+    def _ends_us(self, entry: Taken) -> int:
+        whole_us = entry.asked_us + self._config.deadline_us
+        return whole_us if entry.state is Taking.ASKED else min(whole_us, entry.lease_until_us)
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def handle(self, event: PeerEvent, now_us: int) -> Acts:
+        self._now_us = now_us
+        match event:
+            case PeerOpened(peer):
+                return self._peer_opened(peer)
+            case PeerLost(peer, reason):
+                return self._peer_lost(peer, reason)
+            case Heard(peer, message):
+                return self._heard(peer, message)
+            case Arriving(handover):
+                return self._arriving(self._entry(handover))
+            case Verified(handover):
+                return self._verified(self._entry(handover))
+            case Spoilt(handover, reason):
+                entry = self._entry(handover)
+                return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, reason) if entry else []
+            case Fenced(handover):
+                return self._fenced(self._entry(handover))
+            case _:
+                return []  # what a giver's driver would say
+
+    def planned(self, now_us: int) -> Acts:
+        """After a pass: ask peers for what it let in to be prefilled elsewhere."""
+        self._now_us = now_us
+        return [act for serial in self._scheduler.asked() for act in self._ask(serial)]
+
+    def expire(self, now_us: int) -> Acts:
+        self._now_us = now_us
+        late = [
+            entry for entry in self._open.values() if entry.state is not Taking.FENCING and self._ends_us(entry) <= now_us
+        ]
+        acts: Acts = []
+        for entry in late:
+            stage = PdStage.OFFER if entry.state is Taking.ASKED else PdStage.PREFILL
+            acts += self._fail(entry, PdCode.TIMEOUT, stage, f"nothing more was heard of it in {self._waited(entry)} ms")
+        return acts
+
+    def cancel(self, serial: Serial, reason: FinishReason, now_us: int) -> Acts:
+        """The client is gone, or the instance gives up the request: it reaches both sides."""
+        self._now_us = now_us
+        entry = self._open[serial]
+        if entry.state is Taking.FENCING:
+            self._scheduler.order_stop(serial, reason, now_us)
+            return []
+        return [self._release(entry, "it was cancelled"), *self._let_go(entry, reason, None)]
+
+    # ── peers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _peer_opened(self, peer: PeerId) -> Acts:
+        self._peers[peer] = Believed(0, self._now_us)
+        self._scheduler.may_ask = True
+        return []
+
+    def _peer_lost(self, peer: PeerId, reason: str) -> Acts:
+        self._peers.pop(peer, None)
+        self._scheduler.may_ask = bool(self._peers)
+        acts: Acts = []
+        for entry in [entry for entry in self._open.values() if entry.handover.peer == peer]:
+            if entry.state is Taking.ASKED:
+                acts += self._fail(entry, PdCode.TIMEOUT, PdStage.OFFER, f"the peer is gone: {reason}", tell=False)
+            elif entry.state is not Taking.FENCING:
+                acts += self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, f"the peer is gone: {reason}", tell=False)
+        return acts
+
+    def _heard(self, peer: PeerId, message: object) -> Acts:
+        match message:
+            case Offer():
+                return self._offered(peer, message)
+            case Renew(request, attempt):
+                self._renew(self._entry(Handover(peer, request, attempt)))
+            case Commit(request, attempt):
+                self._learn_load(peer, message.queued_tokens)
+                return self._committed(self._entry(Handover(peer, request, attempt)), message)
+            case Decline(request, attempt, code, reason):
+                entry = self._entry(Handover(peer, request, attempt))
+                return self._fail(entry, code, PdStage.PREFILL, reason, tell=False) if entry else []
+        return []
+
+    def _ask(self, serial: Serial) -> Acts:
+        request = self._scheduler.request(serial)
+        if request is None:
+            return []
+        if not self._peers:
+            self._scheduler.take_back(serial, prefills_here=True, now_us=self._now_us)
+            return []
+        peer = min(self._peers, key=self._believed_tokens)
+        tokens = self._believed_tokens(peer) + len(request.submission.prompt)
+        # Put last: of equals the first one is asked, and all takers would ask the same giver for ever.
+        del self._peers[peer]
+        self._peers[peer] = Believed(tokens, self._now_us)
+        request.bill.attempts += 1
+        handover = Handover(peer, serial, request.bill.attempts)
+        self._open[serial] = Taken(handover, request.submission, self._now_us)
+        return [Tell(peer, Ask(serial, handover.attempt, request.submission))]
+
+    # ── one attempt ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _entry(self, handover: Handover) -> Taken | None:
+        """None for an attempt that is over, or that never was."""
+        entry = self._open.get(Serial(handover.request))
+        return entry if entry is not None and entry.handover == handover else None
+
+    def _believed_tokens(self, peer: PeerId) -> int:
+        believed = self._peers[peer]
+        return believed.queued_tokens >> ((self._now_us - believed.at_us) // BELIEF_HALVES_US)
+
+    def _learn_load(self, peer: PeerId, queued_tokens: int) -> None:
+        if peer in self._peers:
+            self._peers[peer] = Believed(queued_tokens, self._now_us)
+
+    def _offered(self, peer: PeerId, offer: Offer) -> Acts:
+        self._learn_load(peer, offer.queued_tokens)
+        entry = self._entry(Handover(peer, offer.request, offer.attempt))
+        if entry is None or entry.state is Taking.FENCING:
+            return [Tell(peer, Release(offer.request, offer.attempt, "this attempt is over"))]
+        if entry.grant is not None:
+            return [Tell(peer, entry.grant)]
+        if offer.prompt_tokens != len(entry.submission.prompt):
+            text = f"{offer.prompt_tokens} tokens were offered for a prompt of {len(entry.submission.prompt)}"
+            return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.OFFER, text)
+        lease = self._scheduler.lease(entry.serial)
+        return self._refuse(entry) if lease is None else self._grant(entry, lease)
+
+    def _grant(self, entry: Taken, lease: Lease) -> Acts:
+        handover = entry.handover
+        self._move(entry, TakerMove.GRANT)
+        token = hashlib.blake2b(
+            f"{handover.request}/{handover.attempt}".encode(), key=self._secret, digest_size=DIGEST_BYTES
+        ).digest()
+        entry.grant = Grant(handover.request, handover.attempt, lease.cached_tokens, self._config.lease_us, token)
+        self._renew(entry)
+        return [Expect(handover, token, lease.first, lease.blocks), Tell(handover.peer, entry.grant)]
+
+    def _refuse(self, entry: Taken) -> Acts:
+        """No room now. The peer is told at once; the request asks again when there is room, or ends its attempt."""
+        handover, reason = entry.handover, "no slot or too few free blocks beside the reserve"
+        self._move(entry, TakerMove.REFUSE)
+        fault = self._note_fault(PdCode.REFUSED, PdStage.OFFER, reason)
+        refuse = Refuse(handover.request, handover.attempt, reason, self._config.retry_after_us)
+        acts: Acts = [Tell(handover.peer, refuse), AttemptFailed(handover, fault)]
+        if self._resumes:
+            often = handover.attempt >= ATTEMPTS_MAX
+            self._scheduler.take_back(entry.serial, prefills_here=often, now_us=self._now_us)
+            return acts
+        return acts + self._end_asked(entry, FinishReason.RESCHEDULE, fault)
+
+    def _renew(self, entry: Taken | None) -> None:
+        if entry is not None and entry.grant is not None:
+            entry.lease_until_us = self._now_us + self._config.lease_us
+
+    def _arriving(self, entry: Taken | None) -> Acts:
+        if entry is None or entry.state not in (Taking.GRANTED, Taking.ARRIVING, Taking.CHECKING):
+            return []
+        if entry.state is Taking.GRANTED:
+            self._move(entry, TakerMove.ARRIVE)
+            self._scheduler.arriving(entry.serial)
+        self._renew(entry)
+        return []
+
+    def _committed(self, entry: Taken | None, commit: Commit) -> Acts:
+        if entry is None or entry.state not in (Taking.GRANTED, Taking.ARRIVING):
+            return []  # over, or committed already
+        wrong = self._wrong(entry, commit)
+        if wrong is not None:
+            return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, wrong)
+        self._move(entry, TakerMove.COMMIT)
+        self._renew(entry)
+        entry.commit = commit
+        return [Verify(entry.handover, commit.checks)]
+
+    def _wrong(self, entry: Taken, commit: Commit) -> str | None:
+        if commit.prompt_digest != prompt_digest(entry.submission, self._fingerprint):
+            return "the KV is of another prompt, tenant or model"
+        if not 0 <= commit.token < self._config.vocabulary:
+            return f"there is no token {commit.token}"
+        if entry.submission.sampling.logprobs is not None and commit.logprobs is None:
+            return "the log-probabilities of its first token are missing"
+        return None
+
+    def _verified(self, entry: Taken | None) -> Acts:
+        if entry is None or entry.state is not Taking.CHECKING or entry.commit is None:
+            return []
+        handover = entry.handover
+        self._move(entry, TakerMove.ADOPT)
+        self._made += 1
+        took_us = self._now_us - entry.asked_us
+        return [
+            Tell(handover.peer, Adopted(handover.request, handover.attempt)),
+            HandoverMade(handover, entry.serial, took_us),
+            self._scheduler.adopt(entry.serial, entry.commit, self._now_us),
+        ]
+
+    def _fail(self, entry: Taken, code: PdCode, stage: PdStage, reason: str, *, tell: bool = True) -> Acts:
+        """The attempt is over. With `resume` the request goes on here; else it ends with the fault."""
+        if entry.state is Taking.FENCING:
+            return []
+        fault = self._note_fault(code, stage, reason)
+        acts: Acts = [AttemptFailed(entry.handover, fault)]
+        if tell:
+            acts.append(self._release(entry, reason))
+        return acts + self._let_go(entry, None if self._resumes else FinishReason.RESCHEDULE, fault)
+
+    def _let_go(self, entry: Taken, reason: FinishReason | None, fault: PdFault | None) -> Acts:
+        """Without a reason the request waits in our own queue."""
+        if entry.state is not Taking.ASKED:
+            self._move(entry, TakerMove.GIVE_UP)
+            self._scheduler.order_fence(entry.serial, reason, fault)
+            return [Fence(entry.handover)]
+        self._move(entry, TakerMove.DROP)
+        if reason is not None:
+            return self._end_asked(entry, reason, fault)
+        self._scheduler.take_back(entry.serial, prefills_here=True, now_us=self._now_us)
+        return []
+
+    def _end_asked(self, entry: Taken, reason: FinishReason, fault: PdFault | None) -> Acts:
+        ended = self._scheduler.order_stop(entry.serial, reason, self._now_us, fault=fault)
+        return [] if ended is None else [ended]
+
+    def _fenced(self, entry: Taken | None) -> Acts:
+        if entry is None or entry.state is not Taking.FENCING:
+            return []
+        self._move(entry, TakerMove.FENCED)
+        ended = self._scheduler.fenced(entry.serial, self._now_us)
+        return [] if ended is None else [ended]
+
+    def _release(self, entry: Taken, reason: str) -> Tell:
+        return Tell(entry.handover.peer, Release(entry.handover.request, entry.handover.attempt, reason))
+
+    def _note_fault(self, code: PdCode, stage: PdStage, reason: str) -> PdFault:
+        self._failed[code] += 1
+        return PdFault(code, stage, reason)
+
+    def _waited(self, entry: Taken) -> int:
+        return (self._now_us - entry.asked_us) // 1000
+
+    def _move(self, entry: Taken, move: TakerMove) -> None:
+        before, entry.state = entry.state, _next(TAKER, entry.state, move)
+        self._moves[before, move] += 1
+        if entry.state is Taking.OVER:
+            del self._open[entry.serial]
+
+
+# ── the giver ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Giving(Enum):
+    QUEUED = "queued"
+    OFFERED = "offered"
+    """Slot and blocks are held for it here (on the general path: its place)."""
+    PREFILLING = "prefilling"
+    SHIPPING = "shipping"
+    """The first token is there; bytes are still leaving."""
+    COMMITTED = "committed"
+    FENCING = "fencing"
+    LEAVING = "leaving"
+    """Nothing reads its blocks any more; the executor is to let go of its slot."""
+    OVER = "over"
+
+
+class GiverMove(Enum):
+    OFFER = "offered"
+    GRANTED = "granted"
+    PREFILLED = "first token"
+    COMMIT = "all sent"
+    ADOPTED = "adopted"
+    DROP = "given up before the grant"
+    GIVE_UP = "given up"
+    FENCED = "fenced"
+    LEFT = "slot free"
+
+
+GIVER: dict[tuple[Giving, GiverMove], Giving] = {
+    (Giving.QUEUED, GiverMove.OFFER): Giving.OFFERED,
+    (Giving.QUEUED, GiverMove.DROP): Giving.OVER,
+    (Giving.OFFERED, GiverMove.GRANTED): Giving.PREFILLING,
+    (Giving.OFFERED, GiverMove.DROP): Giving.OVER,
+    (Giving.PREFILLING, GiverMove.PREFILLED): Giving.SHIPPING,
+    (Giving.PREFILLING, GiverMove.GIVE_UP): Giving.FENCING,
+    (Giving.SHIPPING, GiverMove.COMMIT): Giving.COMMITTED,
+    (Giving.SHIPPING, GiverMove.GIVE_UP): Giving.FENCING,
+    (Giving.COMMITTED, GiverMove.ADOPTED): Giving.LEAVING,
+    (Giving.COMMITTED, GiverMove.GIVE_UP): Giving.FENCING,
+    (Giving.FENCING, GiverMove.FENCED): Giving.LEAVING,
+    (Giving.LEAVING, GiverMove.LEFT): Giving.OVER,
+}
+
+AT_WORK = (Giving.PREFILLING, Giving.SHIPPING)
+ENDING = (Giving.FENCING, Giving.LEAVING)
+
+
+@dataclass(slots=True)
+class Given:
+    """One attempt, as the giver knows it."""
+
+    handover: Handover
+    submission: Submission
+    arrived_us: int
+    state: Giving = Giving.QUEUED
+    keys: list[Key] | None = None
+    """Names of the prompt's blocks; made when its turn comes, and kept while it waits for room."""
+    serial: Serial | None = None
+    """From the offer on."""
+    row_is_gone: bool = False
+    """The scheduler ended the request by itself."""
+    grant: Grant | None = None
+    renew_us: int = 0
+    """When the taker is told next that this goes on."""
+    shipped_upto: int = 0
+    """Blocks of the sequence that were ordered to be sent."""
+    token: int | None = None
+    logprobs: Logprobs | None = None
+    checks: bytes | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self.grant is None else self.grant.cached_tokens
+
+
+class Giver:
+    def __init__(self, config: WorkerConfig, scheduler: PrefillScheduler | GeneralPrefillScheduler) -> None:
+        self._worker_config = config
+        self._config = config.handover
+        self._scheduler = scheduler
+        self._fingerprint = scheduler.pool.prefix.fingerprint
+        self._open: dict[Handover, Given] = {}
+        self._queue: dict[Handover, Given] = {}
+        """Those that were not offered yet, in the order of arrival."""
+        self._active: dict[Handover, Given] = {}
+        """The others: no more than there are slots."""
+        self._by_serial: dict[Serial, Given] = {}
+        self._peers: dict[PeerId, None] = {}
+        self._moves = dict.fromkeys(GIVER, 0)
+        self._failed: Counter[PdCode] = Counter()
+        self._made = 0
+        self._now_us = 0
+        self.draining = False
+
+    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self) -> tuple[Given, ...]:
+        """For the laws."""
+        return tuple(self._open.values())
+
+    def moves(self) -> dict[tuple[Giving, GiverMove], int]:
+        return dict(self._moves)
+
+    def gauges(self) -> HandoverGauges:
+        return _gauges(len(self._peers), len(self._open), self._made, self._failed)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def next_deadline(self) -> int | None:
+        return min((self._due_us(entry) for entry in self._waiting_for_time()), default=None)
+
+    def _waiting_for_time(self) -> list[Given]:
+        """Of the queue the first is due first."""
+        return [*islice(self._queue.values(), 1), *(entry for entry in self._active.values() if entry.state not in ENDING)]
+
+    def _due_us(self, entry: Given) -> int:
+        """A time limit, or the next renewal. After its commit a giver has no say in how long the taker waits for bytes."""
+        ends_us = entry.arrived_us + self._config.deadline_us
+        return min(ends_us, entry.renew_us) if entry.state in AT_WORK else ends_us
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def handle(self, event: PeerEvent, now_us: int) -> Acts:
+        self._now_us = now_us
+        match event:
+            case PeerOpened(peer):
+                self._peers[peer] = None
+                return []
+            case PeerLost(peer):
+                return self._peer_lost(peer)
+            case Heard(peer, message):
+                return self._heard(peer, message)
+            case Shipped(handover, checks):
+                return self._shipped(self._open.get(handover), checks)
+            case ShipFailed(handover, reason):
+                entry = self._open.get(handover)
+                return self._decline(entry, PdCode.NOT_DELIVERED, reason) if entry else []
+            case Fenced(handover):
+                return self._fenced(self._open.get(handover))
+            case _:
+                return []  # what a taker's driver would say
+
+    def planned(self, plan: StepPlan) -> Acts:
+        """Before its launch: what of this step is to be sent, layer by layer."""
+        acts: Acts = []
+        for start in plan.starts:
+            acts += self._begun(self._entry_of_slot(start.slot), start.slot, start.computed)
+        for chunk in plan.chunks:
+            acts += self._ship_chunk(self._entry_of_slot(chunk.slot), chunk, plan.step)
+        return acts
+
+    def settled(self, settled: Settled, now_us: int) -> Acts:
+        """First tokens are for the taker, not for the front end; ends free what the next offer needs."""
+        self._now_us = now_us
+        acts: Acts = []
+        logprobs = {item.row: item for item in settled.logprobs}
+        for row, (serial, token) in enumerate(zip(settled.serials.tolist(), settled.tokens.tolist(), strict=True)):
+            acts += self._prefilled(self._by_serial[Serial(serial)], token, logprobs.get(row))
+        for ended in settled.ended:
+            acts += self._left(ended)
+        return acts + self.advance(now_us)
+
+    def expire(self, now_us: int) -> Acts:
+        self._now_us = now_us
+        acts: Acts = []
+        while late := [entry for entry in self._waiting_for_time() if self._due_us(entry) <= now_us]:
+            acts += [act for entry in late for act in self._late(entry)]
+        return acts + self.advance(now_us)
+
+    def _late(self, entry: Given) -> Acts:
+        if self._now_us >= entry.arrived_us + self._config.deadline_us:
+            return self._decline(entry, PdCode.TIMEOUT, "it took too long")
+        entry.renew_us = self._now_us + self._config.renew_us
+        return [Tell(entry.handover.peer, Renew(entry.handover.request, entry.handover.attempt))]
+
+    def advance(self, now_us: int) -> Acts:
+        """Offer what can be computed soon, in the order of arrival."""
+        self._now_us = now_us
+        acts: Acts = []
+        if not self._queue:
+            return acts
+        ahead = sum(len(entry.submission.prompt) for entry in self._active.values() if entry.state in SOON)
+        most = STEPS_AHEAD * self._worker_config.step_tokens
+        while self._queue and ahead < most:
+            entry = next(iter(self._queue.values()))
+            prompt = entry.submission.prompt
+            entry.keys = entry.keys or self._scheduler.keys_of(entry.submission, prompt)
+            serial = self._scheduler.hold(entry.submission, entry.keys, len(prompt) + 1, now_us)
+            if serial is None:
+                break
+            ahead += len(prompt)
+            entry.serial = serial
+            self._by_serial[serial] = entry
+            self._move(entry, GiverMove.OFFER)
+            acts.append(Tell(entry.handover.peer, self._offer(entry)))
+        return acts
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _peer_lost(self, peer: PeerId) -> Acts:
+        self._peers.pop(peer, None)
+        acts: Acts = []
+        for entry in [entry for entry in self._open.values() if entry.handover.peer == peer]:
+            acts += self._let_go(entry)
+        return acts + self.advance(self._now_us)
+
+    def _heard(self, peer: PeerId, message: object) -> Acts:
+        match message:
+            case Ask():
+                return self._asked(peer, message)
+            case Grant(request, attempt):
+                return self._granted(Handover(peer, request, attempt), message)
+            case Refuse(request, attempt):
+                return self._released(Handover(peer, request, attempt), PdCode.REFUSED)
+            case Adopted(request, attempt):
+                return self._adopted(self._open.get(Handover(peer, request, attempt)))
+            case Release(request, attempt):
+                return self._released(Handover(peer, request, attempt), None)
+        return []
+
+    def _asked(self, peer: PeerId, ask: Ask) -> Acts:
+        handover = Handover(peer, ask.request, ask.attempt)
+        entry = self._open.get(handover)
+        if entry is not None and entry.state in ENDING:  # of a former life of this peer, whose numbers began anew
+            text = "an attempt of the same number is still being given up"
+            return [Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, text))]
+        if entry is not None:
+            return [Tell(peer, self._offer(entry))] if entry.state is Giving.OFFERED else []
+        acts: Acts = []
+        before = self._open.get(handover._replace(attempt=ask.attempt - 1))
+        if before is not None:
+            acts += self._let_go(before)
+        reason = self._cannot(ask.submission)
+        if reason is not None:
+            self._failed[PdCode.TIMEOUT] += 1
+            return [*acts, Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, reason))]
+        self._open[handover] = self._queue[handover] = Given(handover, ask.submission, self._now_us)
+        return acts + self.advance(self._now_us)
+
+    def _cannot(self, submission: Submission) -> str | None:
+        config, prompt = self._worker_config, len(submission.prompt)
+        if self.draining:
+            return "the instance is draining"
+        if prompt == 0 or prompt >= config.context_tokens or prompt > config.pool_tokens:
+            return (
+                f"a prompt of {prompt} tokens does not fit a context of {config.context_tokens}, {config.pool_tokens} in all"
+            )
+        if not 0 <= int(submission.prompt.min()) <= int(submission.prompt.max()) < self._config.vocabulary:
+            return "the prompt has token ids that this model does not know"
+        if len(self._queue) >= config.waiting_max:
+            return f"its queue is full: {len(self._queue)} prefills wait"
+        return None
+
+    def _granted(self, handover: Handover, grant: Grant) -> Acts:
+        entry = self._open.get(handover)
+        if entry is None or entry.state in ENDING:
+            return [Tell(handover.peer, Decline(handover.request, handover.attempt, PdCode.NOT_DELIVERED, "it was let go"))]
+        if entry.state is not Giving.OFFERED or entry.serial is None:
+            return []  # the same grant once more
+        if not 0 <= grant.cached_tokens < len(entry.submission.prompt) or grant.cached_tokens % self._block_size:
+            text = f"{grant.cached_tokens} tokens of a prompt of {len(entry.submission.prompt)} cannot be there already"
+            return self._decline(entry, PdCode.NOT_DELIVERED, text)
+        entry.grant = grant
+        entry.renew_us = self._now_us + self._config.renew_us
+        entry.shipped_upto = grant.cached_tokens // self._block_size
+        self._move(entry, GiverMove.GRANTED)
+        self._scheduler.begin(entry.serial)
+        return []
+
+    def _adopted(self, entry: Given | None) -> Acts:
+        if entry is None or entry.state is not Giving.COMMITTED:
+            return []
+        self._made += 1
+        self._move(entry, GiverMove.ADOPTED)
+        return self._order_leave(entry)
+
+    def _released(self, handover: Handover, code: PdCode | None) -> Acts:
+        entry = self._open.get(handover)
+        if entry is None:
+            return []
+        if code is not None:
+            self._failed[code] += 1
+        return self._let_go(entry) + self.advance(self._now_us)
+
+    # ── computing and sending ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begun(self, entry: Given, slot: int, computed: int) -> Acts:
+        """Its row is in a plan: what the cache had of it can leave at once. Not if it is being given up meanwhile."""
+        if entry.grant is None or entry.state is not Giving.PREFILLING:
+            return []
+        first, found = entry.shipped_upto, computed // self._block_size
+        blocks = self._scheduler.slots.blocks(slot)[first:]
+        blocks.setflags(write=False)
+        acts: Acts = [OpenShip(entry.handover, entry.grant.token, first, blocks)]
+        if found > first:
+            acts.append(Ship(entry.handover, None, first, found, last=False))
+            entry.shipped_upto = found
+        return acts
+
+    def _ship_chunk(self, entry: Given, chunk: Chunk, step: int) -> Acts:
+        """Whole blocks only, the last one aside: no block is sent twice."""
+        if entry.state is not Giving.PREFILLING:
+            return []
+        upto = -(-chunk.end // self._block_size) if chunk.samples else chunk.end // self._block_size
+        first = entry.shipped_upto
+        if upto <= first:
+            return []
+        entry.shipped_upto = upto
+        return [Ship(entry.handover, step, first, upto, last=chunk.samples)]
+
+    def _prefilled(self, entry: Given, token: int, logprobs: Logprobs | None) -> Acts:
+        if entry.state is not Giving.PREFILLING:
+            return []
+        entry.token, entry.logprobs = token, logprobs
+        self._move(entry, GiverMove.PREFILLED)
+        return self._commit_if_ready(entry)
+
+    def _shipped(self, entry: Given | None, checks: bytes) -> Acts:
+        if entry is None or entry.state not in (Giving.PREFILLING, Giving.SHIPPING):
+            return []
+        entry.checks = checks
+        return self._commit_if_ready(entry)
+
+    def _commit_if_ready(self, entry: Given) -> Acts:
+        """The last piece may leave before the first token is known, or after."""
+        if entry.state is not Giving.SHIPPING or entry.checks is None or entry.token is None or entry.serial is None:
+            return []
+        request = self._scheduler.request(entry.serial)
+        if request is None:
+            return []
+        self._move(entry, GiverMove.COMMIT)
+        commit = Commit(
+            request=entry.handover.request,
+            attempt=entry.handover.attempt,
+            token=entry.token,
+            logprobs=entry.logprobs,
+            cached_tokens=request.bill.cached_tokens,
+            queue_us=max(0, request.since_us - entry.arrived_us - request.bill.prefill_us),
+            prefill_us=request.bill.prefill_us,
+            prompt_digest=prompt_digest(entry.submission, self._fingerprint),
+            checks=entry.checks,
+            queued_tokens=self._queued_tokens(),
+        )
+        return [Tell(entry.handover.peer, commit)]
+
+    # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _decline(self, entry: Given, code: PdCode, reason: str) -> Acts:
+        if entry.state in ENDING:
+            return []
+        self._failed[code] += 1
+        handover = entry.handover
+        fault = PdFault(code, PdStage.PREFILL, reason)
+        decline = Tell(handover.peer, Decline(handover.request, handover.attempt, code, reason))
+        return [decline, AttemptFailed(handover, fault), *self._let_go(entry)]
+
+    def _let_go(self, entry: Given) -> Acts:
+        if entry.state in ENDING:
+            return []
+        if entry.state is Giving.QUEUED:
+            self._move(entry, GiverMove.DROP)
+            return []
+        if entry.state is Giving.OFFERED and entry.serial is not None:
+            self._move(entry, GiverMove.DROP)
+            self._scheduler.order_stop(entry.serial, FinishReason.ABORT, self._now_us)  # nothing has begun: it ends at once
+            return []
+        self._move(entry, GiverMove.GIVE_UP)
+        return [Fence(entry.handover)]
+
+    def _fenced(self, entry: Given | None) -> Acts:
+        if entry is None or entry.state is not Giving.FENCING:
+            return []
+        self._move(entry, GiverMove.FENCED)
+        return self._order_leave(entry)
+
+    def _order_leave(self, entry: Given) -> Acts:
+        """Its slot comes back with the executor's acknowledgement, or at once where the executor never knew of it."""
+        if entry.row_is_gone or entry.serial is None:
+            self._move(entry, GiverMove.LEFT)
+            return self.advance(self._now_us)
+        ended = self._scheduler.order_stop(entry.serial, FinishReason.ABORT, self._now_us)
+        return [] if ended is None else self._left(ended) + self.advance(self._now_us)
+
+    def _left(self, ended: EndedRequest) -> Acts:
+        entry = self._by_serial.get(ended.serial)
+        if entry is None:
+            return []
+        if entry.state is Giving.LEAVING:
+            self._move(entry, GiverMove.LEFT)
+            return []
+        entry.row_is_gone = True
+        return self._decline(entry, PdCode.NOT_DELIVERED, f"its prefill ended with {ended.reason}")
+
+    # ── small things ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _block_size(self) -> int:
+        return self._worker_config.block_size
+
+    def _offer(self, entry: Given) -> Offer:
+        prompt_tokens = len(entry.submission.prompt)
+        return Offer(entry.handover.request, entry.handover.attempt, prompt_tokens, self._queued_tokens())
+
+    def _queued_tokens(self) -> int:
+        return sum(len(entry.submission.prompt) for entry in self._open.values() if entry.state in AHEAD)
+
+    def _entry_of_slot(self, slot: int) -> Given:
+        return self._by_serial[Serial(int(self._scheduler.slots.serial[slot]))]
+
+    def _move(self, entry: Given, move: GiverMove) -> None:
+        before, entry.state = entry.state, _next(GIVER, entry.state, move)
+        self._moves[before, move] += 1
+        if before is Giving.QUEUED:
+            del self._queue[entry.handover]
+        if entry.state is Giving.OFFERED:
+            self._active[entry.handover] = entry
+        if entry.state is Giving.OVER:
+            del self._open[entry.handover]
+            self._active.pop(entry.handover, None)
+            if entry.serial is not None:
+                del self._by_serial[entry.serial]
+
+
+SOON = (Giving.OFFERED, Giving.PREFILLING)
+AHEAD = (Giving.QUEUED, *SOON)
+
+
+def _gauges(peers: int, open_now: int, made: int, failed: Counter[PdCode]) -> HandoverGauges:
+    return HandoverGauges(
+        peers=peers,
+        open=open_now,
+        made=made,
+        refused=failed[PdCode.REFUSED],
+        not_delivered=failed[PdCode.NOT_DELIVERED],
+        preempted=failed[PdCode.PREEMPTED],
+        timed_out=failed[PdCode.TIMEOUT],
+    )

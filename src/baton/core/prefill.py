@@ -1,0 +1,130 @@
+"""The schedulers of an instance that only prefills and hands over: the short path, and the general one beside it.
+
+Both let a giver hold what a prefill will need (`hold`), begin it once the other side has granted room (`begin`), and then
+are asked for plans and settled like any scheduler. Nothing decodes: the planning of its last chunk makes a request
+HANDING_OVER, and there it stays, slot and blocks with it, until it is ordered to stop.
+
+The short path has no queue, no reserve and no growth: a request has all its blocks before it begins, so a pass is nothing
+but chunks, in the order of arrival, until the token budget is used up. The general path is the general scheduler under the
+same two methods; it is there to be compared with.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.core.board import Board, StepBuilder
+from baton.core.config import WorkerConfig
+from baton.core.errors import InvariantViolated
+from baton.core.prefix import Key, PrefixIndex
+from baton.core.records import Crew, Request
+from baton.core.request import Move, Phase, Serial, Submission
+from baton.core.reserve import blocks_for
+from baton.core.scheduler import Scheduler
+
+
+class BlocksNotHeld(InvariantViolated):
+    """A prefill was to be planned whose blocks are not all there: the short path has no way to get more."""
+
+
+class PrefillScheduler(Board):
+    """The short path."""
+
+    def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
+        super().__init__(config, prefix)
+        self._nobody = self._crew_of_decodes(self.slots.decoding())
+
+    @property
+    def waiting(self) -> int:
+        return 0
+
+    @property
+    def asleep(self) -> bool:
+        return not (self._flights or self._prefilling or self._stopping)
+
+    def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
+        """A slot and all blocks of the prompt; None where they are not to be had now."""
+        self._now_us = now_us
+        if not self.slots.has_room:
+            return None
+        request = self._new_request(submission, keys, limit, now_us)
+        hit = self._look_up(request)
+        whole = blocks_for(len(submission.prompt), self.config.block_size)
+        if whole - len(hit.blocks) + self.pool.unreferenced(hit.blocks) > self.pool.available:
+            del self._requests[request.serial]
+            return None
+        slot = self._occupy(request, hit, Move.ADMIT)
+        self.slots.append_blocks(slot, self.pool.take(whole - len(hit.blocks)))
+        self._charge_start(request, hit)
+        return request.serial
+
+    def begin(self, serial: Serial) -> None:
+        """The other side has granted room: compute it when its turn comes."""
+        self._prefilling.append(self._slot_of(self._requests[serial]))
+
+    def _schedule(self, step: StepBuilder) -> None:
+        self._order_stops(step)
+        self.prefill_schedule(step)
+
+    def prefill_schedule(self, step: StepBuilder) -> None:
+        """Chunks in the order of arrival, the whole budget theirs."""
+        while self._prefilling and step.budget > 0:
+            slot = self._prefilling[0]
+            if not self.slots.told[slot]:
+                self._tell_prompt(step, slot)
+            self._plan_chunk(step, slot)
+
+    def _tell_prompt(self, step: StepBuilder, slot: int) -> None:
+        slots, request = self.slots, self._occupant(slot)
+        if slots.held[slot] * self.config.block_size < slots.known[slot]:
+            raise BlocksNotHeld(
+                f"request {request.serial} has {slots.held[slot]} blocks of {self.config.block_size} "
+                f"for a prompt of {slots.known[slot]} tokens"
+            )
+        request.bill.queue_us += self._now_us - request.since_us
+        request.since_us = self._now_us
+        self._tell_start(step, slot, request.submission.prompt.copy(), int(slots.computed[slot]))
+
+    def _decoding(self) -> Crew:
+        return self._nobody
+
+    def _queue_up(self, request: Request) -> None:
+        raise InvariantViolated(f"request {request.serial} would have to wait where nothing waits")
+
+    def _unqueue(self, request: Request) -> None:
+        raise InvariantViolated(f"request {request.serial} waits where nothing waits")
+
+
+class GeneralPrefillScheduler(Scheduler):
+    """The general path: a queue, a reserve, and a look at both in every pass."""
+
+    def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
+        super().__init__(config, prefix)
+        self._aside: dict[Serial, Request] = {}
+        """Held for offers that were not answered yet."""
+
+    @property
+    def waiting(self) -> int:
+        return super().waiting + len(self._aside)
+
+    @property
+    def asleep(self) -> bool:
+        due = self._flights or self._stopping or len(self._waiting)
+        return not due and self.slots.occupied == np.count_nonzero(self.slots.phase == Phase.HANDING_OVER)
+
+    def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
+        """Only its number: what it needs is found when the queue comes to it."""
+        request = self._new_request(submission, keys, limit, now_us)
+        self._aside[request.serial] = request
+        return request.serial
+
+    def begin(self, serial: Serial) -> None:
+        self._queue_up(self._aside.pop(serial))
+
+    def _unqueue(self, request: Request) -> None:
+        if self._aside.pop(request.serial, None) is None:
+            super()._unqueue(request)
+
+    def _grow_to(self, step: StepBuilder, slot: int, tokens: int) -> None:
+        """All at once: what is sent is named by its blocks from the first chunk on. Admission found room for all of it."""
+        super()._grow_to(step, slot, max(tokens, int(self.slots.known[slot])))

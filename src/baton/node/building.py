@@ -1,0 +1,120 @@
+"""An executor and a worker's configuration, made from the settings of an engine process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from baton.core.config import ROLES, HandoverConfig, WorkerConfig
+from baton.core.plan import StepPlan, StepResult
+from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
+from baton.executor.scripted import ScriptedExecutor
+from baton.node.scripted_text import BYTE_VOCABULARY
+from baton.node.settings import EngineSettings
+
+SCRIPTED_LAYERS = 4
+"""So that hand-overs of the scripted executor have layers to take apart."""
+RENEWALS_A_LEASE = 4
+
+
+def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tuple[Executor, str]:
+    """The executor that the settings ask for, and a line about it for the operator."""
+    if settings.model_folder is None:
+        return _scripted(settings, allocate), "scripted executor, no model"
+    # Imported here because torch takes seconds, and the scripted executor must not pay for it.
+    from baton.executor.torch_cpu import TorchCpuExecutor
+
+    if settings.threads is not None:
+        import torch
+
+        torch.set_num_threads(settings.threads)
+    executor = TorchCpuExecutor.load(
+        Path(settings.model_folder),
+        dtype=settings.dtype,
+        slots=settings.slots,
+        block_size=settings.block_size,
+        blocks=settings.blocks,
+        kv_memory_bytes=settings.kv_memory_bytes,
+        context_tokens=settings.context_tokens,
+        attention=settings.attention,
+        allocate=allocate,
+    )
+    return executor, f"{settings.dtype} on CPU"
+
+
+def _scripted(settings: EngineSettings, allocate: Allocate) -> Executor:
+    shape = ExecutorShape(
+        slots=settings.slots,
+        blocks=settings.blocks or 4096,
+        block_size=settings.block_size,
+        context_tokens=settings.context_tokens or 8192,
+        burst=settings.burst,
+    )
+    layers = SCRIPTED_LAYERS if settings.has_peers else 1
+    return PacedExecutor(ScriptedExecutor(shape, BYTE_VOCABULARY, layers, allocate), settings.step_ms / 1000)
+
+
+class PacedExecutor:
+    """Another executor whose steps take at least so long, their layers spread over that time."""
+
+    def __init__(self, inner: Executor, step_s: float) -> None:
+        self._inner = inner
+        self._step_s = step_s
+        self._written: list[tuple[int, int]] = []
+        self.shape = inner.shape
+        self.vocabulary = inner.vocabulary
+        self.fingerprint = inner.fingerprint
+        self.on_layer: LayerDone | None = None
+        inner.on_layer = lambda step, layer: self._written.append((step, layer))
+
+    @property
+    def kv(self) -> KvView:
+        return self._inner.kv
+
+    def launch(self, plan: StepPlan) -> None:
+        self._inner.launch(plan)
+
+    def collect(self) -> StepResult:
+        self._written.clear()
+        result = self._inner.collect()
+        parts = max(1, len(self._written))
+        for part in range(parts):
+            if self._step_s:
+                time.sleep(self._step_s / parts)
+            if self.on_layer is not None and self._written:
+                self.on_layer(*self._written[part])
+        return result
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def worker_config(settings: EngineSettings, shape: ExecutorShape) -> WorkerConfig:
+    return WorkerConfig(
+        slots=shape.slots,
+        blocks=shape.blocks,
+        block_size=shape.block_size,
+        context_tokens=shape.context_tokens,
+        step_tokens=settings.step_tokens,
+        burst=shape.burst,
+        depth=settings.depth,
+        waiting_max=settings.waiting_max,
+        prefix_cache=settings.prefix_cache,
+        reserve=settings.reserve,
+        ratio_initial=settings.ratio_initial,
+        ratio_decay=settings.ratio_decay,
+        ratio_floor=settings.ratio_floor,
+        ratio_clip_tokens=settings.ratio_clip_tokens,
+        fixed_blocks=settings.fixed_blocks,
+        fixed_blocks_decay=settings.fixed_blocks_decay,
+        victims=settings.victims,
+        max_preemptions=settings.max_preemptions,
+        role=ROLES[settings.role],
+        prefill_path=settings.prefill_path,
+        on_preempt=settings.on_preempt,
+        handover=HandoverConfig(
+            lease_us=round(settings.lease_s * 1e6),
+            renew_us=round(settings.lease_s * 1e6 / RENEWALS_A_LEASE),
+            deadline_us=round(settings.prefill_timeout_s * 1e6),
+        ),
+    )

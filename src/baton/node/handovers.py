@@ -1,0 +1,102 @@
+"""All that an instance with peers has beside its loop: sessions, transfers, the pool's memory, and the log of hand-overs.
+
+One object for the engine loop, which gives it every order that concerns peers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.config import ROLES
+from baton.core.peers import AttemptFailed, HandoverMade, PdCode, PeerEffect, Tell
+from baton.executor.contract import Executor, zeroed
+from baton.kv.contract import KvLayout, KvMemory
+from baton.kv.memory import shared_bytes
+from baton.node.inbox import Inbox
+from baton.node.peers import Peers, listen
+from baton.node.sessions import Self
+from baton.node.settings import DEFAULT_PEER_PORT, EngineSettings
+from baton.node.transfers import Transfers, kinds_of
+
+log = logging.getLogger("baton.handover")
+
+
+class PoolMemory:
+    """Where the KV pool lies: where a peer on this host may map it if we send it, in our own memory otherwise."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._shares = ROLES[settings.role].gives and "shm" in kinds_of(settings.transfer)
+        self._fd: int | None = None
+
+    def allocate(self, size: int) -> npt.NDArray[np.uint8]:
+        if not self._shares:
+            return zeroed(size)
+        shared = shared_bytes(size)
+        self._fd = shared.fd
+        return shared.array
+
+    def of(self, executor: Executor) -> KvMemory:
+        pool, spans, dtype = executor.kv
+        layout = KvLayout(executor.fingerprint, dtype, executor.shape.block_size, tuple(end - begin for begin, end in spans))
+        return KvMemory(layout, pool, spans, self._fd)
+
+
+class Handovers:
+    def __init__(self, peers: Peers, transfers: Transfers, details: str) -> None:
+        self.details = details
+        """For the operator: where peers find us, or whom we call."""
+        self._peers = peers
+        self._transfers = transfers
+
+    def carry_out(self, effect: PeerEffect) -> None:
+        match effect:
+            case Tell(peer, message):
+                self._peers.tell(peer, message)
+            case AttemptFailed(handover, fault):
+                level = logging.WARNING if fault.code is PdCode.REFUSED else logging.ERROR
+                log.log(level, "hand-over of request %d with %s: %s", handover.request, handover.peer, fault.message)
+            case HandoverMade(handover, _, took_us):
+                log.debug("request %d was handed over by %s in %d ms", handover.request, handover.peer, took_us // 1000)
+            case _:
+                self._transfers.carry_out(effect)
+
+    def step_done(self, step: int) -> None:
+        self._transfers.step_done(step)
+
+    def turned_away(self) -> dict[str, int]:
+        return dict(self._peers.refused + self._transfers.refused())
+
+
+def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemory, inbox: Inbox) -> Handovers:
+    role, memory = ROLES[settings.role], pool.of(executor)
+    transfers = Transfers(role, settings.transfer, memory, inbox.put, settings.peer_host)
+    executor.on_layer = transfers.layer_done if role.gives else None
+    listener = _listen(settings) if role.gives else None
+    me = Self(
+        name=f"{role.name} {socket.gethostname()[:64]} {os.getpid()} {secrets.token_hex(4)}",
+        incarnation=time.time_ns() // 1000,
+        role=role,
+        layout=memory.layout,
+        vocabulary=executor.vocabulary,
+        cluster_key=settings.cluster_key,
+    )
+    peers = Peers(me, transfers, inbox, listener, settings.peers)
+    return Handovers(peers, transfers, _details(settings, listener))
+
+
+def _listen(settings: EngineSettings) -> socket.socket:
+    return listen(settings.peer_host, DEFAULT_PEER_PORT if settings.peer_port is None else settings.peer_port)
+
+
+def _details(settings: EngineSettings, listener: socket.socket | None) -> str:
+    if listener is None:
+        return f"role decode, prefilled by {', '.join(settings.peers) or 'itself'}"
+    host, port = listener.getsockname()[:2]
+    return f"role prefill, for peers at {f'[{host}]' if ':' in host else host}:{port}"

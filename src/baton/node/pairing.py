@@ -1,0 +1,109 @@
+"""Which options of an instance with peers go together, and the key that it shares with them.
+
+Refuses what contradicts itself, by the names of the options, before anything slow happens. On one machine no key needs to be
+given: one is made and kept in the cache folder, readable by this user alone. Beyond loopback a key must be given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from pathlib import Path
+
+from baton.core.config import ROLES, PrefillPath
+from baton.core.errors import BatonError
+from baton.node.secrets import kept_secret
+from baton.node.settings import EngineSettings
+
+KEY_CHARS_MIN = 16
+LOOPBACK = "127.0.0.1"
+
+
+class BadPairing(BatonError):
+    """Options that cannot go together; the message names them."""
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_pairing(engine: EngineSettings) -> None:
+    role = ROLES[engine.role]
+    _refuse_without(role.takes, "--peer", bool(engine.peers), "--role decode, which asks peers to prefill")
+    _refuse_without(role.gives, "--peer-port", engine.peer_port is not None, "--role prefill, which listens for peers")
+    general = engine.prefill_path is PrefillPath.GENERAL
+    _refuse_without(role.gives, "--prefill-path general", general, "--role prefill, which has two ways to plan")
+    _refuse_without(engine.has_peers, "--peer-host", engine.peer_host != LOOPBACK, "--role prefill or decode")
+    _refuse_without(engine.has_peers, "--transfer", engine.transfer != "auto", "--role prefill or decode")
+    _check_host(engine)
+    seen: list[str] = []
+    for peer in engine.peers:
+        _check_peer(peer, engine)
+        if peer in seen:
+            raise BadPairing(f"--peer {peer} is given twice")
+        seen.append(peer)
+
+
+def _refuse_without(has: bool, option: str, given: bool, needs: str) -> None:
+    if given and not has:
+        raise BadPairing(f"{option} is only for {needs}")
+
+
+def _check_host(engine: EngineSettings) -> None:
+    try:
+        address = ipaddress.ip_address(engine.peer_host)
+    except ValueError:
+        raise BadPairing(f"--peer-host {engine.peer_host} is no numeric address, such as 127.0.0.1 or 10.0.0.5") from None
+    if address.is_unspecified and ROLES[engine.role].takes:
+        raise BadPairing(
+            f"--peer-host {engine.peer_host} is no address that a peer could send KV to; give one of this machine"
+        )
+
+
+def _check_peer(peer: str, engine: EngineSettings) -> None:
+    host, port = _split(peer)
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise BadPairing(f"--peer {peer} is not HOST:PORT, such as 127.0.0.1:8100")
+    if not is_loopback(host) and is_loopback(engine.peer_host):
+        raise BadPairing(
+            f"--peer {peer} is another machine, and KV would be received on {engine.peer_host}, which it cannot reach; "
+            "give --peer-host an address of this machine"
+        )
+
+
+def _split(peer: str) -> tuple[str, str]:
+    host, _, port = peer.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
+def cluster_key(engine: EngineSettings, text: str | None, file: str | None, folder: Path) -> bytes:
+    """The key as it was given, or the one that this machine keeps for itself; empty where there are no peers."""
+    if text is not None and file is not None:
+        raise BadPairing("--cluster-key and --cluster-key-file are both given; one of them is enough")
+    if file is not None:
+        text = _read(file)
+    if text is not None:
+        if len(text) < KEY_CHARS_MIN:
+            raise BadPairing(f"the cluster key has {len(text)} characters; it needs at least {KEY_CHARS_MIN}")
+        return hashlib.blake2b(text.encode(), digest_size=32, person=b"baton-cluster").digest()
+    if not engine.has_peers:
+        return b""
+    for host in (engine.peer_host, *(_split(peer)[0] for peer in engine.peers)):
+        if not is_loopback(host):
+            raise BadPairing(
+                f"{host} is not this machine alone, and no cluster key is set. Give the same one to all instances with "
+                "--cluster-key-file (or BATON_CLUSTER_KEY), or stay on 127.0.0.1."
+            )
+    return kept_secret(folder / "cluster.key", "instances that still have the old one must be restarted")
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadPairing(f"--cluster-key-file {file} cannot be read: {error}") from None

@@ -1,0 +1,211 @@
+"""The peers of an instance, on an event loop and a thread of their own: one that decodes calls, one that prefills is called.
+
+Owns who is connected. Tells the engine loop of sessions that open and end and of what peers say, in order, through its
+inbox; what the engine says to a peer goes out in order too. Calls again, with growing pauses, whoever cannot be reached.
+Strangers, sessions and what waits are bounded; refused connections are counted by reason and logged when the reason
+changes. What messages mean, the worker knows; how KV travels, the transfers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from typing import Protocol
+
+from baton.core.config import ROLES
+from baton.core.errors import BatonError
+from baton.core.peers import Heard, PeerId, PeerLost, PeerMessage, PeerOpened
+from baton.kv.contract import KvLayout
+from baton.node.inbox import Broken, Inbox
+from baton.node.sessions import CONNECT_S, End, Refused, Self, Session, Stage
+from baton.wire.peering import Register
+
+log = logging.getLogger("baton.peers")
+
+STRANGERS_MAX = 64
+"""Connections that are not sessions yet."""
+SESSIONS_MAX = 256
+INBOX_MAX = 4096
+"""Events that the engine loop has not taken; beyond it, who adds to them is hung up."""
+CALL_AGAIN_S, CALL_AGAIN_S_MAX = 0.05, 2.0
+SAME_REFUSAL_S = 60.0
+"""A refusal of a stranger is logged so often."""
+
+
+class CannotListen(BatonError):
+    """The address for peers cannot be taken."""
+
+
+class Ways(Protocol):
+    """How KV goes to or comes from a peer, agreed on as it registers."""
+
+    def offer(self, peer: PeerId, same_host: bool) -> tuple[str, ...]:
+        """Where this peer shall send KV; nothing where it is we who send."""
+
+    def accept(self, peer: PeerId, addresses: tuple[str, ...]) -> str | None:
+        """This peer's KV goes there from now on. A string says why it cannot."""
+
+    def forget(self, peer: PeerId) -> None: ...
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take the port at once, so that one in use is told before anything else happens."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CannotListen(f"cannot listen for peers on {host}:{port}: {reason}. Choose another with --peer-port.") from None
+
+
+class Peers:
+    def __init__(self, me: Self, ways: Ways, inbox: Inbox, listener: socket.socket | None, calls: tuple[str, ...]) -> None:
+        self.refused: Counter[str] = Counter()
+        self._me = me
+        self._ways = ways
+        self._inbox = inbox
+        self._listener = listener
+        self._calls = calls
+        self._strangers = 0
+        self._sessions: dict[PeerId, Session] = {}
+        self._told: dict[str, str] = {}
+        """The last thing logged of whom we call."""
+        self._logged_s: dict[str, float] = {}
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="baton-peers", daemon=True)
+        self._thread.start()
+
+    # ── for the engine loop ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def tell(self, peer: PeerId, message: PeerMessage) -> None:
+        """Say this, after all that was told before. To a peer that is gone it is not said; PeerLost is on its way then."""
+        self._loop.call_soon_threadsafe(self._tell, peer, message)
+
+    def close(self) -> None:
+        """Hang up, and end the thread. Only for those who outlive it: a process that ends need not."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._main())
+        except BaseException as error:
+            self._inbox.put(Broken(error))
+            raise
+        finally:
+            self._loop.close()
+
+    async def _main(self) -> None:
+        calls = [asyncio.create_task(work) for work in (self._answer(), *map(self._call, self._calls))]
+        calls.append(asyncio.create_task(self._until_stopped()))
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        for session in list(self._sessions.values()):
+            session.end(None, "this instance was stopped")
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for task in done:
+            task.result()  # of those that never end, one has raised
+
+    async def _answer(self) -> None:
+        if self._listener is not None:
+            server = await self._loop.create_server(lambda: Session(self._me, self, None), sock=self._listener)
+            await server.serve_forever()
+        await self._until_stopped()
+
+    async def _until_stopped(self) -> None:
+        await self._stop.wait()
+
+    def _tell(self, peer: PeerId, message: PeerMessage) -> None:
+        session = self._sessions.get(peer)
+        if session is not None:
+            session.send(message)
+
+    async def _call(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        pause_s = CALL_AGAIN_S
+        while True:
+            end = await self._call_once(PeerId(address), host.strip("[]"), int(port))
+            pause_s = CALL_AGAIN_S if end.was is Stage.OPEN else min(2 * pause_s, CALL_AGAIN_S_MAX)
+            if self._told.get(address) != end.reason:
+                self._told[address] = end.reason
+                level = logging.ERROR if end.fault == Refused.UNFIT else logging.WARNING
+                log.log(level, "no session with %s: %s; calling again", address, end.reason)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  so that callers do not come all at once
+
+    async def _call_once(self, peer: PeerId, host: str, port: int) -> End:
+        session = Session(self._me, self, peer)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._loop.create_connection(lambda: session, host, port)
+        except (OSError, TimeoutError) as error:
+            return End(Stage.STRANGER, None, str(error) or "no answer")
+        return await session.over
+
+    # ── the sessions' house ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def arrived(self) -> bool:
+        self._strangers += 1
+        return self._strangers <= STRANGERS_MAX
+
+    def transfers_for(self, session: Session) -> tuple[str, ...]:
+        return self._ways.offer(session.peer, session.same_host)
+
+    def unfit(self, session: Session, register: Register) -> str | None:
+        theirs = ROLES.get(register.role)
+        if theirs is None or not ((self._me.role.takes and theirs.gives) or (self._me.role.gives and theirs.takes)):
+            return f"role: {self._me.role.name} here, {register.role} there; one must prefill and the other decode"
+        layout = KvLayout(register.fingerprint, register.dtype, register.block_size, register.layer_bytes)
+        if differences := self._me.layout.differences(layout):
+            return "; ".join(differences)
+        if len(self._sessions) >= SESSIONS_MAX and session.peer not in self._sessions:
+            return f"{SESSIONS_MAX} peers have sessions already"
+        return self._ways.accept(session.peer, register.transfers)
+
+    def opened(self, session: Session) -> None:
+        self._strangers -= 1
+        before, self._sessions[session.peer] = self._sessions.get(session.peer), session
+        if before is not None:
+            before.end(None, "it has opened another session")
+        self._told.pop(session.peer, None)
+        log.info("session with %s", session.peer)
+        self._inbox.put(PeerOpened(session.peer))
+
+    def heard(self, session: Session, message: PeerMessage) -> bool:
+        if len(self._inbox) >= INBOX_MAX:
+            return False
+        self._inbox.put(Heard(session.peer, message))
+        return True
+
+    def ended(self, session: Session, end: End) -> None:
+        if end.fault is not None:
+            self.refused[end.fault] += 1
+        if end.was is Stage.OPEN:
+            if self._sessions[session.peer] is session:
+                del self._sessions[session.peer]
+                self._ways.forget(session.peer)
+            self._inbox.put(PeerLost(session.peer, end.reason))
+        else:
+            self._strangers -= 1
+        if session.called is None and (end.fault is not None or end.was is Stage.OPEN):
+            self._log_end(session, end)
+
+    def _log_end(self, session: Session, end: End) -> None:
+        """Of those who called us; a stranger can come often, so each reason is logged now and then only."""
+        if end.was is Stage.OPEN:
+            log.warning("session with %s is over: %s", session.peer, end.reason)
+            return
+        key, now_s = f"{end.fault} {end.reason}" if end.fault == Refused.UNFIT else str(end.fault), time.monotonic()
+        if now_s - self._logged_s.get(key, -SAME_REFUSAL_S) >= SAME_REFUSAL_S:
+            if len(self._logged_s) >= STRANGERS_MAX:
+                self._logged_s.clear()
+            self._logged_s[key] = now_s
+            log.error("refused a connection from %s: %s", session.where, end.reason)

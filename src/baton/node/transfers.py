@@ -1,0 +1,134 @@
+"""Moves KV to and from peers as the worker orders: picks the kind of transfer for each peer and keeps to it in a hand-over.
+
+The taker (D) decides by which kind it receives: the one that was set, or, with `auto`, shared memory from a peer on this
+host and TCP from elsewhere; it tells the peer one address as it registers. The giver (P) sends by the kind of that address.
+Orders return at once; what becomes of them is reported from the transfers' own threads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from baton.core.config import Role
+from baton.core.errors import BatonError
+from baton.core.peers import Expect, Fence, Fenced, Handover, OpenShip, PeerId, Ship, ShipFailed, Verify
+from baton.kv.contract import KINDS, KvMemory, Receiver, Report, Sender, available, make_receiver, make_sender
+
+AUTO = "auto"
+TransferOrder = Expect | Verify | OpenShip | Ship | Fence
+
+
+class NoTransfer(BatonError):
+    """The kind of transfer that was asked for cannot work here."""
+
+
+def kinds_of(setting: str) -> tuple[str, ...]:
+    """The kinds that an instance with this setting can use here."""
+    if setting != AUTO:
+        reason = available(setting)
+        if reason is not None:
+            raise NoTransfer(f"--transfer {setting} cannot be used: {reason}")
+        return (setting,)
+    return tuple(kind for kind in KINDS if available(kind) is None)
+
+
+class Transfers:
+    def __init__(self, role: Role, setting: str, memory: KvMemory, report: Report, host: str) -> None:
+        self._setting = setting
+        self._report = report
+        kinds = kinds_of(setting)
+        if role.takes and setting == AUTO:
+            kinds = tuple(kind for kind in kinds if kind in ("shm", "tcp"))
+        self._receivers: dict[str, Receiver] = {}
+        self._senders: dict[str, Sender] = {}
+        for kind in kinds:
+            if role.takes:
+                self._receivers[kind] = make_receiver(kind, memory, report, host=host)
+            else:
+                self._senders[kind] = make_sender(kind, memory, report, host=host)
+        self._address: dict[PeerId, str] = {}
+        """P: where each peer wants its KV."""
+        self._kind: dict[PeerId, str] = {}
+        """D: how each peer was told to send."""
+        self._receiving: dict[Handover, Receiver] = {}
+        self._sending: dict[Handover, Sender] = {}
+        """What carries each hand-over until its fence."""
+
+    # ── as a peer registers, on the peers' thread ────────────────────────────────────────────────────────────────────────
+
+    def offer(self, peer: PeerId, same_host: bool) -> tuple[str, ...]:
+        if not self._receivers:
+            return ()
+        kind = self._setting if self._setting != AUTO else "shm" if same_host and "shm" in self._receivers else "tcp"
+        self._kind[peer] = kind
+        return (self._receivers[kind].address,)
+
+    def accept(self, peer: PeerId, addresses: tuple[str, ...]) -> str | None:
+        if not self._senders:
+            return None
+        if len(addresses) != 1:
+            return f"transfers: 1 address is wanted here, {len(addresses)} were given there"
+        kind = addresses[0].partition(":")[0]
+        if kind not in self._senders:
+            return f"transfer: {' or '.join(self._senders)} here, {kind} there"
+        self._address[peer] = addresses[0]
+        return None
+
+    def forget(self, peer: PeerId) -> None:
+        self._address.pop(peer, None)
+
+    # ── orders of the worker, on the engine loop's thread ────────────────────────────────────────────────────────────────
+
+    def carry_out(self, order: TransferOrder) -> None:
+        match order:
+            case Expect(handover, token, first, blocks):
+                receiver = self._receivers[self._kind[handover.peer]]
+                self._receiving[handover] = receiver
+                receiver.expect(handover, token, first, blocks)
+            case OpenShip():
+                self._open(order)
+            case Verify(handover, checks):
+                if handover in self._receiving:
+                    self._receiving[handover].verify(handover, checks)
+            case Ship(handover, step, first, upto, last):
+                if handover in self._sending:
+                    self._sending[handover].ship(handover, step, first, upto, last)
+            case Fence(handover):
+                self._fence(handover)
+
+    def _open(self, order: OpenShip) -> None:
+        handover = order.handover
+        address = self._address.get(handover.peer)
+        if address is None:
+            self._report(ShipFailed(handover, "its session is over"))
+            return
+        sender = self._senders[address.partition(":")[0]]
+        self._sending[handover] = sender
+        sender.open(handover, address, order.token, order.first, order.blocks)
+
+    def _fence(self, handover: Handover) -> None:
+        way = self._receiving.pop(handover, None) or self._sending.pop(handover, None)
+        if way is None:
+            self._report(Fenced(handover))
+        else:
+            way.fence(handover)
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def layer_done(self, step: int, layer: int) -> None:
+        """On the executor's thread."""
+        for sender in self._senders.values():
+            sender.layer_done(step, layer)
+
+    def step_done(self, step: int) -> None:
+        for sender in self._senders.values():
+            sender.step_done(step)
+
+    def refused(self) -> Counter[str]:
+        return sum((receiver.refused for receiver in self._receivers.values()), Counter())
+
+    def close(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+        for sender in self._senders.values():
+            sender.close()

@@ -1,0 +1,310 @@
+"""One authenticated stream connection between two holders of the cluster key: bytes in, verified frames out.
+
+Owns the handshake, the direction keys, the numbering of frames and the buffer of what is not yet a whole frame. Pure: it has
+no socket, clock or random source. Whoever drives it hands it what `recv` brought, sends what `outgoing` and `seal` give, and
+draws a fresh nonce of `NONCE_BYTES` from the operating system for each connection.
+
+    connector                                                 acceptor
+      hello: version, role, name, nonce     ────────────▶       says nothing before it has seen a sound hello
+                                            ◀────────────       hello
+      proof                                 ────────────▶       open
+      open                                  ◀────────────       proof, then frames
+
+    proof         HMAC-SHA256(cluster key, "… proof of the connector" or "… of the acceptor", both hellos)
+    direction key HMAC-SHA256(cluster key, "… frames of the connector" or "… of the acceptor", both hellos)
+
+The connector proves itself first: it chose whom to call, while anybody can call an acceptor, who thus never answers a caller
+without the key with anything that depends on the key. Roles are part of what is proved, so a proof or a frame sent back to
+its maker is wrong. Both nonces are, so nothing of a recorded connection fits another. Whoever holds the key can take any
+name.
+
+A frame, little-endian; both tags are keyed BLAKE2b with the key of their direction:
+
+    0         8        12              28                  28 + length
+    │ number  │ length │ tag of these  │ payload …         │ tag of head and payload, 16 bytes
+                         two, 16 bytes
+
+`number` counts the frames of a direction from 0, so a frame that is repeated, left out or moved is refused. The length has a
+tag of its own so that it is believed only when it is true: a flipped bit in it is found at once instead of being waited for,
+and nobody without the key makes us buffer a frame. A stream that is cut off at its end says nothing here: no frame comes,
+and the driver sees the end.
+
+Nothing is secret on the wire: frames are authentic, not hidden.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from enum import Enum, StrEnum
+from typing import NamedTuple
+
+from baton.core.config import BadConfig
+from baton.core.errors import BatonError
+from baton.wire.link import PACKET_BYTES_MAX
+from baton.wire.messages import WireError
+
+SEAL_VERSION = 1
+NONCE_BYTES = 32
+KEY_BYTES_MIN = 16
+NAME_BYTES_MAX = 128
+PROOF_BYTES = 32
+TAG_BYTES = 16
+
+_MAGIC = b"BTN\n"
+_HELLO = struct.Struct(f"<4sBBB{NONCE_BYTES}s")
+"""Magic, version, role, bytes of the name, nonce; the name follows."""
+_HEAD = struct.Struct("<QI")
+_HEAD_BYTES = _HEAD.size + TAG_BYTES
+HANDSHAKE_BYTES_MAX = _HELLO.size + NAME_BYTES_MAX + PROOF_BYTES
+"""The most that one side says before it is believed."""
+OVERHEAD_BYTES = _HEAD_BYTES + TAG_BYTES
+"""What sealing adds to a frame."""
+
+
+class SealFault(StrEnum):
+    """Why a connection is not to be believed any more; each is counted by the driver."""
+
+    MALFORMED = "malformed"
+    """Not a hello of ours: a stranger's protocol, or our own hello sent back."""
+    VERSION = "version"
+    SAME_NAME = "same_name"
+    """The other side has our own name: misconfigured, or we were connected with ourselves."""
+    WRONG_KEY = "wrong_key"
+    """Its proof does not follow from our key and our nonce."""
+    FORGED = "forged"
+    """A tag does not match: spoilt or made by somebody else, or sent back to its maker."""
+    OUT_OF_SEQUENCE = "out_of_sequence"
+    """A true frame in the wrong place: repeated, or others before it are missing."""
+    OVERSIZED = "oversized"
+
+
+class SealBroken(BatonError):
+    """The connection must be closed. Nothing that came after the last frame given out may be used."""
+
+    def __init__(self, fault: SealFault, detail: str) -> None:
+        super().__init__(f"{fault}: {detail}")
+        self.fault = fault
+
+
+class SealClosed(BatonError):
+    """A frame was given to a connection that is not open."""
+
+
+class Side(Enum):
+    CONNECTOR = 1
+    ACCEPTOR = 2
+
+    @property
+    def other(self) -> Side:
+        return Side.ACCEPTOR if self is Side.CONNECTOR else Side.CONNECTOR
+
+
+class SealState(Enum):
+    GREETING = "greeting"
+    """Waits for the other side's hello."""
+    PROVING = "proving"
+    """Waits for its proof."""
+    OPEN = "open"
+    BROKEN = "broken"
+
+
+class _Peer(NamedTuple):
+    name: str
+    hello: bytes
+
+
+class Seal:
+    """One connection, as one side sees it; made with `connect` or `accept`."""
+
+    def __init__(self, side: Side, key: bytes, name: str, nonce: bytes, frame_bytes_max: int) -> None:
+        if len(key) < KEY_BYTES_MIN:
+            raise BadConfig(f"the cluster key has {len(key)} bytes; it needs at least {KEY_BYTES_MIN}")
+        if len(nonce) != NONCE_BYTES:
+            raise BadConfig(f"a nonce has {NONCE_BYTES} bytes, not {len(nonce)}")
+        raw = name.encode() if name.isprintable() else b""
+        if not _is_name(raw):
+            raise BadConfig(f"a name has 1 … {NAME_BYTES_MAX} bytes of printable UTF-8; {name!r} is none")
+        self._side = side
+        self._key = key
+        self._name = name
+        self._hello = _HELLO.pack(_MAGIC, SEAL_VERSION, side.value, len(raw), nonce) + raw
+        self._frame_bytes_max = frame_bytes_max
+        self._state = SealState.GREETING
+        self._fault: SealFault | None = None
+        self._peer: _Peer | None = None
+        self._seal_key = self._open_key = b""
+        self._sealed = self._opened = 0
+        """Frames sent and taken."""
+        self._buffer = bytearray()
+        self._outgoing = self._hello if side is Side.CONNECTOR else b""
+
+    @classmethod
+    def connect(cls, key: bytes, name: str, nonce: bytes, frame_bytes_max: int = PACKET_BYTES_MAX) -> Seal:
+        return cls(Side.CONNECTOR, key, name, nonce, frame_bytes_max)
+
+    @classmethod
+    def accept(cls, key: bytes, name: str, nonce: bytes, frame_bytes_max: int = PACKET_BYTES_MAX) -> Seal:
+        return cls(Side.ACCEPTOR, key, name, nonce, frame_bytes_max)
+
+    @property
+    def state(self) -> SealState:
+        return self._state
+
+    @property
+    def is_open(self) -> bool:
+        """Both sides are proved; frames may be sealed."""
+        return self._state is SealState.OPEN
+
+    @property
+    def peer_name(self) -> str:
+        """What the other side, proved to hold the key, calls itself."""
+        if self._peer is None or not self.is_open:
+            raise SealClosed("the other side has not proved itself")
+        return self._peer.name
+
+    def outgoing(self) -> bytes:
+        """Bytes of the handshake to be sent now, before anything sealed. To be asked at the start and after each `take`."""
+        outgoing, self._outgoing = self._outgoing, b""
+        return outgoing
+
+    def seal(self, frame: bytes) -> bytes:
+        """The bytes to send for a frame. They must be sent, all of them and in the order of sealing."""
+        if not self.is_open:
+            raise SealClosed(f"no frame can be sealed while the connection is {self._state.value}")
+        if len(frame) > self._frame_bytes_max:
+            raise WireError(f"a frame of {len(frame)} bytes is over the limit of {self._frame_bytes_max}")
+        head = _HEAD.pack(self._sealed, len(frame))
+        self._sealed += 1
+        return b"".join((head, _head_tag(self._seal_key, head), frame, _body_tag(self._seal_key, head, frame)))
+
+    def take(self, data: bytes) -> list[bytes]:
+        """The frames that are complete with these bytes. SealBroken ends the connection, and every later call repeats it."""
+        if self._fault is not None:
+            raise SealBroken(self._fault, "the connection was given up for this before")
+        self._buffer += data
+        frames: list[bytes] = []
+        try:
+            while self._advance(frames):
+                pass
+        except SealBroken as broken:
+            self._fault = broken.fault
+            self._state = SealState.BROKEN
+            self._buffer.clear()
+            self._outgoing = b""
+            raise
+        return frames
+
+    def _advance(self, frames: list[bytes]) -> bool:
+        """Take the next part of the stream; False while it is not whole."""
+        match self._state:
+            case SealState.GREETING:
+                return self._take_hello()
+            case SealState.PROVING:
+                return self._take_proof()
+            case SealState.OPEN:
+                return self._take_frame(frames)
+            case SealState.BROKEN:
+                return False
+
+    # ── the handshake ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_hello(self) -> bool:
+        buffer = self._buffer
+        if not _MAGIC.startswith(buffer[: len(_MAGIC)]):
+            raise SealBroken(SealFault.MALFORMED, "this is not a hello")
+        if len(buffer) > len(_MAGIC) and buffer[len(_MAGIC)] != SEAL_VERSION:
+            spoken = buffer[len(_MAGIC)]
+            raise SealBroken(
+                SealFault.VERSION, f"the other side speaks version {spoken} of the seal, this one {SEAL_VERSION}"
+            )
+        if len(buffer) < _HELLO.size:
+            return False
+        _, _, role, name_bytes, _ = _HELLO.unpack_from(buffer)
+        if role != self._side.other.value:
+            raise SealBroken(SealFault.MALFORMED, f"this is not a hello of the {self._side.other.name.lower()}")
+        if name_bytes > NAME_BYTES_MAX:
+            raise SealBroken(SealFault.OVERSIZED, f"a name of {name_bytes} bytes is over the limit of {NAME_BYTES_MAX}")
+        if len(buffer) < _HELLO.size + name_bytes:
+            return False
+        hello = self._cut(_HELLO.size + name_bytes)
+        self._greet(hello, hello[_HELLO.size :])
+        return True
+
+    def _greet(self, hello: bytes, name: bytes) -> None:
+        if not _is_name(name):
+            raise SealBroken(SealFault.MALFORMED, "its name is not one")
+        peer = _Peer(name.decode(), hello)
+        if peer.name == self._name:
+            raise SealBroken(SealFault.SAME_NAME, f"both sides are called {self._name!r}")
+        self._peer = peer
+        self._state = SealState.PROVING
+        self._outgoing += self._derived("proof", self._side) if self._side is Side.CONNECTOR else self._hello
+
+    def _take_proof(self) -> bool:
+        if len(self._buffer) < PROOF_BYTES:
+            return False
+        other = self._side.other
+        if not hmac.compare_digest(self._cut(PROOF_BYTES), self._derived("proof", other)):
+            raise SealBroken(SealFault.WRONG_KEY, "the other side does not prove that it holds our key")
+        if self._side is Side.ACCEPTOR:
+            self._outgoing += self._derived("proof", self._side)
+        self._seal_key = self._derived("frames", self._side)
+        self._open_key = self._derived("frames", other)
+        self._state = SealState.OPEN
+        return True
+
+    def _derived(self, what: str, side: Side) -> bytes:
+        """What only a holder of the key can make, of this connection, for one purpose and one side."""
+        theirs = b"" if self._peer is None else self._peer.hello
+        first, second = (self._hello, theirs) if self._side is Side.CONNECTOR else (theirs, self._hello)
+        # A hello says its own length, so no two pairs of them are the same bytes.
+        label = f"baton seal {SEAL_VERSION} {what} of the {side.name.lower()}\n".encode()
+        return hmac.digest(self._key, label + first + second, "sha256")
+
+    # ── frames ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_frame(self, frames: list[bytes]) -> bool:
+        if len(self._buffer) < _HEAD_BYTES:
+            return False
+        head = bytes(self._buffer[: _HEAD.size])
+        if not hmac.compare_digest(self._buffer[_HEAD.size : _HEAD_BYTES], _head_tag(self._open_key, head)):
+            raise SealBroken(SealFault.FORGED, f"the head of frame {self._opened} has a wrong tag")
+        number, length = _HEAD.unpack(head)
+        if number != self._opened:
+            raise SealBroken(SealFault.OUT_OF_SEQUENCE, f"frame {number} came where frame {self._opened} was due")
+        if length > self._frame_bytes_max:
+            raise SealBroken(SealFault.OVERSIZED, f"a frame of {length} bytes is over the limit of {self._frame_bytes_max}")
+        if len(self._buffer) < _HEAD_BYTES + length + TAG_BYTES:
+            return False
+        self._cut(_HEAD_BYTES)
+        frame, tag = self._cut(length), self._cut(TAG_BYTES)
+        if not hmac.compare_digest(tag, _body_tag(self._open_key, head, frame)):
+            raise SealBroken(SealFault.FORGED, f"frame {self._opened} has a wrong tag")
+        self._opened += 1
+        frames.append(frame)
+        return True
+
+    def _cut(self, count: int) -> bytes:
+        with memoryview(self._buffer) as view:
+            cut = bytes(view[:count])
+        del self._buffer[:count]
+        return cut
+
+
+def _is_name(raw: bytes) -> bool:
+    try:
+        return 0 < len(raw) <= NAME_BYTES_MAX and raw.decode().isprintable()
+    except UnicodeDecodeError:
+        return False
+
+
+def _head_tag(key: bytes, head: bytes) -> bytes:
+    return hashlib.blake2b(head, digest_size=TAG_BYTES, key=key, person=b"baton-frame-head").digest()
+
+
+def _body_tag(key: bytes, head: bytes, payload: bytes) -> bytes:
+    tag = hashlib.blake2b(head, digest_size=TAG_BYTES, key=key, person=b"baton-frame-body")
+    tag.update(payload)
+    return tag.digest()

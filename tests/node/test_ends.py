@@ -1,0 +1,89 @@
+"""What the core says of a request's end and of hand-overs is what the HTTP surface is given, over the real wire format."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton.api.engine import Bill, Ended, Fault, Handovers
+from baton.core.blocks import BlockGauges
+from baton.core.peers import PdCode, PdFault, PdStage
+from baton.core.records import Bill as CoreBill
+from baton.core.records import EndedRequest, HandoverGauges, SchedulerGauges
+from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
+from baton.node.client import EngineClient
+from baton.node.settings import EngineSettings
+from baton.wire.messages import (
+    WIRE_VERSION,
+    AcceptedAs,
+    FromEngine,
+    Ready,
+    decode_from_engine,
+    encode_from_engine,
+    ended_output,
+    wire_gauges,
+)
+
+GAUGES = SchedulerGauges(
+    running=1,
+    waiting=2,
+    blocks=BlockGauges(free=3, evictable=4, running=5, leased=6, receiving=7),
+    prefix_queries=0,
+    prefix_hits=0,
+    stale_results=0,
+    steps=0,
+    preemptions_for_others=0,
+    preemptions_of_self=0,
+    recomputed_tokens=0,
+    chunk_prefill_unsatisfied=0,
+    reserve_ratio=0.5,
+    handovers=HandoverGauges(peers=1, open=2, made=3, refused=4, not_delivered=5, preempted=6, timed_out=7),
+)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[EngineClient]:
+    """Without a process: the test speaks in its place."""
+    made = EngineClient(EngineSettings(endpoint="", model_folder=None, prefix_secret=b"x" * 32))
+    hear(made, Ready(WIRE_VERSION, 512, 320, 4, 25, 16, "", wire_gauges(GAUGES)))
+    await made.wait_ready()
+    yield made
+    await made.close()
+
+
+def hear(engine: EngineClient, message: FromEngine) -> None:
+    engine._take(decode_from_engine(encode_from_engine(message)))
+
+
+async def end_of_a_request(
+    engine: EngineClient, reason: FinishReason, bill: CoreBill, fault: PdFault | None
+) -> Ended | None:
+    submission = Submission(RequestId("r"), frozen_tokens([1]), Sampling(seed=0), 4)
+    submitting = asyncio.create_task(engine.submit([submission]))
+    await asyncio.sleep(0)
+    hear(engine, AcceptedAs(0, (7,)))
+    (stream,) = await submitting
+    hear(engine, ended_output(EndedRequest(Serial(7), reason, 3, bill, fault), GAUGES))
+    return [burst.ended async for burst in stream][-1]
+
+
+@pytest.mark.parametrize("code", list(PdCode))
+@pytest.mark.parametrize("stage", list(PdStage))
+async def test_a_fault_arrives_as_it_was_said(engine: EngineClient, code: PdCode, stage: PdStage) -> None:
+    ended = await end_of_a_request(engine, FinishReason.RESCHEDULE, CoreBill(), PdFault(code, stage, "because"))
+    assert ended is not None
+    assert ended.reason is FinishReason.RESCHEDULE
+    assert ended.fault == Fault(int(code), stage.value, f"PD Error {int(code)} ({stage.value}): because")
+
+
+async def test_an_ordinary_end_has_no_fault_and_the_bill_names_attempts_and_transfer(engine: EngineClient) -> None:
+    ended = await end_of_a_request(engine, FinishReason.STOP, CoreBill(transfer_us=1500, attempts=2), None)
+    assert ended == Ended(FinishReason.STOP, 0, Bill(transfer_ms=1.5, attempts=2))
+
+
+async def test_block_states_and_hand_overs_arrive(engine: EngineClient) -> None:
+    await end_of_a_request(engine, FinishReason.STOP, CoreBill(), None)
+    assert engine.gauges.blocks == {"free": 3, "evictable": 4, "running": 5, "leased": 6, "receiving": 7}
+    assert engine.gauges.handovers == Handovers(1, 2, 3, 4, 5, 6, 7)
