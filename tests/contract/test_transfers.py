@@ -21,6 +21,7 @@ from baton.core.errors import InvariantViolated
 from baton.core.peers import Arriving, Fenced, ShipFailed, Shipped, Spoilt, Verified
 from baton.kv.contract import KvLayout, TransferUnavailable, available, make_receiver, make_sender
 from baton.kv.frames import END_FRAME, HELLO_BYTES, encode_hello, encode_pieces
+from baton.kv.memory import release
 from baton.kv.mooncake import MooncakeRoad
 from tests.support.transfers import (
     GIVER_BLOCKS,
@@ -52,9 +53,11 @@ def _engine_stays_up() -> Iterator[None]:
     if available("mooncake") is not None:
         yield
         return
-    road = MooncakeRoad(make_pool(1), "127.0.0.1")
+    memory = make_pool(1)
+    road = MooncakeRoad(memory, "127.0.0.1")
     yield
     road.close()
+    release(memory)
 
 
 @pytest.fixture
