@@ -199,7 +199,7 @@ def _tell_story(console: Console, verdict: Verdict, file: Path | None, about: st
     scenario = verdict.scenario
     lines = [_line(line) for line in verdict.story if about is None or about in line]
     console.print(
-        f"seed {verdict.seed}: {scenario.instances} instances, {len(scenario.asks)} requests, faults: "
+        f"seed {verdict.seed}: {scenario.instances} instances ({', '.join(role.name for role in scenario.roles)}), {len(scenario.asks)} requests, faults: "
         f"{', '.join(scenario.classes) or 'none'}; {_settings(scenario.config)}",
         soft_wrap=True,
     )
