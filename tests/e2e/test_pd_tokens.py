@@ -19,6 +19,7 @@ from tests.support.cluster import (
     make_tiny,
     tokens,
     tokens_of,
+    wait_until,
 )
 from tests.support.server import ServerProcess, baton_serve
 
@@ -114,6 +115,8 @@ def test_the_peer_did_the_prefill_and_the_bill_says_so(three: Cluster) -> None:
     bill = answer["usage"]["baton"]
     assert bill["attempts"] == 1
     assert bill["prefill_ms"] > 0
+    arrived = "baton_kv_arrived_bytes_total"
+    wait_until(lambda: three.decodes[0].metric(arrived) > 0 < three.decodes[1].metric(arrived), "the bytes in the metrics")
 
 
 def test_what_the_taker_has_already_is_not_sent_and_what_the_giver_has_is_not_computed(

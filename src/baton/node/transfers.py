@@ -12,7 +12,7 @@ from collections import Counter
 from baton.core.config import Role
 from baton.core.errors import BatonError
 from baton.core.peers import Expect, Fence, Fenced, Handover, OpenShip, PeerId, Ship, ShipFailed, Verify
-from baton.kv.contract import KINDS, KvMemory, Receiver, Report, Sender, available, make_receiver, make_sender
+from baton.kv.contract import KINDS, KvMemory, Receiver, Report, Sender, SenderOptions, available, make_receiver, make_sender
 
 AUTO = "auto"
 TransferOrder = Expect | Verify | OpenShip | Ship | Fence
@@ -33,7 +33,10 @@ def kinds_of(setting: str) -> tuple[str, ...]:
 
 
 class Transfers:
-    def __init__(self, role: Role, setting: str, memory: KvMemory, report: Report, host: str) -> None:
+    def __init__(
+        self, role: Role, setting: str, memory: KvMemory, report: Report, host: str, bytes_per_s: float | None = None
+    ) -> None:
+        """`bytes_per_s` holds senders back, for measuring."""
         self._setting = setting
         self._report = report
         kinds = kinds_of(setting)
@@ -45,7 +48,10 @@ class Transfers:
             if role.takes:
                 self._receivers[kind] = make_receiver(kind, memory, report, host=host)
             else:
-                self._senders[kind] = make_sender(kind, memory, report, host=host)
+                options: SenderOptions = (
+                    {"host": host} if bytes_per_s is None else {"host": host, "bytes_per_s": bytes_per_s}
+                )
+                self._senders[kind] = make_sender(kind, memory, report, **options)
         self._address: dict[PeerId, str] = {}
         """P: where each peer wants its KV."""
         self._kind: dict[PeerId, str] = {}
@@ -123,6 +129,9 @@ class Transfers:
     def step_done(self, step: int) -> None:
         for sender in self._senders.values():
             sender.step_done(step)
+
+    def arrived_bytes(self) -> int:
+        return sum(receiver.arrived_bytes for receiver in self._receivers.values())
 
     def refused(self) -> Counter[str]:
         return sum((receiver.refused for receiver in self._receivers.values()), Counter())
