@@ -121,6 +121,11 @@ def test_a_request_that_ends_as_none_should_fails_the_command(monkeypatch: pytes
         (["--ttft-slo-s", "0"], "Invalid value for '--ttft-slo-s'"),
         (["--instances", "5000"], "Invalid value for '--instances'"),
         (["--trace", "nowhere.csv"], "does not exist"),
+        (["--split", "3P"], "'3P' is no split: write how many prefill and how many decode, such as 3P5D"),
+        (["--split", "0P8D"], "is no split"),
+        (["--split", "1P1D", "--instances", "2"], "leave out --instances"),
+        (["--link-gbytes", "10"], "are for a --split"),
+        (["--prefill-path", "general"], "are for a --split"),
     ],
 )
 def test_what_means_nothing_is_refused_before_anything_runs(
@@ -196,3 +201,18 @@ def test_a_real_conversation_finds_its_own_past_in_the_cache(tmp_path: Path) -> 
     assert run["counts"]["finished"] == 12
     assert run["tokens"]["input_tokens"] == 3 * sum(320 * n + 32 * (n - 1) for n in range(1, 5))
     assert run["tokens"]["hit_rate"] > 0.5
+
+
+def test_a_split_says_how_many_instances_there_are_and_is_told_by_role(tmp_path: Path) -> None:
+    out = tmp_path / "run.json"
+    code, said = sim_run(*SMALL, "--split", "1p2d", "--link-gbytes", "25", "--prefill-path", "general", "--json", out)
+    assert code == 0, said
+    assert "1p2d × h200-8b" in said
+    assert "over 25 GB/s out of and into each instance" in said
+    (run,) = json.loads(out.read_text())["runs"]
+    decode, prefill = run["roles"]
+    assert (decode["role"], decode["instances"], prefill["role"], prefill["instances"]) == ("decode", 2, "prefill", 1)
+    assert decode["handovers"] == prefill["handovers"] == 20
+    assert run["handover_s"]["count"] == 20
+    assert decode["busy"]["least"] > 0 < prefill["busy"]["least"]
+    assert decode["gigabytes"] == prefill["gigabytes"] > 0

@@ -57,6 +57,15 @@ def test_what_is_complete_goes_at_once_with_all_its_layers() -> None:
     assert _all_runs(book) == [Run(range(LAYERS), 0, 3)]
 
 
+def test_runs_may_be_kept_short() -> None:
+    signals = Signals(LAYERS)
+    book = ShipBook(LAYERS, signals, 8, run_layers_max=2)
+    book.open(HANDOVER, 0, 3)
+    book.ship(HANDOVER, None, 0, 3, True)
+    assert [run.layers for run in _all_runs(book)] == [range(2), range(2, 4), range(4, 5)]
+    assert book.finished(HANDOVER)
+
+
 def test_signals_of_steps_that_never_end_are_bounded_and_nothing_is_lost() -> None:
     book, signals = _book()
     book.open(HANDOVER, 0, 1)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from baton.core.config import WorkerConfig
-from baton.sim.cluster import PREFIX_ID_TOKENS, Call, RunSpec, simulate
+from dataclasses import replace
+
+import pytest
+
+from baton.core.config import PrefillPath, WorkerConfig
+from baton.sim.carrying import Road
+from baton.sim.cluster import PREFIX_ID_TOKENS, Call, RunFailed, RunSpec, Split, simulate
 from baton.sim.records import Outcome, RunRecord
 from baton.sim.scenario import FlatTimes
 
@@ -46,3 +51,55 @@ def test_a_closed_loop_has_no_more_open_than_clients() -> None:
 def test_requests_are_spread_in_turn() -> None:
     record = run(*[Call(at_us=at, input_tokens=10, output_tokens=2, max_tokens=2) for at in range(6)], instances=3)
     assert [journey.instance for journey in record.journeys] == [0, 1, 2, 0, 1, 2]
+
+
+def split_run(*calls: Call, givers: int = 1, instances: int = 2, lane: float = 1e12, **more: object) -> RunRecord:
+    road = Road(layers=10, block_bytes=1_000_000, lane_bytes_per_s=lane, delay_us=100)
+    split = Split(givers, replace(CONFIG, **more), FlatTimes(1_000, 10), road)  # type: ignore[arg-type]
+    return simulate(RunSpec("split", instances, CONFIG, FlatTimes(1_000, 10), calls, split=split))
+
+
+@pytest.mark.parametrize("path", PrefillPath)
+def test_in_a_split_cluster_givers_prefill_and_takers_decode(path: PrefillPath) -> None:
+    calls = [Call(at_us=at * 10_000, input_tokens=500, output_tokens=20, max_tokens=20) for at in range(12)]
+    record = split_run(*calls, givers=2, instances=5, prefill_path=path)
+    assert record.roles == ["decode"] * 3 + ["prefill"] * 2
+    assert all(journey.outcome is Outcome.STOP and journey.attempts == 1 for journey in record.journeys)
+    assert {journey.instance for journey in record.journeys} == {0, 1, 2}
+    assert sum(one.made for one in record.handed[:3]) == sum(one.made for one in record.handed[3:]) == 12
+    assert all(one.made == 6 for one in record.handed[3:]), "one giver had more to do than the other"
+    blocks = -(-500 // CONFIG.block_size)
+    assert sum(one.bytes for one in record.handed[:3]) == 12 * blocks * 1_000_000
+    assert all(span.decodes == 0 for span in record.spans if span.instance >= 3)
+    assert all(span.prefill_tokens == 0 for span in record.spans if span.instance < 3)
+    assert len(record.took_us) == 12
+
+
+def test_a_hand_over_takes_the_prefill_and_little_more_where_lanes_are_quick() -> None:
+    call = Call(at_us=0, input_tokens=1000, output_tokens=3, max_tokens=3)
+    (alone,) = run(call).journeys
+    (split,) = split_run(call).journeys
+    (slow,) = split_run(call, lane=1e9).journeys
+    assert alone.ttft_us is not None
+    assert split.ttft_us is not None
+    assert slow.ttft_us is not None
+    assert 0 < split.ttft_us - alone.ttft_us < 1_000, "more than its messages was added"
+    step_us = 11_000
+    left_us = 63 * 1_000 - step_us * 9 // 10  # 63 blocks of 1 MB at 1 GB/s, from the first of ten layers on
+    assert slow.ttft_us - split.ttft_us == pytest.approx(left_us, rel=0.01)
+    assert slow.transfer_us > 10 * split.transfer_us
+
+
+def test_metering_passes_changes_nothing_in_a_run() -> None:
+    calls = [Call(at_us=at * 1_000, input_tokens=300, output_tokens=9, max_tokens=9) for at in range(5)]
+    spec = RunSpec("metered", 2, CONFIG, FlatTimes(1_000, 10), calls)
+    plain, metered = simulate(spec), simulate(replace(spec, metered=True))
+    assert plain.journeys == metered.journeys
+    assert plain.meters == []
+    assert [meter.passes for meter in metered.meters] == metered.steps_each
+    assert all(meter.plan_ns > 0 and meter.settle_ns > 0 for meter in metered.meters)
+
+
+def test_a_cluster_without_takers_is_refused() -> None:
+    with pytest.raises(RunFailed, match="none is left to decode"):
+        split_run(givers=2, instances=2)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from baton.sim.records import Journey, Outcome, RunRecord, StepSpan
+from baton.sim.records import Handed, Journey, Look, Outcome, RunRecord, StepSpan
 from baton.sim.report import (
     SCHEMA,
     BadRecord,
@@ -104,7 +104,10 @@ def test_the_ledger_and_the_queues_are_means_and_peaks_of_looks() -> None:
         look(5, 1, held=0, cached=0, running=0, waiting=0),
     ]
     summary = summarise(made, TARGETS)
-    assert summary.ledger == Ledger(held_mean=0.3, held_peak=0.8, cached_mean=0.1, free_mean=0.6)
+    assert summary.ledger is not None
+    assert msgspec.structs.asdict(summary.ledger) == pytest.approx(
+        {"held_mean": 0.3, "held_peak": 0.8, "cached_mean": 0.1, "free_mean": 0.6, "leased_mean": 0.0}
+    )
     assert summary.queues == Queues(3.0, 8, 3.0, 10)
 
 
@@ -182,3 +185,30 @@ def test_a_large_run_is_described_and_survives_its_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(report), type=SimReport) == report
     assert "refused" in shown(summary)
     assert "lost" not in shown(summary)
+
+
+def test_roles_are_described_apart() -> None:
+    made = record(journey(0, 0, 100_000, 1_000), instances=3)
+    made.roles, made.pools = ["decode", "decode", "prefill"], [100, 100, 50]
+    made.busy_us = [11_000, 55_000, 110_000]
+    made.handed = [Handed(1, 0, 0, 5_000, 11_000), Handed(2, 1, 0, 7_000, 0), Handed(3, 0, 1, 12_000, 22_000)]
+    made.took_us = [90_000]
+    made.looks = [look(0), look(0, 1, held=60), Look(0, 2, 1, 2, 10, 5, 25, 0, 0.5, leased_blocks=10)]
+    summary = summarise(made, TARGETS)
+    decode, prefill = summary.roles
+    assert (decode.instances, decode.handovers, decode.refused, decode.failed) == (2, 3, 1, 0)
+    assert (prefill.instances, prefill.handovers, prefill.failed, prefill.gigabytes) == (1, 3, 1, 12e-6)
+    assert decode.busy == Busy(pytest.approx(0.1), pytest.approx(0.3), pytest.approx(0.5))
+    assert decode.link_busy == pytest.approx(0.05)
+    assert prefill.ledger == Ledger(0.5, 0.5, 0.1, 0.2, 0.2)
+    assert prefill.queues == Queues(1.0, 1, 2.0, 2)
+    assert summary.handover_s is not None
+    said = shown(summary)
+    assert row(said, "hand-overs") == ["3", "3"]
+    assert row(said, "link busy") == ["5.00%", "20.00%"]
+
+
+def test_runs_without_roles_say_nothing_of_them() -> None:
+    said = shown(summarise(record(journey(0, 0, 100_000, 1_000)), TARGETS))
+    assert "by role" not in said
+    assert "hand-over" not in said

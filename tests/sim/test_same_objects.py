@@ -16,7 +16,7 @@ from baton.wire import messages
 
 SIM = Path(__file__).parents[2] / "src" / "baton" / "sim"
 
-MAY_SEE_OF_CORE = {"config", "errors", "laws", "plan", "prefix", "records", "request", "worker"}
+MAY_SEE_OF_CORE = {"config", "errors", "laws", "peers", "plan", "prefix", "records", "request", "worker"}
 """The door of the deciding code and the values that pass it; what decides behind the door is not for the simulator."""
 
 MAY_SEE_OF_EXECUTORS = {"contract", "counting", "scripted"}

@@ -143,7 +143,7 @@ class Transfers:
     def __init__(self, model: Model, total_bytes: int, giver: _GiverProcess) -> None:
         self._giver = giver
         block_bytes = layout_of(model.layer_bytes, model.layers).block_bytes
-        blocks = max(1, total_bytes // block_bytes)
+        blocks = -(-total_bytes // block_bytes)
         begun = giver.ask(Begin(model.layer_bytes, model.layers, blocks))
         self._source = filled_pool(model.layer_bytes, model.layers, blocks)
         self._memory = filled_pool(model.layer_bytes, model.layers, blocks)

@@ -105,8 +105,12 @@ class Giver:
     def _sender(self, kind: str, verified: bool) -> tuple[Sender, queue.SimpleQueue[PeerEvent]]:
         if (kind, verified) not in self._senders:
             events: queue.SimpleQueue[PeerEvent] = queue.SimpleQueue()
-            self._senders[kind, verified] = make_sender(kind, self._memory, events.put, verified=verified), events
+            self._senders[kind, verified] = self._make(kind, events, verified), events
         return self._senders[kind, verified]
+
+    def _make(self, kind: str, events: queue.SimpleQueue[PeerEvent], verified: bool) -> Sender:
+        # layers that are ready together would go as one piece, and nothing like it is done by what we compare with
+        return make_sender(kind, self._memory, events.put, verified=verified, run_layers_max=1)
 
     def close(self) -> None:
         for sender, _ in self._senders.values():

@@ -6,6 +6,7 @@ run is summed up as soon as it is over; only what a picture or a timeline needs 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from pathlib import Path
 from baton import __version__
 from baton.bench.calls import JITTER_GAPS, TraceLoad, read_load
 from baton.bench.policies import POLICIES, Policy
-from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
+from baton.core.config import PrefillPath, ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
-from baton.sim.cluster import Call, RunSpec, simulate
+from baton.sim.carrying import Road
+from baton.sim.cluster import Call, RunSpec, Split, simulate
 from baton.sim.records import RunRecord
 from baton.sim.report import SCHEMA, RunSummary, Setting, SimReport, Targets, summarise
 from baton.sim.steptime import StepTimes, load_step_times
@@ -23,11 +25,16 @@ from baton.sim.workload import BadWorkload, Synthetic
 
 CLIENTS_AN_INSTANCE = 64
 DEFAULT_REQUESTS, DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1000, 1024, 256
-KV_MEMORY_BYTES = {"h200-8b": 102 << 30}
+KV_MEMORY_BYTES = {"h200-8b": 102 << 30, "glm-4.5-air-tp8": 330 << 30}
 """What is left of the machine's memory beside the weights."""
 KV_MEMORY_BYTES_OTHERS = 2 << 30
 """As `baton serve` takes."""
 BLOCKS_MAX = 100_000_000
+LANE_GBYTES_PER_S = 50.0
+"""Each way between instances: a network card of 400 Gbit/s with RDMA, as machines of this kind have one a GPU."""
+PEER_DELAY_US = 100
+"""One way between instances."""
+SPLIT_SYNTAX = "write how many prefill and how many decode, such as 3P5D"
 LONG_RUN_S = 1200.0
 LOOK_EVERY_S, LOOK_EVERY_S_LONG = 0.1, 1.0
 COMPARE_SYNTAX = (
@@ -57,6 +64,9 @@ class SimOptions:
     rounds: int | None = None
     think_s: float | None = None
     instances: int = 1
+    split: str | None = None
+    lane_gbytes_per_s: float | None = None
+    prefill_path: PrefillPath | None = None
     step_times: str = "h200-8b"
     kv_blocks: int | None = None
     kv_memory_bytes: int | None = None
@@ -98,6 +108,15 @@ def _parse_policy(item: str, victims: VictimPolicy) -> Policy:
         raise BadSimOptions(f"--compare: {item!r} is no policy: {COMPARE_SYNTAX}") from None
 
 
+def parse_split(text: str) -> tuple[int, int]:
+    """How many instances prefill for the others, and how many decode."""
+    found = re.fullmatch(r"(\d{1,4})P(\d{1,4})D", text.strip(), re.IGNORECASE)
+    givers, takers = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not givers or not takers:
+        raise BadSimOptions(f"--split {text!r} is no split: {SPLIT_SYNTAX}")
+    return givers, takers
+
+
 def label_of(policy: Policy) -> str:
     return f"{policy.reserve}/{policy.victims}"
 
@@ -111,6 +130,7 @@ def refuse_contradictions(options: SimOptions) -> None:
     idle = ", ".join(name for name, value in made_up.items() if value is not None)
     traced, talks = options.trace is not None, options.sessions is not None
     rated, closed, sped = (value is not None for value in (options.rate, options.concurrency, options.speed))
+    split = options.split is not None
     rules = (
         (traced and idle, f"--trace brings its own requests; leave out {idle} (--limit takes the first ones)"),
         (not traced and (sped or options.limit is not None), "--limit and --speed are for a --trace"),
@@ -125,6 +145,11 @@ def refuse_contradictions(options: SimOptions) -> None:
         (
             options.kv_blocks is not None and options.kv_memory_bytes is not None,
             "--kv-blocks and --kv-memory both size the pool",
+        ),
+        (split and options.instances != 1, "--split says how many instances there are; leave out --instances"),
+        (
+            not split and (options.lane_gbytes_per_s is not None or options.prefill_path is not None),
+            "--link-gbytes and --prefill-path are for a --split",
         ),
     )
     for broken, message in rules:
@@ -214,6 +239,10 @@ class Simulation:
 
     def __init__(self, options: SimOptions) -> None:
         refuse_contradictions(options)
+        self._givers = 0
+        if options.split is not None:
+            self._givers, takers = parse_split(options.split)
+            options = replace(options, instances=self._givers + takers)
         self.options = options
         self.targets = Targets(options.ttft_slo_s, options.tpot_slo_ms)
         self.step_times = load_step_times(options.step_times)
@@ -229,7 +258,8 @@ class Simulation:
 
     @property
     def title(self) -> str:
-        shape = f"{self.options.instances} × {self.step_times.name}, {self.config.blocks:,} KV blocks each"
+        count = self.options.split or f"{self.options.instances}"
+        shape = f"{count} × {self.step_times.name}, {self.config.blocks:,} KV blocks each"
         return f"{self.load.told}; {shape}"
 
     def run(
@@ -249,10 +279,11 @@ class Simulation:
 
     def spec(self, policy: Policy, seed: int) -> RunSpec:
         options = self.options
+        config = replace(self.config, reserve=policy.reserve, victims=policy.victims)
         return RunSpec(
             label=label_of(policy),
             instances=options.instances,
-            config=replace(self.config, reserve=policy.reserve, victims=policy.victims),
+            config=config,
             step_times=self.step_times,
             calls=self.load.calls(seed),
             concurrency=self.load.concurrency,
@@ -260,7 +291,17 @@ class Simulation:
             network_us=options.network_us,
             host_us=options.host_us,
             look_every_us=self._look_every_us(),
+            split=self._split(config) if self._givers else None,
         )
+
+    def _split(self, config: WorkerConfig) -> Split:
+        path, gbytes = self.options.prefill_path or PrefillPath.SHORT, self._lane_gbytes_per_s
+        road = road_of(self.step_times, config.block_size, gbytes)
+        return Split(self._givers, replace(config, prefill_path=path), self.step_times, road)
+
+    @property
+    def _lane_gbytes_per_s(self) -> float:
+        return self.options.lane_gbytes_per_s or LANE_GBYTES_PER_S
 
     def _look_every_us(self) -> int:
         if self.options.look_every_s is not None:
@@ -275,8 +316,16 @@ class Simulation:
             settings=self._settings(),
             ttft_target_s=self.targets.ttft_s,
             tpot_target_ms=self.targets.tpot_ms,
-            notes=list(self.load.notes),
+            notes=[*self.load.notes, *self._notes()],
             runs=runs,
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        if not self._givers:
+            return ()
+        return (
+            f"KV leaves layer by layer while prefill computes, over {self._lane_gbytes_per_s:g} GB/s out of and into each "
+            "instance; checksums, connections and the schedulers' own time cost nothing.",
         )
 
     def _settings(self) -> dict[str, Setting]:
@@ -291,6 +340,9 @@ class Simulation:
             "concurrency": self.load.concurrency,
             "max_tokens": options.max_tokens,
             "instances": options.instances,
+            "split": options.split,
+            "link_gbytes_per_s": self._lane_gbytes_per_s if self._givers else None,
+            "prefill_path": (options.prefill_path or PrefillPath.SHORT) if self._givers else None,
             "step_times": self.step_times.name,
             "kv_blocks": config.blocks,
             "block_size": config.block_size,
@@ -328,8 +380,13 @@ def _config(options: SimOptions, step_times: StepTimes) -> WorkerConfig:
 def _blocks(options: SimOptions, step_times: StepTimes) -> int:
     if options.kv_blocks is not None:
         return options.kv_blocks
-    memory_bytes = options.kv_memory_bytes or KV_MEMORY_BYTES.get(step_times.name, KV_MEMORY_BYTES_OTHERS)
-    block_bytes = step_times.file.roofline.kv_bytes_per_token * options.block_size
+    return blocks_of(step_times, options.kv_memory_bytes, options.block_size)
+
+
+def blocks_of(step_times: StepTimes, memory_bytes: int | None, block_size: int) -> int:
+    """How large a pool is; without a size in bytes, as large as the machine has room for."""
+    memory_bytes = memory_bytes or KV_MEMORY_BYTES.get(step_times.name, KV_MEMORY_BYTES_OTHERS)
+    block_bytes = step_times.file.roofline.kv_bytes_per_token * block_size
     blocks = int(memory_bytes / block_bytes)
     if not 1 <= blocks <= BLOCKS_MAX:
         raise BadSimOptions(
@@ -337,3 +394,9 @@ def _blocks(options: SimOptions, step_times: StepTimes) -> int:
             "simulated (--kv-memory, --kv-blocks)"
         )
     return blocks
+
+
+def road_of(step_times: StepTimes, block_size: int, lane_gbytes_per_s: float, delay_us: int = PEER_DELAY_US) -> Road:
+    """How KV of that model travels between instances."""
+    file = step_times.file
+    return Road(file.layers, round(file.roofline.kv_bytes_per_token * block_size), lane_gbytes_per_s * 1e9, delay_us)

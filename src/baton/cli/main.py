@@ -12,8 +12,10 @@ from baton.cli.bench_calibrate import calibrate
 from baton.cli.bench_handover import handover
 from baton.cli.bench_policies import policies
 from baton.cli.bench_predict import predict
+from baton.cli.bench_prefill_path import prefill_path
 from baton.cli.bench_pressure import pressure
 from baton.cli.bench_scheduler import scheduler
+from baton.cli.bench_split import split
 from baton.cli.chat import chat
 from baton.cli.serve import serve
 from baton.cli.sim import sim_app
@@ -32,6 +34,8 @@ bench_app.command()(scheduler)
 bench_app.command()(calibrate)
 bench_app.command()(predict)
 bench_app.command()(handover)
+bench_app.command()(split)
+bench_app.command()(prefill_path)
 app.add_typer(bench_app, name="bench")
 app.add_typer(sim_app, name="sim")
 

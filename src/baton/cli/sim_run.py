@@ -20,7 +20,7 @@ from baton.bench.simulated import BadSimOptions, SimOptions, Simulation
 from baton.bench.traces import TraceMalformed
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
 from baton.cli.serve import parse_bytes
-from baton.core.config import BadConfig, ReservePolicy, VictimPolicy
+from baton.core.config import BadConfig, PrefillPath, ReservePolicy, VictimPolicy
 from baton.sim.perfetto import write_timeline
 from baton.sim.plots import draw
 from baton.sim.records import RunRecord
@@ -65,12 +65,22 @@ MaxTokens = Annotated[
     int | None, _option("max-tokens", ARRIVING, "What clients declare. Default: just what the answer needs.", 1)
 ]
 Instances = Annotated[int, _option("instances", CLUSTER, "Machines, each a whole copy of the model.", 1, 1024)]
+SplitText = Annotated[
+    str | None, _option("split", CLUSTER, "Instead: so many prefill for so many that decode, such as 3P5D.")
+]
+LinkGbytes = Annotated[
+    float | None,
+    _option("link-gbytes", CLUSTER, "With --split: KV between instances, GB/s each way. Default: 50.", 0.001, 1e6),
+]
+PrefillPathName = Annotated[
+    PrefillPath | None, _option("prefill-path", CLUSTER, "With --split: how those that prefill plan. Default: short.")
+]
 StepTimesName = Annotated[
-    str, _option("step-times", CLUSTER, "Machine and model: h200-8b, cpu, or a file of bench calibrate.")
+    str, _option("step-times", CLUSTER, "Machine and model: h200-8b, glm-4.5-air-tp8, cpu, or a file.")
 ]
 KvBlocks = Annotated[int | None, _option("kv-blocks", CLUSTER, "KV pool of each instance, in blocks.", 1, 100_000_000)]
 KvMemory = Annotated[
-    str | None, _option("kv-memory", CLUSTER, "Or in bytes, such as 40G. Default: 102G for h200-8b, else 2G.")
+    str | None, _option("kv-memory", CLUSTER, "Or in bytes, such as 40G. Default: what that machine has room for.")
 ]
 BlockSize = Annotated[int, _option("block-size", CLUSTER, "Token positions a KV block.", 1, 4096)]
 MaxNumSeqs = Annotated[int, _option("max-num-seqs", CLUSTER, "Most requests that an instance runs at once.", 1, 100_000)]
@@ -125,7 +135,8 @@ def run(
     requests: Requests = None, input_tokens: InputTokens = None, output_tokens: OutputTokens = None,
     sessions: Sessions = None, rounds: Rounds = None, think_s: ThinkS = None,
     rate: Rate = None, concurrency: Concurrency = None, max_tokens: MaxTokens = None,
-    instances: Instances = 1, step_times: StepTimesName = "h200-8b",
+    instances: Instances = 1, split: SplitText = None, link_gbytes: LinkGbytes = None,
+    prefill_path: PrefillPathName = None, step_times: StepTimesName = "h200-8b",
     kv_blocks: KvBlocks = None, kv_memory: KvMemory = None, block_size: BlockSize = 16,
     max_num_seqs: MaxNumSeqs = 256, max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxModelLen = 131_072,
     max_waiting: MaxWaiting = None, prefix_cache: PrefixCache = True, network_us: NetworkUs = 100, host_us: HostUs = 0,
@@ -141,6 +152,8 @@ def run(
 
     Made up:        baton sim run --requests 2000 --input-tokens 2048 --output-tokens 256 --rate 20 --instances 4
 
+    Split:          baton sim run --trace mooncake.jsonl.gz --split 5P3D --ttft-slo-s 2 --tpot-slo-ms 50
+
     Conversations:  baton sim run --sessions 200 --rounds 5 --think-s 2 --concurrency 64
 
     Policies:       baton sim run --kv-blocks 12000 --rate 9 --max-tokens 2048 --compare none,new-token-ratio --seeds 3
@@ -148,7 +161,8 @@ def run(
     options = SimOptions(
         trace=trace, speed=speed, limit=limit, requests=requests, input_tokens=input_tokens, output_tokens=output_tokens,
         max_tokens=max_tokens, rate=rate, concurrency=concurrency, sessions=sessions, rounds=rounds, think_s=think_s,
-        instances=instances, step_times=step_times, kv_blocks=kv_blocks,
+        instances=instances, split=split, lane_gbytes_per_s=link_gbytes, prefill_path=prefill_path,
+        step_times=step_times, kv_blocks=kv_blocks,
         kv_memory_bytes=parse_bytes(kv_memory) if kv_memory is not None else None, block_size=block_size,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
         max_waiting=max_waiting, prefix_cache=prefix_cache, reserve=reserve, victims=victims,

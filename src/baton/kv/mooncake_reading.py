@@ -2,7 +2,7 @@
 
 Each helper has a staging area. A read that nobody waits for any more is abandoned: what it brings is thrown away, and where
 it was under way already another helper takes the place of the one that is at it, for a peer that has stopped can hold it for
-a minute. (The engine meets new peers one at a time: one that stops just then delays first reads from other new ones as long.)
+a minute. (The engine meets new peers one at a time: one that stops just then delays first reads from the others as long.)
 Areas stay registered until the end; something late that lands in one is found by the checks.
 """
 

@@ -99,7 +99,8 @@ class LineSender:
         self._due = False
         """Something may be ready to go that was not."""
         self._closed = False
-        self._book = ShipBook(layers, self._signals, options.get("handovers_max", 1024))
+        tasks_max, run_layers_max = options.get("handovers_max", 1024), options.get("run_layers_max")
+        self._book = ShipBook(layers, self._signals, tasks_max, run_layers_max)
         self._lines: dict[Handover, _Line] = {}
         self._kept: dict[str, socket.socket] = {}
         self._over: dict[Handover, None] = {}

@@ -1,8 +1,9 @@
 """A workload on a cluster, in virtual time: what `baton sim run` and the benchmarks measure.
 
 Owns one run: real workers behind real desks and the real codec, devices that take as long as a model of step times says and
-compute nothing, clients that know how long their answers will be. Nothing goes wrong here; for that there is `scenario`.
-Memory grows with requests and looks, never with tokens.
+compute nothing, clients that know how long their answers will be. Where the cluster is split, the last instances prefill
+for the others, KV travels as `carrying` says, and clients see only those that decode. Nothing goes wrong here; for that
+there is `scenario`. Memory grows with requests and looks, never with tokens.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from baton.core.config import WorkerConfig
+from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.errors import BatonError, Refusal
+from baton.core.peers import PeerId
 from baton.core.request import RequestId, Sampling, Submission, Tokens
 from baton.executor.contract import ExecutorShape
 from baton.executor.counting import FILLER_TOKEN, STOP_TOKEN, CountingExecutor
+from baton.sim.carrying import Carrier, Road
 from baton.sim.device import Times
-from baton.sim.disk import Disk
-from baton.sim.faults import DiskRates
 from baton.sim.front import Booking, Counter, Front
-from baton.sim.instance import Instance, InstanceSpec
+from baton.sim.instance import InstanceSpec
 from baton.sim.lines import PipeEnd
-from baton.sim.records import Journey, Look, Outcome, RunRecord, StepSpan
+from baton.sim.machine import Machine
+from baton.sim.records import Handed, Journey, Look, Outcome, PassMeter, RunRecord, StepSpan
 from baton.sim.world import Host, World
 from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
@@ -61,6 +63,19 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """Some instances prefill for all others."""
+
+    givers: int
+    """How many of the instances, the last ones, only prefill; the others decode."""
+    config: WorkerConfig
+    """Of the givers, role aside."""
+    times: Times
+    """Of the givers."""
+    road: Road
+
+
+@dataclass(frozen=True, slots=True)
 class RunSpec:
     label: str
     instances: int
@@ -76,6 +91,15 @@ class RunSpec:
     """What the front end spends on a request before it is submitted (HTTP, tokenising), one after the other."""
     look_every_us: int = 1_000_000
     spans_max: int = 200_000
+    split: Split | None = None
+    """None: every instance does everything."""
+    metered: bool = False
+    """Whether to take the CPU time of passes; the run itself does not depend on it."""
+
+    @property
+    def takers(self) -> int:
+        """Instances that clients are served by; they come first."""
+        return self.instances - (self.split.givers if self.split is not None else 0)
 
 
 def simulate(spec: RunSpec, progress: Callable[[int], None] = lambda _ended: None) -> RunRecord:
@@ -88,7 +112,9 @@ class _Cluster:
         self.spec = spec
         self.world = World(spec.seed, events_max=EVENTS_MAX, keep_digest=False)
         self.host = Host(self.world, "front")
-        self.front = Front(spec.instances)
+        if spec.takers < 1:
+            raise RunFailed(f"of {spec.instances} instances none is left to decode")
+        self.front = Front(spec.takers)
         self.record = RunRecord(spec.label, spec.seed, spec.instances, spec.config.blocks, spec.config.block_size)
         self.progress = progress
         self.ended = 0
@@ -97,7 +123,9 @@ class _Cluster:
         self._free_us = 0
         """When the front end has dealt with what has arrived."""
         self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max)
-        self._lives = [self._start(number) for number in range(spec.instances)]
+        self._machines = [self._start(number) for number in range(spec.instances)]
+        if spec.split is not None:
+            self._introduce(spec.split.road)
         self._chains = _chains(spec.calls)
 
     def run(self) -> RunRecord:
@@ -115,22 +143,45 @@ class _Cluster:
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _start(self, number: int) -> Instance:
+    def _start(self, number: int) -> Machine:
         host = Host(self.world, f"instance {number}")
-        spec = InstanceSpec(number, self.spec.config, self._executor, self.spec.step_times)
-        life = Instance(host, Disk(host, DiskRates()), spec)
+        config, times = self._made_of(number)
+        machine = Machine(host, InstanceSpec(number, config, self._executor, times))
+        self.record.roles.append(config.role.name)
+        if self.spec.metered:
+            machine.meter = PassMeter()
+            self.record.meters.append(machine.meter)
         if self.spec.spans_max:
-            life.device.spans = self._spans
-        life.device.number = number
-        life.start(lambda started: self._connect(started, self.front.counters[number]))
-        return life
+            machine.keep_spans(self._spans)
+        if number < self.spec.takers:
+            self._connect(machine, self.front.counters[number])
+        return machine
+
+    def _made_of(self, number: int) -> tuple[WorkerConfig, Times]:
+        spec, split = self.spec, self.spec.split
+        if split is None:
+            return spec.config, spec.step_times
+        if number < spec.takers:
+            return replace(spec.config, role=DECODE), spec.step_times
+        return replace(split.config, role=PREFILL), split.times
+
+    def _introduce(self, road: Road) -> None:
+        """Every taker knows every giver."""
+        for machine in self._machines:
+            machine.carrier = Carrier(machine.host, PeerId(machine.host.name), road, machine.hear)
+        takers, givers = self._machines[: self.spec.takers], self._machines[self.spec.takers :]
+        for taker in takers:
+            for giver in givers:
+                if taker.carrier is not None and giver.carrier is not None:
+                    giver.carrier.meet(taker.carrier)
+                    taker.carrier.meet(giver.carrier)
 
     def _executor(self, shape: ExecutorShape) -> CountingExecutor:
         return CountingExecutor(shape, lambda seed: self.spec.calls[seed].output_tokens)
 
-    def _connect(self, life: Instance, counter: Counter) -> None:
-        counter.line = PipeEnd(life.host, self.spec.network_us, life.take)
-        life.answer(PipeEnd(self.host, self.spec.network_us, counter.took))
+    def _connect(self, machine: Machine, counter: Counter) -> None:
+        counter.line = PipeEnd(machine.host, self.spec.network_us, machine.take)
+        machine.answer(PipeEnd(self.host, self.spec.network_us, counter.took))
 
     # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -173,38 +224,57 @@ class _Cluster:
     # ── what is left behind ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _look(self) -> None:
-        for life in self._lives:
-            if life.worker is not None:
-                gauges = life.worker.gauges()
-                blocks = gauges.blocks
-                self.record.looks.append(
-                    Look(
-                        self.world.now_us - _SETTLED_US,
-                        life.spec.number,
-                        gauges.running,
-                        gauges.waiting,
-                        blocks.free,
-                        blocks.evictable,
-                        blocks.running,
-                        gauges.preemptions_for_others + gauges.preemptions_of_self,
-                        gauges.reserve_ratio,
-                    )
+        for machine in self._machines:
+            gauges = machine.worker.gauges()
+            blocks = gauges.blocks
+            self.record.looks.append(
+                Look(
+                    self.world.now_us - _SETTLED_US,
+                    machine.spec.number,
+                    gauges.running,
+                    gauges.waiting,
+                    blocks.free,
+                    blocks.evictable,
+                    blocks.running,
+                    gauges.preemptions_for_others + gauges.preemptions_of_self,
+                    gauges.reserve_ratio,
+                    blocks.leased + blocks.receiving,
                 )
+            )
         self.world.after(self.spec.look_every_us, self._look)
 
     def _conclude(self) -> None:
         record = self.record
         record.end_us = self.world.now_us - _SETTLED_US
-        record.busy_us = [life.device.busy_us for life in self._lives]
-        record.steps = sum(life.worker.gauges().steps for life in self._lives if life.worker is not None)
+        record.busy_us = [machine.device.busy_us for machine in self._machines]
+        record.steps_each = [machine.worker.gauges().steps for machine in self._machines]
+        record.steps = sum(record.steps_each)
         record.spans = [
             span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans
         ]
         record.spans_left_out = record.steps - len(record.spans)
+        if self.spec.split is None:
+            record.roles.clear()
+        else:
+            record.pools = [machine.spec.config.blocks for machine in self._machines]
+            record.handed = [_handed(machine) for machine in self._machines]
+            record.took_us = [us for machine in self._machines if machine.carrier for us in machine.carrier.took_us]
         for journey in record.journeys:
             wanted = self.spec.calls[journey.index].output_tokens
             if journey.outcome in (Outcome.STOP, Outcome.LENGTH) and journey.output_tokens != wanted:
                 raise RunFailed(f"request {journey.index} got {journey.output_tokens} tokens, not {wanted}")
+
+
+def _handed(machine: Machine) -> Handed:
+    gauges, carrier = machine.worker.gauges().handovers, machine.carrier
+    lanes = (carrier.out, carrier.into) if carrier is not None else ()
+    return Handed(
+        made=gauges.made,
+        refused=gauges.refused,
+        failed=gauges.not_delivered + gauges.preempted + gauges.timed_out,
+        bytes=round(sum(lane.bytes for lane in lanes)),
+        busy_us=round(sum(lane.busy_us for lane in lanes)),
+    )
 
 
 Chain = list[tuple[int, Call]]
@@ -287,6 +357,7 @@ class _Client:
             bill = ended.bill
             journey.recomputed_tokens, journey.preemptions = bill.recomputed_tokens, bill.preemptions
             journey.queue_us, journey.prefill_us, journey.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
+            journey.transfer_us, journey.attempts = bill.transfer_us, bill.attempts
             self._end(Outcome(ended.reason))
 
     def lost(self, _place: int | None, end: Lost) -> None:

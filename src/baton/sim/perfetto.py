@@ -140,6 +140,7 @@ def _counters(look: Look) -> Iterator[TraceEvent]:
     pid = process_of(look.instance)
     blocks: dict[str, Argument] = {
         "requests": look.running_blocks,
+        "leased": look.leased_blocks,
         "cached": look.evictable_blocks,
         "free": look.free_blocks,
     }

@@ -207,7 +207,15 @@ def _levels(record: RunRecord) -> Levels | None:
         return None
     looks = np.array(
         [
-            (o.at_us, o.instance, o.running_blocks, o.evictable_blocks, o.free_blocks, o.running, o.waiting)
+            (
+                o.at_us,
+                o.instance,
+                (o.running_blocks + o.leased_blocks) / record.pool_of(o.instance),
+                o.evictable_blocks / record.pool_of(o.instance),
+                o.free_blocks / record.pool_of(o.instance),
+                o.running,
+                o.waiting,
+            )
             for o in record.looks
         ],
         dtype=np.float64,
@@ -225,9 +233,8 @@ def _levels(record: RunRecord) -> Levels | None:
         means = np.divide(total, seen, out=np.full(cells, np.nan), where=seen > 0)
         return np.asarray(means.reshape(moments, record.instances)[kept])
 
-    pool = record.pool_blocks
     at_s = (edges[:-1] + edges[1:])[kept] / 2 / 1e6
-    return Levels(at_s, mean_of(2) / pool, mean_of(3) / pool, mean_of(4) / pool, mean_of(5), mean_of(6))
+    return Levels(at_s, mean_of(2), mean_of(3), mean_of(4), mean_of(5), mean_of(6))
 
 
 def _pool(axes: Axes, levels: Sequence[Levels | None], pens: Sequence[Pen]) -> None:

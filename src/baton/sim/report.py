@@ -8,6 +8,7 @@ end are in seconds, times a token in milliseconds, rates a simulated second. Wha
     span         from the first arrival to the last end; all rates are over it
     pool shares  one look at one instance counts as much as any other
     busy         share of the span in which a device computed
+    roles        where instances differ in what they do: the same of each kind, and what was handed over
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ class Ledger(msgspec.Struct, frozen=True):
     cached_mean: float
     """By nobody, and kept for prompts that begin alike."""
     free_mean: float
+    leased_mean: float = 0.0
+    """Granted to prefills of peers."""
 
 
 class Queues(msgspec.Struct, frozen=True):
@@ -127,6 +130,23 @@ class Busy(msgspec.Struct, frozen=True):
     least: float
     median: float
     most: float
+
+
+class RoleSummary(msgspec.Struct, frozen=True):
+    """Instances of one role."""
+
+    role: str
+    instances: int
+    busy: Busy | None
+    ledger: Ledger | None
+    queues: Queues | None
+    handovers: int
+    refused: int
+    failed: int
+    gigabytes: float
+    """Of KV, sent or received."""
+    link_busy: float | None
+    """Share of the span in which their links carried KV."""
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -150,6 +170,11 @@ class RunSummary(msgspec.Struct, frozen=True):
     steps: int
     wall_s: float
     simulated_per_wall: float | None
+    handover_s: Distribution | None = None
+    """From the ask to the adoption."""
+    transfer_s: Distribution | None = None
+    """Of that, what was neither waiting nor computing at the giver."""
+    roles: list[RoleSummary] = []
 
 
 class SimReport(msgspec.Struct, frozen=True):
@@ -190,14 +215,37 @@ def summarise(record: RunRecord, targets: Targets) -> RunSummary:
         rates=_rates(record.journeys, finished, span_us, targets),
         preemptions=sum(preempted),
         preempted_requests=len(preempted),
-        ledger=_ledger(record),
+        ledger=_ledger(record, record.looks),
         queues=_queues(record.looks),
-        busy=_busy(record),
+        busy=_busy(busy_shares(record)),
         span_s=None if span_us is None else span_us / 1e6,
         simulated_s=simulated_s,
         steps=record.steps,
         wall_s=record.wall_s,
         simulated_per_wall=simulated_s / record.wall_s if record.wall_s > 0 else None,
+        handover_s=describe(record.took_us),
+        transfer_s=describe(journey.transfer_us for journey in finished if journey.attempts),
+        roles=[_role(record, role) for role in dict.fromkeys(record.roles)],
+    )
+
+
+def _role(record: RunRecord, role: str) -> RoleSummary:
+    members = [number for number, its in enumerate(record.roles) if its == role]
+    looks = [look for look in record.looks if look.instance in members]
+    handed = [record.handed[number] for number in members if number < len(record.handed)]
+    shares, span_us = busy_shares(record), span_of(record)
+    link_us = sum(one.busy_us for one in handed)
+    return RoleSummary(
+        role=role,
+        instances=len(members),
+        busy=_busy(None if shares is None else shares[members]),
+        ledger=_ledger(record, looks),
+        queues=_queues(looks),
+        handovers=sum(one.made for one in handed),
+        refused=sum(one.refused for one in handed),
+        failed=sum(one.failed for one in handed),
+        gigabytes=sum(one.bytes for one in handed) / 1e9,
+        link_busy=link_us / len(members) / span_us if span_us else None,
     )
 
 
@@ -208,15 +256,17 @@ def check(record: RunRecord) -> None:
     for journey in record.journeys:
         _check_journey(journey, record.instances)
     for look in record.looks:
-        blocks = look.free_blocks + look.evictable_blocks + look.running_blocks
-        if blocks != record.pool_blocks:
-            raise BadRecord(f"instance {look.instance} had {blocks} blocks at {look.at_us} µs, not {record.pool_blocks}")
+        blocks = look.free_blocks + look.evictable_blocks + look.running_blocks + look.leased_blocks
+        if blocks != (pool := record.pool_of(look.instance)):
+            raise BadRecord(f"instance {look.instance} had {blocks} blocks at {look.at_us} µs, not {pool}")
     for name, instances in (
         ("look", {look.instance for look in record.looks}),
         ("step", {s.instance for s in record.spans}),
     ):
         if instances and not 0 <= min(instances) <= max(instances) < record.instances:
             raise BadRecord(f"a {name} is of instance {max(instances)} where there are {record.instances}")
+    if record.roles and len(record.roles) != record.instances:
+        raise BadRecord(f"{len(record.roles)} roles for {record.instances} instances")
     for span in record.spans:
         if span.end_us < span.begin_us:
             raise BadRecord(f"step {span.step} of instance {span.instance} ends before it begins")
@@ -301,12 +351,13 @@ def _rates(journeys: Sequence[Journey], finished: Sequence[Journey], span_us: in
     )
 
 
-def _ledger(record: RunRecord) -> Ledger | None:
-    if not record.looks:
+def _ledger(record: RunRecord, looks: Sequence[Look]) -> Ledger | None:
+    if not looks:
         return None
-    blocks = np.array([(look.running_blocks, look.evictable_blocks, look.free_blocks) for look in record.looks])
-    held, cached, free = (blocks.mean(axis=0) / record.pool_blocks).tolist()
-    return Ledger(held, float(blocks[:, 0].max()) / record.pool_blocks, cached, free)
+    blocks = np.array([(o.running_blocks, o.evictable_blocks, o.free_blocks, o.leased_blocks) for o in looks])
+    shares = blocks / np.array([[record.pool_of(o.instance)] for o in looks])
+    held, cached, free, leased = shares.mean(axis=0).tolist()
+    return Ledger(held, float(shares[:, 0].max()), cached, free, leased)
 
 
 def _queues(looks: Sequence[Look]) -> Queues | None:
@@ -323,8 +374,7 @@ def busy_shares(record: RunRecord) -> npt.NDArray[np.float64] | None:
     return np.array(record.busy_us) / span_us if span_us and record.busy_us else None
 
 
-def _busy(record: RunRecord) -> Busy | None:
-    found = busy_shares(record)
-    if found is None:
+def _busy(shares: npt.NDArray[np.float64] | None) -> Busy | None:
+    if shares is None:
         return None
-    return Busy(float(found.min()), float(np.median(found)), float(found.max()))
+    return Busy(float(shares.min()), float(np.median(shares)), float(shares.max()))

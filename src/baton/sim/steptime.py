@@ -115,6 +115,8 @@ class StepTimesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     measured_on: str
     """Machine, model and how; for whoever reads results made with it."""
     roofline: Roofline
+    layers: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
+    """After each, its KV may leave the machine; 1 says that nothing is known, and all of it leaves at the step's end."""
     host_us: Microseconds = 0.0
     """Spent by the engine on every step outside the executor, and not hidden behind it."""
     host_row_us: Microseconds = 0.0

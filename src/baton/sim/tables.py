@@ -14,7 +14,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from baton.sim.report import Distribution, RunSummary, SimReport
+from baton.sim.report import Distribution, RoleSummary, RunSummary, SimReport
 
 ABSENT = "–"
 PERCENTILES: dict[str, Callable[[Distribution], float]] = {
@@ -29,6 +29,13 @@ T = TypeVar("T")
 Value = Callable[[RunSummary], float | None]
 
 
+def _cell(values: Sequence[float], form: str) -> str:
+    if not values:
+        return ABSENT
+    middle, least, most = (form.format(value) for value in (median(values), min(values), max(values)))
+    return middle if least == most else f"{middle} ({least}–{most})"
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     name: str
@@ -36,11 +43,7 @@ class Row:
     form: str
 
     def cell(self, runs: Sequence[RunSummary]) -> str:
-        values = [value for value in map(self.value, runs) if value is not None]
-        if not values:
-            return ABSENT
-        middle, least, most = (self.form.format(value) for value in (median(values), min(values), max(values)))
-        return middle if least == most else f"{middle} ({least}–{most})"
+        return _cell([value for value in map(self.value, runs) if value is not None], self.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,16 @@ class Latency:
 
     def row(self, percentile: str) -> Row:
         return Row(f"{self.name}, {percentile}", _part(self.of, PERCENTILES[percentile]), self.form)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRow:
+    name: str
+    value: Callable[[RoleSummary], float | None]
+    form: str
+
+    def cell(self, roles: Sequence[RoleSummary]) -> str:
+        return _cell([value for value in map(self.value, roles) if value is not None], self.form)
 
 
 def _part(part: Callable[[RunSummary], T | None], value: Callable[[T], float]) -> Value:
@@ -113,6 +126,14 @@ BUSY = (
     Row("busy, most instance", _part(lambda run: run.busy, lambda busy: busy.most), "{:.1%}"),
 )
 
+HANDOVERS = (
+    Row("hand-over s, mean", _part(lambda run: run.handover_s, lambda values: values.mean), "{:,.3f}"),
+    Row("hand-over s, p90", _part(lambda run: run.handover_s, lambda values: values.p90), "{:,.3f}"),
+    Row("of it transfer s, mean", _part(lambda run: run.transfer_s, lambda values: values.mean), "{:,.4f}"),
+    Row("of it transfer s, p90", _part(lambda run: run.transfer_s, lambda values: values.p90), "{:,.4f}"),
+)
+"""Shown where there are any."""
+
 PACE = (
     Row("span s", lambda run: run.span_s, "{:,.1f}"),
     Row("steps", lambda run: run.steps, "{:,.0f}"),
@@ -122,11 +143,35 @@ PACE = (
 )
 
 
+ROLE_ROWS = (
+    RoleRow("instances", lambda role: role.instances, "{:,.0f}"),
+    RoleRow("busy, least instance", lambda role: role.busy.least if role.busy else None, "{:.1%}"),
+    RoleRow("busy, median instance", lambda role: role.busy.median if role.busy else None, "{:.1%}"),
+    RoleRow("busy, most instance", lambda role: role.busy.most if role.busy else None, "{:.1%}"),
+    RoleRow("KV pool held, mean", lambda role: role.ledger.held_mean if role.ledger else None, "{:.1%}"),
+    RoleRow("KV pool held, peak", lambda role: role.ledger.held_peak if role.ledger else None, "{:.1%}"),
+    RoleRow("KV pool leased, mean", lambda role: role.ledger.leased_mean if role.ledger else None, "{:.1%}"),
+    RoleRow("KV pool cached, mean", lambda role: role.ledger.cached_mean if role.ledger else None, "{:.1%}"),
+    RoleRow("KV pool free, mean", lambda role: role.ledger.free_mean if role.ledger else None, "{:.1%}"),
+    RoleRow("running an instance, mean", lambda role: role.queues.running_mean if role.queues else None, "{:,.1f}"),
+    RoleRow("waiting an instance, mean", lambda role: role.queues.waiting_mean if role.queues else None, "{:,.1f}"),
+    RoleRow("hand-overs", lambda role: role.handovers, "{:,.0f}"),
+    RoleRow("refused", lambda role: role.refused, "{:,.0f}"),
+    RoleRow("failed", lambda role: role.failed, "{:,.0f}"),
+    RoleRow("KV sent or received, GB", lambda role: role.gigabytes, "{:,.1f}"),
+    RoleRow("link busy", lambda role: role.link_busy, "{:.2%}"),
+)
+
+
 def show(console: Console, report: SimReport, title: str) -> None:
     console.print(title, style="bold", highlight=False, markup=False)
     if len(report.labels) == 1:
         console.print(_latency_table(report.runs))
     console.print(_policy_table(report))
+    for label in report.labels:
+        runs = report.of(label)
+        if any(run.roles for run in runs):
+            console.print(_role_table(label if len(report.labels) > 1 else "", runs))
     for line in _explained(report):
         console.print(line, style="dim", highlight=False, markup=False)
 
@@ -153,6 +198,18 @@ def _policy_table(report: SimReport) -> Table:
     return table
 
 
+def _role_table(label: str, runs: Sequence[RunSummary]) -> Table:
+    """A column a role."""
+    roles = list(dict.fromkeys(role.role for run in runs for role in run.roles))
+    table = Table(title=label or None, title_justify="left")
+    table.add_column("by role")
+    for name in roles:
+        table.add_column(name, justify="right")
+    for row in ROLE_ROWS:
+        table.add_row(row.name, *(row.cell([role for run in runs for role in run.roles if role.role == n]) for n in roles))
+    return table
+
+
 def _sections(report: SimReport) -> Iterator[Sequence[Row]]:
     usual, rare = COUNTS[:USUAL_COUNTS], COUNTS[USUAL_COUNTS:]
     yield (*usual, *(row for row in rare if any(map(row.value, report.runs))))
@@ -161,6 +218,8 @@ def _sections(report: SimReport) -> Iterator[Sequence[Row]]:
             yield [latency.row(percentile) for percentile in PERCENTILES if percentile != "max"]
     yield RATES
     yield (*PRESSURE, *(BUSY if any(run.instances > 1 for run in report.runs) else BUSY_ALONE))
+    if any(run.roles for run in report.runs):
+        yield HANDOVERS
     yield PACE
 
 
