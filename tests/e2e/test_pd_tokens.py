@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.kv.contract import available
 from tests.support.cluster import (
     Body,
     Cluster,
@@ -83,6 +84,15 @@ def test_one_request_after_the_other_gets_the_tokens_of_a_mixed_instance(
     assert [tokens(server.url, **body) for body in BODIES] == expected
     assert handed_over(server) > before
     three.settle()
+
+
+@pytest.mark.skipif(available("mooncake") is not None, reason=f"mooncake: {available('mooncake')}")
+def test_kv_may_travel_by_mooncake(model: tuple[str, ...], expected: list[list[list[int]]]) -> None:
+    with cluster(*model, decodes=(("--transfer", "mooncake"),)) as running:
+        (server,) = running.decodes
+        assert all_at_once(server.url, BODIES) == expected
+        assert handed_over(server) > 0
+        running.settle()
 
 
 def test_three_that_decode_share_one_that_prefills(three: Cluster, expected: list[list[list[int]]]) -> None:

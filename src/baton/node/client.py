@@ -232,8 +232,8 @@ class EngineClient:
         return self._desk.open_requests
 
     async def wait_idle(self) -> None:
-        """Until no request is open."""
-        while self.open_requests:
+        """Until no request is open, nor a hand-over to a peer."""
+        while self.open_requests or self._gauges.handovers.open:
             self._fewer.clear()
             await self._fewer.wait()
 
