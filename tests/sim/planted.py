@@ -127,7 +127,7 @@ def requeue_before_the_ack(patch: Patch) -> None:
         request = self._occupant(victim)
         request.outputs = self.slots.outputs(victim)
         known = np.concatenate((request.submission.prompt, request.outputs))
-        request.keys = self._keys_of(request.submission, known)
+        request.keys = self.keys_of(request.submission, known)
         self._waiting.push(request)
 
     patch.set(Scheduler, "_preempt", preempt)

@@ -199,15 +199,16 @@ class Board(ABC):
 
     # ── intake ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _new_request(self, submission: Submission, limit: int, now_us: int, leading: Request | None = None) -> Request:
+    def _new_request(
+        self, submission: Submission, keys: list[Key], limit: int, now_us: int, leader: Request | None = None
+    ) -> Request:
         serial = Serial(self._next_serial)
         self._next_serial += 1
-        keys = self._keys_of(submission, submission.prompt) if leading is None else leading.keys
-        request = Request(serial, submission, limit, keys, since_us=now_us, leader=leading)
+        request = Request(serial, submission, limit, keys, since_us=now_us, leader=leader)
         self._requests[serial] = request
         return request
 
-    def _keys_of(self, submission: Submission, tokens: Tokens) -> list[Key]:
+    def keys_of(self, submission: Submission, tokens: Tokens) -> list[Key]:
         """The root, and where the cache is on the name of each full block."""
         named = tokens if self.config.prefix_cache else tokens[:0]
         return self.pool.prefix.keys_of(named, submission.salt, self.config.block_size)
@@ -631,7 +632,7 @@ class Board(ABC):
         self._charge_run(request)
         request.outputs = self.slots.outputs(self._slot_of(request))
         known = np.concatenate((request.submission.prompt, request.outputs))
-        request.keys = self._keys_of(request.submission, known)
+        request.keys = self.keys_of(request.submission, known)
         self._move(request, Move.ACK_PREEMPTION)
         self._queue_up(request)
 

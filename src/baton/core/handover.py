@@ -18,7 +18,8 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from itertools import islice
+from typing import TypeVar
 
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.decode import DecodeScheduler, Lease
@@ -60,6 +61,7 @@ from baton.core.peers import (
 )
 from baton.core.plan import Chunk, Logprobs, StepPlan
 from baton.core.prefill import GeneralPrefillScheduler, PrefillScheduler
+from baton.core.prefix import Key
 from baton.core.records import EndedRequest, HandoverGauges, Settled
 from baton.core.request import FinishReason, Serial, Submission
 
@@ -71,9 +73,6 @@ ATTEMPTS_MAX = 3
 """A taker that had no room for so many offers of a request prefills it itself."""
 STEPS_AHEAD = 2
 """A giver offers so many steps' worth of prefill in advance: enough to stay busy, and no more, since it costs room at D."""
-
-BELIEF_HALVES_US = 1_000_000
-"""What a taker knows of a giver's queue counts half after so long: one that was busy once is not avoided for ever."""
 
 State = TypeVar("State", bound=Enum)
 Move = TypeVar("Move", bound=Enum)
@@ -150,13 +149,6 @@ class Taken:
         return Serial(self.handover.request)
 
 
-class Believed(NamedTuple):
-    """How much prefill waits at a giver, as a taker last heard or made it."""
-
-    queued_tokens: int
-    at_us: int
-
-
 class Taker:
     def __init__(self, config: WorkerConfig, scheduler: DecodeScheduler, secret: bytes) -> None:
         self._config = config.handover
@@ -164,8 +156,8 @@ class Taker:
         self._scheduler = scheduler
         self._fingerprint = scheduler.pool.prefix.fingerprint
         self._secret = hashlib.blake2b(secret, digest_size=32).digest()
-        self._peers: dict[PeerId, Believed] = {}
-        """Those that are up, and how much each has to do; the one asked longest ago first."""
+        self._peers: dict[PeerId, None] = {}
+        """Those that are up, the one asked longest ago first."""
         self._open: dict[Serial, Taken] = {}
         self._moves = dict.fromkeys(TAKER, 0)
         self._failed: Counter[PdCode] = Counter()
@@ -247,7 +239,7 @@ class Taker:
     # ── peers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _peer_opened(self, peer: PeerId) -> Acts:
-        self._peers[peer] = Believed(0, self._now_us)
+        self._peers[peer] = None
         self._scheduler.may_ask = True
         return []
 
@@ -269,7 +261,6 @@ class Taker:
             case Renew(request, attempt):
                 self._renew(self._entry(Handover(peer, request, attempt)))
             case Commit(request, attempt):
-                self._learn_load(peer, message.queued_tokens)
                 return self._committed(self._entry(Handover(peer, request, attempt)), message)
             case Decline(request, attempt, code, reason):
                 entry = self._entry(Handover(peer, request, attempt))
@@ -283,11 +274,11 @@ class Taker:
         if not self._peers:
             self._scheduler.take_back(serial, prefills_here=True, now_us=self._now_us)
             return []
-        peer = min(self._peers, key=self._believed_tokens)
-        tokens = self._believed_tokens(peer) + len(request.submission.prompt)
-        # Put last: of equals the first one is asked, and all takers would ask the same giver for ever.
+        asked = Counter(entry.handover.peer for entry in self._open.values())
+        peer = min(self._peers, key=asked.__getitem__)
+        # Put last: of equals the first one is asked, and else all takers would ask the same giver for ever.
         del self._peers[peer]
-        self._peers[peer] = Believed(tokens, self._now_us)
+        self._peers[peer] = None
         request.bill.attempts += 1
         handover = Handover(peer, serial, request.bill.attempts)
         self._open[serial] = Taken(handover, request.submission, self._now_us)
@@ -300,16 +291,7 @@ class Taker:
         entry = self._open.get(Serial(handover.request))
         return entry if entry is not None and entry.handover == handover else None
 
-    def _believed_tokens(self, peer: PeerId) -> int:
-        believed = self._peers[peer]
-        return believed.queued_tokens >> ((self._now_us - believed.at_us) // BELIEF_HALVES_US)
-
-    def _learn_load(self, peer: PeerId, queued_tokens: int) -> None:
-        if peer in self._peers:
-            self._peers[peer] = Believed(queued_tokens, self._now_us)
-
     def _offered(self, peer: PeerId, offer: Offer) -> Acts:
-        self._learn_load(peer, offer.queued_tokens)
         entry = self._entry(Handover(peer, offer.request, offer.attempt))
         if entry is None or entry.state is Taking.FENCING:
             return [Tell(peer, Release(offer.request, offer.attempt, "this attempt is over"))]
@@ -496,6 +478,8 @@ class Given:
     submission: Submission
     arrived_us: int
     state: Giving = Giving.QUEUED
+    keys: list[Key] | None = None
+    """Names of the prompt's blocks; made when its turn comes, and kept while it waits for room."""
     serial: Serial | None = None
     """From the offer on."""
     row_is_gone: bool = False
@@ -521,9 +505,11 @@ class Giver:
         self._scheduler = scheduler
         self._fingerprint = scheduler.pool.prefix.fingerprint
         self._open: dict[Handover, Given] = {}
-        """In the order of arrival."""
+        self._queue: dict[Handover, Given] = {}
+        """Those that were not offered yet, in the order of arrival."""
+        self._active: dict[Handover, Given] = {}
+        """The others: no more than there are slots."""
         self._by_serial: dict[Serial, Given] = {}
-        self._queued = 0
         self._peers: dict[PeerId, None] = {}
         self._moves = dict.fromkeys(GIVER, 0)
         self._failed: Counter[PdCode] = Counter()
@@ -545,13 +531,17 @@ class Giver:
 
     @property
     def queued(self) -> int:
-        return self._queued
+        return len(self._queue)
 
     def next_deadline(self) -> int | None:
-        return min((self._due_us(entry) for entry in self._open.values() if entry.state not in ENDING), default=None)
+        return min((self._due_us(entry) for entry in self._waiting_for_time()), default=None)
+
+    def _waiting_for_time(self) -> list[Given]:
+        """Of the queue the first is due first."""
+        return [*islice(self._queue.values(), 1), *(entry for entry in self._active.values() if entry.state not in ENDING)]
 
     def _due_us(self, entry: Given) -> int:
-        """A time limit, or the next renewal. After its commit a giver has no say in how long the taker waits for the bytes."""
+        """A time limit, or the next renewal. After its commit a giver has no say in how long the taker waits for bytes."""
         ends_us = entry.arrived_us + self._config.deadline_us
         return min(ends_us, entry.renew_us) if entry.state in AT_WORK else ends_us
 
@@ -600,27 +590,29 @@ class Giver:
     def expire(self, now_us: int) -> Acts:
         self._now_us = now_us
         acts: Acts = []
-        for entry in [entry for entry in self._open.values() if entry.state not in ENDING and self._due_us(entry) <= now_us]:
-            if now_us >= entry.arrived_us + self._config.deadline_us:
-                acts += self._decline(entry, PdCode.TIMEOUT, "it took too long")
-            else:
-                entry.renew_us = now_us + self._config.renew_us
-                acts.append(Tell(entry.handover.peer, Renew(entry.handover.request, entry.handover.attempt)))
+        while late := [entry for entry in self._waiting_for_time() if self._due_us(entry) <= now_us]:
+            acts += [act for entry in late for act in self._late(entry)]
         return acts + self.advance(now_us)
+
+    def _late(self, entry: Given) -> Acts:
+        if self._now_us >= entry.arrived_us + self._config.deadline_us:
+            return self._decline(entry, PdCode.TIMEOUT, "it took too long")
+        entry.renew_us = self._now_us + self._config.renew_us
+        return [Tell(entry.handover.peer, Renew(entry.handover.request, entry.handover.attempt))]
 
     def advance(self, now_us: int) -> Acts:
         """Offer what can be computed soon, in the order of arrival."""
         self._now_us = now_us
         acts: Acts = []
-        if not self._queued:
+        if not self._queue:
             return acts
-        ahead = sum(len(entry.submission.prompt) for entry in self._open.values() if entry.state in SOON)
+        ahead = sum(len(entry.submission.prompt) for entry in self._active.values() if entry.state in SOON)
         most = STEPS_AHEAD * self._worker_config.step_tokens
-        for entry in [entry for entry in self._open.values() if entry.state is Giving.QUEUED]:
-            if ahead >= most:
-                break
+        while self._queue and ahead < most:
+            entry = next(iter(self._queue.values()))
             prompt = entry.submission.prompt
-            serial = self._scheduler.hold(entry.submission, len(prompt) + 1, now_us)
+            entry.keys = entry.keys or self._scheduler.keys_of(entry.submission, prompt)
+            serial = self._scheduler.hold(entry.submission, entry.keys, len(prompt) + 1, now_us)
             if serial is None:
                 break
             ahead += len(prompt)
@@ -662,14 +654,14 @@ class Giver:
         if entry is not None:
             return [Tell(peer, self._offer(entry))] if entry.state is Giving.OFFERED else []
         acts: Acts = []
-        for older in [other for other in self._open.values() if other.handover[:2] == handover[:2]]:
-            acts += self._let_go(older)
+        before = self._open.get(handover._replace(attempt=ask.attempt - 1))
+        if before is not None:
+            acts += self._let_go(before)
         reason = self._cannot(ask.submission)
         if reason is not None:
             self._failed[PdCode.TIMEOUT] += 1
             return [*acts, Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, reason))]
-        self._open[handover] = Given(handover, ask.submission, self._now_us)
-        self._queued += 1
+        self._open[handover] = self._queue[handover] = Given(handover, ask.submission, self._now_us)
         return acts + self.advance(self._now_us)
 
     def _cannot(self, submission: Submission) -> str | None:
@@ -682,8 +674,8 @@ class Giver:
             )
         if not 0 <= int(submission.prompt.min()) <= int(submission.prompt.max()) < self._config.vocabulary:
             return "the prompt has token ids that this model does not know"
-        if self._queued >= config.waiting_max:
-            return f"its queue is full: {self._queued} prefills wait"
+        if len(self._queue) >= config.waiting_max:
+            return f"its queue is full: {len(self._queue)} prefills wait"
         return None
 
     def _granted(self, handover: Handover, grant: Grant) -> Acts:
@@ -774,7 +766,6 @@ class Giver:
             prefill_us=request.bill.prefill_us,
             prompt_digest=prompt_digest(entry.submission, self._fingerprint),
             checks=entry.checks,
-            queued_tokens=self._queued_tokens(),
         )
         return [Tell(entry.handover.peer, commit)]
 
@@ -833,11 +824,7 @@ class Giver:
         return self._worker_config.block_size
 
     def _offer(self, entry: Given) -> Offer:
-        prompt_tokens = len(entry.submission.prompt)
-        return Offer(entry.handover.request, entry.handover.attempt, prompt_tokens, self._queued_tokens())
-
-    def _queued_tokens(self) -> int:
-        return sum(len(entry.submission.prompt) for entry in self._open.values() if entry.state in AHEAD)
+        return Offer(entry.handover.request, entry.handover.attempt, len(entry.submission.prompt))
 
     def _entry_of_slot(self, slot: int) -> Given:
         return self._by_serial[Serial(int(self._scheduler.slots.serial[slot]))]
@@ -845,15 +832,18 @@ class Giver:
     def _move(self, entry: Given, move: GiverMove) -> None:
         before, entry.state = entry.state, _next(GIVER, entry.state, move)
         self._moves[before, move] += 1
-        self._queued -= before is Giving.QUEUED
+        if before is Giving.QUEUED:
+            del self._queue[entry.handover]
+        if entry.state is Giving.OFFERED:
+            self._active[entry.handover] = entry
         if entry.state is Giving.OVER:
             del self._open[entry.handover]
+            self._active.pop(entry.handover, None)
             if entry.serial is not None:
                 del self._by_serial[entry.serial]
 
 
 SOON = (Giving.OFFERED, Giving.PREFILLING)
-AHEAD = (Giving.QUEUED, *SOON)
 
 
 def _gauges(peers: int, open_now: int, made: int, failed: Counter[PdCode]) -> HandoverGauges:

@@ -16,7 +16,7 @@ import numpy as np
 from baton.core.board import Board, StepBuilder
 from baton.core.config import WorkerConfig
 from baton.core.errors import InvariantViolated
-from baton.core.prefix import PrefixIndex
+from baton.core.prefix import Key, PrefixIndex
 from baton.core.records import Crew, Request
 from baton.core.request import Move, Phase, Serial, Submission
 from baton.core.reserve import blocks_for
@@ -42,12 +42,12 @@ class PrefillScheduler(Board):
     def asleep(self) -> bool:
         return not (self._flights or self._prefilling or self._stopping)
 
-    def hold(self, submission: Submission, limit: int, now_us: int) -> Serial | None:
+    def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
         """A slot and all blocks of the prompt; None where they are not to be had now."""
         self._now_us = now_us
         if not self.slots.has_room:
             return None
-        request = self._new_request(submission, limit, now_us)
+        request = self._new_request(submission, keys, limit, now_us)
         hit = self._look_up(request)
         whole = blocks_for(len(submission.prompt), self.config.block_size)
         if whole - len(hit.blocks) + self.pool.unreferenced(hit.blocks) > self.pool.available:
@@ -112,9 +112,9 @@ class GeneralPrefillScheduler(Scheduler):
         due = self._flights or self._stopping or len(self._waiting)
         return not due and self.slots.occupied == np.count_nonzero(self.slots.phase == Phase.HANDING_OVER)
 
-    def hold(self, submission: Submission, limit: int, now_us: int) -> Serial | None:
+    def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
         """Only its number: what it needs is found when the queue comes to it."""
-        request = self._new_request(submission, limit, now_us)
+        request = self._new_request(submission, keys, limit, now_us)
         self._aside[request.serial] = request
         return request.serial
 

@@ -72,7 +72,8 @@ class Scheduler(Board):
     def enqueue(self, submission: Submission, limit: int, now_us: int, leader: Serial | None = None) -> Serial:
         """Put a request, already found possible, into the queue, or behind the leader whose blocks it shares."""
         leading = None if leader is None else self._requests[leader]
-        request = self._new_request(submission, limit, now_us, leading)
+        keys = self.keys_of(submission, submission.prompt) if leading is None else leading.keys
+        request = self._new_request(submission, keys, limit, now_us, leading)
         if leading is None:
             self._queue_up(request)
         else:
