@@ -13,8 +13,8 @@ from baton.core.peers import Offer, PdCode, PeerId, Release
 from baton.core.prefill import BlocksNotHeld, PrefillScheduler
 from baton.core.request import FinishReason, Phase, Sampling, Serial
 from baton.executor.scripted import undisturbed
-from tests.support.workers import Cluster, Node, Rates, decode_config, prefill_config
 from tests.support.driver import VOCABULARY, submission
+from tests.support.workers import Cluster, Node, Rates, decode_config, prefill_config
 
 GREEDY = Sampling(seed=0, temperature=0.0)
 NO_LOCAL = HandoverConfig(local_tokens=0)

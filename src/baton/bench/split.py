@@ -5,8 +5,8 @@ bunches spread, played at several speeds; every cluster has the same number of i
 cluster is judged by the requests that arrive after its caches and queues have filled a little: good is one whose first token
 came and whose tokens came within the targets. Instances that do everything are given several chunk sizes, since theirs
 decides between the two targets; the best one counts. Nobody places by load: clients go to instances in turn, and one that
-decodes asks those that prefill in turn where it has asked them equally often. What placing by load does for instances that do
-everything is shown beside, apart from the verdict: the same has still to be built for a split.
+decodes asks those that prefill in turn where it has asked them equally often. What placing by load does for instances that
+do everything is shown beside, apart from the verdict: the same has still to be built for a split.
 
 Costs: step times from the model's file; KV between instances as `sim.carrying` says; what schedulers and front ends spend on
 a step is not charged (tens of microseconds beside steps of 5 ms and more).
