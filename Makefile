@@ -32,6 +32,7 @@ bench: $(READY)
 	$(BIN)/baton bench scheduler --sweep
 	$(BIN)/baton bench scheduler --preempting
 	$(BIN)/baton bench pressure
+	$(BIN)/baton bench handover
 	$(BIN)/baton bench predict
 	-$(BIN)/baton bench policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
 
@@ -40,7 +41,8 @@ fuzz: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mooncake,plot]'
+	tools/mooncake-libraries.sh $(CURDIR)/$(VENV)
 	touch $@
 
 clean:

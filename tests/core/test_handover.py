@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.config import BadConfig, HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
 from baton.core.errors import IllegalTransition, RefusalCode
-from baton.core.handover import GIVER, TAKER, Giving, Taking, _next
+from baton.core.handover import BELIEF_HALVES_US, GIVER, TAKER, Giving, Taking, _next
 from baton.core.peers import Offer, PdCode, PeerId, Release
 from baton.core.prefill import BlocksNotHeld, PrefillScheduler
 from baton.core.request import FinishReason, Phase, Sampling, Serial
@@ -347,10 +347,27 @@ def test_phases_of_a_request_that_is_handed_over() -> None:
     assert d.outputs[serial] == expected(list(range(50)), 5)
 
 
-def test_a_taker_asks_one_giver_after_the_other() -> None:
+def test_takers_that_know_nothing_ask_one_giver_after_the_other() -> None:
     cluster = Cluster(31, [prefill_config(), prefill_config(), prefill_config()], [decode_config()])
     (d,) = cluster.ds
     for number in range(6):
         d.submit(submission(list(range(number, number + 50)), 2, name=str(number)))
         cluster.run()
     assert [p.worker.gauges().handovers.made for p in cluster.ps] == [2, 2, 2]
+
+
+def test_a_giver_that_said_how_busy_it_is_is_asked_last_until_that_is_long_ago() -> None:
+    cluster = Cluster(32, [prefill_config(), prefill_config()], [decode_config()])
+    (d,), (busy, free) = cluster.ds, cluster.ps
+    cluster.post(busy, d.name, Offer(99, 1, 50, queued_tokens=1_000_000))
+    cluster.run()
+
+    def made_after(*prompts: list[int]) -> tuple[int, int]:
+        for prompt in prompts:
+            d.submit(submission(prompt, 2, name=str(prompt[0])))
+            cluster.run()
+        return busy.worker.gauges().handovers.made, free.worker.gauges().handovers.made
+
+    assert made_after(*([number] * 50 for number in range(3))) == (0, 3)
+    cluster.now_us += 30 * BELIEF_HALVES_US
+    assert made_after([7] * 50)[0] == 1

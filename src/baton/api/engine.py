@@ -141,6 +141,8 @@ class Gauges:
     reserve_ratio: float = 0.0
     role: str = "mixed"
     handovers: Handovers = field(default_factory=Handovers)
+    turned_away: Mapping[str, int] = field(default_factory=dict)
+    """Connections and frames of peers that were refused, by reason."""
 
 
 class Engine(Protocol):

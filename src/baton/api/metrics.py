@@ -35,6 +35,12 @@ class _EngineCollector(Collector):
         yield role
         yield from self._of_blocks(gauges)
         yield from self._of_handovers(gauges.handovers)
+        refused = CounterMetricFamily(
+            "baton_peer_refusals", "Connections and frames of peers that were refused", labels=["reason", "model_name"]
+        )
+        for reason, count in gauges.turned_away.items():
+            refused.add_metric([reason, self._model], count)
+        yield refused
         yield self._gauge("num_requests_running", "Requests in the batch", gauges.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue", gauges.waiting)
         yield self._gauge("reserve_ratio", "Share of the remaining outputs that is reserved", gauges.reserve_ratio)

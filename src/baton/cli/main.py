@@ -9,6 +9,7 @@ import typer
 from baton import __version__
 from baton.cli.bench import bench_app
 from baton.cli.bench_calibrate import calibrate
+from baton.cli.bench_handover import handover
 from baton.cli.bench_policies import policies
 from baton.cli.bench_predict import predict
 from baton.cli.bench_prefill_path import prefill_path
@@ -32,6 +33,7 @@ bench_app.command()(policies)
 bench_app.command()(scheduler)
 bench_app.command()(calibrate)
 bench_app.command()(predict)
+bench_app.command()(handover)
 bench_app.command()(split)
 bench_app.command()(prefill_path)
 app.add_typer(bench_app, name="bench")

@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.decode import DecodeScheduler, Lease
@@ -73,6 +73,9 @@ ATTEMPTS_MAX = 3
 """A taker that had no room for so many offers of a request prefills it itself."""
 STEPS_AHEAD = 2
 """A giver offers so many steps' worth of prefill in advance: enough to stay busy, and no more, since it costs room at D."""
+
+BELIEF_HALVES_US = 1_000_000
+"""What a taker knows of a giver's queue counts half after so long: one that was busy once is not avoided for ever."""
 
 State = TypeVar("State", bound=Enum)
 Move = TypeVar("Move", bound=Enum)
@@ -149,6 +152,13 @@ class Taken:
         return Serial(self.handover.request)
 
 
+class Believed(NamedTuple):
+    """How much prefill waits at a giver, as a taker last heard or made it."""
+
+    queued_tokens: int
+    at_us: int
+
+
 class Taker:
     def __init__(self, config: WorkerConfig, scheduler: DecodeScheduler, secret: bytes) -> None:
         self._config = config.handover
@@ -156,8 +166,8 @@ class Taker:
         self._scheduler = scheduler
         self._fingerprint = scheduler.pool.prefix.fingerprint
         self._secret = hashlib.blake2b(secret, digest_size=32).digest()
-        self._peers: dict[PeerId, None] = {}
-        """Those that are up, the one asked longest ago first."""
+        self._peers: dict[PeerId, Believed] = {}
+        """Those that are up, and how much each has to do; the one asked longest ago first."""
         self._open: dict[Serial, Taken] = {}
         self._moves = dict.fromkeys(TAKER, 0)
         self._failed: Counter[PdCode] = Counter()
@@ -239,7 +249,7 @@ class Taker:
     # ── peers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _peer_opened(self, peer: PeerId) -> Acts:
-        self._peers[peer] = None
+        self._peers[peer] = Believed(0, self._now_us)
         self._scheduler.may_ask = True
         return []
 
@@ -261,6 +271,7 @@ class Taker:
             case Renew(request, attempt):
                 self._renew(self._entry(Handover(peer, request, attempt)))
             case Commit(request, attempt):
+                self._learn_load(peer, message.queued_tokens)
                 return self._committed(self._entry(Handover(peer, request, attempt)), message)
             case Decline(request, attempt, code, reason):
                 entry = self._entry(Handover(peer, request, attempt))
@@ -274,11 +285,11 @@ class Taker:
         if not self._peers:
             self._scheduler.take_back(serial, prefills_here=True, now_us=self._now_us)
             return []
-        asked = Counter(entry.handover.peer for entry in self._open.values())
-        peer = min(self._peers, key=asked.__getitem__)
-        # Put last: of equals the first one is asked, and else all takers would ask the same giver for ever.
+        peer = min(self._peers, key=self._believed_tokens)
+        tokens = self._believed_tokens(peer) + len(request.submission.prompt)
+        # Put last: of equals the first one is asked, and all takers would ask the same giver for ever.
         del self._peers[peer]
-        self._peers[peer] = None
+        self._peers[peer] = Believed(tokens, self._now_us)
         request.bill.attempts += 1
         handover = Handover(peer, serial, request.bill.attempts)
         self._open[serial] = Taken(handover, request.submission, self._now_us)
@@ -291,7 +302,16 @@ class Taker:
         entry = self._open.get(Serial(handover.request))
         return entry if entry is not None and entry.handover == handover else None
 
+    def _believed_tokens(self, peer: PeerId) -> int:
+        believed = self._peers[peer]
+        return believed.queued_tokens >> ((self._now_us - believed.at_us) // BELIEF_HALVES_US)
+
+    def _learn_load(self, peer: PeerId, queued_tokens: int) -> None:
+        if peer in self._peers:
+            self._peers[peer] = Believed(queued_tokens, self._now_us)
+
     def _offered(self, peer: PeerId, offer: Offer) -> Acts:
+        self._learn_load(peer, offer.queued_tokens)
         entry = self._entry(Handover(peer, offer.request, offer.attempt))
         if entry is None or entry.state is Taking.FENCING:
             return [Tell(peer, Release(offer.request, offer.attempt, "this attempt is over"))]
@@ -766,6 +786,7 @@ class Giver:
             prefill_us=request.bill.prefill_us,
             prompt_digest=prompt_digest(entry.submission, self._fingerprint),
             checks=entry.checks,
+            queued_tokens=self._queued_tokens(),
         )
         return [Tell(entry.handover.peer, commit)]
 
@@ -824,7 +845,11 @@ class Giver:
         return self._worker_config.block_size
 
     def _offer(self, entry: Given) -> Offer:
-        return Offer(entry.handover.request, entry.handover.attempt, len(entry.submission.prompt))
+        prompt_tokens = len(entry.submission.prompt)
+        return Offer(entry.handover.request, entry.handover.attempt, prompt_tokens, self._queued_tokens())
+
+    def _queued_tokens(self) -> int:
+        return sum(len(entry.submission.prompt) for entry in self._open.values() if entry.state in AHEAD)
 
     def _entry_of_slot(self, slot: int) -> Given:
         return self._by_serial[Serial(int(self._scheduler.slots.serial[slot]))]
@@ -844,6 +869,7 @@ class Giver:
 
 
 SOON = (Giving.OFFERED, Giving.PREFILLING)
+AHEAD = (Giving.QUEUED, *SOON)
 
 
 def _gauges(peers: int, open_now: int, made: int, failed: Counter[PdCode]) -> HandoverGauges:

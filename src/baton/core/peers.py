@@ -90,6 +90,8 @@ class Offer:
     request: int
     attempt: int
     prompt_tokens: int
+    queued_tokens: int = 0
+    """Of all prompts that P was asked for and has not prefilled: by this a D chooses whom to ask next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Commit:
     """Of the prompt, the salt and the model's fingerprint, as `handover.prompt_digest` makes it."""
     checks: bytes
     """One checksum a block that was sent, in order; opaque here, verified by the driver against what arrived."""
+    queued_tokens: int = 0
+    """As in an Offer, without this one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,7 @@ class Worker:
 
     def _submit(self, event: Submitted) -> Accepted | GroupRefused:
         if self._queue is None:
-            text = "this instance prefills for others; ask one that decodes"
+            text = "this instance only prefills for others"
             return GroupRefused(event.ticket, Refusal(RefusalCode.WRONG_ROLE, text))
         refusal = self._refusal(event.group)
         if refusal:

@@ -130,6 +130,8 @@ class SenderOptions(TypedDict, total=False):
     """How long the peer may take no byte while there are some [5]."""
     bytes_per_s: float
     """Send no faster: for measuring only."""
+    run_layers_max: int
+    """Send no more layers as one piece, however many are ready: for measuring only."""
     handovers_max: int
     """Hand-overs at once [1024]."""
 
@@ -185,7 +187,7 @@ def available(kind: str) -> str | None:
 
             return why_not_shared()
         case "mooncake":
-            from baton.kv.mooncake import why_not
+            from baton.kv.mooncake_engine import why_not
 
             return why_not()
         case _:

@@ -83,7 +83,7 @@ def release(memory: KvMemory) -> None:
 
 def flat(memory: KvMemory) -> memoryview:
     """The pool as one run of bytes."""
-    return memoryview(memory.pool).cast("B")
+    return memory.pool.data.cast("B")
 
 
 def within(blocks: npt.NDArray[np.signedinteger[Any]], upto: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+EVENLY_S = 0.005
+
 
 class Pace:
     def __init__(self, bytes_per_s: float | None) -> None:
@@ -11,6 +13,10 @@ class Pace:
     def delay_s(self, now_s: float) -> float:
         """How long to wait before the next bytes; 0 is now."""
         return max(0.0, self._free_at_s - now_s)
+
+    def at_once(self, size: int) -> int:
+        """How much of `size` may go in one go, so that it still flows evenly."""
+        return size if self._bytes_per_s is None else min(size, max(1, int(self._bytes_per_s * EVENLY_S)))
 
     def spent(self, size: int, now_s: float) -> None:
         if self._bytes_per_s is not None:

@@ -37,6 +37,8 @@ TURN_BYTES = 8 << 20
 SLICE_BYTES = 4 << 20
 """What a source fetches between two looks at the orders."""
 FDS_MAX = 4
+DEAF_S = 0.1
+"""How long nobody is let in after that failed."""
 ARRIVING_EVERY_S = 0.25
 
 Key = tuple[int, int]
@@ -54,6 +56,8 @@ class Slice:
     high: int
 
 
+Post = Callable[[Callable[[], None], bool], bool]
+"""`Lane.post`."""
 Fetched = Callable[[str | None], None]
 """Says why it could not be fetched, or None; on the lane."""
 
@@ -75,6 +79,9 @@ class Port(Protocol):
     kind: str
     address: str
     listener: socket.socket
+
+    def begin(self, post: Post) -> None:
+        """The lane is there: what has to happen on it can be posted."""
 
     def admit(self, sock: socket.socket) -> str | None:
         """Why this connection is not even listened to."""
@@ -117,6 +124,7 @@ class _Entry:
 @dataclass(eq=False)
 class _Line:
     sock: socket.socket
+    since_s: float
     moved_at_s: float
     head: bytearray
     """Hello, introduction or frame: what is read before we know what follows."""
@@ -160,11 +168,13 @@ class LineReceiver:
         self._strangers_max = options.get("strangers_max", 64)
         self._expected_max = options.get("expected_max", 4096)
         self._closed = False
+        self._deaf_until_s: float | None = None
         self._entries: dict[Key, _Entry] = {}
         self._lines: dict[_Line, None] = {}
         self._pool = flat(memory)
         self._lane = Lane(f"kv-{port.kind}-receive", self._turn, self._end)
         self._lane.watch(port.listener, selectors.EVENT_READ, self._accept)
+        port.begin(self._lane.post)
         self._lane.start()
 
     # ── orders, from any thread ──────────────────────────────────────────────────────────────────────────────────────────
@@ -244,8 +254,15 @@ class LineReceiver:
     def _accept(self, _events: int) -> None:
         try:
             sock, _ = self._port.listener.accept()
-        except OSError:
-            return  # it was gone before we looked, or there is no fd for it
+        except BlockingIOError:
+            return
+        except (
+            OSError
+        ) as error:  # gone before we looked; or no descriptor for it, and then asking again at once would not help
+            self.refused[f"cannot accept: {error.strerror}"] += 1
+            self._lane.watch(self._port.listener, 0, self._accept)
+            self._deaf_until_s = time.monotonic() + DEAF_S
+            return
         sock.setblocking(False)
         strangers = sum(line.stage in (_Stage.HELLO, _Stage.INTRODUCTION) for line in self._lines)
         reason = "too many strangers" if strangers >= self._strangers_max else self._port.admit(sock)
@@ -254,7 +271,8 @@ class LineReceiver:
             sock.close()
             return
         head = bytearray(HELLO_BYTES)
-        line = _Line(sock, time.monotonic(), head, deque([memoryview(head)]))
+        now_s = time.monotonic()
+        line = _Line(sock, now_s, now_s, head, deque([memoryview(head)]))
         self._lines[line] = None
         self._listen(line)
 
@@ -313,9 +331,9 @@ class LineReceiver:
         return size
 
     def _hung_up(self, line: _Line) -> None:
-        if line.entry is None and line.stage is not _Stage.DONE:
-            self.refused["hung up without a hello" if line.head_left == len(line.head) else "hello cut off"] += 1
-        if line.stage is _Stage.DONE and line.entry is not None:
+        if line.stage is _Stage.HELLO:
+            self.refused["hung up without a hello" if line.head_left == HELLO_BYTES else "hello cut off"] += 1
+        if line.entry is not None and line.entry.expected.complete:
             line.entry.line = None  # everything is here; only the checks are still to come
             line.entry = None
         self._lose(line, "the sender is gone")
@@ -332,7 +350,7 @@ class LineReceiver:
         if line.pieces is not None and line.payload_left == 0 and line.entry is not None:
             self._landed(line.entry, line.pieces)
             line.pieces = None
-        if line.head_left == 0:
+        if line.head_left == 0 and line in self._lines:
             self._take_head(line)
 
     def _take_head(self, line: _Line) -> None:
@@ -474,12 +492,12 @@ class LineReceiver:
                 self._fetch(line)
         if any(line.stage is _Stage.FETCHING and not line.in_flight for line in self._lines):
             return 0.0
-        earliest_s: float | None = None
+        earliest_s = self._hear_again(now_s)
         for line in list(self._lines):
             stranger = line.stage in (_Stage.HELLO, _Stage.INTRODUCTION)
             if not stranger and not line.half:
                 continue
-            left_s = line.moved_at_s + (self._hello_s if stranger else self._stall_s) - now_s
+            left_s = (line.since_s + self._hello_s if stranger else line.moved_at_s + self._stall_s) - now_s
             if left_s <= 0.0 and stranger:
                 self._refuse(line, "no hello in time")
             elif left_s <= 0.0:
@@ -487,6 +505,16 @@ class LineReceiver:
             elif earliest_s is None or left_s < earliest_s:
                 earliest_s = left_s
         return earliest_s
+
+    def _hear_again(self, now_s: float) -> float | None:
+        """Seconds until we accept connections again; None while we do."""
+        if self._deaf_until_s is None:
+            return None
+        if now_s < self._deaf_until_s:
+            return self._deaf_until_s - now_s
+        self._deaf_until_s = None
+        self._lane.watch(self._port.listener, selectors.EVENT_READ, self._accept)
+        return None
 
     def _end(self) -> None:
         self._closed = True

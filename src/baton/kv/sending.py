@@ -29,8 +29,10 @@ from baton.kv.memory import flat, within
 from baton.kv.pace import Pace
 from baton.kv.shipping import Run, ShipBook, Signals
 
-FRAME_BYTES_GOAL = 1 << 20
-"""Pieces a frame carries: enough to make calls rare, little enough that what was hashed is still near when it is sent."""
+CARRIED_BYTES = 8 << 20
+"""In a frame that carries its pieces: frames cost time on both sides."""
+ANNOUNCED_BYTES = 4 << 20
+"""In a frame that only names them: D can begin when it has heard of the first."""
 SEND_BUFFERS_MAX = 512
 """Buffers a call; the system's own limit is 1,024."""
 TURN_BYTES = 8 << 20
@@ -97,7 +99,8 @@ class LineSender:
         self._due = False
         """Something may be ready to go that was not."""
         self._closed = False
-        self._book = ShipBook(layers, self._signals, options.get("handovers_max", 1024))
+        tasks_max, run_layers_max = options.get("handovers_max", 1024), options.get("run_layers_max")
+        self._book = ShipBook(layers, self._signals, tasks_max, run_layers_max)
         self._lines: dict[Handover, _Line] = {}
         self._kept: dict[str, socket.socket] = {}
         self._over: dict[Handover, None] = {}
@@ -239,7 +242,7 @@ class LineSender:
         except BlockingIOError:
             return True
         except OSError as error:
-            self._fail(line.handover, f"{line.address} is gone: {error}")
+            self._lost(line, error)
             return False
         if said == WELCOME and line.stage is _Stage.GREETING and not line.waiting:
             line.stage, line.moved_at_s = _Stage.OPEN, time.monotonic()
@@ -253,18 +256,24 @@ class LineSender:
         self._fail(line.handover, f"{line.address} {reason}")
         return False
 
+    def _lost(self, line: _Line, error: OSError) -> None:
+        what = "turned us away" if line.stage is _Stage.GREETING else "is gone"
+        self._fail(line.handover, f"{line.address} {what}: {error}")
+
     def _pump(self, line: _Line) -> None:
         """Send what can be sent now, and come back when more can."""
         if line.stage is _Stage.CONNECTING:
             return
         sent = 0
-        while sent < TURN_BYTES and self._refill(line):
+        while more := self._refill(line):
+            if sent >= TURN_BYTES:
+                break  # the others' turn
             try:
                 taken = self._send(line)
             except BlockingIOError:
                 break
             except OSError as error:
-                self._fail(line.handover, f"{line.address} is gone: {error}")
+                self._lost(line, error)
                 return
             line.moved_at_s = time.monotonic()
             sent += taken
@@ -272,7 +281,7 @@ class LineSender:
         if line.stage is _Stage.ENDING and not line.waiting:
             self._shipped(line)
         else:
-            self._watch(line, selectors.EVENT_READ | (selectors.EVENT_WRITE if line.waiting else 0))
+            self._watch(line, selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0))
 
     def _send(self, line: _Line) -> int:
         if line.fds:
@@ -307,7 +316,8 @@ class LineSender:
     def _frame(self, line: _Line, run: Run) -> None:
         """The next frame of a run; what is left of it stays in the line."""
         begin, end = self._memory.spans[run.layers.start][0], self._memory.spans[run.layers.stop - 1][1]
-        count = min(run.upto - run.first, max(1, FRAME_BYTES_GOAL // max(1, end - begin)))
+        goal = self._pace.at_once(CARRIED_BYTES if self._road.carries else ANNOUNCED_BYTES)
+        count = min(run.upto - run.first, max(1, goal // max(1, end - begin)))
         at = run.first - line.first
         offsets = [block * self._memory.layout.block_bytes for block in line.blocks[at : at + count].tolist()]
         if line.checks is not None:

@@ -76,8 +76,9 @@ class Signals:
 class ShipBook:
     """A refusal is a string that says why; None is agreement."""
 
-    def __init__(self, layers: int, signals: Signals, tasks_max: int) -> None:
+    def __init__(self, layers: int, signals: Signals, tasks_max: int, run_layers_max: int | None = None) -> None:
         self._all = (1 << layers) - 1
+        self._run_layers_max = run_layers_max or layers
         self._signals = signals
         self._tasks: dict[Handover, _Task] = {}
         self._tasks_max = tasks_max
@@ -118,7 +119,7 @@ class ShipBook:
             if ready:
                 begin = (ready & -ready).bit_length() - 1
                 beyond = ~(ready >> begin)
-                count = (beyond & -beyond).bit_length() - 1
+                count = min((beyond & -beyond).bit_length() - 1, self._run_layers_max)
                 order.waiting &= ~(((1 << count) - 1) << begin)
                 if not order.waiting:
                     del task.orders[at]

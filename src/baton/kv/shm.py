@@ -11,22 +11,21 @@ Maps are kept while any line that showed the same memory is open. P keeps its la
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import socket
 import struct
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s
-from baton.kv.contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
+from baton.kv.contract import Bytes2d, KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
 from baton.kv.memory import map_sealed, within
-from baton.kv.receiving import SLICE_BYTES, Fetched, LineReceiver, Slice, Source
+from baton.kv.receiving import SLICE_BYTES, Fetched, LineReceiver, Post, Slice, Source
 from baton.kv.sending import LineSender
 
 BACKLOG = 512
@@ -39,10 +38,10 @@ def shm_receiver(memory: KvMemory, report: Report, options: ReceiverOptions) -> 
 
 
 def shm_sender(memory: KvMemory, report: Report, options: SenderOptions) -> Sender:
-    return LineSender(memory, report, _ShmRoad(memory), options)
+    return LineSender(memory, report, ShmRoad(memory), options)
 
 
-class _ShmRoad:
+class ShmRoad:
     kind = "shm"
     carries = False
     keeps_last = True
@@ -77,7 +76,7 @@ class _ShmRoad:
 class _Map:
     """Another process's pool, read-only."""
 
-    bytes: npt.NDArray[np.uint8]
+    blocks: Bytes2d
     lines: int
 
 
@@ -95,6 +94,9 @@ class _ShmPort:
         self.listener.setblocking(False)
         self.address = f"{self.kind}:{path}"
 
+    def begin(self, _post: Post) -> None:
+        """Nothing happens elsewhere."""
+
     def admit(self, sock: socket.socket) -> str | None:
         data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(data)
@@ -108,7 +110,7 @@ class _ShmPort:
             if len(fds) != 1:
                 return "no memory was passed"
             (pool_blocks,) = _POOL_BLOCKS.unpack_from(introduction)
-            blocks = np.frombuffer(introduction, dtype="<i4", offset=_POOL_BLOCKS.size).astype(np.int64)
+            blocks = np.frombuffer(introduction, dtype="<i4", offset=_POOL_BLOCKS.size).astype(np.int32)
             if not within(blocks, pool_blocks):
                 return "source block out of range"
             return self._source(fds[0], pool_blocks * self._memory.layout.block_bytes, blocks)
@@ -116,7 +118,7 @@ class _ShmPort:
             for fd in fds:
                 os.close(fd)
 
-    def _source(self, fd: int, size: int, blocks: npt.NDArray[np.int64]) -> Source | str:
+    def _source(self, fd: int, size: int, blocks: Int32s) -> Source | str:
         status = os.fstat(fd)
         name = status.st_dev, status.st_ino
         known = self._maps.get(name)
@@ -124,8 +126,8 @@ class _ShmPort:
             mapped = map_sealed(fd, size)
             if isinstance(mapped, str):
                 return mapped
-            known = self._maps[name] = _Map(mapped, 0)
-        elif len(known.bytes) != size:
+            known = self._maps[name] = _Map(mapped.reshape(-1, self._memory.layout.block_bytes), 0)
+        elif known.blocks.size != size:
             return "the pool that was passed has another size"
         known.lines += 1
         return _ShmSource(self, name, known, blocks, self._memory)
@@ -144,9 +146,7 @@ class _ShmPort:
 class _ShmSource:
     slice_bytes = SLICE_BYTES
 
-    def __init__(
-        self, port: _ShmPort, name: tuple[int, int], mapped: _Map, blocks: npt.NDArray[np.int64], memory: KvMemory
-    ) -> None:
+    def __init__(self, port: _ShmPort, name: tuple[int, int], mapped: _Map, blocks: Int32s, memory: KvMemory) -> None:
         self._port = port
         self._name = name
         self._mapped: _Map | None = mapped
@@ -156,15 +156,17 @@ class _ShmSource:
     def fetch(self, part: Slice, fetched: Fetched) -> None:
         if self._mapped is None:
             raise InvariantViolated("fetched from a line that is closed")
-        stride = self._memory.layout.block_bytes
-        size = part.high - part.low
-        source, target = self._mapped.bytes.ctypes.data + part.low, self._memory.pool.ctypes.data + part.low
-        blocks = self._blocks[part.begin : part.begin + len(part.targets)]
-        sources = (blocks * stride + source).tolist()
-        targets = (part.targets.astype(np.int64) * stride + target).tolist()
-        # one call a piece: numpy has none that both gathers and scatters without a copy in between
-        for to, of in zip(targets, sources, strict=True):
-            ctypes.memmove(to, of, size)
+        to = self._memory.pool[:, part.low : part.high]
+        of = self._mapped.blocks[:, part.low : part.high]
+        sources = self._blocks[part.begin : part.begin + len(part.targets)]
+        breaks = np.flatnonzero((np.diff(part.targets) != 1) | (np.diff(sources) != 1)) + 1
+        if 2 * len(breaks) > len(sources):  # mostly single blocks
+            for target, source in zip(part.targets.tolist(), sources.tolist(), strict=True):
+                to[target] = of[source]
+        else:
+            for begin, end in pairwise((0, *breaks.tolist(), len(sources))):
+                target, source, count = int(part.targets[begin]), int(sources[begin]), end - begin
+                to[target : target + count] = of[source : source + count]
         fetched(None)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import socket
 
 from baton.core.plan import Int32s
 from baton.kv.contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
-from baton.kv.receiving import LineReceiver, Source
+from baton.kv.receiving import LineReceiver, Post, Source
 from baton.kv.sending import LineSender
 
 BACKLOG = 128
@@ -22,7 +22,7 @@ def tcp_receiver(memory: KvMemory, report: Report, options: ReceiverOptions) -> 
 
 
 def tcp_sender(memory: KvMemory, report: Report, options: SenderOptions) -> Sender:
-    return LineSender(memory, report, _TcpRoad(), options)
+    return LineSender(memory, report, TcpRoad(), options)
 
 
 def listen(host: str) -> socket.socket:
@@ -67,7 +67,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
 
 
-class _TcpRoad:
+class TcpRoad:
     kind = "tcp"
     carries = True
     keeps_last = False
@@ -88,6 +88,9 @@ class _TcpPort:
     def __init__(self, host: str) -> None:
         self.listener = listen(host)
         self.address = written_address(self.kind, self.listener)
+
+    def begin(self, _post: Post) -> None:
+        """Nothing happens elsewhere."""
 
     def admit(self, _sock: socket.socket) -> str | None:
         return None

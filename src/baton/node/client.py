@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -46,6 +47,7 @@ from baton.wire.messages import (
     StepOutput,
     Submit,
     ToEngine,
+    TurnedAway,
     WireEnded,
     WireFault,
     WireGauges,
@@ -119,6 +121,7 @@ class EngineClient:
         self._draining = False
         self._stopping = False
         self._gauges = Gauges()
+        self._turned_away: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
         self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
@@ -152,7 +155,6 @@ class EngineClient:
             block_size=ready.block_size,
         )
         self.details = ready.details
-        self._gauges = _gauges_of(ready.gauges, self._settings.victims)
 
     def give_up(self, reason: str) -> None:
         """End every open request now."""
@@ -222,7 +224,7 @@ class EngineClient:
 
     @property
     def gauges(self) -> Gauges:
-        return self._gauges
+        return replace(self._gauges, turned_away=self._turned_away) if self._turned_away else self._gauges
 
     @property
     def open_requests(self) -> int:
@@ -295,7 +297,9 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
-            self._gauges = _gauges_of(message.gauges, self._settings.victims)
+            self._gauges = _gauges_of(message.gauges, self._settings)
+        elif isinstance(message, TurnedAway):
+            self._turned_away = message.counts
         took = self._desk.take(message)
         for order in took.orders:
             self.post(order)
@@ -321,6 +325,8 @@ class EngineClient:
             case Declined(ticket, refusal):
                 self._answers.pop(ticket).set_exception(Refused(refusal))
             case Came(ready):
+                # Now, not when somebody asks whether it is ready: newer ones may have come by then.
+                self._gauges = _gauges_of(ready.gauges, self._settings)
                 self._ready.set_result(ready)
             case Died(reason):
                 self._last_words = reason
@@ -364,7 +370,7 @@ def _fault_of(item: WireFault | None) -> Fault | None:
     return None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message)
 
 
-def _gauges_of(item: WireGauges, victim_policy: str) -> Gauges:
+def _gauges_of(item: WireGauges, settings: EngineSettings) -> Gauges:
     return Gauges(
         running=item.running,
         waiting=item.waiting,
@@ -380,7 +386,8 @@ def _gauges_of(item: WireGauges, victim_policy: str) -> Gauges:
         stale_results=item.stale_results,
         steps=item.steps,
         preemptions={"growth": item.preemptions_for_others, "self": item.preemptions_of_self},
-        victim_policy=victim_policy,
+        victim_policy=settings.victims,
+        role=settings.role,
         recomputed_tokens=item.recomputed_tokens,
         chunk_prefill_unsatisfied=item.chunk_prefill_unsatisfied,
         reserve_ratio=item.reserve_ratio,

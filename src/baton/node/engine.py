@@ -40,6 +40,7 @@ from baton.wire.messages import (
     FromEngine,
     Ready,
     StepOutput,
+    TurnedAway,
     decode_to_engine,
     encode_from_engine,
     wire_gauges,
@@ -55,6 +56,8 @@ TICK_IN_FLIGHT_US = 20_000
 """While a step computes there is nothing to plan, but leases and renewals with peers run on; they are looked at so often."""
 GAUGES_US = 50_000
 """How old the front end's gauges may be when peers change them and no step does."""
+REFUSALS_US = 1_000_000
+"""How often the front end hears of refused connections."""
 LAST_WORDS_MS = 1000
 
 EXIT_FAILED = 1
@@ -74,6 +77,9 @@ class Handovers(Protocol):
 
     def step_done(self, step: int) -> None: ...
 
+    def turned_away(self) -> dict[str, int]:
+        """Connections and frames that were refused since the start, by reason."""
+
 
 class EngineLoop:
     def __init__(
@@ -88,14 +94,16 @@ class EngineLoop:
         self._worker = worker
         self._executor = executor
         self._socket = socket
-        self._inbox = inbox or Inbox()
+        self._inbox = Inbox() if inbox is None else inbox
         self._handovers = handovers
         self._now_us = now_us
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-collector")
         self._steps_in_flight = 0
-        self._gauges_told_us = 0
         self._gauges_changed = False
         """Peers may have changed them since the front end was told."""
+        self._turned_away: dict[str, int] = {}
+        self._report_us = 0
+        """When the front end is next told of what happened with peers and in no step."""
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._inbox.fileno(), zmq.POLLIN)
@@ -112,19 +120,27 @@ class EngineLoop:
         deadline, now_us = self._worker.next_deadline(), self._now_us()
         if deadline is not None and deadline <= now_us:
             self._tell(Tick())
-        elif self._gauges_changed and self._gauges_told_us + GAUGES_US <= now_us:
-            self._send(StepOutput(b"", b"", b"", (), (), (), wire_gauges(self._worker.gauges())))
+        elif self._handovers is not None and self._report_us <= now_us:
+            self._report(self._handovers, now_us)
         else:
             self._poller.poll(self._patience_ms(deadline, now_us))
 
     def _patience_ms(self, deadline: int | None, now_us: int) -> int | None:
-        if self._steps_in_flight:
-            # The next pass waits for the step; without peers nothing else has a deadline.
-            deadline = None if deadline is None or self._handovers is None else max(deadline, now_us + TICK_IN_FLIGHT_US)
+        if self._handovers is None:
+            # With a step in flight nothing is planned before it ends, and nothing else has a deadline.
+            until_us = None if self._steps_in_flight else deadline
+        else:
+            tick_us = self._report_us if deadline is None else deadline
+            until_us = min(self._report_us, max(tick_us, now_us + TICK_IN_FLIGHT_US) if self._steps_in_flight else tick_us)
+        return None if until_us is None else -(-(until_us - now_us) // 1000)
+
+    def _report(self, handovers: Handovers, now_us: int) -> None:
+        self._report_us = now_us + REFUSALS_US
         if self._gauges_changed:
-            tell_us = self._gauges_told_us + GAUGES_US
-            deadline = tell_us if deadline is None else min(deadline, tell_us)
-        return None if deadline is None else -(-(deadline - now_us) // 1000)
+            self._send(StepOutput(b"", b"", b"", (), (), (), wire_gauges(self._worker.gauges())))
+        if (turned_away := handovers.turned_away()) != self._turned_away:
+            self._turned_away = turned_away
+            self._send(TurnedAway(turned_away))
 
     def _take_messages(self) -> None:
         for _ in range(MESSAGES_A_TURN):
@@ -147,8 +163,11 @@ class EngineLoop:
         return done
 
     def _tell(self, event: Event | PeerEvent) -> None:
-        self._gauges_changed = self._handovers is not None
-        for effect in self._worker.handle(event, self._now_us()):
+        now_us = self._now_us()
+        if self._handovers is not None and not self._gauges_changed:
+            self._gauges_changed = True
+            self._report_us = min(self._report_us, now_us + GAUGES_US)
+        for effect in self._worker.handle(event, now_us):
             self._carry_out(effect)
 
     def _carry_out(self, effect: Effect | PeerEffect) -> None:
@@ -172,7 +191,6 @@ class EngineLoop:
         self._socket.send(encode_from_engine(message))
         if isinstance(message, StepOutput):
             self._gauges_changed = False
-            self._gauges_told_us = self._now_us()
 
 
 def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:

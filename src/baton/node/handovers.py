@@ -70,6 +70,9 @@ class Handovers:
     def step_done(self, step: int) -> None:
         self._transfers.step_done(step)
 
+    def turned_away(self) -> dict[str, int]:
+        return dict(self._peers.refused + self._transfers.refused())
+
 
 def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemory, inbox: Inbox) -> Handovers:
     role, memory = ROLES[settings.role], pool.of(executor)
@@ -94,6 +97,6 @@ def _listen(settings: EngineSettings) -> socket.socket:
 
 def _details(settings: EngineSettings, listener: socket.socket | None) -> str:
     if listener is None:
-        return f"decodes, prefilled by {', '.join(settings.peers) or 'itself'}"
+        return f"role decode, prefilled by {', '.join(settings.peers) or 'itself'}"
     host, port = listener.getsockname()[:2]
-    return f"prefills for peers that call {f'[{host}]' if ':' in host else host}:{port}"
+    return f"role prefill, for peers at {f'[{host}]' if ':' in host else host}:{port}"

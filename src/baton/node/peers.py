@@ -9,7 +9,6 @@ changes. What messages mean, the worker knows; how KV travels, the transfers.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import socket
@@ -77,6 +76,7 @@ class Peers:
         """The last thing logged of whom we call."""
         self._logged_s: dict[str, float] = {}
         self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="baton-peers", daemon=True)
         self._thread.start()
 
@@ -88,15 +88,15 @@ class Peers:
 
     def close(self) -> None:
         """Hang up, and end the thread. Only for those who outlive it: a process that ends need not."""
-        self._loop.call_soon_threadsafe(self._stop)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         try:
-            with contextlib.suppress(asyncio.CancelledError):
-                self._loop.run_until_complete(self._main())
+            self._loop.run_until_complete(self._main())
         except BaseException as error:
             self._inbox.put(Broken(error))
             raise
@@ -104,18 +104,25 @@ class Peers:
             self._loop.close()
 
     async def _main(self) -> None:
-        self._work = asyncio.gather(*(self._call(address) for address in self._calls), self._answer())
-        await self._work
+        calls = [asyncio.create_task(work) for work in (self._answer(), *map(self._call, self._calls))]
+        calls.append(asyncio.create_task(self._until_stopped()))
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        for session in list(self._sessions.values()):
+            session.end(None, "this instance was stopped")
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for task in done:
+            task.result()  # of those that never end, one has raised
 
     async def _answer(self) -> None:
         if self._listener is not None:
             server = await self._loop.create_server(lambda: Session(self._me, self, None), sock=self._listener)
             await server.serve_forever()
+        await self._until_stopped()
 
-    def _stop(self) -> None:
-        for session in list(self._sessions.values()):
-            session.end(None, "this instance was stopped")
-        self._work.cancel()
+    async def _until_stopped(self) -> None:
+        await self._stop.wait()
 
     def _tell(self, peer: PeerId, message: PeerMessage) -> None:
         session = self._sessions.get(peer)

@@ -27,6 +27,7 @@ from baton.api.logs import state as state_log
 from baton.api.metrics import Metrics
 from baton.api.settings import ApiSettings
 from baton.api.text import ModelText, load_text, read_template
+from baton.core.config import ROLES
 from baton.core.errors import BatonError
 from baton.executor.cachedir import cache_folder
 from baton.node.client import EngineClient
@@ -250,8 +251,10 @@ class _Instance:
     def _banner(self, engine: EngineClient, listener: socket.socket) -> str:
         host, port = listener.getsockname()[:2]
         info, where = engine.info, f"[{host}]" if ":" in host else host
-        return (
+        served = (
             f"{self._settings.names[0]} is served at http://{where}:{port} — {engine.details}, "
             f"{info.slots} slots, {info.blocks} blocks of {info.block_size} tokens, context {info.context_tokens}\n"
-            f"talk to it with: baton chat --url http://{where}:{port}"
         )
+        if ROLES[self._engine_settings.role].serves:
+            return f"{served}talk to it with: baton chat --url http://{where}:{port}"
+        return f"{served}ask it through an instance with --role decode and --peer to that address"

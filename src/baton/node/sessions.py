@@ -129,13 +129,10 @@ class Session(asyncio.Protocol):
             self._seal = Seal.connect(me.cluster_key, me.name, nonce)
         self._link = Initiator(now_us(), LINK) if called is not None else Acceptor(me.incarnation, LINK)
         self._transport: asyncio.Transport | None = None
+        self.peer = called or PeerId("")
+        """What this instance calls the other side; of one that called us, once it has proved itself."""
         self._fits = self._is_accepted = False
         """We have accepted them; they have accepted us."""
-
-    @property
-    def peer(self) -> PeerId:
-        """What this instance calls the other side, once that has proved itself."""
-        return PeerId(self._seal.peer_name) if self.called is None else self.called
 
     # ── the event loop calls ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -203,6 +200,8 @@ class Session(asyncio.Protocol):
 
     def _begin(self) -> None:
         self.stage = Stage.REGISTERING
+        if self.called is None:
+            self.peer = PeerId(self._seal.peer_name)
         if isinstance(self._link, Initiator):
             self._post(self._link.open(now_us()))
             self._register()

@@ -119,11 +119,11 @@ def _prompt(stream: random.Random, tokens: int, seed: int) -> tuple[int, ...]:
     return begins + tuple(stream.randrange(VOCABULARY) for _ in range(tokens - shared))
 
 
-def probe_ask(index: int) -> Ask:
+def probe_ask(index: int, prompt: tuple[int, ...] = (1, 2, 3)) -> Ask:
     """A plain question that must be answered in full."""
     return Ask(
         index=index,
-        prompt=(1, 2, 3),
+        prompt=prompt,
         choices=1,
         sampling=Sampling(seed=index, temperature=0.0),
         max_tokens=3,

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from baton.sim.faults import Fault, Rates, log_uniform_us
-from baton.sim.instance import Instance
+from baton.sim.instance import PEER_STEPS, Instance
+from baton.sim.neighbours import end_name
 from baton.sim.network import Network
 from baton.sim.seats import FRONT, Seat
+from baton.sim.transfer import Fabric
 from baton.sim.world import Host, World
 
 MOMENT_EVERY_US = 300
 OPENING_CRASH_SHARE = 0.15
+PEER_CLOG_SHARE = 0.4
+
+STEP_LAST = 6
+"""An aim is taken at one of the first so many times that a step is taken."""
 
 MOMENTS: tuple[Callable[[Instance], bool], ...] = (
     lambda _life: True,
@@ -26,9 +33,26 @@ MOMENTS: tuple[Callable[[Instance], bool], ...] = (
 """Any; a step in flight; one that prefills; one that carries an order to stop or to yield."""
 
 
+@dataclass(slots=True)
+class _Aim:
+    """Something that will happen when a step of a hand-over is taken for the n-th time."""
+
+    step: str
+    left: int
+    stream: random.Random
+    pauses: bool
+
+
 class Chaos:
     def __init__(
-        self, world: World, network: Network, front: Host, seats: Sequence[Seat], rates: Rates, span_us: int
+        self,
+        world: World,
+        network: Network,
+        front: Host,
+        seats: Sequence[Seat],
+        rates: Rates,
+        span_us: int,
+        fabric: Fabric | None = None,
     ) -> None:
         self._world = world
         self._network = network
@@ -38,6 +62,9 @@ class Chaos:
         self._rates = rates
         self._span_us = span_us
         self._over = False
+        self._fabric = fabric
+        self._pairs = [(seat, peer) for seat in seats for peer in seat.peers if seat.role.takes]
+        self._aims: list[_Aim] = []
 
     def unleash(self) -> None:
         rates = self._rates
@@ -53,13 +80,30 @@ class Chaos:
             for time in range(times):
                 stream = self._world.stream(f"chaos {kind} {time}")
                 self._world.at(stream.randrange(self._span_us), begin, stream, stream.choice(self._seats))
+        if self._pairs:
+            self._unleash_on_peers()
         for seat in self._seats:
             seat.set_device(disagreement=rates.disagreement)
             seat.when_opened = self._crash_at_opening if rates.crashes else None
 
+    def _unleash_on_peers(self) -> None:
+        rates = self._rates
+        for time in range(rates.peer_partitions):
+            stream = self._world.stream(f"chaos peer-partition {time}")
+            self._world.at(stream.randrange(self._span_us), self._part, stream, *stream.choice(self._pairs))
+        for kind, times, pauses in (("step-crash", rates.step_crashes, False), ("step-pause", rates.step_pauses, True)):
+            for time in range(times):
+                stream = self._world.stream(f"chaos {kind} {time}")
+                self._aims.append(_Aim(stream.choice(PEER_STEPS), stream.randint(1, STEP_LAST), stream, pauses))
+        if self._aims:
+            for seat in self._seats:
+                seat.at_step = self._step_taken
+
     def heal(self) -> None:
         """No fault any more: everything that was cut, stopped or slowed is as it was."""
         self._over = True
+        if self._fabric is not None:
+            self._fabric.heal()
         self._network.heal()
         self._resume_front()
         for seat in self._seats:
@@ -83,11 +127,57 @@ class Chaos:
 
     def _clog(self, stream: random.Random, seat: Seat) -> None:
         ends = [seat.name, f"{FRONT} {seat.counter.number}"]
+        if self._pairs and stream.random() < PEER_CLOG_SHARE:
+            one, peer = stream.choice(self._pairs)
+            ends = [end_name(one.name, peer), end_name(peer, one.name)]
         stream.shuffle(ends)
         lasts_us = stream.randrange(10_000, 600_000)
         seat.trouble(lasts_us)
         self._network.clog(*ends)
         self._world.after(lasts_us, self._network.clear, *ends)
+
+    def _part(self, stream: random.Random, seat: Seat, peer: str) -> None:
+        """Two peers cannot hear each other, or one of them cannot hear the other."""
+        ends = [end_name(seat.name, peer), end_name(peer, seat.name)]
+        stream.shuffle(ends)
+        self._world.fire(Fault.PEER_PARTITION, f"{seat.name} and {peer}")
+        one, other = ends
+        self._network.cut(one, other)
+        if stream.random() < 0.7:
+            self._network.cut(other, one)
+        self._world.after(stream.randrange(20_000, 900_000), self._network.join, one, other)
+
+    def _step_taken(self, seat: Seat, step: str) -> None:
+        if self._over:
+            return
+        for aim in self._aims:
+            if aim.step == step:
+                aim.left -= 1
+                if not aim.left:
+                    self._strike(aim, seat)
+
+    def _strike(self, aim: _Aim, seat: Seat) -> None:
+        """Whoever took the step, or one of its peers; at once, or a little later."""
+        stream = aim.stream
+        whose = stream.random()
+        others = [other for other in self._seats if other.name in seat.peers]
+        target = seat if whose < 0.6 else stream.choice(others)
+        delay_us = stream.choice((0, 0, stream.randrange(3_000)))
+        self._world.after(delay_us, self._pause_there if aim.pauses else self._crash_there, stream, target)
+
+    def _crash_there(self, stream: random.Random, seat: Seat) -> None:
+        if self._over or seat.instance is None:
+            return
+        self._world.fire(Fault.STEP_CRASH, seat.name)
+        seat.crash()
+        self._world.after(log_uniform_us(stream, 300, 300_000), seat.boot_if_down)
+
+    def _pause_there(self, stream: random.Random, seat: Seat) -> None:
+        if self._over or seat.host.paused or seat.instance is None:
+            return
+        self._world.fire(Fault.STEP_PAUSE, seat.name)
+        seat.pause()
+        self._world.after(log_uniform_us(stream, 3_000, 1_200_000), self._resume, seat, seat.host.lives)
 
     def _crash(self, stream: random.Random, seat: Seat) -> None:
         """At any moment, or when something particular is going on; with last words or without."""

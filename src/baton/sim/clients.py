@@ -77,7 +77,8 @@ class Client:
         self._booking = front.submit(self._group, self)
         if self._booking is None:
             self._note("finds nobody to serve it")
-            self.judge.found_nobody(self.name, len(self._answers), [counter.serves for counter in front.counters])
+            serving = {counter.number: counter.serves for counter in front.doors}
+            self.judge.found_nobody(self.name, len(self._answers), serving)
             self._end_all()
             return
         self._note(f"asks {self._booking.instance}: {len(self._group[0].prompt)} tokens, {len(self._group)} choices")

@@ -27,6 +27,16 @@ class Times(Protocol):
     def step_us(self, decodes: int, decode_context: int, prefill_tokens: int, prefill_pairs: int) -> int: ...
 
 
+class Signals(Protocol):
+    """Who waits for the layers of some steps."""
+
+    def awaits(self, step: int) -> bool: ...
+
+    def layer_done(self, step: int, layer: int) -> None: ...
+
+    def step_done(self, step: int) -> None: ...
+
+
 class Device:
     def __init__(self, host: Host, executor: Executor, times: Times, done: Callable[[StepResult], None]) -> None:
         self._host = host
@@ -43,6 +53,11 @@ class Device:
         self.busy_us = 0
         self.spans: deque[StepSpan] | None = None
         self.number = 0
+        self.signals: Signals | None = None
+        self._computed: deque[StepResult] = deque()
+        """Of steps whose layers are waited for: they are computed when they begin, and told when they are over."""
+        self._layers_told = 0
+        """Of the step that computes; a host that slept through it tells the rest when it is over."""
 
     def launch(self, plan: StepPlan) -> None:
         self._executor.launch(plan)
@@ -53,12 +68,38 @@ class Device:
         if self.spans is not None:
             tokens = plan.tokens - len(plan.decode_slots)
             self.spans.append(StepSpan(self.number, plan.step, begins_us, self._free_us, len(plan.decode_slots), tokens))
-        self._host.at(self._free_us, self._finish, self._free_us - begins_us)
+        awaited = self.signals is not None and self.signals.awaits(plan.step)
+        self._host.at(self._free_us, self._finish, self._free_us - begins_us, plan.step if awaited else None)
+        if awaited:
+            self._host.at(begins_us, self._compute, plan.step, self._free_us - begins_us)
 
-    def _finish(self, took_us: int) -> None:
+    def _compute(self, step: int, takes_us: int) -> None:
+        """Layers become readable one after the other while the step runs."""
+        self._computed.append(self._executor.collect())
+        self._layers_told = 0
+        layers = len(self._executor.kv.layers)
+        for layer in range(layers):
+            self._host.after(takes_us * (layer + 1) // (layers + 1), self._layer_done, step, layer)
+
+    def _layer_done(self, step: int, layer: int) -> None:
+        if self.signals is not None and self._computed and layer == self._layers_told:
+            self._layers_told += 1
+            self.signals.layer_done(step, layer)
+
+    def _layers_over(self, step: int) -> None:
+        for layer in range(self._layers_told, len(self._executor.kv.layers)):
+            self._layer_done(step, layer)
+        if self.signals is not None:
+            self.signals.step_done(step)
+
+    def _finish(self, took_us: int, awaited: int | None) -> None:
         self.in_flight -= 1
         self.busy_us += took_us
-        result = self._executor.collect()
+        if awaited is None:
+            result = self._executor.collect()
+        else:
+            self._layers_over(awaited)
+            result = self._computed.popleft()
         if self.disagreement and len(result.slots) and self._stream.random() < self.disagreement:
             result = self._disagreed(result)
         self._done(result)

@@ -40,6 +40,18 @@ class Fault(StrEnum):
     SLOW_READER = "client read slowly"
     OVERLOAD = "arrivals at up to 4 × the rate"
     NONSENSE = "impossible request"
+    KV_BROKEN = "data connection broke"
+    KV_REFUSED = "data connection refused"
+    KV_FLIPPED = "bit flipped in a piece of KV"
+    KV_STALLED = "pieces of KV stalled"
+    KV_LOST = "piece of KV lost"
+    KV_WHILE_FENCING = "piece of KV landed while it was being fenced"
+    KV_TOO_LATE = "piece of KV came after its fence"
+    FENCE_SLOW = "fence took long"
+    PEER_PARTITION = "peers cut off from each other"
+    PEER_ECHO = "message of a peer heard twice"
+    STEP_CRASH = "crash at a step of a hand-over"
+    STEP_PAUSE = "pause at a step of a hand-over"
 
 
 CLASSES: dict[str, tuple[Fault, ...]] = {
@@ -60,10 +72,23 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "slow-reader": (Fault.SLOW_READER,),
     "overload": (Fault.OVERLOAD,),
     "nonsense": (Fault.NONSENSE,),
+    "kv-broken": (Fault.KV_BROKEN,),
+    "kv-refused": (Fault.KV_REFUSED,),
+    "kv-flip": (Fault.KV_FLIPPED,),
+    "kv-stall": (Fault.KV_STALLED, Fault.KV_WHILE_FENCING, Fault.KV_TOO_LATE),
+    "kv-loss": (Fault.KV_LOST,),
+    "slow-fence": (Fault.FENCE_SLOW,),
+    "peer-partition": (Fault.PEER_PARTITION,),
+    "echo": (Fault.PEER_ECHO,),
+    "step-crash": (Fault.STEP_CRASH,),
+    "step-pause": (Fault.STEP_PAUSE,),
 }
 """What a seed draws from, and a user names on the command line."""
 
-CLASSES_MIN, CLASSES_MAX = 3, 8
+OF_PEERS = tuple(CLASSES)[tuple(CLASSES).index("kv-broken") :]
+"""Of these a world draws only where instances prefill for each other."""
+
+CLASSES_MIN, CLASSES_MAX, PEER_CLASSES_MAX = 3, 8, 5
 SILENCING_US = 10_000
 """Packets that come later than this may make one side believe that the other is gone."""
 
@@ -98,12 +123,30 @@ class DiskRates:
 
 
 @dataclass(frozen=True, slots=True)
+class KvRates:
+    """Chance a hand-over."""
+
+    broken: float = 0.0
+    refused: float = 0.0
+    flipped: float = 0.0
+    stalled: float = 0.0
+    lost: float = 0.0
+    slow_fence: float = 0.0
+    echo: float = 0.0
+    """Chance a message between peers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
     """How often each thing goes wrong while chaos reigns. Zero: never."""
 
     network: NetworkRates
     disk: DiskRates
+    kv: KvRates = KvRates()
     partitions: int = 0
+    peer_partitions: int = 0
+    step_crashes: int = 0
+    step_pauses: int = 0
     clogs: int = 0
     crashes: int = 0
     pauses: int = 0
@@ -120,9 +163,11 @@ class Rates:
     """Arrival rate ×."""
 
 
-def draw_classes(stream: random.Random) -> tuple[str, ...]:
-    count = stream.randint(CLASSES_MIN, CLASSES_MAX)
-    return tuple(sorted(stream.sample(tuple(CLASSES), count)))
+def draw_classes(stream: random.Random, with_peers: bool) -> tuple[str, ...]:
+    usual = tuple(name for name in CLASSES if name not in OF_PEERS)
+    drawn = stream.sample(usual, stream.randint(CLASSES_MIN, CLASSES_MAX))
+    of_peers = stream.sample(OF_PEERS, stream.randint(0, PEER_CLASSES_MAX))
+    return tuple(sorted(drawn + of_peers if with_peers else drawn))
 
 
 def log_uniform_us(stream: random.Random, least_us: int, most_us: int) -> int:
@@ -151,9 +196,22 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         bit_flip=rate("bit-flip", 0.005, 0.1),
     )
     disk = DiskRates(*(rate("disk", 0.1, 0.6) for _ in range(5)))
+    kv = KvRates(
+        broken=rate("kv-broken", 0.01, 0.12),
+        refused=rate("kv-refused", 0.01, 0.2),
+        flipped=rate("kv-flip", 0.02, 0.3),
+        stalled=rate("kv-stall", 0.05, 0.5),
+        lost=rate("kv-loss", 0.01, 0.2),
+        slow_fence=rate("slow-fence", 0.05, 0.6),
+        echo=rate("echo", 0.02, 0.3),
+    )
     return Rates(
         network=network,
         disk=disk,
+        kv=kv,
+        peer_partitions=times("peer-partition", 3),
+        step_crashes=times("step-crash", 3),
+        step_pauses=times("step-pause", 3),
         partitions=times("partition", 3),
         clogs=times("clog", 4),
         crashes=times("crash", 4),

@@ -196,14 +196,16 @@ class Counter:
 
 
 class Front:
-    def __init__(self, instances: int) -> None:
+    def __init__(self, instances: int, serving: Sequence[int] | None = None) -> None:
+        """`serving`: those that take requests of clients; None: all do."""
         self.counters = [Counter(number) for number in range(instances)]
+        self.doors = self.counters if serving is None else [self.counters[number] for number in serving]
         self._turn = 0
 
     def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
         """None where no instance can take it."""
-        for _ in self.counters:
-            counter = self.counters[self._turn % len(self.counters)]
+        for _ in self.doors:
+            counter = self.doors[self._turn % len(self.doors)]
             self._turn += 1
             if counter.can_take:
                 return counter.submit(group, caller)
@@ -218,8 +220,8 @@ class OneInstance:
     """A front end that knows one instance only: for whoever must be served there and nowhere else."""
 
     def __init__(self, counter: Counter) -> None:
-        self.counters = [counter]
+        self.doors = [counter]
 
     def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
-        (counter,) = self.counters
+        (counter,) = self.doors
         return counter.submit(group, caller) if counter.can_take else None

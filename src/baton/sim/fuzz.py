@@ -18,6 +18,8 @@ from typing import IO
 import msgspec
 
 from baton.core.errors import BatonError
+from baton.core.handover import GIVER as GIVER_MOVES
+from baton.core.handover import TAKER as TAKER_MOVES
 from baton.core.request import TRANSITIONS as REQUEST_MOVES
 from baton.sim.faults import Fault
 from baton.sim.judge import move_name
@@ -32,7 +34,13 @@ READ_BYTES = 1 << 16
 EVERY_FAULT = tuple(str(fault) for fault in Fault)
 EVERY_MOVE = tuple(
     move_name(machine, state, move)
-    for machine, table in (("request", REQUEST_MOVES), ("desk", DESK_MOVES), ("link", LINK_MOVES))
+    for machine, table in (
+        ("request", REQUEST_MOVES),
+        ("desk", DESK_MOVES),
+        ("link", LINK_MOVES),
+        ("giver", GIVER_MOVES),
+        ("taker", TAKER_MOVES),
+    )
     for state, move in table
 )
 

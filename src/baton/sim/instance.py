@@ -13,9 +13,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast, get_args
 
 from baton.core.config import WorkerConfig
+from baton.core.peers import (
+    AttemptFailed,
+    Expect,
+    Fence,
+    Handover,
+    HandoverMade,
+    Heard,
+    OpenShip,
+    PeerEffect,
+    PeerEvent,
+    PeerMessage,
+    Ship,
+    Tell,
+    Verify,
+)
 from baton.core.plan import StepPlan, StepResult
 from baton.core.prefix import PrefixIndex
 from baton.core.worker import (
@@ -31,7 +46,7 @@ from baton.core.worker import (
     Withdrawn,
     Worker,
 )
-from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.contract import Executor, ExecutorShape, KvView
 from baton.sim.device import Device, Times
 from baton.sim.disk import Disk
 from baton.sim.faults import Fault
@@ -41,6 +56,7 @@ from baton.wire.dispatch import event_of, message_of
 from baton.wire.messages import WIRE_VERSION, Failed, FromEngine, Ready, decode_to_engine, encode_from_engine, wire_gauges
 
 KEY_FILE = "prefix.key"
+_OF_PEERS = frozenset(get_args(PeerEffect))
 
 
 class Conversation(Protocol):
@@ -54,6 +70,15 @@ class Conversation(Protocol):
         """Frames that the other side has not acknowledged."""
 
     def send(self, frame: bytes) -> None: ...
+
+
+class Peers(Protocol):
+    """Whoever carries out what the worker orders about its peers, and hands in what they say with `Instance.hear`."""
+
+    def told(self, event: PeerEvent) -> None:
+        """The worker is about to handle this."""
+
+    def carry_out(self, effect: PeerEffect) -> None: ...
 
 
 class Watcher(Protocol):
@@ -100,6 +125,14 @@ class Instance:
         self.device = Device(host, self._executor, spec.times, self._finished)
         self._conversation: Conversation | None = None
         self._inbox: deque[bytes] = deque()
+        self._heard: deque[PeerEvent] = deque()
+        self.peers: Peers | None = None
+        self.at_step: Callable[[str], None] | None = None
+        """Told of each step of a hand-over that is taken here, by name: for whoever makes crashes happen then."""
+        self.hindered_us = 0
+        """When it was last kept from its work, by a pause or a full line."""
+        self._outbox: deque[bytes] = deque()
+        """What one event brought beyond what the line could take; nothing else happens until it has left."""
         self._results: deque[StepResult] = deque()
         """Steps that have ended; they and messages wait here while the line is full."""
         self._alarm = Alarm(host, self._pump)
@@ -124,7 +157,9 @@ class Instance:
         if self._watcher is not None:
             self._watcher.began(self, secret, made)
         config = self.spec.config
-        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks))
+        # Of this life alone: what an earlier one granted opens nothing here.
+        own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
+        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
         ready(self)
 
     def fail(self, reason: str) -> None:
@@ -160,6 +195,7 @@ class Instance:
         """The session is over: nobody will hear of what is open."""
         self._conversation = None
         self._inbox.clear()
+        self._outbox.clear()
         self._tell(Orphaned())
         self._pump()
 
@@ -169,12 +205,30 @@ class Instance:
             self._inbox.extend(frames)
             self._pump()
 
+    def hear(self, event: PeerEvent) -> None:
+        """Of a peer, or of the KV that passes between us."""
+        self._heard.append(event)
+        self._pump()
+
+    @property
+    def kv(self) -> KvView:
+        return self._executor.kv
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self._executor.fingerprint
+
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pump(self) -> None:
         worker = self.require_worker()
         while self._inbox and self._has_room:
             self._tell(event_of(decode_to_engine(self._inbox.popleft())))
+        while self._heard and self._has_room:
+            heard = self._heard.popleft()
+            if self.peers is not None:
+                self.peers.told(heard)
+            self._tell(heard)
         while self._results and self._has_room:
             self._tell(StepDone(self._results.popleft()))
         while self._has_room and (deadline := worker.next_deadline()) is not None and deadline <= self.host.world.now_us:
@@ -182,16 +236,18 @@ class Instance:
         # With a step in flight its end is what the loop waits for; a full line is waited for by whoever empties it.
         waits = not self.device.in_flight and self._has_room
         self._alarm.set(worker.next_deadline() if waits else None)
-        if self._restart is not None and worker.is_idle and not self.undelivered:
+        if self._restart is not None and worker.is_idle and not self._outbox and not self.undelivered:
             restart, self._restart = self._restart, None
             self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
             self.host.after(0, restart)
 
     @property
     def _has_room(self) -> bool:
+        self._post()
         if self._conversation is None or not self._conversation.is_full:
             self._stands_still = False
             return True
+        self.hindered_us = self.host.world.now_us
         if not self._stands_still:
             self._stands_still = True
             self.host.world.fire(Fault.LINE_FULL, self.host.name)
@@ -215,10 +271,15 @@ class Instance:
             if isinstance(effect, Launch):
                 self.last_plan = effect.plan
                 self.device.launch(effect.plan)
+            elif type(effect) in _OF_PEERS:
+                if self.peers is not None:
+                    self.peers.carry_out(cast("PeerEffect", effect))
             elif self._conversation is not None:
                 message = message_of(effect, worker.gauges)
                 if message is not None:
                     self._say(message)
+        if self.at_step is not None:
+            self._tell_steps(self.at_step, event, effects)
         if self._watcher is not None:
             self.ordered.add(type(event))
             self._watcher.handled(self, event, effects)
@@ -239,13 +300,58 @@ class Instance:
                 what = f"refuses ticket {ticket}: {refusal.code}"
             case Withdrawn(ended):
                 what = f"withdraws {ended.serial}: {ended.reason}"
+            case _:
+                what = _peer_words(effect)
         self.host.world.note(self.host.name, what)
+
+    def _tell_steps(self, at_step: Callable[[str], None], event: Event, effects: Sequence[Effect]) -> None:
+        if isinstance(event, PeerEvent):
+            at_step(f"heard {_kind(event.message)}" if isinstance(event, Heard) else _kind(event))
+        for effect in effects:
+            if type(effect) in _OF_PEERS:
+                at_step(f"told {_kind(effect.message)}" if isinstance(effect, Tell) else _kind(effect))
 
     def _say(self, message: FromEngine) -> None:
         if self._conversation is not None:
-            self._conversation.send(encode_from_engine(message))
+            self._outbox.append(encode_from_engine(message))
+            self._post()
+
+    def _post(self) -> None:
+        while self._outbox and self._conversation is not None and not self._conversation.is_full:
+            self._conversation.send(self._outbox.popleft())
 
     def require_worker(self) -> Worker:
         if self.worker is None:
             raise RuntimeError(f"{self.host.name} was spoken to before it had started")
         return self.worker
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _peer_words(effect: PeerEffect) -> str:
+    match effect:
+        case Tell(peer, message):
+            return f"tells {peer} {_kind(message)} {message.request}.{message.attempt}"
+        case Expect(handover, _, first, blocks):
+            return f"expects {_named(handover)}: blocks {blocks.tolist()} for {first} and on"
+        case OpenShip(handover, _, first, blocks):
+            return f"opens {_named(handover)}: blocks {blocks.tolist()} are {first} and on"
+        case Ship(handover, step, first, upto, last):
+            return f"ships {_named(handover)} [{first}, {upto}) of step {step}{', the last' if last else ''}"
+        case AttemptFailed(handover, fault):
+            return f"sees {_named(handover)} fail: {fault.message}"
+        case Verify(handover) | Fence(handover) | HandoverMade(handover):
+            return f"{_kind(effect)} {_named(handover)}"
+
+
+def _named(handover: Handover) -> str:
+    return f"{handover.request}.{handover.attempt} with {handover.peer}"
+
+
+PEER_STEPS = (
+    *(f"{way} {_kind_of.__name__}" for way in ("told", "heard") for _kind_of in get_args(PeerMessage)),
+    *(kind.__name__ for kind in (*get_args(PeerEffect), *get_args(PeerEvent)) if kind not in (Tell, Heard, AttemptFailed)),
+)
+"""What `Instance.at_step` is told."""

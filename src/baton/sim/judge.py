@@ -47,6 +47,7 @@ from baton.sim.laws import (
     DESERVED_LOSS,
     DESERVED_REFUSAL,
     ENDS_AT_ONCE,
+    HANDOVERS_END,
     LEDGER_SUMS,
     LINE_BOUND,
     NOTHING_HELD,
@@ -61,6 +62,7 @@ from baton.sim.laws import (
     WHOLE_KEY,
     LawBroken,
 )
+from baton.sim.leases import PeerBook
 from baton.sim.world import World
 from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
@@ -88,12 +90,13 @@ class Causes(Protocol):
 class Docket:
     """What the judge keeps of one life of an instance."""
 
-    def __init__(self, audit_in: int) -> None:
+    def __init__(self, audit_in: int, book: PeerBook | None) -> None:
         self.audit_in = audit_in
         self._steps = 0
         self._accepted_us: dict[int, int] = {}
         self._doomed: dict[int, int] = {}
         """Requests that were told to end, and the step by which each must be gone."""
+        self.peers = book
 
     def note(self, worker: Worker, event: Event, effects: Sequence[Effect], now_us: int) -> bool:
         """Answers whether something happened that is rare enough to look at everything."""
@@ -109,7 +112,7 @@ class Docket:
         match event:
             case Cancelled(serial) | StopFound(serial, _):
                 self._doom(worker, [serial])
-            case Orphaned():
+            case Orphaned() if worker.giver is None:  # what a giver has open is its peers'
                 self._doom(worker, [request.serial for request in worker.scheduler.requests()])
             case StepDone():
                 self._steps += 1
@@ -119,13 +122,16 @@ class Docket:
 
     def _time_is_billed(self, ended: EndedRequest, now_us: int) -> None:
         bill, took_us = ended.bill, now_us - self._accepted_us.pop(ended.serial)
-        if bill.queue_us + bill.prefill_us + bill.decode_us != took_us or (bill.recomputed_tokens and not bill.preemptions):
+        spent_us = bill.queue_us + bill.prefill_us + bill.transfer_us + bill.decode_us
+        if spent_us != took_us or (bill.recomputed_tokens and not bill.preemptions):
             raise LawBroken(TRUE_BILL, f"request {ended.serial} was open for {took_us} µs: {bill}")
 
     def _doom(self, worker: Worker, serials: Sequence[int]) -> None:
         """Steps in flight, one that carries the order, and it is gone; one that waits is gone at once."""
         for serial in serials:
             request = worker.scheduler.request(Serial(serial))
+            if worker.taker is not None and worker.taker.knows(Serial(serial)):
+                continue  # it ends with its fence, and that is looked at as a lease
             if request is not None:
                 if request.phase is Phase.WAITING:
                     raise LawBroken(ENDS_AT_ONCE, f"request {serial} still waits after the order to end it")
@@ -179,6 +185,11 @@ class Judge:
             raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
         if isinstance(event, Submitted) and isinstance(effects[0], Accepted) and DrainOrdered in instance.ordered:
             raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
+        if docket.peers is not None:
+            docket.peers.note(event, effects, worker.next_deadline(), self._world.now_us)
+            blocks = worker.scheduler.pool.gauges()
+            if blocks.leased + blocks.receiving != docket.peers.leased_blocks:
+                raise LawBroken(LEDGER_SUMS, f"{docket.peers.leased_blocks} blocks are leased: {blocks}")
         rare = docket.note(worker, event, effects, self._world.now_us)
         if isinstance(event, Submitted) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
@@ -191,19 +202,24 @@ class Judge:
         place = instance.spec.number, instance.life
         docket = self._dockets.get(place)
         if docket is None:
-            docket = self._dockets[place] = Docket(self._audit_every)
+            config = instance.spec.config
+            book = PeerBook(config, instance.host.name) if config.role.takes or config.role.gives else None
+            docket = self._dockets[place] = Docket(self._audit_every, book)
         return docket
 
     def _cheap_laws(self, worker: Worker) -> None:
         config, scheduler = worker.config, worker.scheduler
         blocks, held = scheduler.pool.gauges(), int(np.count_nonzero(scheduler.pool.references()))
-        if blocks.running != held or min(blocks.free, blocks.evictable) < 0:
+        if blocks.running + blocks.leased + blocks.receiving != held or min(blocks.free, blocks.evictable) < 0:
             raise LawBroken(LEDGER_SUMS, f"{held} blocks are held: {blocks}")
-        if scheduler.requests() and worker.next_deadline() is None:
+        if scheduler.requests() and worker.next_deadline() is None and not scheduler.asleep:
             raise LawBroken(DEADLOCK, "no pass is due")
-        most = config.waiting_max + config.slots  # whoever must yield goes back into a full queue too
-        if scheduler.waiting > most:
-            raise LawBroken(QUEUE_BOUND, f"{scheduler.waiting} wait, {config.waiting_max} may")
+        # Whoever must yield goes back into a full queue too.
+        waiting, most = scheduler.waiting, config.waiting_max + config.slots
+        if worker.giver is not None:
+            waiting, most = worker.giver.queued, config.waiting_max
+        if waiting > most:
+            raise LawBroken(QUEUE_BOUND, f"{waiting} wait, {config.waiting_max} may")
 
     def _refusal_at_the_worker(self, instance: Instance, worker: Worker, event: Submitted, refusal: Refusal) -> None:
         waiting = sum(request.phase is Phase.WAITING for request in worker.scheduler.requests())
@@ -222,17 +238,40 @@ class Judge:
     def buried(self, instance: Instance) -> None:
         """A life is over: its transitions count."""
         if instance.worker is not None:
-            self.took_moves("request", instance.worker.scheduler.moves())
+            worker = instance.worker
+            self.took_moves("request", worker.scheduler.moves())
+            if worker.giver is not None:
+                self.took_moves("giver", worker.giver.moves())
+            if worker.taker is not None:
+                self.took_moves("taker", worker.taker.moves())
 
     def took_moves(self, machine: str, moves: Mapping[tuple[State, Move], int]) -> None:
         for (state, move), times in moves.items():
             self.moves[move_name(machine, state, move)] += times
 
+    def handovers_to(self, instance: Instance) -> int:
+        book = self._docket(instance).peers
+        return 0 if book is None else book.made
+
+    def nothing_held_for(self, instance: Instance, peer: str, since_us: int) -> None:
+        book = self._docket(instance).peers
+        held = None if book is None else book.held_for(peer, since_us)
+        if held is not None:
+            raise LawBroken(HANDOVERS_END, f"{held}; {peer} died or the world healed at {since_us}")
+
+    def nothing_lands(self, name: str, inflows: int, outflows: int) -> None:
+        if inflows or outflows:
+            raise LawBroken(NOTHING_HELD, f"{name} still expects {inflows} transfers and has {outflows} open")
+
     def nothing_held(self, instance: Instance) -> None:
         gauges = instance.require_worker().gauges()
-        held = gauges.running, gauges.waiting, gauges.blocks.running
+        blocks, book = gauges.blocks, self._docket(instance).peers
+        held = gauges.running, gauges.waiting, blocks.running, blocks.leased, blocks.receiving, gauges.handovers.open
         if any(held):
-            raise LawBroken(NOTHING_HELD, f"{instance.host.name} still has {held} running, waiting, blocks")
+            what = "running, waiting, blocks running, leased, receiving, hand-overs"
+            raise LawBroken(NOTHING_HELD, f"{instance.host.name} still has {held} {what}")
+        if book is not None and book.open:
+            raise LawBroken(NOTHING_HELD, f"{instance.host.name} has {book.open} asked, leased or on their way out")
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -264,6 +303,11 @@ class Judge:
                 # What comes after a client has gone is not looked at for stops, so it may run on to its limit.
                 if not left or got > ended.generated_tokens:
                     raise LawBroken(TRUE_END, f"{name}, {got} tokens, client {'gone' if left else 'there'}: {ended}")
+            case FinishReason.RESCHEDULE:
+                # That there was a cause is checked where the truth is, at the worker.
+                whole = left or keep is not None or got == ended.generated_tokens
+                if ended.fault is None or not whole or ended.generated_tokens >= len(expected):
+                    raise LawBroken(TRUE_END, f"{name}, {got} of {len(expected)} tokens: {ended}")
             case FinishReason.ERROR:
                 self._errors += 1
                 if self._errors > self._world.fired[Fault.DISAGREEMENT]:
@@ -329,10 +373,10 @@ class Judge:
         if not end.retryable or not end.reason:
             raise LawBroken(TRUE_END, f"{name} lost its instance and is not told that it may try again: {end}")
 
-    def found_nobody(self, name: str, choices: int, serving: Sequence[bool]) -> None:
+    def found_nobody(self, name: str, choices: int, serving: Mapping[int, bool]) -> None:
         """No instance could take it; those that serve have full lines."""
         self.ends["nobody serves"] += choices
-        for instance, serves in enumerate(serving):
+        for instance, serves in serving.items():
             if self.calm or not (serves or self._causes.may_be_lost(instance, accepted=False)):
                 raise LawBroken(DESERVED_LOSS, f"{name} finds nobody, though nothing has happened to instance {instance}")
 

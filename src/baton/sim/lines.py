@@ -95,8 +95,10 @@ class LinkEnd:
             self._host.world.note(f"{self._name}~{self._peer}", what)
 
 
-def initiator(host: Host, network: Network, name: str, peer: str, owner: Owner, config: LinkConfig) -> LinkEnd:
-    end = LinkEnd(host, network, name, peer, Initiator(1, config), owner)
+def initiator(
+    host: Host, network: Network, name: str, peer: str, owner: Owner, config: LinkConfig, first_session: int = 1
+) -> LinkEnd:
+    end = LinkEnd(host, network, name, peer, Initiator(first_session, config), owner)
     network.attach(name, host, end.receive)
     return end
 

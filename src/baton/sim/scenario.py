@@ -11,11 +11,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 
-from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
+from baton.core.config import (
+    DECODE,
+    MIXED,
+    PREFILL,
+    HandoverConfig,
+    OnPreempt,
+    PrefillPath,
+    ReservePolicy,
+    Role,
+    VictimPolicy,
+    WorkerConfig,
+)
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
 from baton.sim.asks import VOCABULARY, Ask, draw_ask, probe_ask
@@ -28,7 +40,8 @@ from baton.sim.judge import Judge, as_law
 from baton.sim.laws import DEADLOCK, LIVENESS, RECOVERY, LawBroken
 from baton.sim.lines import LinkEnd, initiator
 from baton.sim.network import Network
-from baton.sim.seats import FRONT, Seat
+from baton.sim.seats import FRONT, Seat, seat_name
+from baton.sim.transfer import Fabric, KvTimes
 from baton.sim.world import Host, World, stream_of
 from baton.wire.link import LinkConfig
 
@@ -40,7 +53,22 @@ RECOVERED_WITHIN_US = 10_000_000
 QUIET_WITHIN_US = 10_000_000
 STANDSTILL_US = 3_000_000
 """Nothing but signs of life for so long, while somebody waits, is a deadlock."""
+PEER_DEAD_US = 3_000_000
+"""So long after an instance died nothing may be held for it."""
 BUNCHED_SHARE = 0.7
+MIXED_SHARE = 0.4
+"""Of worlds in which nobody prefills for anybody."""
+SPLITS = (
+    (DECODE, PREFILL, DECODE),
+    (DECODE, PREFILL, PREFILL),
+    (DECODE, PREFILL, MIXED),
+    (DECODE, PREFILL, DECODE, DECODE),
+    (DECODE, PREFILL, DECODE, PREFILL),
+    (DECODE, PREFILL, DECODE, MIXED),
+)
+"""Those that prefill come second, so that a world that is cut down to two instances still has both kinds."""
+HANDED_OVER_TOKENS = 20
+"""A prompt that no instance prefills by itself where another does that for it."""
 PROBE_FROM = 1_000_000
 """Indices of the questions that are asked when everything has healed."""
 
@@ -75,14 +103,36 @@ class FlatTimes:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     seed: int
-    instances: int
+    roles: tuple[Role, ...]
     classes: tuple[str, ...]
     rates: Rates
     config: WorkerConfig
+    """Of those that serve clients."""
+    giver: WorkerConfig
+    """Of those that prefill for them."""
+    kv: KvTimes
+    layers: int
     times: FlatTimes
     link: LinkConfig
     span_us: int
     users: tuple[UserPlan, ...]
+
+    @property
+    def instances(self) -> int:
+        return len(self.roles)
+
+    def config_of(self, number: int) -> WorkerConfig:
+        role = self.roles[number]
+        return replace(self.giver if role.gives else self.config, role=role)
+
+    def peers_of(self, number: int) -> tuple[str, ...]:
+        """Everybody who takes has to do with everybody who gives."""
+        role = self.roles[number]
+        return tuple(
+            seat_name(other)
+            for other, its in enumerate(self.roles)
+            if (role.takes and its.gives) or (role.gives and its.takes)
+        )
 
     @property
     def asks(self) -> tuple[int, ...]:
@@ -108,8 +158,8 @@ class Verdict:
 def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
     trim = trim or Trim()
     stream = stream_of(seed, "scenario")
-    instances = stream.choice((3, 3, 4))
-    classes = draw_classes(stream)
+    roles = _draw_roles(seed)
+    classes = draw_classes(stream, any(role.takes for role in roles))
     classes = classes if trim.classes is None else trim.classes
     rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in (*CLASSES, "late")}, classes)
     span_us = stream.randint(400_000, 1_600_000)
@@ -120,14 +170,71 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
     shape = stream_of(seed, "times")
     return Scenario(
         seed=seed,
-        instances=instances if trim.instances is None else trim.instances,
+        roles=_trimmed(roles, trim.instances),
         classes=classes,
         rates=rates,
         config=config,
+        giver=_draw_giver(seed, config),
+        kv=_draw_kv_times(seed),
+        layers=stream_of(seed, "layers").choice((1, 2, 2, 3)) if any(role.takes for role in roles) else 1,
         times=FlatTimes(shape.randint(3_000, 20_000), shape.randint(10, 500)),
         link=_draw_link(seed, classes),
         span_us=span_us,
         users=users,
+    )
+
+
+def _draw_roles(seed: int) -> tuple[Role, ...]:
+    stream = stream_of(seed, "roles")
+    mixed, split = (MIXED,) * stream.choice((3, 3, 4)), stream.choice(SPLITS)
+    return mixed if stream.random() < MIXED_SHARE else split
+
+
+def _trimmed(roles: tuple[Role, ...], instances: int | None) -> tuple[Role, ...]:
+    """The first so many; where there are to be more, the last role goes on."""
+    return roles if instances is None else (roles + roles[-1:] * instances)[:instances]
+
+
+def _draw_giver(seed: int, config: WorkerConfig) -> WorkerConfig:
+    """An instance that only prefills: other sizes, the same blocks; some cannot hold what others can."""
+    stream = stream_of(seed, "giver")
+    slots, short = stream.randint(1, 6), stream.random() < 0.1
+    context = config.context_tokens // 2 if short else config.context_tokens
+    return replace(
+        config,
+        slots=slots,
+        context_tokens=context,
+        blocks=int(-(-context // config.block_size) * stream.choice((1.0, 1.1, 1.6, 3.0))),
+        step_tokens=slots * config.burst + stream.choice((0, 2, 8, 32)),
+        depth=stream.randint(1, 3),
+        waiting_max=stream.choice((1, 3, 64)),
+        prefix_cache=stream.random() < 0.8,
+        prefill_path=stream.choice(tuple(PrefillPath)),
+    )
+
+
+def _draw_handover(seed: int) -> HandoverConfig:
+    stream = stream_of(seed, "hand-over")
+    lease_us = stream.choice((40_000, 120_000, 400_000, 1_000_000))
+    return HandoverConfig(
+        lease_us=lease_us,
+        renew_us=lease_us // stream.choice((2, 4)),
+        deadline_us=stream.choice((150_000, 600_000, 2_000_000, 60_000_000)),
+        retry_after_us=stream.choice((1_000, 20_000, 100_000)),
+        local_tokens=stream.choice((0, 0, 1, 4, 16)),
+    )
+
+
+def _draw_kv_times(seed: int) -> KvTimes:
+    stream = stream_of(seed, "kv times")
+    return KvTimes(
+        delay_us=stream.choice((50, 300, 2_000)),
+        jitter_us=stream.choice((0, 500, 5_000)),
+        piece_us=stream.choice((5, 50, 500)),
+        burst=stream.choice((1, 4, 16)),
+        verify_us=stream.choice((10, 1_000)),
+        fence_us=stream.choice((100, 1_000, 5_000)),
+        pulls=stream.random() < 0.5,
     )
 
 
@@ -169,6 +276,8 @@ def _draw_config(seed: int) -> WorkerConfig:
         ratio_decay=stream.choice((0.001, 0.02)),
         victims=stream.choice(tuple(VictimPolicy)),
         max_preemptions=stream.randint(0, 8),
+        on_preempt=stream.choice((OnPreempt.RESUME, OnPreempt.RESUME, OnPreempt.RESCHEDULE)),
+        handover=_draw_handover(seed),
     )
 
 
@@ -216,10 +325,15 @@ class Run:
         self.judge = Judge(self.world, self, VOCABULARY, line_max, always_audit)
         self.network = Network(self.world, scenario.rates.network)
         self._front_host = Host(self.world, FRONT)
-        self.front = Front(scenario.instances)
+        self.fabric = Fabric(self.world, scenario.rates.kv, scenario.kv)
+        serving = [number for number, role in enumerate(scenario.roles) if role.serves]
+        self.front = Front(scenario.instances, serving)
+        self.when_healed: Callable[[], None] | None = None
         self._lines: list[LinkEnd] = []
         self.seats = [self._seat(number) for number in range(scenario.instances)]
-        self.chaos = Chaos(self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us)
+        self.chaos = Chaos(
+            self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us, self.fabric
+        )
         self.users = [self._user(plan.asks, self.front, plan.converses) for plan in scenario.users]
 
     def may_be_lost(self, instance: int, accepted: bool) -> bool:
@@ -255,7 +369,7 @@ class Run:
         for seat, line in zip(self.seats, self._lines, strict=True):
             if seat.instance is not None:
                 self.judge.buried(seat.instance)
-            for end in (line, *seat.lines):
+            for end in (line, *seat.lines, *seat.peer_lines):
                 self.judge.took_moves("link", end.link.moves())
             for desk in (seat.counter.desk, *seat.counter.former_desks):
                 self.judge.took_moves("desk", desk.moves())
@@ -276,8 +390,12 @@ class Run:
             user.start(plan.at_us + BOOTED_US)
         self.chaos.unleash()
         self._until(self.scenario.span_us)
+        if self.when_healed is not None:
+            self.when_healed()
         self.world.note("world", "heals")
         self.chaos.heal()
+        for seat in self.seats:
+            self._look_for_what_is_held(seat)
         self._audit_all()
         self._until_all_have_ended(self.users, HEALED_WITHIN_US, LIVENESS)
         self._until(self.world.now_us + self._noticed_us)  # whoever has not noticed a loss yet does now
@@ -305,10 +423,25 @@ class Run:
                     self.world.step()
 
     def _until_all_serve(self, bound_us: int) -> None:
-        while absent := [seat.name for seat, line in zip(self.seats, self._lines, strict=True) if not _serves(seat, line)]:
+        while absent := [
+            seat.name
+            for seat, line in zip(self.seats, self._lines, strict=True)
+            if not (_serves(seat, line) and self._knows_its_peers(seat))
+        ]:
             if self.world.next_us is None or self.world.now_us > bound_us:
                 raise LawBroken(RECOVERY, f"{', '.join(absent)} do not serve")
             self.world.step()
+
+    def _knows_its_peers(self, seat: Seat) -> bool:
+        """Every pair has registered with each other in the same session."""
+        others = [other for other in self.seats if other.name in seat.peers]
+        for other in others:
+            if seat.neighbours is None or other.neighbours is None:
+                return False
+            sessions = seat.neighbours.session_with(other.name), other.neighbours.session_with(seat.name)
+            if sessions[0] is None or sessions[0] != sessions[1]:
+                return False
+        return True
 
     def _ask_each_instance(self) -> None:
         """Whoever serves again answers one more question, in full."""
@@ -316,7 +449,27 @@ class Run:
         probes = [
             self._user((probe_ask(PROBE_FROM + seat.counter.number),), OneInstance(seat.counter), False)
             for seat in self.seats
+            if seat.role.serves
         ]
+        self._until_answered(probes)
+        self._ask_for_a_handover()
+
+    def _ask_for_a_handover(self) -> None:
+        """Where there are peers again, they prefill again: one question after the other, so that none finds a full queue."""
+        if self.scenario.giver.context_tokens <= HANDED_OVER_TOKENS or not self.scenario.config.max_preemptions:
+            return  # too long for those that prefill; or protected from the start, and then never handed over
+        stream = stream_of(self.scenario.seed, "probes")
+        for seat in self.seats:
+            if not (seat.role.takes and seat.peers) or seat.instance is None:
+                continue
+            before = self.judge.handovers_to(seat.instance)
+            prompt = tuple(stream.randrange(VOCABULARY) for _ in range(HANDED_OVER_TOKENS))
+            ask = probe_ask(PROBE_FROM * 2 + seat.counter.number, prompt)
+            self._until_answered([self._user((ask,), OneInstance(seat.counter), False)])
+            if self.judge.handovers_to(seat.instance) == before:
+                raise LawBroken(RECOVERY, f"{seat.name} prefilled by itself, though {', '.join(seat.peers)} were there")
+
+    def _until_answered(self, probes: list[User]) -> None:
         for probe in probes:
             probe.start(self.world.now_us)
         self._until_all_have_ended(probes, HEALED_WITHIN_US, RECOVERY)
@@ -328,12 +481,34 @@ class Run:
         for seat in self.seats:
             if seat.instance is not None:
                 self.judge.nothing_held(seat.instance)
+            if seat.neighbours is not None:
+                self.judge.nothing_lands(seat.name, seat.neighbours.receiver.open, seat.neighbours.sender.open)
         if self.front.open_requests:
             raise LawBroken(LIVENESS, f"the front end still has {self.front.open_requests} open requests")
 
     def _nothing_open(self) -> bool:
         workers = [seat.instance.worker for seat in self.seats if seat.instance is not None]
+        ends = [seat.neighbours for seat in self.seats if seat.neighbours is not None]
+        if any(end.receiver.open or end.sender.open for end in ends):
+            return False
         return not self.front.open_requests and all(worker is not None and worker.is_idle for worker in workers)
+
+    def _look_for_what_is_held(self, seat: Seat) -> None:
+        """It has just died, or everything has healed: three seconds later nobody holds what was held for it then."""
+        if seat.peers:
+            self.world.after(PEER_DEAD_US, self._nothing_held_for, seat, self.world.now_us)
+
+    def _nothing_held_for(self, seat: Seat, since_us: int) -> None:
+        for other in self.seats:
+            life = other.instance
+            if other.name not in seat.peers or life is None or life.worker is None:
+                continue
+            if other.host.paused or life.hindered_us > since_us:
+                self.world.after(PEER_DEAD_US, self._nothing_held_for, seat, since_us)
+                return
+        for other in self.seats:
+            if other.name in seat.peers and other.instance is not None and other.instance.worker is not None:
+                self.judge.nothing_held_for(other.instance, seat.name, since_us)
 
     def _audit_all(self) -> None:
         for seat in self.seats:
@@ -342,9 +517,20 @@ class Run:
 
     def _seat(self, number: int) -> Seat:
         scenario = self.scenario
-        spec = InstanceSpec(number, scenario.config, _scripted, scenario.times)
+        spec = InstanceSpec(number, scenario.config_of(number), partial(_scripted, scenario.layers), scenario.times)
         counter = self.front.counters[number]
-        seat = Seat(self.world, self.network, spec, counter, scenario.link, scenario.rates.disk, self.judge)
+        seat = Seat(
+            self.world,
+            self.network,
+            spec,
+            counter,
+            scenario.link,
+            scenario.rates.disk,
+            self.judge,
+            self.fabric,
+            scenario.peers_of(number),
+        )
+        seat.when_dead = self._look_for_what_is_held
         counter.line = line = initiator(
             self._front_host, self.network, f"{FRONT} {number}", seat.name, counter, scenario.link
         )
@@ -371,8 +557,8 @@ def _serves(seat: Seat, line: LinkEnd) -> bool:
     return seat.line.link.session == line.link.session and seat.counter.serves and not line.link.undelivered
 
 
-def _scripted(shape: ExecutorShape) -> ScriptedExecutor:
-    return ScriptedExecutor(shape, VOCABULARY)
+def _scripted(layers: int, shape: ExecutorShape) -> ScriptedExecutor:
+    return ScriptedExecutor(shape, VOCABULARY, layers)
 
 
 def run_seed(seed: int, trim: Trim | None = None, *, tell_story: bool = False, always_audit: bool = False) -> Verdict:

@@ -6,18 +6,24 @@ what the line tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.sim.disk import Disk
 from baton.sim.faults import DiskRates, Fault
 from baton.sim.front import Counter
 from baton.sim.instance import Instance, InstanceSpec, Watcher
 from baton.sim.lines import LinkEnd, acceptor
+from baton.sim.neighbours import Neighbours
 from baton.sim.network import Network
+from baton.sim.transfer import Fabric
 from baton.sim.world import Host, World
 from baton.wire.link import LinkConfig
 
 FRONT = "front"
+
+
+def seat_name(number: int) -> str:
+    return f"instance {number}"
 
 
 class Seat:
@@ -30,8 +36,21 @@ class Seat:
         link: LinkConfig,
         disk: DiskRates,
         watcher: Watcher | None = None,
+        fabric: Fabric | None = None,
+        peers: Sequence[str] = (),
     ) -> None:
-        self.name = f"instance {spec.number}"
+        self.name = seat_name(spec.number)
+        self.role = spec.config.role
+        self.peers = peers
+        """The names of the seats it hands over to, or is handed over from."""
+        self.neighbours: Neighbours | None = None
+        """Of the present life, once it has started."""
+        self.peer_lines: list[LinkEnd] = []
+        """Of all lives."""
+        self.when_dead: Callable[[Seat], None] | None = None
+        self.at_step: Callable[[Seat, str], None] | None = None
+        """Called at each step of a hand-over that is taken here."""
+        self._fabric = fabric
         self.counter = counter
         self.host = Host(world, self.name)
         self.disk = Disk(self.host, disk)
@@ -82,10 +101,15 @@ class Seat:
             self._watcher.buried(self.instance)
         self.instance = None
         self.line = None
+        self.neighbours = None
+        if self._fabric is not None:
+            self._fabric.leave(self.name)
         self.host.resume()
         self.host.crash()
         self.disk.crash()
         self._note("is down")
+        if self.when_dead is not None:
+            self.when_dead(self)
 
     def fail(self) -> None:
         """The engine ends by itself, with last words."""
@@ -120,6 +144,8 @@ class Seat:
 
     def resume(self) -> None:
         self.trouble()
+        if self.instance is not None:
+            self.instance.hindered_us = self.host.world.now_us
         self.host.resume()
 
     def _serve(self, life: Instance) -> None:
@@ -131,6 +157,19 @@ class Seat:
         end = _Answering(self, life)
         self.line = acceptor(self.host, self._network, self.name, f"{FRONT} {self._spec.number}", end, self._link)
         self.lines.append(self.line)
+        if self._fabric is not None and self.peers:
+            self._meet(life, self._fabric)
+
+    def _meet(self, life: Instance, fabric: Fabric) -> None:
+        self.neighbours = life.peers = Neighbours(life, self._network, fabric, self._link, self.peers)
+        self.peer_lines += self.neighbours.lines
+        life.device.signals = self.neighbours.sender
+        life.at_step = self._step_taken
+        self.neighbours.open()
+
+    def _step_taken(self, step: str) -> None:
+        if self.at_step is not None:
+            self.at_step(self, step)
 
     def _note(self, what: str) -> None:
         if self.host.world.keeps_notes:

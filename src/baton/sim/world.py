@@ -53,6 +53,7 @@ class World:
         self._events_max = events_max
         self._heap: list[tuple[int, int, Act, tuple[object, ...]]] = []
         self._sequence = 0
+        self._ambush: tuple[int, Act] | None = None
         self._digest = hashlib.blake2b(digest_size=16)
 
     def stream(self, name: str) -> random.Random:
@@ -77,6 +78,12 @@ class World:
         self.events += 1
         self.now_us, _, act, arguments = heapq.heappop(self._heap)
         act(*arguments)
+        if self._ambush is not None and self._ambush[0] == self.events:
+            self._ambush[1]()
+
+    def ambush(self, event: int, act: Act) -> None:
+        """Let something happen right after the event with this number."""
+        self._ambush = (event, act)
 
     def progressed(self) -> None:
         self.progress_us = self.now_us

@@ -43,6 +43,7 @@ from baton.wire.messages import (
     StopAt,
     Submit,
     ToEngine,
+    TurnedAway,
     WireEnded,
     WireError,
     refusal_of,
@@ -269,6 +270,8 @@ class Desk:
                 return Took([Came(message)], [])
             case Failed(reason):
                 return Took([Died(reason)], [])
+            case TurnedAway():
+                return Took([], [])
 
     def lose(self, reason: str) -> list[Lost]:
         """The engine is gone. Every ticket and serial that somebody hears of ends here; a second loss ends nothing."""

@@ -188,7 +188,13 @@ class StepOutput(msgspec.Struct, tag="step", frozen=True):
     gauges: WireGauges
 
 
-FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput
+class TurnedAway(msgspec.Struct, tag="turned_away", frozen=True):
+    """Connections and frames of peers that were refused since the start, by reason; sent when there are more."""
+
+    counts: dict[str, int]
+
+
+FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | TurnedAway
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -126,6 +126,7 @@ class WireOffer(_Said, tag="offer", frozen=True):
     request: Long
     attempt: Positive
     prompt_tokens: Count
+    queued_tokens: Long
 
 
 class WireGrant(_Said, tag="grant", frozen=True):
@@ -158,6 +159,7 @@ class WireCommit(_Said, tag="commit", frozen=True):
     prefill_us: Long
     prompt_digest: Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
     checks: Annotated[bytes, Meta(max_length=CHECKS_BYTES_MAX)]
+    queued_tokens: Long
 
 
 class WireAdopted(_Said, tag="adopted", frozen=True):
@@ -206,8 +208,8 @@ def _wire_of(message: PeerMessage) -> _WireToGiver | _WireToTaker:
             if submission.leader is not None:
                 raise WireError(f"{submission.request_id!r} follows {submission.leader!r}; only leaders are asked for")
             return WireAsk(request, attempt, wire_submission(submission))
-        case Offer(request, attempt, prompt_tokens):
-            return WireOffer(request, attempt, prompt_tokens)
+        case Offer(request, attempt, prompt_tokens, queued_tokens):
+            return WireOffer(request, attempt, prompt_tokens, queued_tokens)
         case Grant(request, attempt, cached_tokens, lease_us, token):
             return WireGrant(request, attempt, cached_tokens, lease_us, token)
         case Refuse(request, attempt, reason, retry_after_us):
@@ -235,6 +237,7 @@ def _wire_commit(message: Commit) -> WireCommit:
         prefill_us=message.prefill_us,
         prompt_digest=message.prompt_digest,
         checks=message.checks,
+        queued_tokens=message.queued_tokens,
     )
 
 
@@ -287,8 +290,8 @@ def decode_to_giver(frame: bytes) -> ToGiver:
 
 def decode_to_taker(frame: bytes) -> ToTaker:
     match decoded(_to_taker, frame, "a message to a taker"):
-        case WireOffer(request, attempt, prompt_tokens):
-            return Offer(request, attempt, prompt_tokens)
+        case WireOffer(request, attempt, prompt_tokens, queued_tokens):
+            return Offer(request, attempt, prompt_tokens, queued_tokens)
         case WireRenew(request, attempt):
             return Renew(request, attempt)
         case WireCommit() as commit:
@@ -308,6 +311,7 @@ def _commit_of(commit: WireCommit) -> Commit:
         prefill_us=commit.prefill_us,
         prompt_digest=commit.prompt_digest,
         checks=commit.checks,
+        queued_tokens=commit.queued_tokens,
     )
 
 

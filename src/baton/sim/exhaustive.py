@@ -1,0 +1,124 @@
+"""One small world with a hand-over in it, and in it a blow after every single event: nothing is left to a draw.
+
+Owns that world (one instance that prefills, one that decodes, a few requests) and the walk over its events. The world is run
+once undisturbed, which numbers its events; then once for each event and each blow, and every law must hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from baton.core.config import DECODE, PREFILL, HandoverConfig, OnPreempt, PrefillPath, WorkerConfig
+from baton.core.request import Sampling
+from baton.sim.asks import Ask
+from baton.sim.faults import DiskRates, Fault, NetworkRates, Rates
+from baton.sim.scenario import FlatTimes, Run, Scenario, UserPlan, Verdict
+from baton.sim.transfer import KvTimes
+from baton.wire.link import LinkConfig
+
+DOWN_US = 15_000
+ASLEEP_US = 700_000
+"""Longer than either side's patience: whoever wakes up finds its sessions gone, and does not know it yet."""
+
+
+class Blow(StrEnum):
+    CRASH = "crash"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    event: int
+    """It comes right after this one."""
+    seat: int
+    blow: Blow
+
+
+def small_world(*, pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> Scenario:
+    """A prompt in one chunk, one in several, two choices, one that a cache knows, and a client that leaves."""
+    config = WorkerConfig(
+        slots=3, blocks=14, block_size=4, context_tokens=40, step_tokens=8, on_preempt=on_preempt,
+        handover=HandoverConfig(lease_us=60_000, renew_us=15_000, deadline_us=400_000, retry_after_us=5_000, local_tokens=2),
+        prefill_path=path,
+    )  # fmt: skip
+    prompts = ((1, 2, 3, 4, 5, 6), tuple(range(14)), (*range(14), 9, 9), (7, 7, 7, 7, 8))
+    users = tuple(
+        UserPlan(at_us, False, (_ask(index, prompt, choices, patience_us),))
+        for index, (at_us, prompt, choices, patience_us) in enumerate(
+            zip((0, 1_000, 30_000, 31_000), prompts, (1, 2, 1, 1), (None, None, None, 9_000), strict=True)
+        )
+    )
+    return Scenario(
+        seed=0,
+        roles=(DECODE, PREFILL),
+        classes=(),
+        rates=Rates(NetworkRates(), DiskRates()),
+        config=config,
+        giver=config,
+        kv=KvTimes(delay_us=200, jitter_us=300, piece_us=100, burst=2, verify_us=200, fence_us=1_000, pulls=pulls),
+        layers=2,
+        times=FlatTimes(2_000, 50),
+        link=LinkConfig(heartbeat_us=80_000, silent_us=150_000, acceptor_silent_us=200_000),
+        span_us=250_000,
+        users=users,
+    )
+
+
+def _ask(index: int, prompt: tuple[int, ...], choices: int, patience_us: int | None) -> Ask:
+    return Ask(
+        index=index,
+        prompt=prompt,
+        choices=choices,
+        sampling=Sampling(seed=index, temperature=1.0),
+        max_tokens=5,
+        salt=b"",
+        priority=0,
+        impossible=False,
+        think_us=0,
+        patience_us=patience_us,
+        stop_after=None,
+        reads_every_us=None,
+    )
+
+
+def events_of(scenario: Scenario) -> int:
+    """How many events there are before everything heals."""
+    run = Run(scenario)
+    healed: list[int] = []
+    run.when_healed = lambda: healed.append(run.world.events)
+    verdict = run.verdict()
+    if verdict.broken is not None:
+        raise verdict.broken
+    return healed[0]
+
+
+def strikes(scenario: Scenario, every: int = 1) -> Iterator[Strike]:
+    """All of them, or every so-manieth."""
+    everything = (
+        Strike(event, seat, blow)
+        for event in range(1, events_of(scenario) + 1)
+        for seat in range(scenario.instances)
+        for blow in Blow
+    )
+    return (strike for number, strike in enumerate(everything) if number % every == 0)
+
+
+def struck(scenario: Scenario, strike: Strike, *, tell_story: bool = False) -> Verdict:
+    run = Run(scenario, tell_story=tell_story)
+    seat, world = run.seats[strike.seat], run.world
+
+    def crash() -> None:
+        world.fire(Fault.CRASH, seat.name)
+        seat.crash()
+        world.after(DOWN_US, seat.boot_if_down)
+
+    def pause() -> None:
+        if not seat.host.paused:
+            world.fire(Fault.PAUSE, seat.name)
+            seat.pause()
+            world.after(ASLEEP_US, seat.resume)
+
+    world.ambush(strike.event, crash if strike.blow is Blow.CRASH else pause)
+    return run.verdict()

@@ -1,0 +1,301 @@
+"""What was promised about hand-overs, checked on what one worker hears and orders.
+
+Owns the book of one life: who was asked, which blocks are leased to whom since when, what is on its way out. It is kept from
+events and effects alone, so it holds whatever the tables behind them look like inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.config import OnPreempt, WorkerConfig
+from baton.core.peers import (
+    Adopted,
+    Arriving,
+    Ask,
+    AttemptFailed,
+    Commit,
+    Decline,
+    Expect,
+    Fence,
+    Fenced,
+    Grant,
+    Handover,
+    HandoverMade,
+    Heard,
+    Offer,
+    OpenShip,
+    PdCode,
+    PdFault,
+    PeerId,
+    PeerLost,
+    PeerMessage,
+    Refuse,
+    Release,
+    Renew,
+    Ship,
+    ShipFailed,
+    Spoilt,
+    Tell,
+    Verified,
+    Verify,
+)
+from baton.core.plan import StepPlan
+from baton.core.records import EndedRequest
+from baton.core.request import FinishReason
+from baton.core.worker import (
+    Cancelled,
+    Deliver,
+    DrainOrdered,
+    Effect,
+    Event,
+    Launch,
+    Orphaned,
+    StepDone,
+    StopFound,
+    Tick,
+    Withdrawn,
+)
+from baton.sim.laws import (
+    ALIEN_BYTES,
+    ANSWERED_AT_ONCE,
+    ENDS_AT_ONCE,
+    LEASES_END,
+    TRUE_DRAIN,
+    TRUE_FAULT,
+    WHOLE_KV,
+    LawBroken,
+)
+
+PASS_US = 1_000
+"""A worker that looks at its leases so often is on time."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    opened_us: int
+    sign_us: int
+    """When the giver was last heard of."""
+    blocks: frozenset[int]
+    fencing: bool = False
+
+
+class PeerBook:
+    def __init__(self, config: WorkerConfig, where: str) -> None:
+        self._config = config
+        self._where = where
+        self._asked: dict[Handover, int] = {}
+        self._arrived: dict[Handover, int] = {}
+        """What peers asked for, and when."""
+        self._leases: dict[Handover, _Lease] = {}
+        self._outgoing: dict[Handover, int] = {}
+        """Data connections that were ordered to be opened, and when."""
+        self._fencing: set[Handover] = set()
+        """Ordered, not answered yet: nothing may be begun under that name."""
+        self._failed: set[tuple[int, PdCode]] = set()
+        self._renewals: dict[Handover, int | None] = {}
+        """What was granted to us, and when the other side must have heard of it next; None: everything is said."""
+        self._drains = False
+        self._now_us = 0
+        self.made = 0
+        """Hand-overs that were made to this life."""
+
+    def held_for(self, peer: str, before_us: int) -> str | None:
+        """Something that has been open for this peer since before a moment; None: nothing is."""
+        for what, opened in (
+            ("a request of it", self._asked),
+            ("a lease", {handover: lease.opened_us for handover, lease in self._leases.items()}),
+            ("a connection", self._outgoing),
+        ):
+            for handover, at_us in opened.items():
+                if handover.peer == peer and at_us < before_us:
+                    return f"{self._where} has {what} open: {handover}"
+        return None
+
+    @property
+    def leased_blocks(self) -> int:
+        return sum(len(lease.blocks) for lease in self._leases.values())
+
+    @property
+    def open(self) -> int:
+        return len(self._asked) + len(self._leases) + len(self._outgoing)
+
+    def note(self, event: Event, effects: Sequence[Effect], deadline_us: int | None, now_us: int) -> None:
+        """After each event; `deadline_us`: when the worker wants to be asked again."""
+        self._now_us = now_us
+        self._note_event(event, now_us)
+        for effect in effects:
+            self._note_effect(event, effect, now_us)
+        if isinstance(event, Heard) and isinstance(event.message, Offer):
+            self._answered(event, event.message, effects)
+        if isinstance(event, DrainOrdered):
+            self._drains = True
+        if self._drains and isinstance(event, Heard) and isinstance(event.message, Ask):
+            self._begins_nothing(event, event.message, effects)
+        self._lets_go(event)
+        if self._leases or self._asked or self._renewals:
+            self._in_time(isinstance(event, Tick), deadline_us, now_us)
+
+    # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _note_event(self, event: Event, now_us: int) -> None:
+        match event:
+            case Heard(peer, Renew() as message):
+                self._sign(_handover(peer, message), now_us)
+            case Heard(peer, Ask() as message):
+                self._arrived.setdefault(_handover(peer, message), now_us)
+            case Heard(peer, Grant() as message):
+                self._renewals.setdefault(_handover(peer, message), now_us + self._config.handover.renew_us)
+            case Heard(peer, Release() as message):
+                self._renewals[_handover(peer, message)] = None
+            case Heard(peer, Decline() as message):
+                self._asked.pop(_handover(peer, message), None)
+            case Heard(peer, Adopted() as message):
+                self._outgoing.pop(_handover(peer, message), None)
+            case Arriving(handover):
+                self._sign(handover, now_us)
+            case Fenced(handover):
+                self._fencing.discard(handover)
+                self._leases.pop(handover, None)
+                self._outgoing.pop(handover, None)
+            case ShipFailed(handover):
+                self._outgoing.pop(handover, None)
+            case PeerLost(peer):
+                self._asked = {handover: at_us for handover, at_us in self._asked.items() if handover.peer != peer}
+                self._renewals = {handover: due_us for handover, due_us in self._renewals.items() if handover.peer != peer}
+
+    def _note_effect(self, event: Event, effect: Effect, now_us: int) -> None:
+        match effect:
+            case Expect(handover) | Verify(handover) | OpenShip(handover) | Ship(handover) if handover in self._fencing:
+                raise LawBroken(ALIEN_BYTES, f"{self._where} orders {type(effect).__name__} of {handover} after its fence")
+        match effect:
+            case Tell(peer, Ask() as message):
+                self._asked[_handover(peer, message)] = now_us
+            case Tell(peer, Renew() as message):
+                self._renewals[_handover(peer, message)] = now_us + self._config.handover.renew_us
+            case Tell(peer, Commit() | Decline() as message):
+                self._renewals[_handover(peer, message)] = None
+            case Tell(peer, Release() as message):
+                self._asked.pop(_handover(peer, message), None)
+            case Expect(handover, _, _, blocks):
+                self._leases[handover] = _Lease(now_us, now_us, frozenset(blocks.tolist()))
+            case Verify(handover):
+                self._sign(handover, now_us)
+            case Fence(handover):
+                self._fencing.add(handover)
+                self._renewals[handover] = None
+                if handover in self._leases:
+                    self._leases[handover].fencing = True
+            case HandoverMade(handover):
+                if event != Verified(handover):
+                    raise LawBroken(WHOLE_KV, f"{self._where} takes {handover} over on {event}")
+                self.made += 1
+                self._asked.pop(handover, None)
+                self._leases.pop(handover, None)
+            case OpenShip(handover):
+                self._outgoing[handover] = now_us
+            case AttemptFailed(handover, fault):
+                self._failed_for_a_cause(event, handover, fault, now_us)
+                self._asked.pop(handover, None)
+                self._failed.add((handover.request, fault.code))
+            case Launch(plan) if self._leases:
+                self._touches_no_lease(plan)
+            case Deliver(settled):
+                for ended in settled.ended:
+                    self._ended(ended)
+            case Withdrawn(ended):
+                self._ended(ended)
+
+    def _sign(self, handover: Handover, now_us: int) -> None:
+        if handover in self._leases:
+            self._leases[handover].sign_us = now_us
+
+    # ── laws ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _answered(self, event: Heard, message: Offer, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Tell(peer, answer) if peer == event.peer and _handover(peer, answer) == _handover(peer, message):
+                    return
+        raise LawBroken(ANSWERED_AT_ONCE, f"{self._where} heard {message} from {event.peer} and said nothing")
+
+    def _lets_go(self, event: Event) -> None:
+        """What a client, a peer or a lost session has given up is given up at once; what bytes may move in is fenced."""
+        match event:
+            case Cancelled(serial) | StopFound(serial):
+                kept = [handover for handover in self._asked if handover.request == serial]
+            case Orphaned():
+                kept = list(self._asked)
+            case PeerLost(peer):
+                kept = [handover for handover in (*self._unfenced(), *self._asked) if handover.peer == peer]
+            case Heard(peer, Release() | Refuse() as message):
+                kept = [handover for handover in self._unfenced() if handover == _handover(peer, message)]
+            case _:
+                return
+        if kept:
+            raise LawBroken(ENDS_AT_ONCE, f"{self._where} goes on with {kept[0]} after {type(event).__name__}")
+
+    def _unfenced(self) -> list[Handover]:
+        leased = [handover for handover, lease in self._leases.items() if not lease.fencing]
+        return leased + [handover for handover in self._outgoing if handover not in self._fencing]
+
+    def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
+        timed = self._config.handover
+        ends = [(handover, lease.sign_us + timed.lease_us) for handover, lease in self._leases.items() if not lease.fencing]
+        ends += [(handover, due_us) for handover, due_us in self._renewals.items() if due_us is not None]
+        ends += [(handover, asked_us + timed.deadline_us) for handover, asked_us in self._asked.items()]
+        for handover, end_us in ends:
+            if is_pass and now_us > end_us:
+                raise LawBroken(LEASES_END, f"{self._where}: {handover} should have ended {now_us - end_us} µs ago")
+            if deadline_us is None or deadline_us > max(now_us, end_us) + PASS_US:
+                raise LawBroken(LEASES_END, f"{self._where} looks at {deadline_us}, but {handover} ends at {end_us}")
+
+    def _begins_nothing(self, event: Heard, message: Ask, effects: Sequence[Effect]) -> None:
+        known = self._arrived[_handover(event.peer, message)] < self._now_us
+        declined = any(isinstance(effect, Tell) and isinstance(effect.message, Decline) for effect in effects)
+        if not (known or declined):
+            raise LawBroken(TRUE_DRAIN, f"{self._where} drains and takes {message.request}.{message.attempt} on")
+
+    def _touches_no_lease(self, plan: StepPlan) -> None:
+        """No step may write where KV is landing."""
+        used = [block for start in plan.starts for block in start.blocks.tolist()]
+        used += plan.grow_blocks.tolist() + [copy.target for copy in plan.copies]
+        for handover, lease in self._leases.items():
+            if not lease.blocks.isdisjoint(used):
+                raise LawBroken(ALIEN_BYTES, f"{self._where} plans with blocks of {handover}: {sorted(lease.blocks)}")
+
+    def _failed_for_a_cause(self, event: Event, handover: Handover, fault: PdFault, now_us: int) -> None:
+        if not fault.reason:
+            raise LawBroken(TRUE_FAULT, f"{self._where}: {handover} fails without a reason: {fault}")
+        asked_us, timed = self._asked.get(handover, self._arrived.get(handover)), self._config.handover
+        lease = self._leases.get(handover)
+        match fault.code:
+            case PdCode.NOT_DELIVERED:
+                broke = self._config.role.gives and isinstance(event, StepDone)  # its device disagreed about the row
+                declined = isinstance(event, Heard) and isinstance(event.message, Decline)
+                holds = broke or declined or isinstance(event, Spoilt | ShipFailed | PeerLost)
+            case PdCode.TIMEOUT:
+                late = asked_us is not None and now_us >= asked_us + timed.deadline_us
+                quiet = lease is not None and now_us >= lease.sign_us + timed.lease_us
+                holds = late or quiet or isinstance(event, Heard | PeerLost)
+            case PdCode.REFUSED:
+                holds = isinstance(event, Heard) and isinstance(event.message, Offer | Decline | Refuse | Ask)
+            case PdCode.PREEMPTED:
+                holds = True
+        if not holds:
+            raise LawBroken(TRUE_FAULT, f"{self._where}: {handover} fails on {event}: {fault.message}")
+
+    def _ended(self, ended: EndedRequest) -> None:
+        """Who is sent elsewhere is told why, and only where that was asked for."""
+        if (ended.reason is FinishReason.RESCHEDULE) != (ended.fault is not None):
+            raise LawBroken(TRUE_FAULT, f"{self._where}: {ended}")
+        if ended.fault is None:
+            return
+        known = ended.fault.code is PdCode.PREEMPTED or (ended.serial, ended.fault.code) in self._failed
+        if not known or self._config.on_preempt is not OnPreempt.RESCHEDULE:
+            raise LawBroken(TRUE_FAULT, f"{self._where} sends {ended.serial} elsewhere: {ended.fault.message}")
+
+
+def _handover(peer: PeerId, message: PeerMessage) -> Handover:
+    return Handover(peer, message.request, message.attempt)

@@ -1,0 +1,195 @@
+"""One life's side of everything that passes between it and its peers: their conversations, and the KV of hand-overs.
+
+Owns one production link to each peer and the two ends of the data connections. It carries out what the worker orders, hands
+in what is heard, and decides nothing. Each session begins with a registration either way, as production nodes do it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+from baton.core.peers import (
+    AttemptFailed,
+    Expect,
+    Fence,
+    HandoverMade,
+    Heard,
+    OpenShip,
+    PeerEffect,
+    PeerEvent,
+    PeerId,
+    PeerLost,
+    PeerMessage,
+    PeerOpened,
+    Ship,
+    Tell,
+    Verify,
+)
+from baton.sim.faults import Fault
+from baton.sim.instance import Instance
+from baton.sim.laws import LINE_BOUND, SAME_LAYOUT, LawBroken
+from baton.sim.lines import LinkEnd, acceptor, initiator
+from baton.sim.network import Network
+from baton.sim.transfer import Fabric, Receiver, Sender
+from baton.wire.link import LinkConfig
+from baton.wire.peering import (
+    Register,
+    decode_registration,
+    decode_to_giver,
+    decode_to_taker,
+    encode_peer,
+    encode_registration,
+)
+
+OUTBOX_MAX = 512
+"""Messages that wait for room on one line; a worker that says more has lost control of itself."""
+ECHO_WITHIN_US = 300_000
+SESSIONS_A_LIFE = 1_000_000
+"""Numbers of sessions must rise over the lives of whoever opens them."""
+
+
+def end_name(one: str, other: str) -> str:
+    """What the network calls `one`'s end of the line to `other`."""
+    return f"{one}~{other}"
+
+
+class Neighbours:
+    def __init__(self, life: Instance, network: Network, fabric: Fabric, link: LinkConfig, peers: Sequence[str]) -> None:
+        name, host, kv = life.host.name, life.host, life.kv
+        self.fabric = fabric
+        self._gives = life.spec.config.role.gives
+        self.receiver = Receiver(fabric, name, host, kv, life.hear)
+        self.sender = Sender(fabric, name, host, kv, life.hear)
+        fabric.enter(name, self.receiver, self.sender)
+        self._talks = {PeerId(peer): _Talk(self, life, network, link, peer) for peer in peers}
+        self.lines = [talk.line for talk in self._talks.values()]
+
+    def open(self) -> None:
+        for line in self.lines:
+            line.open()
+
+    def session_with(self, peer: str) -> int | None:
+        """The session in which both have registered, as far as we know."""
+        talk = self._talks[PeerId(peer)]
+        return talk.line.link.session if talk.registered else None
+
+    def told(self, event: PeerEvent) -> None:
+        """The worker is about to handle this: what it orders from here on is said in the session that it knows of."""
+        match event:
+            case PeerOpened(peer) | PeerLost(peer):
+                self._talks[peer].known_to_worker()
+
+    def carry_out(self, effect: PeerEffect) -> None:
+        match effect:
+            case Tell(peer, message):
+                self._talks[peer].tell(message)
+            case Expect(handover, token, first, blocks):
+                self.receiver.expect(handover, token, first, blocks)
+            case Verify(handover, checks):
+                self.receiver.verify(handover, checks)
+            case OpenShip(handover, token, first, blocks):
+                self.sender.open_ship(handover, token, first, blocks)
+            case Ship(handover, step, first, upto, last):
+                self.sender.ship(handover, step, first, upto, last)
+            case Fence(handover):
+                (self.sender if self._gives else self.receiver).fence(handover)
+            case AttemptFailed() | HandoverMade():
+                pass
+
+
+class _Talk:
+    """One conversation with one peer."""
+
+    def __init__(self, ours: Neighbours, life: Instance, network: Network, link: LinkConfig, peer: str) -> None:
+        self.registered = False
+        self._ours = ours
+        self._to_be_told: deque[int | None] = deque()
+        """Sessions that began and ended (None), of which the worker has not heard yet."""
+        self._known: int | None = None
+        """The session that the worker believes to be in. What it says belongs there, and into no other."""
+        self._life = life
+        self._peer = PeerId(peer)
+        self._outbox: deque[bytes] = deque()
+        self._stream: random.Random = life.host.world.stream(f"talk {end_name(life.host.name, peer)} life {life.life}")
+        ends = end_name(life.host.name, peer), end_name(peer, life.host.name)
+        self._gives = life.spec.config.role.gives
+        if self._gives:
+            self.line: LinkEnd = acceptor(life.host, network, *ends, self, link)
+        else:
+            self.line = initiator(life.host, network, *ends, self, link, life.life * SESSIONS_A_LIFE + 1)
+
+    def tell(self, message: PeerMessage) -> None:
+        if self.registered and self._known == self.line.link.session:
+            self._outbox.append(encode_peer(message))
+            self._post()
+        if len(self._outbox) > OUTBOX_MAX:
+            raise LawBroken(LINE_BOUND, f"{len(self._outbox)} messages wait at {self._life.host.name} for {self._peer}")
+
+    def known_to_worker(self) -> None:
+        self._known = self._to_be_told.popleft()
+
+    # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def opened(self) -> None:
+        self._outbox.append(encode_registration(self._registration()))
+        self._post()
+
+    def lost(self, reason: str) -> None:
+        was_there, self.registered = self.registered, False
+        self._outbox.clear()
+        if was_there:
+            self._to_be_told.append(None)
+            self._hear(PeerLost(self._peer, reason))
+
+    def took(self, frames: list[bytes]) -> None:
+        self._post()
+        for frame in frames:
+            if not self.registered:
+                self._register(frame)
+            else:
+                message = decode_to_giver(frame) if self._gives else decode_to_taker(frame)
+                self._hear(Heard(self._peer, message))
+                self._perhaps_echo(message)
+
+    def _register(self, frame: bytes) -> None:
+        ours, theirs = self._registration(), decode_registration(frame)
+        if not isinstance(theirs, Register) or theirs.name != self._peer:
+            raise LawBroken(SAME_LAYOUT, f"{self._life.host.name} heard {theirs} first, not {self._peer}")
+        for name in ("fingerprint", "dtype", "block_size", "layer_bytes"):
+            if getattr(ours, name) != getattr(theirs, name):
+                raise LawBroken(SAME_LAYOUT, f"{name} of {ours.name} and {theirs.name} differ: {ours} {theirs}")
+        self.registered = True
+        self._to_be_told.append(self.line.link.session)
+        self._hear(PeerOpened(self._peer))
+
+    def _registration(self) -> Register:
+        life, config = self._life, self._life.spec.config
+        return Register(
+            name=life.host.name,
+            incarnation=life.life + 1,
+            role=config.role.name,
+            fingerprint=life.fingerprint,
+            dtype=life.kv.dtype,
+            block_size=config.block_size,
+            layer_bytes=tuple(end - begin for begin, end in life.kv.layers),
+        )
+
+    def _post(self) -> None:
+        while self._outbox and self.line.link.session is not None and not self.line.is_full:
+            self.line.send(self._outbox.popleft())
+
+    def _perhaps_echo(self, message: PeerMessage) -> None:
+        """Links deliver once; a worker must not depend on it."""
+        echo, within_us = self._stream.random(), self._stream.randrange(ECHO_WITHIN_US)
+        if echo < self._ours.fabric.rates.echo:
+            self._life.host.after(within_us, self._echo, self.line.link.session, message)
+
+    def _echo(self, session: int | None, message: PeerMessage) -> None:
+        if self.registered and self.line.link.session == session:
+            self._life.host.world.fire(Fault.PEER_ECHO, self._life.host.name)
+            self._hear(Heard(self._peer, message))
+
+    def _hear(self, event: PeerEvent) -> None:
+        self._life.hear(event)

@@ -1,0 +1,128 @@
+"""Split instances in trouble, as real processes: no peer, a wrong key, another layout, clients leaving, peers dying."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import pytest
+
+from tests.support.cluster import (
+    Cluster,
+    cluster,
+    complete,
+    handed_over,
+    in_session,
+    is_at_rest,
+    peer_address,
+    tokens,
+    wait_until,
+)
+from tests.support.server import ServerProcess, baton_serve
+
+SCRIPTED = ("--executor", "scripted", "--served-model-name", "m")
+SLOW = ("--step-ms", "100", "--max-num-batched-tokens", "64", "--max-num-seqs", "16")
+PROMPT = list(range(200))
+NOWHERE = "127.0.0.1:9"
+"""Where nobody listens."""
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    with baton_serve(*SCRIPTED) as mixed:
+        return tokens(mixed.url, prompt=PROMPT)
+
+
+def test_without_a_peer_in_reach_the_instance_is_ready_and_prefills_itself(wanted: list[list[int]]) -> None:
+    with baton_serve(*SCRIPTED, "--role", "decode", "--peer", NOWHERE) as server:
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        assert tokens(server.url, prompt=PROMPT) == wanted
+        assert handed_over(server) == 0
+        assert server.output().count("no session with") == 1  # it calls on, and says so once
+
+
+def test_an_instance_that_prefills_is_healthy_and_sends_clients_elsewhere() -> None:
+    with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", "0") as server:
+        for path in ("health", "ready", "metrics"):
+            assert httpx.get(f"{server.url}/{path}").status_code == 200
+        refused = complete(server.url, prompt=PROMPT)
+        assert 400 <= refused.status_code < 500
+        assert "decode" in refused.json()["error"]["message"]
+        assert server.metric("baton_role_info", role="prefill") == 1
+
+
+def test_another_cluster_key_is_refused_and_counted_and_both_go_on(wanted: list[list[int]]) -> None:
+    prefill_key, decode_key = ("--cluster-key", "k" * 20), ("--cluster-key", "o" * 20)
+    with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", "0", *prefill_key) as giver:
+        call = ("--role", "decode", "--peer", peer_address(giver))
+        with baton_serve(*SCRIPTED, *call, *decode_key) as stranger:
+            wait_until(lambda: "wrong_key" in httpx.get(f"{giver.url}/metrics").text, "a refusal in the metrics")
+            assert giver.metric("baton_peer_refusals_total", reason="wrong_key") >= 1
+            assert tokens(stranger.url, prompt=PROMPT) == wanted
+            assert stranger.metric("baton_peers") == giver.metric("baton_peers") == 0
+        with baton_serve(*SCRIPTED, *call, *prefill_key) as friend:
+            in_session(friend)
+            assert tokens(friend.url, prompt=PROMPT) == wanted
+            assert handed_over(friend) == 1
+
+
+def test_other_block_sizes_are_refused_by_name_while_both_serve(wanted: list[list[int]]) -> None:
+    with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", "0", "--block-size", "8") as giver:
+        call = ("--role", "decode", "--peer", peer_address(giver))
+        with baton_serve(*SCRIPTED, *call) as taker:
+            told = "block_size: 16 here, 8 there"
+            wait_until(lambda: told in taker.output(), f"the taker to name both values:\n{taker.output()}")
+            wait_until(lambda: "block_size: 8 here, 16 there" in giver.output(), "the giver to name both values")
+            wait_until(lambda: "unfit" in httpx.get(f"{taker.url}/metrics").text, "a refusal in the metrics")
+            assert tokens(taker.url, prompt=PROMPT) == wanted
+            assert taker.output().count(told) == 1
+        with baton_serve(*SCRIPTED, *call, "--block-size", "8") as friend:
+            in_session(friend)
+            assert tokens(friend.url, prompt=PROMPT) == wanted
+            assert handed_over(friend) == 1
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Cluster]:
+    with cluster(*SCRIPTED, *SLOW) as running:
+        yield running
+
+
+def leave(server: ServerProcess, when: str, *others: ServerProcess) -> None:
+    """Ask, and go away when the metric `when` of some instance says that this far has been come."""
+    body = {"model": "m", "prompt": [len(when), *PROMPT], "max_tokens": 100, "stream": True, "ignore_eos": True}
+    with httpx.Client(timeout=60).stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        if when == "decoding":
+            next(answer.iter_lines())
+        else:
+            name, labels = when.partition(" ")[::2]
+            wait_until(lambda: any(_metric(one, name, labels) for one in (server, *others)), when)
+
+
+def _metric(server: ServerProcess, name: str, state: str) -> float:
+    return server.metric(name, state=state) if state else server.metric(name)
+
+
+@pytest.mark.parametrize("when", ["baton_handovers_open", "baton_kv_blocks receiving", "decoding"])
+def test_a_client_that_leaves_leaves_nothing_behind_on_either_side(slow: Cluster, when: str) -> None:
+    leave(slow.decodes[0], when, slow.prefill)
+    slow.settle()
+    assert tokens(slow.decodes[0].url, prompt=[1, 2, 3] * 20, max_tokens=2)
+
+
+def test_a_taker_whose_giver_is_killed_serves_on_and_asks_the_next_one(wanted: list[list[int]]) -> None:
+    with cluster(*SCRIPTED) as running:
+        (taker,) = running.decodes
+        assert tokens(taker.url, prompt=PROMPT) == wanted
+        port = peer_address(running.prefill).rpartition(":")[2]
+        running.prefill.process.send_signal(signal.SIGTERM)
+        running.prefill.process.wait(30)
+        wait_until(lambda: taker.metric("baton_peers") == 0, "the loss to be noticed")
+        assert tokens(taker.url, prompt=[7, *PROMPT])
+        with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", port):
+            in_session(taker)
+            made = handed_over(taker)
+            assert tokens(taker.url, prompt=[8, *PROMPT])
+            assert handed_over(taker) == made + 1
+            wait_until(lambda: is_at_rest(taker), "nothing held")

@@ -1,0 +1,166 @@
+"""Prefill here, decode there, as real processes: exactly the tokens of one instance that does both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import (
+    Body,
+    Cluster,
+    all_at_once,
+    cluster,
+    complete,
+    handed_over,
+    make_tiny,
+    tokens,
+    tokens_of,
+)
+from tests.support.server import ServerProcess, baton_serve
+
+CHUNKED = ("--max-num-batched-tokens", "48", "--max-num-seqs", "16", "--served-model-name", "m", "--max-model-len", "512")
+TIGHT = ("--kv-blocks", "34", "--reserve", "none")
+"""Room for one request of the longest kind, and for the beginnings of several."""
+
+
+def draw(seed: int, length: int) -> list[int]:
+    draws = random.Random(seed)
+    return [draws.randrange(256) for _ in range(length)]
+
+
+SHARED = draw(0, 100)
+BODIES: list[Body] = [
+    *({"prompt": draw(length, length)} for length in (17, 64, 150, 333)),
+    *({"prompt": draw(length, length), "temperature": 1.0, "seed": length} for length in (18, 65, 151, 200)),
+    *({"prompt": [*SHARED, *draw(more, more)]} for more in (3, 30)),
+    {"prompt": draw(5, 90), "n": 2, "temperature": 0.8, "seed": 3},
+    {"prompt": [draw(6, 40), draw(7, 70)]},
+    {"prompt": [draw(8, 40), draw(9, 70)], "n": 2, "temperature": 1.0, "seed": 4, "top_p": 0.9, "presence_penalty": 0.5},
+]
+"""Greedy and seeded, one to many chunks, shared beginnings, several choices, several prompts."""
+PROMPTS = sum(len(body["prompt"]) if isinstance(body["prompt"][0], list) else 1 for body in BODIES)
+"""Of several choices the first one is handed over, and the others share its KV."""
+
+
+@pytest.fixture(scope="module", params=["scripted", "tiny"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    if request.param == "scripted":
+        return ("--executor", "scripted", *CHUNKED)
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder)
+    return (str(folder), "--dtype", "float64", "--threads", "1", "--kv-memory", "64M", *CHUNKED)
+
+
+@pytest.fixture(scope="module")
+def mixed(model: tuple[str, ...]) -> Iterator[ServerProcess]:
+    with baton_serve(*model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(mixed: ServerProcess) -> list[list[list[int]]]:
+    return [tokens(mixed.url, **body) for body in BODIES]
+
+
+@pytest.fixture(scope="module")
+def three(model: tuple[str, ...]) -> Iterator[Cluster]:
+    """One that prefills for three: by shared memory, by TCP, and into a pool too small for what it is asked."""
+    decodes = (("--transfer", "shm"), ("--transfer", "tcp"), TIGHT)
+    with cluster(*model, decodes=decodes) as running:
+        yield running
+
+
+@pytest.mark.parametrize("taker", [0, 1, 2], ids=["shm", "tcp", "tight"])
+def test_one_request_after_the_other_gets_the_tokens_of_a_mixed_instance(
+    three: Cluster, expected: list[list[list[int]]], taker: int
+) -> None:
+    server, before = three.decodes[taker], handed_over(three.decodes[taker])
+    assert [tokens(server.url, **body) for body in BODIES] == expected
+    assert handed_over(server) > before
+    three.settle()
+
+
+def test_three_that_decode_share_one_that_prefills(three: Cluster, expected: list[list[list[int]]]) -> None:
+    steps = three.prefill.metric("baton_engine_steps_total")
+    before = [handed_over(server) for server in three.decodes]
+    fresh: list[Body] = [{**body, "cache_salt": f"three {at}"} for at, body in enumerate(BODIES)]  # nobody has cached it
+    with ThreadPoolExecutor(3) as sides:
+        answers = list(sides.map(lambda server: all_at_once(server.url, fresh), three.decodes))
+    assert answers == [expected] * 3
+    assert [handed_over(server) - made for server, made in zip(three.decodes, before, strict=True)][:2] == [PROMPTS, PROMPTS]
+    assert three.prefill.metric("baton_engine_steps_total") - steps > PROMPTS
+    three.settle()
+
+
+def test_a_pool_too_small_makes_requests_yield_and_come_back_with_the_same_tokens(
+    three: Cluster, mixed: ServerProcess
+) -> None:
+    server = three.decodes[2]
+    bodies: list[Body] = [
+        {"prompt": draw(100 + at, 40), "max_tokens": 80, "seed": at, "temperature": at % 2} for at in range(8)
+    ]
+    wanted = [tokens(mixed.url, **body) for body in bodies]
+    assert all_at_once(server.url, bodies) == wanted
+    assert sum(server.metric("baton_num_preemptions_total", cause=cause) for cause in ("growth", "self")) > 0
+    three.settle()
+
+
+def test_the_peer_did_the_prefill_and_the_bill_says_so(three: Cluster) -> None:
+    answer = complete(three.decodes[0].url, prompt=draw(50, 200), baton_usage=True).json()
+    bill = answer["usage"]["baton"]
+    assert bill["attempts"] == 1
+    assert bill["prefill_ms"] > 0
+
+
+def test_what_the_taker_has_already_is_not_sent_and_what_the_giver_has_is_not_computed(
+    three: Cluster, mixed: ServerProcess
+) -> None:
+    first, second = three.decodes[:2]
+    prompt = draw(60, 160)
+    wanted = tokens(mixed.url, prompt=prompt)
+
+    def cached(server: ServerProcess, asked: list[int]) -> int:
+        answer = complete(server.url, prompt=asked).json()
+        assert tokens_of(answer) == (wanted if asked == prompt else tokens(mixed.url, prompt=asked))
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    hits = three.prefill.metric("baton_prefix_cache_hits_total")
+    assert cached(first, prompt) == 0
+    assert cached(second, prompt) == 144  # of its peer: it had all whole blocks, and computed the last one
+    assert three.prefill.metric("baton_prefix_cache_hits_total") - hits == 144
+    assert cached(first, [*prompt, *draw(61, 50)]) == 160  # its own, prompt and answer alike
+    three.settle()
+
+
+def test_who_may_not_resume_is_told_what_was_generated_and_a_client_can_go_on_from_there(
+    model: tuple[str, ...], mixed: ServerProcess
+) -> None:
+    bodies: list[Body] = [{"prompt": draw(200 + at, 40), "max_tokens": 80} for at in range(8)]
+    wanted = [tokens(mixed.url, **body)[0] for body in bodies]
+    with cluster(*model, decodes=((*TIGHT, "--on-preempt", "reschedule"),)) as running:
+        (server,) = running.decodes
+        ends = _all_answers(server, bodies)
+        assert any(reason == "pd_reschedule" for reason, _ in ends)
+        for body, (reason, given), whole in zip(bodies, ends, wanted, strict=True):
+            assert given == whole[: len(given)]
+            assert reason == "pd_reschedule" or given == whole
+            if reason == "pd_reschedule":
+                rest = {"prompt": [*body["prompt"], *given], "max_tokens": 80 - len(given)}
+                assert given + tokens(server.url, **rest)[0] == whole
+        running.settle()
+
+
+def _all_answers(server: ServerProcess, bodies: list[Body]) -> list[tuple[str, list[int]]]:
+    """How each ended, and everything it generated."""
+
+    def ask(body: Body) -> tuple[str, list[int]]:
+        (choice,) = complete(server.url, **body).json()["choices"]
+        reason = choice["finish_reason"]
+        return reason, choice["completion_token_ids" if reason == "pd_reschedule" else "token_ids"]
+
+    with ThreadPoolExecutor(len(bodies)) as clients:
+        return list(clients.map(ask, bodies))

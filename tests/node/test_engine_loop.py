@@ -1,0 +1,202 @@
+"""The engine loop: it hears peers while a step computes, dies with a step or a thread that fails, waits for its reader."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from baton.core.config import DECODE, Role, WorkerConfig
+from baton.core.peers import Heard, Offer, PeerEffect, PeerId, PeerOpened, Refuse, Release, Tell
+from baton.core.plan import StepPlan, StepResult
+from baton.core.prefix import PrefixIndex
+from baton.core.worker import Worker
+from baton.executor.contract import ExecutorShape, KvView, LayerDone
+from baton.executor.scripted import ScriptedExecutor
+from baton.node.engine import EngineLoop
+from baton.node.inbox import Broken, Inbox
+from baton.wire.messages import FromEngine, StepOutput, decode_from_engine, encode_to_engine, submit
+from tests.support.driver import submission
+
+DEADLINE_S = 20
+
+
+class GatedExecutor:
+    """The scripted one, whose steps end when the test lets them."""
+
+    def __init__(self, shape: ExecutorShape) -> None:
+        self._inner = ScriptedExecutor(shape, 64)
+        self.shape, self.vocabulary, self.fingerprint = shape, 64, self._inner.fingerprint
+        self.on_layer: LayerDone | None = None
+        self.gate = threading.Semaphore(0)
+        self.computing = threading.Event()
+        self.fails = False
+        self.steps = 0
+
+    @property
+    def kv(self) -> KvView:
+        return self._inner.kv
+
+    def launch(self, plan: StepPlan) -> None:
+        self._inner.launch(plan)
+
+    def collect(self) -> StepResult:
+        self.computing.set()
+        assert self.gate.acquire(timeout=DEADLINE_S)
+        if self.fails:
+            raise RuntimeError("the step failed")
+        self.steps += 1
+        return self._inner.collect()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Orders:
+    """Stands where peers and transfers are: keeps what it is told to do."""
+
+    def __init__(self) -> None:
+        self.told: list[PeerEffect] = []
+        self.steps: list[int] = []
+        self.news = threading.Condition()
+
+    def carry_out(self, effect: PeerEffect) -> None:
+        with self.news:
+            self.told.append(effect)
+            self.news.notify()
+
+    def step_done(self, step: int) -> None:
+        self.steps.append(step)
+
+    def turned_away(self) -> dict[str, int]:
+        return {}
+
+    def wait(self, count: int) -> None:
+        with self.news:
+            assert self.news.wait_for(lambda: len(self.told) >= count, DEADLINE_S)
+
+
+class Bench:
+    """A loop on a thread of its own, and the front end's end of its socket."""
+
+    def __init__(self, role: Role | None = None, queued_max: int = 100) -> None:
+        config = WorkerConfig(slots=4, blocks=64, block_size=4, context_tokens=200, step_tokens=64, **_role(role))
+        self.executor = GatedExecutor(ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens))
+        self.inbox, self.orders = Inbox(), Orders()
+        self._context = zmq.Context()
+        self.front, self._back = (self._context.socket(zmq.DEALER) for _ in range(2))
+        for one in (self.front, self._back):
+            one.set_hwm(queued_max)
+            one.setsockopt(zmq.LINGER, 0)
+        self.front.setsockopt(zmq.RCVTIMEO, DEADLINE_S * 1000)
+        self.front.bind("inproc://loop")
+        self._back.connect("inproc://loop")
+        worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks), b"secret")
+        self.loop = EngineLoop(worker, self.executor, self._back, self.inbox, None if role is None else self.orders)
+        self.death: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except (RuntimeError, KeyboardInterrupt) as error:
+            self.death = error
+
+    def ask(self, prompt: list[int], tokens: int) -> None:
+        self.front.send(encode_to_engine(submit(1, [submission(prompt, tokens)])))
+
+    def hear(self) -> FromEngine:
+        return decode_from_engine(self.front.recv())
+
+    def close(self) -> None:
+        self.executor.gate.release(10_000)
+        self.inbox.put(Broken(KeyboardInterrupt()))
+        while self.thread.is_alive():
+            while self.front.poll(20):
+                self.front.recv()
+        self._context.destroy(0)
+        self.inbox.close()
+
+
+def _role(role: Role | None) -> dict[str, Any]:
+    return {} if role is None else {"role": role}
+
+
+@pytest.fixture
+def benches() -> Iterator[list[Bench]]:
+    made: list[Bench] = []
+    yield made
+    for bench in made:
+        bench.close()
+
+
+def test_peers_are_heard_and_answered_while_a_step_computes(benches: list[Bench]) -> None:
+    bench = Bench(DECODE)
+    benches.append(bench)
+    bench.ask([1, 2, 3], 4)  # too short to be worth a peer
+    assert bench.executor.computing.wait(DEADLINE_S)
+    bench.inbox.put(PeerOpened(PeerId("p")))
+    while True:
+        message = bench.hear()
+        if isinstance(message, StepOutput) and message.gauges.handovers.peers == 1:
+            break
+    bench.inbox.put(Heard(PeerId("p"), Offer(77, 1, 3)))  # of a request that nobody here knows
+    bench.orders.wait(1)
+    assert bench.executor.steps == 0
+    (told,) = bench.orders.told
+    assert isinstance(told, Tell)
+    assert isinstance(told.message, Refuse | Release)
+
+
+def test_transfers_are_told_of_every_step_that_is_over(benches: list[Bench]) -> None:
+    bench = Bench(DECODE)
+    benches.append(bench)
+    bench.executor.gate.release(100)
+    bench.ask([1, 2, 3], 4)
+    while True:
+        message = bench.hear()
+        if isinstance(message, StepOutput) and message.ended:
+            break
+    assert bench.orders.steps[:4] == [1, 2, 3, 4]
+
+
+def test_a_step_that_fails_ends_the_loop(benches: list[Bench]) -> None:
+    bench = Bench()
+    benches.append(bench)
+    bench.executor.fails = True
+    bench.executor.gate.release(1)
+    bench.ask([1, 2, 3], 4)
+    bench.thread.join(DEADLINE_S)
+    assert str(bench.death) == "the step failed"
+
+
+def test_a_thread_that_ends_ends_the_loop(benches: list[Bench]) -> None:
+    bench = Bench()
+    benches.append(bench)
+    bench.inbox.put(Broken(RuntimeError("the peers' thread is gone")))
+    bench.thread.join(DEADLINE_S)
+    assert "peers' thread" in str(bench.death)
+
+
+def test_a_front_end_that_does_not_read_pauses_the_engine(benches: list[Bench]) -> None:
+    bench = Bench(queued_max=2)
+    benches.append(bench)
+    bench.ask([1, 2, 3], 100)
+    assert bench.executor.computing.wait(DEADLINE_S)
+    for _ in range(100):
+        bench.executor.computing.clear()
+        bench.executor.gate.release(1)
+        if not bench.executor.computing.wait(0.5):
+            break
+    paused = bench.executor.steps
+    assert paused < 20
+    bench.executor.gate.release(1000)
+    outputs = 0
+    while outputs < 100:
+        message = bench.hear()
+        outputs += isinstance(message, StepOutput)
+    assert bench.executor.steps >= 100 > paused

@@ -1,0 +1,366 @@
+"""Sessions between instances over real sockets: who is heard, who is refused and counted, and that nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.core.config import DECODE, MIXED, PREFILL, Role
+from baton.core.peers import Adopted, Ask, Heard, PeerId, PeerLost, PeerOpened, Renew
+from baton.kv.contract import KvLayout
+from baton.node import peers as peers_module
+from baton.node import sessions as sessions_module
+from baton.node.inbox import Inbox, Item
+from baton.node.peers import Peers, listen
+from baton.node.sessions import Refused, Self
+from baton.wire.link import Initiator
+from baton.wire.peering import Register, Registered, encode_peer, encode_registration
+from baton.wire.seal import NONCE_BYTES, Seal, SealFault
+from tests.support.driver import submission
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+LAYOUT = KvLayout(b"model", "float32", 16, (64, 64))
+DEADLINE_S = 20.0
+
+
+class NoWays:
+    def offer(self, peer: PeerId, same_host: bool) -> tuple[str, ...]:
+        return ("tcp:127.0.0.1:9",)
+
+    def accept(self, peer: PeerId, addresses: tuple[str, ...]) -> str | None:
+        return None
+
+    def forget(self, peer: PeerId) -> None:
+        pass
+
+
+class Instance:
+    """An instance as far as its peers are concerned."""
+
+    def __init__(self, plays: Role, name: str, calls: tuple[str, ...] = (), **changed: Any) -> None:
+        self.inbox = Inbox()
+        self.me = replace(Self(name, time.time_ns() // 1000, plays, LAYOUT, vocabulary=100, cluster_key=KEY), **changed)
+        listener = listen("127.0.0.1", 0) if plays.gives else None
+        self.address = "" if listener is None else f"127.0.0.1:{listener.getsockname()[1]}"
+        self.peers = Peers(self.me, NoWays(), self.inbox, listener, calls)
+        self._items: list[Item] = []
+
+    def next(self) -> Item:
+        self.wait(lambda: bool(self._items))
+        return self._items.pop(0)
+
+    def wait(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        self._items += self.inbox.take()
+        while not holds():
+            assert time.monotonic() < deadline, "nothing came"
+            select.select([self.inbox], [], [], 0.02)
+            self._items += self.inbox.take()
+
+
+Make = Callable[..., Instance]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Instance] = []
+
+    def build(*args: Any, **kwargs: Any) -> Instance:
+        made.append(Instance(*args, **kwargs))
+        return made[-1]
+
+    yield build
+    for instance in made:
+        instance.peers.close()
+        instance.inbox.close()
+
+
+def in_session(make: Make) -> tuple[Instance, Instance]:
+    giver = make(PREFILL, "p")
+    taker = make(DECODE, "d", (giver.address,))
+    assert taker.next() == PeerOpened(PeerId(giver.address))
+    assert giver.next() == PeerOpened(PeerId("d"))
+    return giver, taker
+
+
+def still_serves(make: Make, giver: Instance) -> None:
+    """Whatever happened before, a good peer that calls now gets its session and is heard."""
+    taker = make(DECODE, "good", (giver.address,))
+    assert taker.next() == PeerOpened(PeerId(giver.address))
+    taker.peers.tell(PeerId(giver.address), Adopted(7, 1))
+    giver.wait(lambda: Heard(PeerId("good"), Adopted(7, 1)) in giver._items)
+
+
+def test_each_hears_what_the_other_says_in_order(make: Make) -> None:
+    giver, taker = in_session(make)
+    for number in range(300):
+        taker.peers.tell(PeerId(giver.address), Adopted(number, 1))
+        giver.peers.tell(PeerId("d"), Renew(number, 1))
+    assert [giver.next() for _ in range(300)] == [Heard(PeerId("d"), Adopted(n, 1)) for n in range(300)]
+    assert [taker.next() for _ in range(300)] == [Heard(PeerId(giver.address), Renew(n, 1)) for n in range(300)]
+
+
+def test_an_instance_may_have_several_peers(make: Make) -> None:
+    givers = [make(PREFILL, f"p{n}") for n in range(2)]
+    takers = [make(DECODE, f"d{n}", tuple(giver.address for giver in givers)) for n in range(3)]
+    for giver in givers:
+        assert {giver.next() for _ in range(3)} == {PeerOpened(PeerId(f"d{n}")) for n in range(3)}
+    for taker in takers:
+        assert {taker.next() for _ in range(2)} == {PeerOpened(PeerId(giver.address)) for giver in givers}
+
+
+def test_a_peer_that_went_away_is_lost_at_once_and_called_again(make: Make) -> None:
+    giver, taker = in_session(make)
+    port = int(giver.address.rpartition(":")[2])
+    giver.peers.close()
+    lost = taker.next()
+    assert isinstance(lost, PeerLost)
+    assert lost.peer == giver.address
+    back = Inbox()
+    peers = Peers(replace(giver.me, incarnation=giver.me.incarnation + 1), NoWays(), back, listen("127.0.0.1", port), ())
+    assert taker.next() == PeerOpened(PeerId(giver.address))
+    peers.close()
+    back.close()
+
+
+def test_who_opens_a_second_session_ends_its_first(make: Make) -> None:
+    giver, _ = in_session(make)
+    make(DECODE, "d", (giver.address,))
+    first, second = giver.next(), giver.next()
+    assert isinstance(first, PeerLost)
+    assert (first.peer, second) == ("d", PeerOpened(PeerId("d")))
+
+
+def test_another_key_is_refused_and_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    giver = make(PREFILL, "p")
+    make(DECODE, "stranger", (giver.address,), cluster_key=OTHER_KEY)
+    giver.wait(lambda: giver.peers.refused[SealFault.WRONG_KEY] > 1)
+    assert not giver._items
+    still_serves(make, giver)
+    assert sum("cluster key" in record.message for record in caplog.records) == 1  # told once, though it calls on
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"layout": replace(LAYOUT, block_size=8)}, ("block_size", "16", "8")),
+        ({"layout": replace(LAYOUT, dtype="float16")}, ("dtype", "float32", "float16")),
+        ({"layout": replace(LAYOUT, layer_bytes=(64,))}, ("layers", "2", "1")),
+        ({"layout": replace(LAYOUT, fingerprint=b"other")}, ("fingerprint", b"model".hex(), b"other".hex())),
+        ({"role": MIXED}, ("role", "prefill", "mixed")),
+    ],
+    ids=["block size", "dtype", "layers", "model", "role"],
+)
+def test_what_does_not_fit_is_refused_with_both_values(
+    make: Make, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    giver = make(PREFILL, "p")
+    with caplog.at_level(logging.ERROR, logger="baton.peers"):
+        taker = make(DECODE, "other", (giver.address,), **changed)
+        giver.wait(lambda: giver.peers.refused[Refused.UNFIT] > 1)
+        taker.wait(lambda: taker.peers.refused[Refused.UNFIT] > 1)
+    assert not giver._items
+    assert not taker._items
+    told = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert all(value in line for line in told for value in named), told
+    assert len(told) == 2  # each side once, though the caller goes on calling
+    still_serves(make, giver)
+
+
+# ── those who mean no good ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Caller:
+    """A peer by hand, up to whatever point a test wants."""
+
+    def __init__(self, giver: Instance, key: bytes = KEY, name: str = "caller") -> None:
+        host, _, port = giver.address.rpartition(":")
+        self.socket = socket.create_connection((host, int(port)))
+        self.socket.settimeout(DEADLINE_S)
+        self.seal = Seal.connect(key, name, os.urandom(NONCE_BYTES))
+        self.link = Initiator(1, sessions_module.LINK)
+        self.sent = b""
+
+    def prove(self) -> Caller:
+        while not self.seal.is_open:
+            self.write(self.seal.outgoing())
+            if not self.seal.is_open:
+                self.seal.take(self.socket.recv(4096))
+        return self
+
+    def register(self) -> Caller:
+        self.prove()
+        self.post(self.link.open(0))
+        register = Register("caller", 1, "decode", b"model", "float32", 16, (64, 64), ("tcp:127.0.0.1:9",))
+        self.say(encode_registration(register))
+        self.say(encode_registration(Registered()))
+        return self
+
+    def say(self, frame: bytes) -> None:
+        self.post(self.link.send(frame, 0))
+
+    def post(self, packets: list[bytes]) -> None:
+        for packet in packets:
+            self.write(self.seal.seal(packet))
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+        self.socket.sendall(data)
+
+    def is_hung_up(self) -> bool:
+        with contextlib.suppress(ConnectionError):
+            while self.socket.recv(65536):
+                pass
+        return True
+
+
+Call = Callable[..., Caller]
+
+
+@pytest.fixture
+def call() -> Iterator[Call]:
+    with contextlib.ExitStack() as open_sockets:
+
+        def build(*args: Any) -> Caller:
+            caller = Caller(*args)
+            open_sockets.enter_context(caller.socket)
+            return caller
+
+        yield build
+
+
+NOISE = {
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "zeros": bytes(10_000),
+    "half a hello": b"BTN\n\x01",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+def test_noise_is_refused_and_counted(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch, noise: bytes) -> None:
+    monkeypatch.setattr(sessions_module, "REGISTER_S", 0.2)
+    giver = make(PREFILL, "p")
+    caller = call(giver)
+    caller.write(noise)
+    assert caller.is_hung_up()
+    giver.wait(lambda: sum(giver.peers.refused.values()) == 1)
+    still_serves(make, giver)
+
+
+def test_a_recorded_session_cannot_be_played_again(make: Make, call: Call) -> None:
+    giver = make(PREFILL, "p")
+    caller = call(giver).register()
+    caller.say(encode_peer(Adopted(1, 1)))
+    assert giver.next() == PeerOpened(PeerId("caller"))
+    assert giver.next() == Heard(PeerId("caller"), Adopted(1, 1))
+    again = call(giver)
+    again.write(caller.sent)
+    assert again.is_hung_up()
+    assert giver.peers.refused[SealFault.WRONG_KEY] == 1
+    assert not giver.inbox.take()
+
+
+def test_a_frame_that_comes_twice_ends_the_session(make: Make, call: Call) -> None:
+    giver = make(PREFILL, "p")
+    caller = call(giver).register()
+    assert giver.next() == PeerOpened(PeerId("caller"))
+    before = len(caller.sent)
+    caller.say(encode_peer(Adopted(1, 1)))
+    caller.write(caller.sent[before:])
+    assert caller.is_hung_up()
+    assert giver.peers.refused[SealFault.OUT_OF_SEQUENCE] == 1
+    assert isinstance(giver.next(), Heard)
+    assert isinstance(giver.next(), PeerLost)
+    still_serves(make, giver)
+
+
+def test_a_flipped_bit_ends_the_session(make: Make, call: Call) -> None:
+    giver = make(PREFILL, "p")
+    caller = call(giver).register()
+    assert giver.next() == PeerOpened(PeerId("caller"))
+    for packet in caller.link.send(encode_peer(Adopted(1, 1)), 0):
+        sealed = bytearray(caller.seal.seal(packet))
+        sealed[-20] ^= 1
+        caller.write(bytes(sealed))
+    assert caller.is_hung_up()
+    assert giver.peers.refused[SealFault.FORGED] == 1
+    assert isinstance(giver.next(), PeerLost)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", bytes(1000), encode_peer(Renew(1, 1))], ids=["", "bad", "0", "wrong way"])
+def test_a_message_that_is_none_ends_the_session(make: Make, call: Call, frame: bytes) -> None:
+    giver = make(PREFILL, "p")
+    caller = call(giver).register()
+    assert giver.next() == PeerOpened(PeerId("caller"))
+    caller.say(frame)
+    assert caller.is_hung_up()
+    assert giver.peers.refused[Refused.MALFORMED] == 1
+    assert isinstance(giver.next(), PeerLost)
+    still_serves(make, giver)
+
+
+def test_a_token_outside_of_the_vocabulary_does_not_reach_the_engine(make: Make, call: Call) -> None:
+    giver = make(PREFILL, "p")
+    caller = call(giver).register()
+    assert giver.next() == PeerOpened(PeerId("caller"))
+    caller.say(encode_peer(Ask(1, 1, submission([1, 100]))))
+    assert caller.is_hung_up()
+    assert giver.peers.refused[Refused.MALFORMED] == 1
+    assert isinstance(giver.next(), PeerLost)
+
+
+def test_nothing_is_heard_of_who_has_not_registered(make: Make, call: Call) -> None:
+    giver = make(PREFILL, "p")
+    caller = call(giver).prove()
+    caller.post(caller.link.open(0))
+    caller.say(encode_peer(Adopted(1, 1)))
+    assert caller.is_hung_up()
+    assert giver.peers.refused[Refused.MALFORMED] == 1
+    assert not giver.inbox.take()
+
+
+def test_a_peer_that_does_not_read_is_hung_up(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "UNREAD_BYTES_MAX", 1 << 16)
+    giver = make(PREFILL, "p")
+    call(giver).register()
+    assert giver.next() == PeerOpened(PeerId("caller"))
+    for number in range(5000):
+        giver.peers.tell(PeerId("caller"), Renew(number, 1))
+    assert isinstance(giver.next(), PeerLost)
+    assert giver.peers.refused[Refused.NOT_READING] == 1
+    still_serves(make, giver)
+
+
+def test_who_says_more_than_the_engine_takes_is_hung_up(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "INBOX_MAX", 50)
+    giver = make(PREFILL, "p")
+    caller = call(giver).register()
+    assert giver.next() == PeerOpened(PeerId("caller"))
+    for number in range(64):
+        caller.say(encode_peer(Adopted(number, 1)))
+    assert caller.is_hung_up()
+    assert giver.peers.refused[Refused.FLOODING] == 1
+    assert len(giver.inbox) == 51  # what it said, and that it is gone
+    giver.inbox.take()
+    still_serves(make, giver)
+
+
+def test_strangers_are_bounded(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "STRANGERS_MAX", 3)
+    giver = make(PREFILL, "p")
+    waiting = [call(giver) for _ in range(3)]
+    assert call(giver).is_hung_up()
+    assert giver.peers.refused[Refused.TOO_MANY] == 1
+    for caller in waiting:
+        caller.socket.close()
+    still_serves(make, giver)
