@@ -4,9 +4,9 @@ Owns the load, the clusters that are compared and how they are judged. The load 
 bunches spread, played at several speeds; every cluster has the same number of instances of the same machine and model. A
 cluster is judged by the requests that arrive after its caches and queues have filled a little: good is one whose first token
 came and whose tokens came within the targets. Instances that do everything are given several chunk sizes, since theirs
-decides between the two targets; the best one counts. Nobody places by load: clients go to instances in turn, and one that
-decodes asks those that prefill in turn where it has asked them equally often. What placing by load does for instances that
-do everything is shown beside, apart from the verdict: the same has still to be built for a split.
+decides between the two targets; the best one counts. Clients go to instances in turn; one that decodes chooses whom to ask
+for a prefill as in service. Placing clients by load needs somebody who knows all queues: what it would do for instances that
+do everything is shown beside, and told apart in the verdict.
 
 Costs: step times from the model's file; KV between instances as `sim.carrying` says; what schedulers and front ends spend on
 a step is not charged (tens of microseconds beside steps of 5 ms and more).
