@@ -171,6 +171,7 @@ class _Line:
 class LineReceiver:
     def __init__(self, memory: KvMemory, report: Report, port: Port, options: ReceiverOptions) -> None:
         self.address = port.address
+        self.arrived_bytes = 0
         self.refused: Counter[str] = Counter()
         self.received_bytes = 0
         self._memory = memory
@@ -481,6 +482,8 @@ class LineReceiver:
 
     def _landed(self, entry: _Entry, pieces: Pieces) -> None:
         """All of these are in our blocks."""
+        low, high = self._memory.spans[pieces.layers.start][0], self._memory.spans[pieces.layers.stop - 1][1]
+        self.arrived_bytes += (high - low) * pieces.count
         if entry.checks is not None:
             entry.checks.add(pieces.layers, pieces.first, self._pool, self._offsets(entry.expected.targets(pieces)))
         entry.expected.keep(pieces)
