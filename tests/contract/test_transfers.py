@@ -82,7 +82,7 @@ def hand_over(pair: Pair, request: int, count: int = 6, first: int = 0) -> tuple
 
 def test_everything_arrives_and_is_verified(pair: Pair) -> None:
     _, targets = hand_over(pair, 1, count=20)
-    assert pair.receiver.received_bytes == 20 * LAYOUT.block_bytes
+    assert pair.receiver.arrived_bytes == 20 * LAYOUT.block_bytes
     assert pair.sender.sent_bytes >= 20 * LAYOUT.block_bytes
     untouched = np.setdiff1d(np.arange(TAKER_BLOCKS), targets)
     assert not pair.taker.pool[untouched].any()

@@ -145,8 +145,6 @@ class Receiver(Protocol):
     """Put into our pool since the start, of whatever hand-over."""
     refused: Counter[str]
     """Connections and pieces that were turned away, by reason."""
-    received_bytes: int
-    """KV that has landed in our pool, of all hand-overs so far."""
 
     def expect(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None:
         """Let one connection that shows `token` fill `blocks` with blocks `first`… of the sequence."""

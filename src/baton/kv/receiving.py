@@ -173,7 +173,6 @@ class LineReceiver:
         self.address = port.address
         self.arrived_bytes = 0
         self.refused: Counter[str] = Counter()
-        self.received_bytes = 0
         self._memory = memory
         self._report = report
         self._port = port
@@ -367,7 +366,6 @@ class LineReceiver:
         line.filling.advance(size)
         payload = min(size, line.payload_left)
         line.payload_left -= payload
-        self.received_bytes += payload
         line.head_left -= size - payload
         if payload and line.entry is not None:
             self._arriving(line.entry, line.moved_at_s)
@@ -507,10 +505,10 @@ class LineReceiver:
         line.in_flight, line.moved_at_s = True, time.monotonic()
         line.source.fetch(
             Slice(part, part.first - expected.first, expected.targets(part), low, high),
-            lambda problem: self._fetched(line, part, (high - low) * count, problem),
+            lambda problem: self._fetched(line, part, problem),
         )
 
-    def _fetched(self, line: _Line, part: Pieces, size: int, problem: str | None) -> None:
+    def _fetched(self, line: _Line, part: Pieces, problem: str | None) -> None:
         if line.entry is None or line.pieces is None or line not in self._lines:
             return  # fenced meanwhile
         if problem is not None:
@@ -519,7 +517,6 @@ class LineReceiver:
         line.in_flight, line.moved_at_s = False, time.monotonic()
         self._arriving(line.entry, line.moved_at_s)
         line.fetched += part.count
-        self.received_bytes += size
         whole = line.fetched == line.pieces.count
         self._landed(line.entry, part)
         if whole and line in self._lines:
