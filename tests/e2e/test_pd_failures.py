@@ -44,45 +44,54 @@ def test_without_a_peer_in_reach_the_instance_is_ready_and_prefills_itself(wante
         assert server.output().count("no session with") == 1  # it calls on, and says so once
 
 
-def test_an_instance_that_prefills_is_healthy_and_sends_clients_elsewhere() -> None:
-    with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", "0") as server:
-        for path in ("health", "ready", "metrics"):
-            assert httpx.get(f"{server.url}/{path}").status_code == 200
-        refused = complete(server.url, prompt=PROMPT)
-        assert 400 <= refused.status_code < 500
-        assert "decode" in refused.json()["error"]["message"]
-        assert server.metric("baton_role_info", role="prefill") == 1
+KEY = ("--cluster-key", "the key of this cluster")
 
 
-def test_another_cluster_key_is_refused_and_counted_and_both_go_on(wanted: list[list[int]]) -> None:
-    prefill_key, decode_key = ("--cluster-key", "k" * 20), ("--cluster-key", "o" * 20)
-    with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", "0", *prefill_key) as giver:
-        call = ("--role", "decode", "--peer", peer_address(giver))
-        with baton_serve(*SCRIPTED, *call, *decode_key) as stranger:
-            wait_until(lambda: "wrong_key" in httpx.get(f"{giver.url}/metrics").text, "a refusal in the metrics")
-            assert giver.metric("baton_peer_refusals_total", reason="wrong_key") >= 1
-            assert tokens(stranger.url, prompt=PROMPT) == wanted
-            assert stranger.metric("baton_peers") == giver.metric("baton_peers") == 0
-        with baton_serve(*SCRIPTED, *call, *prefill_key) as friend:
-            in_session(friend)
-            assert tokens(friend.url, prompt=PROMPT) == wanted
-            assert handed_over(friend) == 1
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Cluster]:
+    with cluster(*SCRIPTED, *KEY) as running:
+        yield running
 
 
-def test_other_block_sizes_are_refused_by_name_while_both_serve(wanted: list[list[int]]) -> None:
-    with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", "0", "--block-size", "8") as giver:
-        call = ("--role", "decode", "--peer", peer_address(giver))
-        with baton_serve(*SCRIPTED, *call) as taker:
-            told = "block_size: 16 here, 8 there"
-            wait_until(lambda: told in taker.output(), f"the taker to name both values:\n{taker.output()}")
-            wait_until(lambda: "block_size: 8 here, 16 there" in giver.output(), "the giver to name both values")
-            wait_until(lambda: "unfit" in httpx.get(f"{taker.url}/metrics").text, "a refusal in the metrics")
-            assert tokens(taker.url, prompt=PROMPT) == wanted
-            assert taker.output().count(told) == 1
-        with baton_serve(*SCRIPTED, *call, "--block-size", "8") as friend:
-            in_session(friend)
-            assert tokens(friend.url, prompt=PROMPT) == wanted
-            assert handed_over(friend) == 1
+def still_hands_over(running: Cluster, prompt: list[int]) -> None:
+    (friend,) = running.decodes
+    made = handed_over(friend)
+    assert tokens(friend.url, prompt=prompt)
+    assert handed_over(friend) == made + 1
+
+
+def test_an_instance_that_prefills_is_healthy_and_sends_clients_elsewhere(keyed: Cluster) -> None:
+    server = keyed.prefill
+    for path in ("health", "ready", "metrics"):
+        assert httpx.get(f"{server.url}/{path}").status_code == 200
+    refused = complete(server.url, prompt=PROMPT)
+    assert 400 <= refused.status_code < 500
+    assert "decode" in refused.json()["error"]["message"]
+    assert server.metric("baton_role_info", role="prefill") == 1
+
+
+def test_another_cluster_key_is_refused_and_counted_and_both_go_on(keyed: Cluster, wanted: list[list[int]]) -> None:
+    giver = keyed.prefill
+    call = ("--role", "decode", "--peer", peer_address(giver), "--cluster-key", "the key of another one")
+    with baton_serve(*SCRIPTED, *call) as stranger:
+        wait_until(lambda: "wrong_key" in httpx.get(f"{giver.url}/metrics").text, "a refusal in the metrics")
+        assert giver.metric("baton_peer_refusals_total", reason="wrong_key") >= 1
+        assert tokens(stranger.url, prompt=PROMPT) == wanted
+        assert stranger.metric("baton_peers") == 0
+    still_hands_over(keyed, [1, *PROMPT])
+
+
+def test_other_block_sizes_are_refused_by_name_while_both_serve(keyed: Cluster, wanted: list[list[int]]) -> None:
+    giver = keyed.prefill
+    call = ("--role", "decode", "--peer", peer_address(giver), *KEY, "--block-size", "8")
+    with baton_serve(*SCRIPTED, *call) as taker:
+        told = "block_size: 8 here, 16 there"
+        wait_until(lambda: told in taker.output(), f"the taker to name both values:\n{taker.output()}")
+        wait_until(lambda: "block_size: 16 here, 8 there" in giver.output(), "the giver to name both values")
+        wait_until(lambda: "unfit" in httpx.get(f"{taker.url}/metrics").text, "a refusal in the metrics")
+        assert tokens(taker.url, prompt=PROMPT) == wanted
+        assert taker.output().count(told) == 1  # it calls on, and says so once
+    still_hands_over(keyed, [2, *PROMPT])
 
 
 @pytest.fixture(scope="module")

@@ -133,8 +133,10 @@ class Peers:
         host, _, port = address.rpartition(":")
         pause_s = CALL_AGAIN_S
         while True:
+            called_s = time.monotonic()
             end = await self._call_once(PeerId(address), host.strip("[]"), int(port))
-            pause_s = CALL_AGAIN_S if end.was is Stage.OPEN else min(2 * pause_s, CALL_AGAIN_S_MAX)
+            held = end.was is Stage.OPEN and time.monotonic() - called_s > CALL_AGAIN_S_MAX
+            pause_s = CALL_AGAIN_S if held else min(2 * pause_s, CALL_AGAIN_S_MAX)
             if self._told.get(address) != end.reason:
                 self._told[address] = end.reason
                 level = logging.ERROR if end.fault == Refused.UNFIT else logging.WARNING
@@ -189,7 +191,7 @@ class Peers:
         if end.fault is not None:
             self.refused[end.fault] += 1
         if end.was is Stage.OPEN:
-            if self._sessions[session.peer] is session:
+            if self._sessions.get(session.peer) is session:
                 del self._sessions[session.peer]
                 self._ways.forget(session.peer)
             self._inbox.put(PeerLost(session.peer, end.reason))

@@ -185,12 +185,12 @@ class Session(asyncio.Protocol):
                 self.end(Refused.NOT_READING, str(full))
 
     def end(self, fault: str | None, reason: str) -> None:
-        """Close the connection. What was written before is still sent, unless the other side is to blame."""
+        """Close the connection. What was written is waited for only where it says why."""
         if self.stage is Stage.OVER:
             return
         was, self.stage = self.stage, Stage.OVER
         if self._transport is not None:
-            if fault is None or fault is Refused.UNFIT:
+            if fault is Refused.UNFIT:
                 self._transport.close()
             else:
                 self._transport.abort()
