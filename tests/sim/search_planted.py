@@ -22,7 +22,8 @@ from threading import Lock
 from types import FrameType
 
 from baton.sim.scenario import run_seed
-from tests.sim.planted import BUGS, Catch, read_catches, write_catches
+from tests.sim.planted import Catch, read_catches, write_catches
+from tests.sim.planted_peers import BUGS
 
 EVENTS_CHEAP = 6_000
 """An undisturbed world takes two to three thousand."""
