@@ -80,6 +80,8 @@ def hand_over(pair: Pair, request: int, count: int = 6, first: int = 0) -> tuple
 
 def test_everything_arrives_and_is_verified(pair: Pair) -> None:
     _, targets = hand_over(pair, 1, count=20)
+    assert pair.receiver.received_bytes == 20 * LAYOUT.block_bytes
+    assert pair.sender.sent_bytes >= 20 * LAYOUT.block_bytes
     untouched = np.setdiff1d(np.arange(TAKER_BLOCKS), targets)
     assert not pair.taker.pool[untouched].any()
     assert any(isinstance(event, Arriving) for event in pair.got.seen)
@@ -87,6 +89,13 @@ def test_everything_arrives_and_is_verified(pair: Pair) -> None:
 
 def test_only_what_follows_the_prefix_is_sent(pair: Pair) -> None:
     hand_over(pair, 1, count=3, first=1000)
+
+
+def test_a_peer_that_was_started_anew_may_use_its_numbers_again(pair: Pair) -> None:
+    for _ in range(2):
+        hand_over(pair, 1)
+        pair.sender.fence(giver_names(1))
+        pair.sent.next(Fenced)
 
 
 def test_a_hand_over_of_nothing_is_verified(pair: Pair) -> None:
@@ -579,6 +588,14 @@ def test_a_full_sender_fails_more(kind: str) -> None:
         pair.sender.open(giver_names(1), pair.receiver.address, TOKEN, 0, ids(1))
         pair.sender.open(giver_names(2), pair.receiver.address, TOKEN, 0, ids(2))
         assert pair.sent.next(ShipFailed).handover == giver_names(2)
+
+
+@pytest.mark.parametrize("token", [b"", b"t" * 65])
+def test_a_token_of_no_size_is_our_own_mistake(pair: Pair, token: bytes) -> None:
+    with pytest.raises(InvariantViolated):
+        pair.receiver.expect(taker_names(1), token, 0, ids(1))
+    with pytest.raises(InvariantViolated):
+        pair.sender.open(giver_names(1), pair.receiver.address, token, 0, ids(1))
 
 
 @pytest.mark.parametrize("block", [-1, TAKER_BLOCKS])

@@ -145,6 +145,8 @@ class Receiver(Protocol):
     """Put into our pool since the start, of whatever hand-over."""
     refused: Counter[str]
     """Connections and pieces that were turned away, by reason."""
+    received_bytes: int
+    """KV that has landed in our pool, of all hand-overs so far."""
 
     def expect(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None:
         """Let one connection that shows `token` fill `blocks` with blocks `first`… of the sequence."""
@@ -160,6 +162,9 @@ class Receiver(Protocol):
 
 class Sender(Protocol):
     """On P."""
+
+    sent_bytes: int
+    """KV that has left, of all hand-overs so far; where D fetches it, KV that D was told it may fetch."""
 
     def open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
         """Connect. Our block `blocks[i]` is block `first + i` of the sequence."""

@@ -12,6 +12,7 @@ import hmac
 import os
 import selectors
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -172,6 +173,7 @@ class LineReceiver:
         self.address = port.address
         self.arrived_bytes = 0
         self.refused: Counter[str] = Counter()
+        self.received_bytes = 0
         self._memory = memory
         self._report = report
         self._port = port
@@ -371,6 +373,7 @@ class LineReceiver:
         line.filling.advance(size)
         payload = min(size, line.payload_left)
         line.payload_left -= payload
+        self.received_bytes += payload
         line.head_left -= size - payload
         if payload and line.entry is not None:
             self._arriving(line.entry, line.moved_at_s)
@@ -510,10 +513,10 @@ class LineReceiver:
         line.in_flight, line.moved_at_s = True, time.monotonic()
         line.source.fetch(
             Slice(part, part.first - expected.first, expected.targets(part), low, high),
-            lambda problem: self._fetched(line, part, problem),
+            lambda problem: self._fetched(line, part, (high - low) * count, problem),
         )
 
-    def _fetched(self, line: _Line, part: Pieces, problem: str | None) -> None:
+    def _fetched(self, line: _Line, part: Pieces, size: int, problem: str | None) -> None:
         if line.entry is None or line.pieces is None or line not in self._lines:
             return  # fenced meanwhile
         if problem is not None:
@@ -522,6 +525,7 @@ class LineReceiver:
         line.in_flight, line.moved_at_s = False, time.monotonic()
         self._arriving(line.entry, line.moved_at_s)
         line.fetched += part.count
+        self.received_bytes += size
         whole = line.fetched == line.pieces.count
         self._landed(line.entry, part)
         if whole and line in self._lines:
@@ -573,7 +577,7 @@ class LineReceiver:
 
 
 _FD_BYTES = 4
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_CLOSE_ON_EXEC = socket.MSG_CMSG_CLOEXEC if sys.platform == "linux" else 0
 
 
 def _nothing(_events: int) -> None:

@@ -21,7 +21,7 @@ from baton.core.peers import Fenced, Handover, ShipFailed, Shipped
 from baton.core.plan import Int32s
 from baton.kv.checks import Checks
 from baton.kv.contract import KvMemory, Report, SenderOptions
-from baton.kv.frames import END_FRAME, WELCOME, encode_hello, encode_pieces
+from baton.kv.frames import END_FRAME, TOKEN_MAX, WELCOME, encode_hello, encode_pieces
 from baton.kv.lane import Lane
 from baton.kv.memory import flat, within
 from baton.kv.pace import Pace
@@ -87,6 +87,7 @@ class _Line:
 
 class LineSender:
     def __init__(self, memory: KvMemory, report: Report, road: Road, options: SenderOptions) -> None:
+        self.sent_bytes = 0
         self._memory = memory
         self._report = report
         self._road = road
@@ -115,6 +116,8 @@ class LineSender:
     def open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
         if not within(blocks, self._memory.blocks):
             raise InvariantViolated(f"{handover}: blocks outside of the pool")
+        if not 0 < len(token) <= TOKEN_MAX:
+            raise InvariantViolated(f"{handover}: a token of {len(token)} bytes")
         self._order(handover, lambda: self._open(handover, address, token, first, blocks))
 
     def ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None:
@@ -145,8 +148,7 @@ class LineSender:
     # ── on the lane ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
-        if handover in self._over:
-            return
+        self._over.pop(handover, None)  # a peer that was started anew counts its requests from the beginning
         refusal = "the sender is closed" if self._closed else self._book.open(handover, first, len(blocks))
         if refusal is not None:
             self._fail(handover, refusal)
@@ -279,6 +281,8 @@ class LineSender:
                 return
             line.moved_at_s = time.monotonic()
             sent += taken
+            if self._road.carries:
+                self.sent_bytes += taken
             line.waiting.advance(taken)
         if line.stage is _Stage.ENDING and not line.waiting:
             if self._listen(line):  # what we send to one who has hung up leaves, too, and arrives nowhere
@@ -327,6 +331,8 @@ class LineSender:
         rest = run.first + count
         line.run = Run(run.layers, rest, run.upto) if rest < run.upto else None
         self._pace.spent((end - begin) * count, time.monotonic())
+        if not self._road.carries:
+            self.sent_bytes += (end - begin) * count
 
     def _shipped(self, line: _Line) -> None:
         """Everything has left. Closing a socket does not take back what was given to it."""

@@ -11,7 +11,20 @@ from collections import Counter
 
 from baton.core.config import Role
 from baton.core.errors import BatonError
-from baton.core.peers import Expect, Fence, Fenced, Handover, OpenShip, PeerId, Ship, ShipFailed, Verify
+from baton.core.peers import (
+    Expect,
+    Fence,
+    Fenced,
+    Handover,
+    OpenShip,
+    PeerEvent,
+    PeerId,
+    Ship,
+    ShipFailed,
+    Shipped,
+    Verified,
+    Verify,
+)
 from baton.kv.contract import (
     KINDS,
     KvMemory,
@@ -56,7 +69,7 @@ class Transfers:
         self._options: SenderOptions = {"host": host} if bytes_per_s is None else {"host": host, "bytes_per_s": bytes_per_s}
         kinds = kinds_of(setting)
         wanted = [kind for kind in kinds if setting != AUTO or kind in BUILT_IN] if role.takes else []
-        self._receivers: dict[str, Receiver] = {kind: make_receiver(kind, memory, report, host=host) for kind in wanted}
+        self._receivers: dict[str, Receiver] = {kind: make_receiver(kind, memory, self._tell, host=host) for kind in wanted}
         self._sends_by: tuple[str, ...] = kinds if role.gives else ()
         self._senders: dict[str, Sender] = {}
         """Made when a peer first wants one, and then replaced as a whole: other threads go through it."""
@@ -66,7 +79,15 @@ class Transfers:
         """D: how each peer was told to send."""
         self._receiving: dict[Handover, Receiver] = {}
         self._sending: dict[Handover, Sender] = {}
-        """What carries each hand-over until its fence."""
+        """What carries each hand-over until it is done or fenced."""
+
+    def _tell(self, event: PeerEvent) -> None:
+        """On a transfer's thread. What has arrived or left whole has no bytes that a fence could still stop."""
+        if isinstance(event, Verified):
+            self._receiving.pop(event.handover, None)
+        elif isinstance(event, Shipped):
+            self._sending.pop(event.handover, None)
+        self._report(event)
 
     # ── as a peer registers, on the peers' thread ────────────────────────────────────────────────────────────────────────
 
@@ -87,7 +108,7 @@ class Transfers:
             return f"transfer: {' or '.join(self._sends_by)} here, {kind} there"
         if kind not in self._senders:
             try:
-                sender = make_sender(kind, self._memory, self._report, **self._options)
+                sender = make_sender(kind, self._memory, self._tell, **self._options)
             except (OSError, TransferUnavailable) as error:
                 return f"transfer: {kind} cannot be used here: {error}"
             self._senders = {**self._senders, kind: sender}
@@ -102,17 +123,16 @@ class Transfers:
     def carry_out(self, order: TransferOrder) -> None:
         match order:
             case Expect(handover, token, first, blocks):
-                receiver = self._receivers[self._kind[handover.peer]]
-                self._receiving[handover] = receiver
-                receiver.expect(handover, token, first, blocks)
+                self._receiving[handover] = way = self._receivers[self._kind[handover.peer]]
+                way.expect(handover, token, first, blocks)
             case OpenShip():
                 self._open(order)
             case Verify(handover, checks):
-                if handover in self._receiving:
-                    self._receiving[handover].verify(handover, checks)
+                if (receiver := self._receiving.get(handover)) is not None:
+                    receiver.verify(handover, checks)
             case Ship(handover, step, first, upto, last):
-                if handover in self._sending:
-                    self._sending[handover].ship(handover, step, first, upto, last)
+                if (sender := self._sending.get(handover)) is not None:
+                    sender.ship(handover, step, first, upto, last)
             case Fence(handover):
                 self._fence(handover)
 
