@@ -199,6 +199,7 @@ class EngineLoop:
 
 def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     inbox = Inbox()
+    end_with_threads(inbox)
     pool = PoolMemory(settings)
     executor, details = build_executor(settings, pool.allocate)
     config = worker_config(settings, executor.shape)
@@ -217,6 +218,17 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     )
     socket.send(encode_from_engine(ready))
     EngineLoop(worker, executor, socket, inbox, handovers).run()
+
+
+def end_with_threads(inbox: Inbox) -> None:
+    """A thread that ends with an exception ends the engine: without it we would look healthy and be of no use."""
+    show = threading.excepthook
+
+    def ended(what: threading.ExceptHookArgs) -> None:
+        show(what)
+        inbox.put(Broken(what.exc_value or what.exc_type()))
+
+    threading.excepthook = ended
 
 
 def _exit_with_front_end(folder: Path) -> None:
