@@ -116,7 +116,7 @@ class ReceiverOptions(TypedDict, total=False):
     hello_s: float
     """How long a connection may take to show a token [2]."""
     strangers_max: int
-    """Connections that have not shown one yet [64]."""
+    """Connections that have not shown one yet; beyond it the oldest goes [64]."""
     expected_max: int
     """Hand-overs at once [4096]."""
 

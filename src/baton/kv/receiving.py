@@ -278,17 +278,23 @@ class LineReceiver:
             self._deaf_until_s = time.monotonic() + DEAF_S
             return
         sock.setblocking(False)
-        strangers = sum(line.stage in (_Stage.HELLO, _Stage.INTRODUCTION) for line in self._lines)
-        reason = "too many strangers" if strangers >= self._strangers_max else self._port.admit(sock)
+        reason = self._port.admit(sock)
         if reason is not None:
             self.refused[reason] += 1
             sock.close()
             return
+        self._make_room()
         now_s = time.monotonic()
         line = _Line(sock, now_s, now_s, bytearray(), Vectors())
         line.next_head(HELLO_BYTES, [], 0)
         self._lines[line] = None
         self._listen(line)
+
+    def _make_room(self) -> None:
+        """The stranger that has been here longest goes: those who only wait must not keep out one that has a token."""
+        strangers = [line for line in self._lines if line.stage is _Stage.HELLO]
+        if len(strangers) >= self._strangers_max:
+            self._refuse(strangers[0], "too many strangers")
 
     def _listen(self, line: _Line) -> None:
         self._lane.watch(line.sock, selectors.EVENT_READ, lambda _: self._read(line))
