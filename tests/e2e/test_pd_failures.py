@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
 import pytest
@@ -109,6 +111,43 @@ def test_a_client_that_leaves_leaves_nothing_behind_on_either_side(slow: Cluster
     leave(slow.decodes[0], when, slow.prefill)
     slow.settle()
     assert tokens(slow.decodes[0].url, prompt=[1, 2, 3] * 20, max_tokens=2)
+
+
+def is_receiving(server: ServerProcess) -> bool:
+    return server.metric("baton_kv_blocks", state="receiving") > 0
+
+
+def test_a_giver_that_stands_still_and_wakes_up_later_changes_nothing(wanted: list[list[int]]) -> None:
+    with (
+        cluster(*SCRIPTED, *SLOW, decodes=(("--transfer", "shm"), ("--transfer", "tcp"))) as running,
+        ThreadPoolExecutor(2) as both,
+    ):
+        asked = [both.submit(tokens, server.url, prompt=PROMPT) for server in running.decodes]
+        wait_until(lambda: any(is_receiving(server) for server in running.decodes), "KV on its way")
+        engine = running.prefill.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            assert [answer.result(60) for answer in asked] == [wanted, wanted]  # each did it itself in the end
+            for server in running.decodes:
+                wait_until(lambda server=server: is_at_rest(server), f"nothing held:\n{server.output()}")
+                assert tokens(server.url, prompt=[9, *PROMPT], max_tokens=4)  # perhaps in the blocks that were leased before
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        for server in running.decodes:
+            in_session(server)
+        running.settle()
+        for server in running.decodes:
+            assert tokens(server.url, prompt=PROMPT) == wanted
+
+
+def test_a_giver_that_drains_finishes_what_it_has_begun(wanted: list[list[int]]) -> None:
+    with cluster(*SCRIPTED, *SLOW) as running, ThreadPoolExecutor(1) as one:
+        (taker,) = running.decodes
+        asked = one.submit(tokens, taker.url, prompt=PROMPT)
+        wait_until(lambda: is_receiving(taker), "KV on its way")
+        assert running.prefill.stop() == 0
+        assert asked.result(60) == wanted
+        assert handed_over(taker) == 1
 
 
 def test_a_taker_whose_giver_is_killed_serves_on_and_asks_the_next_one(wanted: list[list[int]]) -> None:

@@ -33,6 +33,7 @@ from baton.kv.frames import (
 )
 from baton.kv.memory import allocate, flat, map_sealed, release, shared_bytes
 from baton.kv.pace import Pace
+from baton.kv.vectors import Vectors
 
 LAYOUT = KvLayout(b"\x01\x02", "bfloat16", 16, (32, 64, 8))
 
@@ -244,3 +245,31 @@ def test_without_a_limit_nothing_waits() -> None:
     assert pace.at_once(3000) == 3000
     pace.spent(10**12, 1.0)
     assert pace.delay_s(1.0) == 0.0
+
+
+# ── vectors ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=5),
+    st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    st.integers(1, 4),
+)
+def test_vectors_go_through_their_memory_once_and_in_order(
+    shape: list[tuple[int, int]], steps: list[int], limit: int
+) -> None:
+    memory = memoryview(bytes(range(100)))
+    vectors, at = Vectors(), 0
+    for count, size in shape:
+        vectors.add([memory[at + piece * size : at + (piece + 1) * size] for piece in range(count)])
+        at += count * size
+    seen = b""
+    for step in steps:
+        buffers = vectors.next(limit)
+        assert len(buffers) <= limit
+        taken = b"".join(buffers)[:step]
+        seen += taken
+        vectors.advance(len(taken))
+        assert vectors.left == at - len(seen)
+        assert bool(vectors) == (len(seen) < at)
+    assert seen == bytes(memory[: len(seen)])

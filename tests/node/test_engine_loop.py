@@ -18,7 +18,7 @@ from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.engine import EngineLoop
 from baton.node.inbox import Broken, Inbox
-from baton.wire.messages import FromEngine, StepOutput, decode_from_engine, encode_to_engine, submit
+from baton.wire.messages import FromEngine, PeerTraffic, StepOutput, decode_from_engine, encode_to_engine, submit
 from tests.support.driver import submission
 
 DEADLINE_S = 20
@@ -71,8 +71,8 @@ class Orders:
     def step_done(self, step: int) -> None:
         self.steps.append(step)
 
-    def turned_away(self) -> dict[str, int]:
-        return {}
+    def traffic(self) -> PeerTraffic:
+        return PeerTraffic({}, 0)
 
     def wait(self, count: int) -> None:
         with self.news:

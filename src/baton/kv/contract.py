@@ -141,6 +141,8 @@ class Receiver(Protocol):
 
     address: str
     """Told at registration; opaque to all but a Sender of the same kind."""
+    arrived_bytes: int
+    """Put into our pool since the start, of whatever hand-over."""
     refused: Counter[str]
     """Connections and pieces that were turned away, by reason."""
 

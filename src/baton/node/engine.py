@@ -38,9 +38,9 @@ from baton.wire.messages import (
     WIRE_VERSION,
     Failed,
     FromEngine,
+    PeerTraffic,
     Ready,
     StepOutput,
-    TurnedAway,
     decode_to_engine,
     encode_from_engine,
     wire_gauges,
@@ -56,8 +56,8 @@ TICK_IN_FLIGHT_US = 20_000
 """While a step computes there is nothing to plan, but leases and renewals with peers run on; they are looked at so often."""
 GAUGES_US = 50_000
 """How old the front end's gauges may be when peers change them and no step does."""
-REFUSALS_US = 1_000_000
-"""How often the front end hears of refused connections."""
+TRAFFIC_US = 1_000_000
+"""How often the front end hears of refused connections and of bytes that came."""
 LAST_WORDS_MS = 1000
 
 EXIT_FAILED = 1
@@ -77,8 +77,7 @@ class Handovers(Protocol):
 
     def step_done(self, step: int) -> None: ...
 
-    def turned_away(self) -> dict[str, int]:
-        """Connections and frames that were refused since the start, by reason."""
+    def traffic(self) -> PeerTraffic: ...
 
 
 class EngineLoop:
@@ -101,7 +100,7 @@ class EngineLoop:
         self._steps_in_flight = 0
         self._gauges_changed = False
         """Peers may have changed them since the front end was told."""
-        self._turned_away: dict[str, int] = {}
+        self._traffic = PeerTraffic({}, 0)
         self._report_us = 0
         """When the front end is next told of what happened with peers and in no step."""
         self._poller = zmq.Poller()
@@ -135,12 +134,12 @@ class EngineLoop:
         return None if until_us is None else -(-(until_us - now_us) // 1000)
 
     def _report(self, handovers: Handovers, now_us: int) -> None:
-        self._report_us = now_us + REFUSALS_US
+        self._report_us = now_us + TRAFFIC_US
         if self._gauges_changed:
             self._send(StepOutput(b"", b"", b"", (), (), (), wire_gauges(self._worker.gauges())))
-        if (turned_away := handovers.turned_away()) != self._turned_away:
-            self._turned_away = turned_away
-            self._send(TurnedAway(turned_away))
+        if (traffic := handovers.traffic()) != self._traffic:
+            self._traffic = traffic
+            self._send(traffic)
 
     def _take_messages(self) -> None:
         for _ in range(MESSAGES_A_TURN):

@@ -12,9 +12,22 @@ from collections import Counter
 from baton.core.config import Role
 from baton.core.errors import BatonError
 from baton.core.peers import Expect, Fence, Fenced, Handover, OpenShip, PeerId, Ship, ShipFailed, Verify
-from baton.kv.contract import KINDS, KvMemory, Receiver, Report, Sender, available, make_receiver, make_sender
+from baton.kv.contract import (
+    KINDS,
+    KvMemory,
+    Receiver,
+    Report,
+    Sender,
+    SenderOptions,
+    TransferUnavailable,
+    available,
+    make_receiver,
+    make_sender,
+)
 
 AUTO = "auto"
+BUILT_IN = ("shm", "tcp")
+"""What `auto` chooses from."""
 TransferOrder = Expect | Verify | OpenShip | Ship | Fence
 
 
@@ -33,19 +46,20 @@ def kinds_of(setting: str) -> tuple[str, ...]:
 
 
 class Transfers:
-    def __init__(self, role: Role, setting: str, memory: KvMemory, report: Report, host: str) -> None:
+    def __init__(
+        self, role: Role, setting: str, memory: KvMemory, report: Report, host: str, bytes_per_s: float | None = None
+    ) -> None:
+        """`bytes_per_s` holds senders back, for measuring."""
         self._setting = setting
+        self._memory = memory
         self._report = report
+        self._options: SenderOptions = {"host": host} if bytes_per_s is None else {"host": host, "bytes_per_s": bytes_per_s}
         kinds = kinds_of(setting)
-        if role.takes and setting == AUTO:
-            kinds = tuple(kind for kind in kinds if kind in ("shm", "tcp"))
-        self._receivers: dict[str, Receiver] = {}
+        wanted = [kind for kind in kinds if setting != AUTO or kind in BUILT_IN] if role.takes else []
+        self._receivers: dict[str, Receiver] = {kind: make_receiver(kind, memory, report, host=host) for kind in wanted}
+        self._sends_by: tuple[str, ...] = kinds if role.gives else ()
         self._senders: dict[str, Sender] = {}
-        for kind in kinds:
-            if role.takes:
-                self._receivers[kind] = make_receiver(kind, memory, report, host=host)
-            else:
-                self._senders[kind] = make_sender(kind, memory, report, host=host)
+        """Made when a peer first wants one, and then replaced as a whole: other threads go through it."""
         self._address: dict[PeerId, str] = {}
         """P: where each peer wants its KV."""
         self._kind: dict[PeerId, str] = {}
@@ -64,13 +78,19 @@ class Transfers:
         return (self._receivers[kind].address,)
 
     def accept(self, peer: PeerId, addresses: tuple[str, ...]) -> str | None:
-        if not self._senders:
+        if not self._sends_by:
             return None
         if len(addresses) != 1:
             return f"transfers: 1 address is wanted here, {len(addresses)} were given there"
         kind = addresses[0].partition(":")[0]
+        if kind not in self._sends_by:
+            return f"transfer: {' or '.join(self._sends_by)} here, {kind} there"
         if kind not in self._senders:
-            return f"transfer: {' or '.join(self._senders)} here, {kind} there"
+            try:
+                sender = make_sender(kind, self._memory, self._report, **self._options)
+            except (OSError, TransferUnavailable) as error:
+                return f"transfer: {kind} cannot be used here: {error}"
+            self._senders = {**self._senders, kind: sender}
         self._address[peer] = addresses[0]
         return None
 
@@ -123,6 +143,9 @@ class Transfers:
     def step_done(self, step: int) -> None:
         for sender in self._senders.values():
             sender.step_done(step)
+
+    def arrived_bytes(self) -> int:
+        return sum(receiver.arrived_bytes for receiver in self._receivers.values())
 
     def refused(self) -> Counter[str]:
         return sum((receiver.refused for receiver in self._receivers.values()), Counter())
