@@ -1,15 +1,17 @@
 # make serve   set up and serve the built-in model        make test    set up and run the tests
 # make check   format, lint, types, tidiness              make bench   measure, beside a peer where BATON_PEER_VLLM names one
 # make fuzz    simulated clusters with faults for MINUTES=10, from seed FIRST_SEED=10000
+# make chaos   real instances, of which KILLS=100 are killed under load
 PYTHON ?= python3
 PORT ?= 8000
 MINUTES ?= 10
 FIRST_SEED ?= 10000
+KILLS ?= 100
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test check format bench fuzz clean
+.PHONY: serve test check format bench fuzz chaos clean
 
 serve: $(READY)
 	$(BIN)/baton serve --port $(PORT)
@@ -38,6 +40,9 @@ bench: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/baton sim fuzz --minutes $(MINUTES) --first-seed $(FIRST_SEED)
+
+chaos: $(READY)
+	BATON_TEST_KILLS=$(KILLS) $(BIN)/python -m pytest -q -s tests/e2e/test_pd_chaos.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

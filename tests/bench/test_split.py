@@ -39,8 +39,8 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def job(trace: Path, givers: int) -> SplitJob:
-    return SplitJob(str(trace), 40, 1.0, 0, 3, givers, 2048, 2.0, 50.0, 50.0)
+def job(trace: Path, givers: int, by_load: bool = False) -> SplitJob:
+    return SplitJob(str(trace), 40, 1.0, 0, 3, givers, 2048, by_load, 2.0, 50.0, 50.0)
 
 
 def test_a_light_load_is_good_with_and_without_a_split(trace: Path) -> None:
@@ -66,13 +66,23 @@ def test_shares_say_which_target_was_missed(trace: Path) -> None:
     assert (both.late_share, both.slow_share, both.both_share) == (0.0, 0.0, 1.0)
 
 
+def test_by_load_a_long_prompt_keeps_others_away_from_its_instance(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake_conversation_uneven.jsonl"
+    lengths = [60_000 if n % 3 == 0 else 500 for n in range(12)]
+    path.write_text(
+        "".join(f'{{"timestamp": {n}, "input_length": {length}, "output_length": 5}}\n' for n, length in enumerate(lengths))
+    )
+    in_turn, by_load = (run_split(job(path, 0, by_load=by_load)) for by_load in (False, True))
+    assert by_load.ttft_s.mean < in_turn.ttft_s.mean
+
+
 def test_all_clusters_are_run_at_all_speeds_and_told_of(trace: Path) -> None:
     options = SplitOptions(trace, 40, speeds=(1.0, 2.0), instances=3, givers=(1, 2), mixed_step_tokens=(512,))
     seen: list[SplitRun] = []
     report = Splits(options).run(seen.append, processes=2)
-    assert len(seen) == len(report.runs) == 6
-    assert report.clusters == ["mixed ×3, chunks of 512", "1P2D", "2P1D"]
-    assert report.best(split=False) == "mixed ×3, chunks of 512"
+    assert len(seen) == len(report.runs) == 8
+    assert report.clusters == ["mixed ×3, in turn, 512", "mixed ×3, by load, 2,048", "1P2D", "2P1D"]
+    assert report.best(split=False) == "mixed ×3, in turn, 512"
     assert report.best(split=True) in ("1P2D", "2P1D")
     assert msgspec.json.decode(msgspec.json.encode(report), type=SplitReport) == report
     out = io.StringIO()
@@ -99,5 +109,5 @@ def test_the_command_writes_numbers_and_refuses_nonsense(trace: Path, tmp_path: 
     usual = ["bench", "split", "--trace", str(trace), "--requests", "40", "--instances", "2", "--mixed-chunks", "1024"]
     ran = CliRunner().invoke(app, [*usual, "--speeds", "1", "--givers", "1", "--json", str(out)])
     assert ran.exit_code == 0, ran.output
-    assert len(msgspec.json.decode(out.read_bytes(), type=SplitReport).runs) == 2
+    assert len(msgspec.json.decode(out.read_bytes(), type=SplitReport).runs) == 3
     assert CliRunner().invoke(app, [*usual, "--speeds", "fast", "--givers", "1"]).exit_code == 2

@@ -84,6 +84,37 @@ def test_every_constant_of_the_policies_is_a_flag(serve: Serve) -> None:
     assert engine.max_preemptions == 3
 
 
+def test_every_option_of_an_instance_with_peers_is_a_flag_and_a_key_of_the_file(serve: Serve, file: Write) -> None:
+    flags = serve(
+        "--role", "decode", "--peer", "127.0.0.1:1", "--peer", "127.0.0.1:2", "--peer-host", "127.0.0.2",
+        "--transfer", "tcp", "--on-preempt", "reschedule", "--prefill-timeout", "5", "--lease", "1.5",
+        "--cluster-key-file", "key",
+    )  # fmt: skip
+    path = file(
+        """
+        role = "decode"
+        peer = ["127.0.0.1:1", "127.0.0.1:2"]
+        peer-host = "127.0.0.2"
+        transfer = "tcp"
+        on-preempt = "reschedule"
+        prefill-timeout = 5
+        lease = 1.5
+        cluster-key-file = "key"
+        """
+    )
+    engine: EngineSettings = flags["engine"]
+    assert (engine.role, engine.peers, engine.peer_host) == ("decode", ("127.0.0.1:1", "127.0.0.1:2"), "127.0.0.2")
+    assert (engine.transfer, engine.on_preempt) == ("tcp", "reschedule")
+    assert (engine.prefill_timeout_s, engine.lease_s, flags["cluster_key_file"]) == (5.0, 1.5, "key")
+    assert serve("--config", path) == flags
+
+
+def test_the_cluster_key_comes_from_the_environment_too(serve: Serve) -> None:
+    settings = serve("--role", "prefill", "--peer-port", "0", "--prefill-path", "general", BATON_CLUSTER_KEY="from outside")
+    assert settings["cluster_key"] == "from outside"
+    assert (settings["engine"].peer_port, settings["engine"].prefill_path) == (0, "general")
+
+
 @pytest.mark.parametrize("options", [("--ratio-initial", "1.1"), ("--victims", "oldest"), ("--max-preemptions", "-1")])
 def test_a_constant_out_of_its_range_is_named(serve: Serve, options: tuple[str, str]) -> None:
     assert options[0] in serve.error(*options)

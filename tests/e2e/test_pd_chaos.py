@@ -78,8 +78,8 @@ def seats() -> Iterator[tuple[Seat, list[Seat]]]:
         prefill.start()
         address = peer_address(prefill.running)
         prefill.options = ("--role", "prefill", "--peer-port", address.rpartition(":")[2])  # the next one is found there too
-        for transfer in ("shm", "tcp"):
-            decodes.append(Seat(("--role", "decode", "--peer", address, "--transfer", transfer)))
+        for own in (("--transfer", "shm"), ("--transfer", "tcp", "--on-preempt", "reschedule")):
+            decodes.append(Seat(("--role", "decode", "--peer", address, *own)))
             decodes[-1].start()
         yield prefill, decodes
     finally:
@@ -98,6 +98,11 @@ def ask(server: ServerProcess, prompt: list[int], tokens: int, may_die: bool) ->
     if response.status_code == 200:
         (choice,) = body["choices"]
         whole = undisturbed(prompt, Sampling(seed=0, temperature=0.0), tokens, BYTE_VOCABULARY)
+        if choice["finish_reason"] == "pd_reschedule":
+            given = choice["completion_token_ids"]
+            assert given == whole[: len(given)]
+            assert choice["error"]["retryable"] is True
+            return "to be tried again"
         assert choice["finish_reason"] == "length", choice
         assert choice["token_ids"] == whole
         return "answered"

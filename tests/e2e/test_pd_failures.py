@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx2 as httpx
 import pytest
@@ -42,45 +45,54 @@ def test_without_a_peer_in_reach_the_instance_is_ready_and_prefills_itself(wante
         assert server.output().count("no session with") == 1  # it calls on, and says so once
 
 
-def test_an_instance_that_prefills_is_healthy_and_sends_clients_elsewhere() -> None:
-    with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", "0") as server:
-        for path in ("health", "ready", "metrics"):
-            assert httpx.get(f"{server.url}/{path}").status_code == 200
-        refused = complete(server.url, prompt=PROMPT)
-        assert 400 <= refused.status_code < 500
-        assert "decode" in refused.json()["error"]["message"]
-        assert server.metric("baton_role_info", role="prefill") == 1
+KEY = ("--cluster-key", "the key of this cluster")
 
 
-def test_another_cluster_key_is_refused_and_counted_and_both_go_on(wanted: list[list[int]]) -> None:
-    prefill_key, decode_key = ("--cluster-key", "k" * 20), ("--cluster-key", "o" * 20)
-    with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", "0", *prefill_key) as giver:
-        call = ("--role", "decode", "--peer", peer_address(giver))
-        with baton_serve(*SCRIPTED, *call, *decode_key) as stranger:
-            wait_until(lambda: "wrong_key" in httpx.get(f"{giver.url}/metrics").text, "a refusal in the metrics")
-            assert giver.metric("baton_peer_refusals_total", reason="wrong_key") >= 1
-            assert tokens(stranger.url, prompt=PROMPT) == wanted
-            assert stranger.metric("baton_peers") == giver.metric("baton_peers") == 0
-        with baton_serve(*SCRIPTED, *call, *prefill_key) as friend:
-            in_session(friend)
-            assert tokens(friend.url, prompt=PROMPT) == wanted
-            assert handed_over(friend) == 1
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Cluster]:
+    with cluster(*SCRIPTED, *KEY) as running:
+        yield running
 
 
-def test_other_block_sizes_are_refused_by_name_while_both_serve(wanted: list[list[int]]) -> None:
-    with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", "0", "--block-size", "8") as giver:
-        call = ("--role", "decode", "--peer", peer_address(giver))
-        with baton_serve(*SCRIPTED, *call) as taker:
-            told = "block_size: 16 here, 8 there"
-            wait_until(lambda: told in taker.output(), f"the taker to name both values:\n{taker.output()}")
-            wait_until(lambda: "block_size: 8 here, 16 there" in giver.output(), "the giver to name both values")
-            wait_until(lambda: "unfit" in httpx.get(f"{taker.url}/metrics").text, "a refusal in the metrics")
-            assert tokens(taker.url, prompt=PROMPT) == wanted
-            assert taker.output().count(told) == 1
-        with baton_serve(*SCRIPTED, *call, "--block-size", "8") as friend:
-            in_session(friend)
-            assert tokens(friend.url, prompt=PROMPT) == wanted
-            assert handed_over(friend) == 1
+def still_hands_over(running: Cluster, prompt: list[int]) -> None:
+    (friend,) = running.decodes
+    made = handed_over(friend)
+    assert tokens(friend.url, prompt=prompt)
+    assert handed_over(friend) == made + 1
+
+
+def test_an_instance_that_prefills_is_healthy_and_sends_clients_elsewhere(keyed: Cluster) -> None:
+    server = keyed.prefill
+    for path in ("health", "ready", "metrics"):
+        assert httpx.get(f"{server.url}/{path}").status_code == 200
+    refused = complete(server.url, prompt=PROMPT)
+    assert 400 <= refused.status_code < 500
+    assert "decode" in refused.json()["error"]["message"]
+    assert server.metric("baton_role_info", role="prefill") == 1
+
+
+def test_another_cluster_key_is_refused_and_counted_and_both_go_on(keyed: Cluster, wanted: list[list[int]]) -> None:
+    giver = keyed.prefill
+    call = ("--role", "decode", "--peer", peer_address(giver), "--cluster-key", "the key of another one")
+    with baton_serve(*SCRIPTED, *call) as stranger:
+        wait_until(lambda: "wrong_key" in httpx.get(f"{giver.url}/metrics").text, "a refusal in the metrics")
+        assert giver.metric("baton_peer_refusals_total", reason="wrong_key") >= 1
+        assert tokens(stranger.url, prompt=PROMPT) == wanted
+        assert stranger.metric("baton_peers") == 0
+    still_hands_over(keyed, [1, *PROMPT])
+
+
+def test_other_block_sizes_are_refused_by_name_while_both_serve(keyed: Cluster, wanted: list[list[int]]) -> None:
+    giver = keyed.prefill
+    call = ("--role", "decode", "--peer", peer_address(giver), *KEY, "--block-size", "8")
+    with baton_serve(*SCRIPTED, *call) as taker:
+        told = "block_size: 8 here, 16 there"
+        wait_until(lambda: told in taker.output(), f"the taker to name both values:\n{taker.output()}")
+        wait_until(lambda: "block_size: 16 here, 8 there" in giver.output(), "the giver to name both values")
+        wait_until(lambda: "unfit" in httpx.get(f"{taker.url}/metrics").text, "a refusal in the metrics")
+        assert tokens(taker.url, prompt=PROMPT) == wanted
+        assert taker.output().count(told) == 1  # it calls on, and says so once
+    still_hands_over(keyed, [2, *PROMPT])
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +123,43 @@ def test_a_client_that_leaves_leaves_nothing_behind_on_either_side(slow: Cluster
     assert tokens(slow.decodes[0].url, prompt=[1, 2, 3] * 20, max_tokens=2)
 
 
+def is_receiving(server: ServerProcess) -> bool:
+    return server.metric("baton_kv_blocks", state="receiving") > 0
+
+
+def test_a_giver_that_stands_still_and_wakes_up_later_changes_nothing(wanted: list[list[int]]) -> None:
+    with (
+        cluster(*SCRIPTED, *SLOW, decodes=(("--transfer", "shm"), ("--transfer", "tcp"))) as running,
+        ThreadPoolExecutor(2) as both,
+    ):
+        asked = [both.submit(tokens, server.url, prompt=PROMPT) for server in running.decodes]
+        wait_until(lambda: any(is_receiving(server) for server in running.decodes), "KV on its way")
+        engine = running.prefill.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            assert [answer.result(60) for answer in asked] == [wanted, wanted]  # each did it itself in the end
+            for server in running.decodes:
+                wait_until(lambda server=server: is_at_rest(server), f"nothing held:\n{server.output()}")
+                assert tokens(server.url, prompt=[9, *PROMPT], max_tokens=4)  # perhaps in the blocks that were leased before
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        for server in running.decodes:
+            in_session(server)
+        running.settle()
+        for server in running.decodes:
+            assert tokens(server.url, prompt=PROMPT) == wanted
+
+
+def test_a_giver_that_drains_finishes_what_it_has_begun(wanted: list[list[int]]) -> None:
+    with cluster(*SCRIPTED, *SLOW) as running, ThreadPoolExecutor(1) as one:
+        (taker,) = running.decodes
+        asked = one.submit(tokens, taker.url, prompt=PROMPT)
+        wait_until(lambda: is_receiving(taker), "KV on its way")
+        assert running.prefill.stop() == 0
+        assert asked.result(60) == wanted
+        assert handed_over(taker) == 1
+
+
 def test_a_taker_whose_giver_is_killed_serves_on_and_asks_the_next_one(wanted: list[list[int]]) -> None:
     with cluster(*SCRIPTED) as running:
         (taker,) = running.decodes
@@ -126,3 +175,16 @@ def test_a_taker_whose_giver_is_killed_serves_on_and_asks_the_next_one(wanted: l
             assert tokens(taker.url, prompt=[8, *PROMPT])
             assert handed_over(taker) == made + 1
             wait_until(lambda: is_at_rest(taker), "nothing held")
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_an_engine_leaves_nothing_in_the_temporary_folder(
+    how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with baton_serve(*SCRIPTED, "--role", "decode", "--transfer", "shm") as server:
+        assert list(tmp_path.glob("**/line")), "the socket for KV"
+        server.process.send_signal(how)
+        server.process.wait(30)
+        wait_until(lambda: not list(tmp_path.glob("**/line")), "the socket for KV is gone")
+        wait_until(lambda: not [left for left in tmp_path.glob("baton-*") if "text" not in left.name], "all of it")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.kv.contract import available
 from tests.support.cluster import (
     Body,
     Cluster,
@@ -19,6 +20,7 @@ from tests.support.cluster import (
     make_tiny,
     tokens,
     tokens_of,
+    wait_until,
 )
 from tests.support.server import ServerProcess, baton_serve
 
@@ -84,6 +86,15 @@ def test_one_request_after_the_other_gets_the_tokens_of_a_mixed_instance(
     three.settle()
 
 
+@pytest.mark.skipif(available("mooncake") is not None, reason=f"mooncake: {available('mooncake')}")
+def test_kv_may_travel_by_mooncake(model: tuple[str, ...], expected: list[list[list[int]]]) -> None:
+    with cluster(*model, decodes=(("--transfer", "mooncake"),)) as running:
+        (server,) = running.decodes
+        assert all_at_once(server.url, BODIES) == expected
+        assert handed_over(server) > 0
+        running.settle()
+
+
 def test_three_that_decode_share_one_that_prefills(three: Cluster, expected: list[list[list[int]]]) -> None:
     steps = three.prefill.metric("baton_engine_steps_total")
     before = [handed_over(server) for server in three.decodes]
@@ -114,6 +125,8 @@ def test_the_peer_did_the_prefill_and_the_bill_says_so(three: Cluster) -> None:
     bill = answer["usage"]["baton"]
     assert bill["attempts"] == 1
     assert bill["prefill_ms"] > 0
+    arrived = "baton_kv_arrived_bytes_total"
+    wait_until(lambda: three.decodes[0].metric(arrived) > 0 < three.decodes[1].metric(arrived), "the bytes in the metrics")
 
 
 def test_what_the_taker_has_already_is_not_sent_and_what_the_giver_has_is_not_computed(

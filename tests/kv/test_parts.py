@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import selectors
+import socket
 import tempfile
+import threading
 
 import numpy as np
 import pytest
@@ -31,8 +34,10 @@ from baton.kv.frames import (
     encode_hello,
     encode_pieces,
 )
+from baton.kv.lane import Lane
 from baton.kv.memory import allocate, flat, map_sealed, release, shared_bytes
 from baton.kv.pace import Pace
+from baton.kv.vectors import Vectors
 
 LAYOUT = KvLayout(b"\x01\x02", "bfloat16", 16, (32, 64, 8))
 
@@ -244,3 +249,54 @@ def test_without_a_limit_nothing_waits() -> None:
     assert pace.at_once(3000) == 3000
     pace.spent(10**12, 1.0)
     assert pace.delay_s(1.0) == 0.0
+
+
+# ── vectors ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=5),
+    st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    st.integers(1, 4),
+)
+def test_vectors_go_through_their_memory_once_and_in_order(
+    shape: list[tuple[int, int]], steps: list[int], limit: int
+) -> None:
+    memory = memoryview(bytes(range(100)))
+    vectors, at = Vectors(), 0
+    for count, size in shape:
+        vectors.add([memory[at + piece * size : at + (piece + 1) * size] for piece in range(count)])
+        at += count * size
+    seen = b""
+    for step in steps:
+        buffers = vectors.next(limit)
+        assert len(buffers) <= limit
+        taken = b"".join(buffers)[:step]
+        seen += taken
+        vectors.advance(len(taken))
+        assert vectors.left == at - len(seen)
+        assert bool(vectors) == (len(seen) < at)
+    assert seen == bytes(memory[: len(seen)])
+
+
+# ── the lane ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_socket_that_was_closed_in_the_same_turn_does_not_end_the_lane() -> None:
+    """Both ends were ready at once, and the first to be served closed the other."""
+    done = threading.Event()
+    pairs = [socket.socketpair(), socket.socketpair()]
+    lane = Lane("test", lambda _now: None, lambda: None)
+
+    def close_all(_events: int) -> None:
+        for ours, _ in pairs:
+            lane.watch(ours, 0, lambda _: None)
+            ours.close()
+
+    for ours, theirs in pairs:
+        lane.watch(ours, selectors.EVENT_READ, close_all)
+        theirs.close()
+    lane.start()
+    lane.post(done.set)
+    assert done.wait(5)
+    lane.close()

@@ -20,6 +20,7 @@ from baton.core.peers import (
     Ask,
     Commit,
     Decline,
+    Expect,
     Grant,
     Handover,
     Offer,
@@ -198,8 +199,12 @@ def one_token_for_all(patch: Patch) -> None:
     grant_then = Taker._grant
 
     def grant(self: Taker, entry: Taken, lease: Lease) -> Acts:
-        acts = grant_then(self, entry, lease)
-        return [replace(act, token=b"open sesame") if hasattr(act, "token") else act for act in acts]
+        grant_then(self, entry, lease)
+        if entry.grant is None:
+            return []
+        entry.grant = replace(entry.grant, token=b"open sesame")
+        expect = Expect(entry.handover, entry.grant.token, lease.first, lease.blocks)
+        return [expect, Tell(entry.handover.peer, entry.grant)]
 
     patch.set(Taker, "_grant", grant)
 
@@ -279,14 +284,10 @@ def grant_twice(patch: Patch) -> None:
         if entry is not None and entry.state in (Taking.GRANTED, Taking.ARRIVING) and entry.grant is not None:
             row = self._scheduler.slots.blocks(self._scheduler._slot_of(self._scheduler._requests[entry.serial]))
             first = entry.grant.cached_tokens // self._scheduler.config.block_size
-            return self._offered_again(entry, Lease(entry.grant.cached_tokens, first, row[first:][::-1].copy()))
+            entry.state = Taking.ASKED
+            return self._grant(entry, Lease(entry.grant.cached_tokens, first, row[first:][::-1].copy()))
         return offered_then(self, peer, offer)
 
-    def offered_again(self: Taker, entry: Taken, lease: Lease) -> Acts:
-        entry.state = Taking.ASKED
-        return self._grant(entry, lease)
-
-    Taker._offered_again = offered_again  # type: ignore[attr-defined]
     patch.set(Taker, "_offered", offered)
 
 
@@ -323,9 +324,8 @@ def ask_twice_compute_twice(patch: Patch) -> None:
 
     def asked(self: Giver, peer: PeerId, ask: Ask) -> Acts:
         handover = Handover(peer, ask.request, ask.attempt)
-        entry = self._open.pop(handover, None)
-        if entry is not None and entry.state is Giving.QUEUED:
-            self._queued -= 1
+        self._open.pop(handover, None)
+        self._queue.pop(handover, None)
         return asked_then(self, peer, ask)
 
     patch.set(Giver, "_asked", asked)
@@ -476,7 +476,7 @@ def overlook_a_first_stop(patch: Patch) -> None:
 
     def adopt(self: DecodeScheduler, serial: Serial, commit: Commit, now_us: int) -> Settled:
         stops = type(self.slots).draws_stop
-        type(self.slots).draws_stop = lambda self, rows, tokens: np.zeros(len(rows), dtype=np.bool_)  # type: ignore
+        type(self.slots).draws_stop = lambda self, rows, tokens: np.zeros(len(rows), dtype=np.bool_)  # type: ignore[method-assign]
         try:
             return adopt_then(self, serial, commit, now_us)
         finally:

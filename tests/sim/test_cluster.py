@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,20 @@ def test_a_closed_loop_has_no_more_open_than_clients() -> None:
 def test_requests_are_spread_in_turn() -> None:
     record = run(*[Call(at_us=at, input_tokens=10, output_tokens=2, max_tokens=2) for at in range(6)], instances=3)
     assert [journey.instance for journey in record.journeys] == [0, 1, 2, 0, 1, 2]
+
+
+def test_whoever_starts_a_run_may_choose_by_what_waits_where() -> None:
+    seen: list[list[int]] = []
+
+    def last(queued_tokens: Sequence[int]) -> int:
+        seen.append(list(queued_tokens))
+        return 2
+
+    calls = [Call(at_us=at, input_tokens=10 + at, output_tokens=2, max_tokens=2) for at in range(3)]
+    calls.append(Call(at_us=1_000_000, input_tokens=10, output_tokens=2, max_tokens=2))
+    record = simulate(RunSpec("chosen", 3, CONFIG, FlatTimes(1_000, 10), calls, chosen=last))
+    assert [journey.instance for journey in record.journeys] == [2, 2, 2, 2]
+    assert seen == [[0, 0, 0], [0, 0, 10], [0, 0, 21], [0, 0, 0]]
 
 
 def split_run(*calls: Call, givers: int = 1, instances: int = 2, lane: float = 1e12, **more: object) -> RunRecord:

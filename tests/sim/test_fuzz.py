@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from baton.cli.main import app
 from baton.cli.sim_fuzz import replay_command
+from baton.core.config import OnPreempt, PrefillPath
 from baton.core.scheduler import Scheduler
 from baton.sim import fuzz
 from baton.sim.faults import CLASSES, Fault
@@ -70,6 +71,29 @@ def test_every_world_is_large_enough() -> None:
         assert scenario.rates.overload <= 4
 
 
+def test_some_worlds_have_instances_that_prefill_for_others_and_some_have_none() -> None:
+    worlds = [[role.name for role in draw_scenario(seed).roles] for seed in range(200)]
+    split = [world for world in worlds if "prefill" in world]
+    assert 60 <= len(split) <= 160
+    for world in split:
+        assert world[:2] == ["decode", "prefill"]
+        assert 1 <= world.count("prefill") <= 2
+        assert 1 <= world.count("decode") <= 3
+    assert {"mixed"} in [set(world) for world in worlds]
+    drawn = [draw_scenario(seed) for seed in range(200)]
+    assert {scenario.giver.prefill_path for scenario in drawn} == set(PrefillPath)
+    assert {scenario.config.on_preempt for scenario in drawn} == set(OnPreempt)
+    assert {scenario.kv.pulls for scenario in drawn} == {False, True}
+    assert max(scenario.rates.kv.broken for scenario in drawn) <= 0.12
+
+
+def test_two_instances_of_a_split_world_are_one_of_each_kind() -> None:
+    split = next(seed for seed in range(20) if len({role.name for role in draw_scenario(seed).roles}) > 1)
+    small = draw_scenario(split, Trim(instances=2))
+    assert [role.name for role in small.roles] == ["decode", "prefill"]
+    assert (small.peers_of(0), small.peers_of(1)) == (("instance 1",), ("instance 0",))
+
+
 def test_every_fault_belongs_to_a_class_that_a_seed_can_draw() -> None:
     assert sorted(fault for faults in CLASSES.values() for fault in faults) == sorted(Fault)
     drawn = {name for seed in range(100) for name in draw_scenario(seed).classes}
@@ -102,10 +126,13 @@ def test_leaving_a_class_of_faults_out_leaves_requests_and_the_other_rates_as_th
 
 
 def test_a_world_without_faults_answers_everybody_in_full() -> None:
-    for seed in range(5):
+    for seed in range(20):
         verdict = run_seed(seed, Trim(classes=()))
         assert verdict.broken is None
-        assert set(map(str, verdict.ends)) <= {"stop", "length", "refused: queue_full"}
+        ends = {"stop", "length", "refused: queue_full"}
+        if verdict.scenario.config.on_preempt is OnPreempt.RESCHEDULE:  # a small pool and a short limit are no faults
+            ends |= {"pd_reschedule: 500", "pd_reschedule: 502", "pd_reschedule: 408"}
+        assert set(map(str, verdict.ends)) <= ends
         assert not verdict.fired
 
 

@@ -11,7 +11,9 @@ from functools import cache
 import pytest
 
 from baton.sim.scenario import Verdict, run_seed
-from tests.sim.planted import BUGS, Bug, Catch, read_catches
+from tests.sim import planted_peers
+from tests.sim.planted import Bug, Catch, read_catches
+from tests.sim.planted_peers import BUGS
 
 CATCHES = read_catches()
 HINT = "search again: python -m tests.sim.search_planted --names {}"
@@ -25,7 +27,9 @@ def _replayed(name: str) -> Verdict:
 
 def test_the_registry_is_large_enough_and_every_bug_is_on_record() -> None:
     layers = [bug.layer for bug in BUGS.values()]
-    assert len(BUGS) >= 20
+    of_peers = [bug for bug in BUGS.values() if bug.plant.__module__ == planted_peers.__name__]
+    assert len(BUGS) >= 100
+    assert len(of_peers) >= 40
     assert layers.count("core") >= 12
     assert layers.count("wire") >= 6
     assert list(CATCHES) == list(BUGS), HINT.format("…")

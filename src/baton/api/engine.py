@@ -141,8 +141,10 @@ class Gauges:
     reserve_ratio: float = 0.0
     role: str = "mixed"
     handovers: Handovers = field(default_factory=Handovers)
-    turned_away: Mapping[str, int] = field(default_factory=dict)
-    """Connections and frames of peers that were refused, by reason."""
+    refused_connections: Mapping[str, int] = field(default_factory=dict)
+    """Connections and frames of peers, by reason."""
+    arrived_bytes: int = 0
+    """KV that peers have sent."""
 
 
 class Engine(Protocol):

@@ -38,9 +38,10 @@ class _EngineCollector(Collector):
         refused = CounterMetricFamily(
             "baton_peer_refusals", "Connections and frames of peers that were refused", labels=["reason", "model_name"]
         )
-        for reason, count in gauges.turned_away.items():
+        for reason, count in gauges.refused_connections.items():
             refused.add_metric([reason, self._model], count)
         yield refused
+        yield self._count("kv_arrived_bytes", "KV that peers have sent", gauges.arrived_bytes)
         yield self._gauge("num_requests_running", "Requests in the batch", gauges.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue", gauges.waiting)
         yield self._gauge("reserve_ratio", "Share of the remaining outputs that is reserved", gauges.reserve_ratio)

@@ -4,7 +4,9 @@ Owns the load, the clusters that are compared and how they are judged. The load 
 bunches spread, played at several speeds; every cluster has the same number of instances of the same machine and model. A
 cluster is judged by the requests that arrive after its caches and queues have filled a little: good is one whose first token
 came and whose tokens came within the targets. Instances that do everything are given several chunk sizes, since theirs
-decides between the two targets; the best one counts.
+decides between the two targets; the best one counts. Clients go to instances in turn; one that decodes chooses whom to ask
+for a prefill as in service. Placing clients by load needs somebody who knows all queues: what it would do for instances that
+do everything is shown beside, and told apart in the verdict.
 
 Costs: step times from the model's file; KV between instances as `sim.carrying` says; what schedulers and front ends spend on
 a step is not charged (tens of microseconds beside steps of 5 ms and more).
@@ -48,10 +50,10 @@ class NoSplitTrace(Exception):
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
     trace: Path
-    requests: int = 1200
-    speeds: tuple[float, ...] = (0.6, 0.8, 1.0, 1.2, 1.4)
+    requests: int = 800
+    speeds: tuple[float, ...] = (1.0, 1.3, 1.6, 1.9, 2.2)
     instances: int = 8
-    givers: tuple[int, ...] = (2, 3, 4, 5, 6, 7)
+    givers: tuple[int, ...] = (4, 5, 6, 7)
     mixed_step_tokens: tuple[int, ...] = MIXED_STEP_TOKENS
     seeds: int = 1
     ttft_s: float = 2.0
@@ -75,6 +77,8 @@ class SplitJob(msgspec.Struct, frozen=True):
     givers: int
     """0: every instance does everything."""
     step_tokens: int
+    by_load: bool
+    """Requests go to the instance with the least to prefill, else in turn."""
     ttft_s: float
     tpot_ms: float
     lane_gbytes_per_s: float
@@ -83,12 +87,13 @@ class SplitJob(msgspec.Struct, frozen=True):
     def cluster(self) -> str:
         if self.givers:
             return f"{self.givers}P{self.instances - self.givers}D"
-        return f"mixed ×{self.instances}, chunks of {self.step_tokens:,}"
+        return f"mixed ×{self.instances}, {'by load' if self.by_load else 'in turn'}, {self.step_tokens:,}"
 
 
 class SplitRun(msgspec.Struct, frozen=True):
     cluster: str
     givers: int
+    by_load: bool
     speed: float
     seed: int
     offered_per_s: float
@@ -148,8 +153,8 @@ class SplitReport(msgspec.Struct, frozen=True):
         return max(dict.fromkeys(run.speed for run in self.of(cluster)), key=lambda speed: self.goodput(cluster, speed))
 
     def best(self, *, split: bool) -> str | None:
-        """The cluster with the highest peak, of those that are split or of those that are not."""
-        names = dict.fromkeys(run.cluster for run in self.runs if bool(run.givers) is split)
+        """The cluster with the highest peak, of those that are split or of those that are not, placed in turn."""
+        names = dict.fromkeys(run.cluster for run in self.runs if bool(run.givers) is split and not run.by_load)
         return max(names, key=lambda name: self.goodput(name, self.peak(name)), default=None)
 
 
@@ -178,11 +183,11 @@ class Splits:
         ]  # fmt: skip
 
     def _clusters(self, speed: float, seed: int) -> list[SplitJob]:
-        kinds = [(0, tokens) for tokens in self._options.mixed_step_tokens]
-        kinds += [(givers, STEP_TOKENS) for givers in self._options.givers]
-        return [self._job(speed, seed, givers, tokens) for givers, tokens in kinds]
+        kinds = [*((0, tokens, False) for tokens in self._options.mixed_step_tokens), (0, STEP_TOKENS, True)]
+        kinds += [(givers, STEP_TOKENS, False) for givers in self._options.givers]
+        return [self._job(speed, seed, *kind) for kind in kinds]
 
-    def _job(self, speed: float, seed: int, givers: int, step_tokens: int) -> SplitJob:
+    def _job(self, speed: float, seed: int, givers: int, step_tokens: int, by_load: bool) -> SplitJob:
         options = self._options
         return SplitJob(
             trace=str(options.trace),
@@ -192,6 +197,7 @@ class Splits:
             instances=options.instances,
             givers=givers,
             step_tokens=step_tokens,
+            by_load=by_load,
             ttft_s=options.ttft_s,
             tpot_ms=options.tpot_ms,
             lane_gbytes_per_s=options.lane_gbytes_per_s,
@@ -253,8 +259,22 @@ def run_split(job: SplitJob) -> SplitRun:
         waiting_max=len(calls),
     )
     split = Split(job.givers, config, times, road_of(times, BLOCK_SIZE, job.lane_gbytes_per_s)) if job.givers else None
-    spec = RunSpec(job.cluster, job.instances, config, times, calls, seed=job.seed, spans_max=0, split=split)
+    spec = RunSpec(
+        job.cluster,
+        job.instances,
+        config,
+        times,
+        calls,
+        seed=job.seed,
+        spans_max=0,
+        split=split,
+        chosen=_least if job.by_load else None,
+    )
     return _judged(job, simulate(spec))
+
+
+def _least(queued_tokens: Sequence[int]) -> int:
+    return min(range(len(queued_tokens)), key=queued_tokens.__getitem__)
 
 
 def _judged(job: SplitJob, record: RunRecord) -> SplitRun:
@@ -274,6 +294,7 @@ def _judged(job: SplitJob, record: RunRecord) -> SplitRun:
     return SplitRun(
         cluster=job.cluster,
         givers=job.givers,
+        by_load=job.by_load,
         speed=job.speed,
         seed=job.seed,
         offered_per_s=len(judged) / window_s,

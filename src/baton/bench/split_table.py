@@ -105,6 +105,10 @@ def _verdict(report: SplitReport, mixed: str, split: str) -> Iterator[str]:
     ours, theirs = report.of(mixed, report.peak(mixed)), report.of(split, report.peak(split))
     ratio = _mean(theirs, lambda run: run.good_per_s) / _mean(ours, lambda run: run.good_per_s)
     yield f"Best split {split}, best without {mixed}: × {ratio:.2f} in goodput at the peak of each."
+    placed = {run.cluster for run in report.runs if run.by_load}
+    for name in sorted(placed):
+        placed_ratio = report.goodput(split, report.peak(split)) / report.goodput(name, report.peak(name))
+        yield f"Against {name}, which needs somebody who knows all queues: × {placed_ratio:.2f}."
     chunk_ms = load_step_times(STEP_TIMES).step_us(0, 0, STEP_TOKENS, STEP_TOKENS * 8192) / 1e3
     yield (
         f"Why: a chunk of {STEP_TOKENS:,} tokens at 8k of context takes {chunk_ms:.0f} ms, and whoever decodes in that step "

@@ -41,10 +41,10 @@ PlotFile = Annotated[Path | None, typer.Option("--plot", dir_okay=False, help="D
 def split(
     trace: TraceFile = None,
     traces: TracesFolder = None,
-    requests: Requests = 1200,
-    speeds: Speeds = "0.6,0.8,1,1.2,1.4",
+    requests: Requests = 800,
+    speeds: Speeds = "1,1.3,1.6,1.9,2.2",
     instances: Instances = 8,
-    givers: Givers = "2,3,4,5,6,7",
+    givers: Givers = "4,5,6,7",
     mixed_chunks: Chunks = "512,1024,2048",
     seeds: Seeds = 1,
     ttft_slo_s: TtftSlo = 2.0,

@@ -154,15 +154,11 @@ RoleOption = Annotated[
 ]
 PeerList = Annotated[
     list[str] | None,
-    _option(
-        "peer", PEERS, "HOST:PORT of an instance that prefills for this one; repeat for several. Without any, it does so."
-    ),
+    _option("peer", PEERS, "HOST:PORT of an instance that prefills for this one; repeat for several."),
 ]
 PeerHost = Annotated[
     str,
-    _option(
-        "peer-host", PEERS, "Address for peers: where prefill is asked for, where decode takes KV. Beyond loopback: a key."
-    ),
+    _option("peer-host", PEERS, "Address for peers, to ask for prefill or send KV to. Another than loopback needs a key."),
 ]
 PeerPort = Annotated[
     int | None, _option("peer-port", PEERS, "Where prefill is asked for; 0 picks a free one. Default: 8100.", 0, 65535)
@@ -183,10 +179,8 @@ OnPreemptOption = Annotated[
 PrefillPathOption = Annotated[
     PrefillPath, _option("prefill-path", PEERS, "How prefill plans its steps: short, or general as other instances do.")
 ]
-PrefillTimeout = Annotated[
-    float, _option("prefill-timeout", PEERS, "Seconds that decode waits for a peer's prefill.", 0.001)
-]
-Lease = Annotated[float, _option("lease", PEERS, "Seconds that blocks wait for a peer of which nothing is heard.", 0.001)]
+PrefillTimeout = Annotated[float, _option("prefill-timeout", PEERS, "Seconds that decode waits for a peer's prefill.", 0.1)]
+Lease = Annotated[float, _option("lease", PEERS, "Seconds that blocks wait for a peer of which nothing is heard.", 0.1)]
 AccessLog = Annotated[
     bool, _switch("access-log", LOG, "A line for each finished request: its cost, and the engine's state at that moment.")
 ]

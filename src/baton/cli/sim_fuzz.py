@@ -197,9 +197,10 @@ def replay_command(seed: int, trim: Trim) -> str:
 
 def _tell_story(console: Console, verdict: Verdict, file: Path | None, about: str | None = None) -> None:
     scenario = verdict.scenario
+    roles = ", ".join(role.name for role in scenario.roles)
     lines = [_line(line) for line in verdict.story if about is None or about in line]
     console.print(
-        f"seed {verdict.seed}: {scenario.instances} instances, {len(scenario.asks)} requests, faults: "
+        f"seed {verdict.seed}: {scenario.instances} instances ({roles}), {len(scenario.asks)} requests, faults: "
         f"{', '.join(scenario.classes) or 'none'}; {_settings(scenario.config)}",
         soft_wrap=True,
     )

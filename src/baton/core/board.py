@@ -629,8 +629,23 @@ class Board(ABC):
                 self._end(request, request.ends_as, Move.ACK_END, ended)
         self._vacate(request)
 
+    def lend(self, serial: Serial) -> None:
+        """A transfer reads the request's blocks from here on."""
+        self._requests[serial].lent = True
+
+    def give_back(self, serial: Serial) -> None:
+        """No transfer reads them any more; what had ended meanwhile is free now. One that was never lent may be gone."""
+        request = self._requests.get(serial)
+        if request is None:
+            return
+        request.lent = False
+        if request.phase is Phase.FINISHED:
+            self._vacate(request)
+
     def _vacate(self, request: Request) -> None:
         """Its slot and blocks are nobody's any more; a request that has ended is forgotten."""
+        if request.lent:
+            return
         slot = self._slot_of(request)
         self.pool.drop(self.slots.blocks(slot))
         self.slots.vacate(slot)

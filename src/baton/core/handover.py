@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.decode import DecodeScheduler, Lease
-from baton.core.errors import IllegalTransition
+from baton.core.errors import IllegalTransition, InvariantViolated
 from baton.core.peers import (
     Adopted,
     Arriving,
@@ -504,7 +504,7 @@ class Given:
     """Names of the prompt's blocks; made when its turn comes, and kept while it waits for room."""
     serial: Serial | None = None
     """From the offer on."""
-    row_is_gone: bool = False
+    row_has_ended: bool = False
     """The scheduler ended the request by itself."""
     grant: Grant | None = None
     renew_us: int = 0
@@ -743,6 +743,7 @@ class Giver:
         first, found = entry.shipped_upto, computed // self._block_size
         blocks = self._scheduler.slots.blocks(slot)[first:]
         blocks.setflags(write=False)
+        self._scheduler.lend(self._serial_of(entry))
         acts: Acts = [OpenShip(entry.handover, entry.grant.token, first, blocks)]
         if found > first:
             acts.append(Ship(entry.handover, None, first, found, last=False))
@@ -826,11 +827,13 @@ class Giver:
         return self._order_leave(entry)
 
     def _order_leave(self, entry: Given) -> Acts:
-        """Its slot comes back with the executor's acknowledgement, or at once where the executor never knew of it."""
-        if entry.row_is_gone or entry.serial is None:
+        """Its slot comes back with the executor's acknowledgement, or at once where it has that already or needs none."""
+        serial = self._serial_of(entry)
+        self._scheduler.give_back(serial)
+        if entry.row_has_ended:
             self._move(entry, GiverMove.LEFT)
             return []
-        ended = self._scheduler.order_stop(entry.serial, FinishReason.ABORT, self._now_us)
+        ended = self._scheduler.order_stop(serial, FinishReason.ABORT, self._now_us)
         return [] if ended is None else self._left(ended)
 
     def _left(self, ended: EndedRequest) -> Acts:
@@ -840,7 +843,7 @@ class Giver:
         if entry.state is Giving.LEAVING:
             self._move(entry, GiverMove.LEFT)
             return []
-        entry.row_is_gone = True
+        entry.row_has_ended = True
         return self._decline(entry, PdCode.NOT_DELIVERED, f"its prefill ended with {ended.reason}")
 
     # ── small things ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -855,6 +858,11 @@ class Giver:
     def _offer(self, entry: Given) -> Offer:
         prompt_tokens = len(entry.submission.prompt)
         return Offer(entry.handover.request, entry.handover.attempt, prompt_tokens, self._queued_tokens)
+
+    def _serial_of(self, entry: Given) -> Serial:
+        if entry.serial is None:
+            raise InvariantViolated(f"{entry.handover} in {entry.state.name} has no row")
+        return entry.serial
 
     def _entry_of_slot(self, slot: int) -> Given:
         return self._by_serial[Serial(int(self._scheduler.slots.serial[slot]))]

@@ -61,6 +61,8 @@ class Request:
     """Why the attempt ends, where that was not its own doing."""
     prefills_here: bool = False
     """No peer is asked to prefill it (any more)."""
+    lent: bool = False
+    """A transfer may read its blocks: they come back when that is over, too."""
     bill: Bill = field(default_factory=Bill)
     found_tokens: int = 0
     """Positions that the cache had at the last start."""

@@ -116,7 +116,7 @@ class ReceiverOptions(TypedDict, total=False):
     hello_s: float
     """How long a connection may take to show a token [2]."""
     strangers_max: int
-    """Connections that have not shown one yet [64]."""
+    """Connections that have not shown one yet; beyond it the oldest goes [64]."""
     expected_max: int
     """Hand-overs at once [4096]."""
 
@@ -141,6 +141,8 @@ class Receiver(Protocol):
 
     address: str
     """Told at registration; opaque to all but a Sender of the same kind."""
+    arrived_bytes: int
+    """Put into our pool since the start, of whatever hand-over."""
     refused: Counter[str]
     """Connections and pieces that were turned away, by reason."""
 
@@ -158,6 +160,9 @@ class Receiver(Protocol):
 
 class Sender(Protocol):
     """On P."""
+
+    sent_bytes: int
+    """KV that has left, of all hand-overs so far; where D fetches it, KV that D was told it may fetch."""
 
     def open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
         """Connect. Our block `blocks[i]` is block `first + i` of the sequence."""

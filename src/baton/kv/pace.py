@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 EVENLY_S = 0.005
+LATE_S = 0.02
+"""A thread that wakes late on a busy machine makes up for so much; a network would not have slept."""
 
 
 class Pace:
@@ -20,4 +22,5 @@ class Pace:
 
     def spent(self, size: int, now_s: float) -> None:
         if self._bytes_per_s is not None:
-            self._free_at_s = max(self._free_at_s, now_s) + size / self._bytes_per_s
+            is_late = now_s - self._free_at_s <= LATE_S
+            self._free_at_s = (self._free_at_s if is_late else now_s) + size / self._bytes_per_s

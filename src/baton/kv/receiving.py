@@ -12,12 +12,12 @@ import hmac
 import os
 import selectors
 import socket
+import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 from typing import Protocol
 
 from baton.core.errors import InvariantViolated
@@ -29,13 +29,17 @@ from baton.kv.expected import Expected
 from baton.kv.frames import FRAME_BYTES, HELLO_BYTES, TOKEN_MAX, WELCOME, End, Malformed, Pieces, decode_frame, decode_hello
 from baton.kv.lane import Lane
 from baton.kv.memory import flat, within
+from baton.kv.vectors import Vectors
 
-RECV_BUFFERS_MAX = 512
-"""Buffers a call; the system's own limit is 1,024."""
+RECV_BUFFERS_MAX = 64
+"""A call: about as much as comes at once."""
 TURN_BYTES = 8 << 20
 """Of one line before the others, and the orders, get their turn."""
 SLICE_BYTES = 4 << 20
-"""What a source fetches between two looks at the orders."""
+"""What a source fetches at once."""
+FETCH_TURN_S = 0.002
+"""How long a source fetches between two looks at the orders."""
+AHEAD_BYTES = 64 * FRAME_BYTES
 FDS_MAX = 4
 DEAF_S = 0.1
 """How long nobody is let in after that failed."""
@@ -128,10 +132,10 @@ class _Line:
     moved_at_s: float
     head: bytearray
     """Hello, introduction or frame: what is read before we know what follows."""
-    filling: deque[memoryview]
+    filling: Vectors
     """What the next bytes go into, in order: the rest of a payload, then `head`, to spare a call."""
     payload_left: int = 0
-    head_left: int = HELLO_BYTES
+    head_left: int = 0
     stage: _Stage = _Stage.HELLO
     entry: _Entry | None = None
     source: Source | None = None
@@ -141,23 +145,33 @@ class _Line:
     """Blocks of `pieces` that a source has brought."""
     in_flight: bool = False
     """The source is at it."""
+    ahead: bytearray = field(default_factory=bytearray)
+    """With a source: frames that have come and were not looked at."""
     fds: list[int] = field(default_factory=list)
 
     @property
     def half(self) -> bool:
         """In the middle of something that must not take for ever."""
-        return self.in_flight or self.payload_left > 0 or 0 < self.head_left < len(self.head)
+        if self.source is not None:
+            return self.in_flight or 0 < len(self.ahead) < FRAME_BYTES
+        return self.payload_left > 0 or 0 < self.head_left < len(self.head)
+
+    @property
+    def may_fetch(self) -> bool:
+        return self.stage is _Stage.FETCHING and not self.in_flight
 
     def next_head(self, size: int, payload: list[memoryview], payload_bytes: int) -> None:
         self.head = bytearray(size)
-        self.filling = deque(payload)
-        self.filling.append(memoryview(self.head))
+        self.filling = Vectors()
+        self.filling.add(payload)
+        self.filling.add([memoryview(self.head)])
         self.payload_left, self.head_left = payload_bytes, size
 
 
 class LineReceiver:
     def __init__(self, memory: KvMemory, report: Report, port: Port, options: ReceiverOptions) -> None:
         self.address = port.address
+        self.arrived_bytes = 0
         self.refused: Counter[str] = Counter()
         self._memory = memory
         self._report = report
@@ -264,17 +278,23 @@ class LineReceiver:
             self._deaf_until_s = time.monotonic() + DEAF_S
             return
         sock.setblocking(False)
-        strangers = sum(line.stage in (_Stage.HELLO, _Stage.INTRODUCTION) for line in self._lines)
-        reason = "too many strangers" if strangers >= self._strangers_max else self._port.admit(sock)
+        reason = self._port.admit(sock)
         if reason is not None:
             self.refused[reason] += 1
             sock.close()
             return
-        head = bytearray(HELLO_BYTES)
+        self._make_room()
         now_s = time.monotonic()
-        line = _Line(sock, now_s, now_s, head, deque([memoryview(head)]))
+        line = _Line(sock, now_s, now_s, bytearray(), Vectors())
+        line.next_head(HELLO_BYTES, [], 0)
         self._lines[line] = None
         self._listen(line)
+
+    def _make_room(self) -> None:
+        """The stranger that has been here longest goes: those who only wait must not keep out one that has a token."""
+        strangers = [line for line in self._lines if line.stage is _Stage.HELLO]
+        if len(strangers) >= self._strangers_max:
+            self._refuse(strangers[0], "too many strangers")
 
     def _listen(self, line: _Line) -> None:
         self._lane.watch(line.sock, selectors.EVENT_READ, lambda _: self._read(line))
@@ -283,7 +303,7 @@ class LineReceiver:
         if line not in self._lines:
             return
         del self._lines[line]
-        self._lane.watch(line.sock, 0, lambda _: None)
+        self._lane.watch(line.sock, 0, _nothing)
         line.sock.close()
         for fd in line.fds:
             os.close(fd)
@@ -315,16 +335,24 @@ class LineReceiver:
                 self._hung_up(line)
                 return
             done += size
-            self._take(line, size)
+            if line.source is None or line.stage in (_Stage.HELLO, _Stage.INTRODUCTION):
+                self._take(line, size)
+            else:
+                line.moved_at_s = time.monotonic()
+                self._take_ahead(line)
 
     def _receive(self, line: _Line) -> int:
         if line.stage in (_Stage.HELLO, _Stage.INTRODUCTION):
             return self._receive_with_fds(line)
-        return line.sock.recvmsg_into(islice(line.filling, RECV_BUFFERS_MAX))[0]
+        if line.source is not None:
+            came = line.sock.recv(AHEAD_BYTES)
+            line.ahead += came
+            return len(came)
+        return line.sock.recvmsg_into(line.filling.next(RECV_BUFFERS_MAX))[0]
 
     def _receive_with_fds(self, line: _Line) -> int:
         room = socket.CMSG_SPACE(FDS_MAX * _FD_BYTES)
-        size, more, _, _ = line.sock.recvmsg_into(line.filling, room, _CLOSE_ON_EXEC)
+        size, more, _, _ = line.sock.recvmsg_into(line.filling.next(1), room, _CLOSE_ON_EXEC)
         for level, kind, data in more:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 line.fds.extend(memoryview(data[: len(data) // _FD_BYTES * _FD_BYTES]).cast("i").tolist())
@@ -341,7 +369,7 @@ class LineReceiver:
     def _take(self, line: _Line, size: int) -> None:
         """These bytes have come."""
         line.moved_at_s = time.monotonic()
-        _advance(line.filling, size)
+        line.filling.advance(size)
         payload = min(size, line.payload_left)
         line.payload_left -= payload
         line.head_left -= size - payload
@@ -352,6 +380,15 @@ class LineReceiver:
             line.pieces = None
         if line.head_left == 0 and line in self._lines:
             self._take_head(line)
+
+    def _take_ahead(self, line: _Line) -> None:
+        """The frames that have come, up to one whose pieces must be fetched first."""
+        while line.stage is _Stage.PIECES and len(line.ahead) >= FRAME_BYTES and line in self._lines:
+            line.head = line.ahead[:FRAME_BYTES]
+            del line.ahead[:FRAME_BYTES]
+            self._take_frame(line)
+        if line.stage is _Stage.DONE and line.ahead:
+            self._refuse(line, "spoke after the end")
 
     def _take_head(self, line: _Line) -> None:
         match line.stage:
@@ -423,7 +460,7 @@ class LineReceiver:
         line.pieces = frame
         if line.source is not None:
             line.stage, line.fetched = _Stage.FETCHING, 0
-            self._lane.watch(line.sock, 0, lambda _: None)
+            self._lane.watch(line.sock, 0, _nothing)
             return
         low, high = self._memory.spans[frame.layers.start][0], self._memory.spans[frame.layers.stop - 1][1]
         offsets = self._offsets(line.entry.expected.targets(frame))
@@ -449,13 +486,21 @@ class LineReceiver:
 
     def _landed(self, entry: _Entry, pieces: Pieces) -> None:
         """All of these are in our blocks."""
+        low, high = self._memory.spans[pieces.layers.start][0], self._memory.spans[pieces.layers.stop - 1][1]
+        self.arrived_bytes += (high - low) * pieces.count
         if entry.checks is not None:
             entry.checks.add(pieces.layers, pieces.first, self._pool, self._offsets(entry.expected.targets(pieces)))
         entry.expected.keep(pieces)
         self._conclude(entry)
 
+    def _fetch_some(self, line: _Line) -> None:
+        """As much of what a line has announced as one turn has room for."""
+        begun_s = time.monotonic()
+        while line.may_fetch and line in self._lines and time.monotonic() < begun_s + FETCH_TURN_S:
+            self._fetch(line)
+
     def _fetch(self, line: _Line) -> None:
-        """The next slice of what a line has announced."""
+        """The next slice of it."""
         if line.entry is None or line.source is None or line.pieces is None:
             raise InvariantViolated("nothing to fetch")
         pieces = line.pieces
@@ -478,22 +523,23 @@ class LineReceiver:
         line.in_flight, line.moved_at_s = False, time.monotonic()
         self._arriving(line.entry, line.moved_at_s)
         line.fetched += part.count
-        if line.fetched == line.pieces.count:
-            line.pieces, line.stage = None, _Stage.PIECES
-            line.next_head(FRAME_BYTES, [], 0)
-            self._listen(line)
+        whole = line.fetched == line.pieces.count
         self._landed(line.entry, part)
+        if whole and line in self._lines:
+            line.pieces, line.stage = None, _Stage.PIECES
+            self._take_ahead(line)
+            if line in self._lines and line.stage is not _Stage.FETCHING:
+                self._listen(line)
 
     # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _turn(self, now_s: float) -> float | None:
         for line in list(self._lines):
-            if line.stage is _Stage.FETCHING and not line.in_flight:
-                self._fetch(line)
-        if any(line.stage is _Stage.FETCHING and not line.in_flight for line in self._lines):
-            return 0.0
+            self._fetch_some(line)
         earliest_s = self._hear_again(now_s)
         for line in list(self._lines):
+            if line.may_fetch:
+                earliest_s = 0.0
             stranger = line.stage in (_Stage.HELLO, _Stage.INTRODUCTION)
             if not stranger and not line.half:
                 continue
@@ -522,21 +568,14 @@ class LineReceiver:
             self._spoil(entry, "the receiver is closed")
         for line in list(self._lines):
             self._hang_up(line)
-        self._lane.watch(self._port.listener, 0, lambda _: None)
+        self._lane.watch(self._port.listener, 0, _nothing)
         self._pool.release()
         self._port.close()
 
 
 _FD_BYTES = 4
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_CLOSE_ON_EXEC = socket.MSG_CMSG_CLOEXEC if sys.platform == "linux" else 0
 
 
-def _advance(filling: deque[memoryview], size: int) -> None:
-    """So many bytes of it are full now."""
-    while size:
-        head = filling[0]
-        if len(head) > size:
-            filling[0] = head[size:]
-            return
-        size -= len(head)
-        filling.popleft()
+def _nothing(_events: int) -> None:
+    """Nobody listens any more."""

@@ -11,11 +11,9 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
 from typing import Protocol
 
 from baton.core.errors import InvariantViolated
@@ -23,18 +21,20 @@ from baton.core.peers import Fenced, Handover, ShipFailed, Shipped
 from baton.core.plan import Int32s
 from baton.kv.checks import Checks
 from baton.kv.contract import KvMemory, Report, SenderOptions
-from baton.kv.frames import END_FRAME, WELCOME, encode_hello, encode_pieces
+from baton.kv.frames import END_FRAME, TOKEN_MAX, WELCOME, encode_hello, encode_pieces
 from baton.kv.lane import Lane
 from baton.kv.memory import flat, within
 from baton.kv.pace import Pace
 from baton.kv.shipping import Run, ShipBook, Signals
+from baton.kv.vectors import Vectors
 
 CARRIED_BYTES = 8 << 20
 """In a frame that carries its pieces: frames cost time on both sides."""
 ANNOUNCED_BYTES = 4 << 20
 """In a frame that only names them: D can begin when it has heard of the first."""
-SEND_BUFFERS_MAX = 512
-"""Buffers a call; the system's own limit is 1,024."""
+ANNOUNCED_AT_ONCE = 64
+SEND_BUFFERS_MAX = 64
+"""A call: about as much as goes at once."""
 TURN_BYTES = 8 << 20
 """Of one line before the others get their turn."""
 OVER_KEPT = 4096
@@ -76,7 +76,7 @@ class _Line:
     blocks: Int32s
     checks: Checks | None
     fds: list[int]
-    waiting: deque[memoryview]
+    waiting: Vectors
     """To be sent, in order."""
     moved_at_s: float
     """When the peer last took something, or there was nothing to take."""
@@ -87,6 +87,7 @@ class _Line:
 
 class LineSender:
     def __init__(self, memory: KvMemory, report: Report, road: Road, options: SenderOptions) -> None:
+        self.sent_bytes = 0
         self._memory = memory
         self._report = report
         self._road = road
@@ -96,6 +97,7 @@ class LineSender:
         layers = len(memory.spans)
         self._signals_gate = threading.Lock()
         self._signals = Signals(layers)
+        self._refill_below = CARRIED_BYTES // 2 if road.carries else ANNOUNCED_AT_ONCE * len(END_FRAME)
         self._due = False
         """Something may be ready to go that was not."""
         self._closed = False
@@ -114,6 +116,8 @@ class LineSender:
     def open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
         if not within(blocks, self._memory.blocks):
             raise InvariantViolated(f"{handover}: blocks outside of the pool")
+        if not 0 < len(token) <= TOKEN_MAX:
+            raise InvariantViolated(f"{handover}: a token of {len(token)} bytes")
         self._order(handover, lambda: self._open(handover, address, token, first, blocks))
 
     def ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None:
@@ -144,8 +148,7 @@ class LineSender:
     # ── on the lane ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
-        if handover in self._over:
-            return
+        self._over.pop(handover, None)  # a peer that was started anew counts its requests from the beginning
         refusal = "the sender is closed" if self._closed else self._book.open(handover, first, len(blocks))
         if refusal is not None:
             self._fail(handover, refusal)
@@ -158,7 +161,8 @@ class LineSender:
         hello = encode_hello(self._road.kind, handover, self._memory.layout.digest, token)
         more, fds = self._road.introduce(blocks)
         checks = Checks(first, len(blocks), self._memory.spans) if self._verified else None
-        waiting = deque([memoryview(hello + more)])
+        waiting = Vectors()
+        waiting.add([memoryview(hello + more)])
         line = _Line(handover, address, sock, first, blocks, checks, fds, waiting, time.monotonic())
         self._lines[handover] = line
         self._watch(line, selectors.EVENT_WRITE)
@@ -277,24 +281,25 @@ class LineSender:
                 return
             line.moved_at_s = time.monotonic()
             sent += taken
-            _advance(line.waiting, taken)
+            if self._road.carries:
+                self.sent_bytes += taken
+            line.waiting.advance(taken)
         if line.stage is _Stage.ENDING and not line.waiting:
-            self._shipped(line)
+            if self._listen(line):  # what we send to one who has hung up leaves, too, and arrives nowhere
+                self._shipped(line)
         else:
             self._watch(line, selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0))
 
     def _send(self, line: _Line) -> int:
         if line.fds:
-            taken = socket.send_fds(line.sock, [line.waiting[0]], line.fds)
+            taken = socket.send_fds(line.sock, line.waiting.next(1), line.fds)
             line.fds = []
             return taken
-        return line.sock.sendmsg(list(islice(line.waiting, SEND_BUFFERS_MAX)))
+        return line.sock.sendmsg(line.waiting.next(SEND_BUFFERS_MAX))
 
     def _refill(self, line: _Line) -> bool:
-        """Whether there is anything to send."""
-        if line.waiting:
-            return True
-        while line.stage is _Stage.OPEN and len(line.waiting) < SEND_BUFFERS_MAX:
+        """Whether there is anything to send. Makes more ready while there is little, so that calls stay large."""
+        while line.stage is _Stage.OPEN and line.waiting.left < self._refill_below:
             if self._pace.delay_s(time.monotonic()) > 0.0:
                 self._due = True
                 break
@@ -303,14 +308,12 @@ class LineSender:
                     line.run = self._book.next_run(line.handover)
             if line.run is None:
                 if self._book.finished(line.handover):
-                    line.waiting.append(memoryview(END_FRAME))
+                    line.waiting.add([memoryview(END_FRAME)])
                     line.stage = _Stage.ENDING
                 break
+            if not line.waiting:
+                line.moved_at_s = time.monotonic()  # from now on it owes us something
             self._frame(line, line.run)
-            if self._road.carries:
-                break
-        if line.waiting:
-            line.moved_at_s = time.monotonic()
         return bool(line.waiting)
 
     def _frame(self, line: _Line, run: Run) -> None:
@@ -322,12 +325,14 @@ class LineSender:
         offsets = [block * self._memory.layout.block_bytes for block in line.blocks[at : at + count].tolist()]
         if line.checks is not None:
             line.checks.add(run.layers, run.first, self._pool, offsets)
-        line.waiting.append(memoryview(encode_pieces(run.layers, run.first, count)))
+        line.waiting.add([memoryview(encode_pieces(run.layers, run.first, count))])
         if self._road.carries:
-            line.waiting.extend([self._pool[offset + begin : offset + end] for offset in offsets])
+            line.waiting.add([self._pool[offset + begin : offset + end] for offset in offsets])
         rest = run.first + count
         line.run = Run(run.layers, rest, run.upto) if rest < run.upto else None
         self._pace.spent((end - begin) * count, time.monotonic())
+        if not self._road.carries:
+            self.sent_bytes += (end - begin) * count
 
     def _shipped(self, line: _Line) -> None:
         """Everything has left. Closing a socket does not take back what was given to it."""
@@ -367,14 +372,3 @@ class LineSender:
     @staticmethod
     def _nothing(_events: int) -> None:
         """Nobody listens any more."""
-
-
-def _advance(waiting: deque[memoryview], taken: int) -> None:
-    """Take so many bytes off the front."""
-    while taken:
-        head = waiting[0]
-        if len(head) > taken:
-            waiting[0] = head[taken:]
-            return
-        taken -= len(head)
-        waiting.popleft()

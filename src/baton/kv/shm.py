@@ -160,7 +160,7 @@ class _ShmSource:
         of = self._mapped.blocks[:, part.low : part.high]
         sources = self._blocks[part.begin : part.begin + len(part.targets)]
         breaks = np.flatnonzero((np.diff(part.targets) != 1) | (np.diff(sources) != 1)) + 1
-        if 2 * len(breaks) > len(sources):  # mostly single blocks
+        if 2 * len(breaks) > len(sources):  # hardly any blocks that follow one another on both sides
             for target, source in zip(part.targets.tolist(), sources.tolist(), strict=True):
                 to[target] = of[source]
         else:

@@ -43,11 +43,11 @@ from baton.wire.messages import (
     Drain,
     FromEngine,
     LogprobLine,
+    PeerTraffic,
     Ready,
     StepOutput,
     Submit,
     ToEngine,
-    TurnedAway,
     WireEnded,
     WireFault,
     WireGauges,
@@ -121,7 +121,7 @@ class EngineClient:
         self._draining = False
         self._stopping = False
         self._gauges = Gauges()
-        self._turned_away: dict[str, int] = {}
+        self._traffic = PeerTraffic({}, 0)
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
         self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
@@ -224,15 +224,16 @@ class EngineClient:
 
     @property
     def gauges(self) -> Gauges:
-        return replace(self._gauges, turned_away=self._turned_away) if self._turned_away else self._gauges
+        traffic = self._traffic
+        return replace(self._gauges, refused_connections=traffic.refused, arrived_bytes=traffic.arrived_bytes)
 
     @property
     def open_requests(self) -> int:
         return self._desk.open_requests
 
     async def wait_idle(self) -> None:
-        """Until no request is open."""
-        while self.open_requests:
+        """Until no request is open, nor a hand-over to a peer."""
+        while self.open_requests or self._gauges.handovers.open:
             self._fewer.clear()
             await self._fewer.wait()
 
@@ -298,8 +299,8 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
             self._gauges = _gauges_of(message.gauges, self._settings)
-        elif isinstance(message, TurnedAway):
-            self._turned_away = message.counts
+        elif isinstance(message, PeerTraffic):
+            self._traffic = message
         took = self._desk.take(message)
         for order in took.orders:
             self.post(order)

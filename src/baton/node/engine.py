@@ -13,16 +13,20 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, get_args
 
 import msgspec
 import zmq
 
+from baton.core.config import BadConfig
 from baton.core.errors import BatonError
 from baton.core.peers import PeerEffect, PeerEvent
 from baton.core.plan import StepPlan
@@ -38,9 +42,9 @@ from baton.wire.messages import (
     WIRE_VERSION,
     Failed,
     FromEngine,
+    PeerTraffic,
     Ready,
     StepOutput,
-    TurnedAway,
     decode_to_engine,
     encode_from_engine,
     wire_gauges,
@@ -56,13 +60,14 @@ TICK_IN_FLIGHT_US = 20_000
 """While a step computes there is nothing to plan, but leases and renewals with peers run on; they are looked at so often."""
 GAUGES_US = 50_000
 """How old the front end's gauges may be when peers change them and no step does."""
-REFUSALS_US = 1_000_000
-"""How often the front end hears of refused connections."""
+TRAFFIC_US = 1_000_000
+"""How often the front end hears of refused connections and of bytes that came."""
 LAST_WORDS_MS = 1000
 
 EXIT_FAILED = 1
 EXIT_ORPHANED = 3
 
+_IPC = "ipc://"
 _PEER_EFFECTS = get_args(PeerEffect)
 
 
@@ -77,8 +82,7 @@ class Handovers(Protocol):
 
     def step_done(self, step: int) -> None: ...
 
-    def turned_away(self) -> dict[str, int]:
-        """Connections and frames that were refused since the start, by reason."""
+    def traffic(self) -> PeerTraffic: ...
 
 
 class EngineLoop:
@@ -101,7 +105,7 @@ class EngineLoop:
         self._steps_in_flight = 0
         self._gauges_changed = False
         """Peers may have changed them since the front end was told."""
-        self._turned_away: dict[str, int] = {}
+        self._traffic = PeerTraffic({}, 0)
         self._report_us = 0
         """When the front end is next told of what happened with peers and in no step."""
         self._poller = zmq.Poller()
@@ -135,12 +139,12 @@ class EngineLoop:
         return None if until_us is None else -(-(until_us - now_us) // 1000)
 
     def _report(self, handovers: Handovers, now_us: int) -> None:
-        self._report_us = now_us + REFUSALS_US
+        self._report_us = now_us + TRAFFIC_US
         if self._gauges_changed:
             self._send(StepOutput(b"", b"", b"", (), (), (), wire_gauges(self._worker.gauges())))
-        if (turned_away := handovers.turned_away()) != self._turned_away:
-            self._turned_away = turned_away
-            self._send(TurnedAway(turned_away))
+        if (traffic := handovers.traffic()) != self._traffic:
+            self._traffic = traffic
+            self._send(traffic)
 
     def _take_messages(self) -> None:
         for _ in range(MESSAGES_A_TURN):
@@ -195,6 +199,7 @@ class EngineLoop:
 
 def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     inbox = Inbox()
+    end_with_threads(inbox)
     pool = PoolMemory(settings)
     executor, details = build_executor(settings, pool.allocate)
     config = worker_config(settings, executor.shape)
@@ -215,18 +220,34 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     EngineLoop(worker, executor, socket, inbox, handovers).run()
 
 
-def _exit_with_front_end() -> None:
-    """Ends this process when standard input closes, whatever the main thread is doing."""
+def end_with_threads(inbox: Inbox) -> None:
+    """A thread that ends with an exception ends the engine: without it we would look healthy and be of no use."""
+    show = threading.excepthook
+
+    def ended(what: threading.ExceptHookArgs) -> None:
+        show(what)
+        inbox.put(Broken(what.exc_value or what.exc_type()))
+
+    threading.excepthook = ended
+
+
+def _exit_with_front_end(folder: Path) -> None:
+    """Ends this process when standard input closes, whatever the main thread is doing, and tidies up for it."""
     # Not through sys.stdin: its lock would be held when the main thread ends the process for another reason.
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_ORPHANED)
 
 
 def main() -> None:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    threading.Thread(target=_exit_with_front_end, daemon=True).start()
+    if not settings.endpoint.startswith(_IPC):
+        raise BadConfig(f"the endpoint {settings.endpoint!r} is no socket in a folder")
+    folder = Path(settings.endpoint.removeprefix(_IPC)).parent
+    tempfile.tempdir = str(folder)  # the front end's, private and removed with it: we may end without a word
+    threading.Thread(target=_exit_with_front_end, args=(folder,), daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(QUEUED_MESSAGES_MAX)
     socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)

@@ -24,6 +24,7 @@ from baton.node.peers import Peers, listen
 from baton.node.sessions import Self
 from baton.node.settings import DEFAULT_PEER_PORT, EngineSettings
 from baton.node.transfers import Transfers, kinds_of
+from baton.wire.messages import PeerTraffic
 
 log = logging.getLogger("baton.handover")
 
@@ -70,8 +71,8 @@ class Handovers:
     def step_done(self, step: int) -> None:
         self._transfers.step_done(step)
 
-    def turned_away(self) -> dict[str, int]:
-        return dict(self._peers.refused + self._transfers.refused())
+    def traffic(self) -> PeerTraffic:
+        return PeerTraffic(dict(self._peers.refused + self._transfers.refused()), self._transfers.arrived_bytes())
 
 
 def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemory, inbox: Inbox) -> Handovers:

@@ -89,8 +89,8 @@ class End:
 class House(Protocol):
     """Where sessions live: told what becomes of each."""
 
-    def arrived(self) -> bool:
-        """A connection is there; False turns it away."""
+    def arrived(self, session: Session) -> None:
+        """Its connection is there."""
 
     def transfers_for(self, session: Session) -> tuple[str, ...]:
         """Where this peer shall send KV."""
@@ -144,9 +144,7 @@ class Session(asyncio.Protocol):
         self.same_host = bool(ours and theirs and ours[0] == theirs[0])
         if self.called is None and theirs:
             self.where = f"{theirs[0]}:{theirs[1]}"
-        if not self._house.arrived():
-            self.end(Refused.TOO_MANY, "too many connections that have not registered")
-            return
+        self._house.arrived(self)
         loop = asyncio.get_running_loop()
         loop.call_later(REGISTER_S, self._demand_registration)
         loop.call_later(TICK_S, self._tick)
@@ -185,12 +183,12 @@ class Session(asyncio.Protocol):
                 self.end(Refused.NOT_READING, str(full))
 
     def end(self, fault: str | None, reason: str) -> None:
-        """Close the connection. What was written before is still sent, unless the other side is to blame."""
+        """Close the connection. What was written is waited for only where it says why."""
         if self.stage is Stage.OVER:
             return
         was, self.stage = self.stage, Stage.OVER
         if self._transport is not None:
-            if fault is None or fault is Refused.UNFIT:
+            if fault is Refused.UNFIT:
                 self._transport.close()
             else:
                 self._transport.abort()

@@ -25,9 +25,21 @@ from baton.core.peers import (
     Verified,
     Verify,
 )
-from baton.kv.contract import KINDS, KvMemory, Receiver, Report, Sender, available, make_receiver, make_sender
+from baton.kv.contract import (
+    KvMemory,
+    Receiver,
+    Report,
+    Sender,
+    SenderOptions,
+    TransferUnavailable,
+    available,
+    make_receiver,
+    make_sender,
+)
 
 AUTO = "auto"
+BUILT_IN = ("shm", "tcp")
+"""What `auto` chooses from. Mooncake's ports are open to whoever reaches them, so it is used where both sides ask for it."""
 TransferOrder = Expect | Verify | OpenShip | Ship | Fence
 
 
@@ -42,30 +54,39 @@ def kinds_of(setting: str) -> tuple[str, ...]:
         if reason is not None:
             raise NoTransfer(f"--transfer {setting} cannot be used: {reason}")
         return (setting,)
-    return tuple(kind for kind in KINDS if available(kind) is None)
+    return tuple(kind for kind in BUILT_IN if available(kind) is None)
 
 
 class Transfers:
-    def __init__(self, role: Role, setting: str, memory: KvMemory, report: Report, host: str) -> None:
+    def __init__(
+        self, role: Role, setting: str, memory: KvMemory, report: Report, host: str, bytes_per_s: float | None = None
+    ) -> None:
+        """`bytes_per_s` holds senders back, for measuring."""
         self._setting = setting
+        self._memory = memory
         self._report = report
+        self._options: SenderOptions = {"host": host} if bytes_per_s is None else {"host": host, "bytes_per_s": bytes_per_s}
         kinds = kinds_of(setting)
-        if role.takes and setting == AUTO:
-            kinds = tuple(kind for kind in kinds if kind in ("shm", "tcp"))
-        self._receivers: dict[str, Receiver] = {}
+        wanted = kinds if role.takes else ()
+        self._receivers: dict[str, Receiver] = {kind: make_receiver(kind, memory, self._tell, host=host) for kind in wanted}
+        self._sends_by: tuple[str, ...] = kinds if role.gives else ()
         self._senders: dict[str, Sender] = {}
-        for kind in kinds:
-            if role.takes:
-                self._receivers[kind] = make_receiver(kind, memory, self._reported, host=host)
-            else:
-                self._senders[kind] = make_sender(kind, memory, self._reported, host=host)
+        """Made when a peer first wants one, and then replaced as a whole: other threads go through it."""
         self._address: dict[PeerId, str] = {}
         """P: where each peer wants its KV."""
         self._kind: dict[PeerId, str] = {}
         """D: how each peer was told to send."""
         self._receiving: dict[Handover, Receiver] = {}
         self._sending: dict[Handover, Sender] = {}
-        """What carries each hand-over until its fence, or until all of it is there: most are never fenced."""
+        """What carries each hand-over until it is done or fenced."""
+
+    def _tell(self, event: PeerEvent) -> None:
+        """On a transfer's thread. What has arrived or left whole has no bytes that a fence could still stop."""
+        if isinstance(event, Verified):
+            self._receiving.pop(event.handover, None)
+        elif isinstance(event, Shipped):
+            self._sending.pop(event.handover, None)
+        self._report(event)
 
     # ── as a peer registers, on the peers' thread ────────────────────────────────────────────────────────────────────────
 
@@ -77,13 +98,19 @@ class Transfers:
         return (self._receivers[kind].address,)
 
     def accept(self, peer: PeerId, addresses: tuple[str, ...]) -> str | None:
-        if not self._senders:
+        if not self._sends_by:
             return None
         if len(addresses) != 1:
             return f"transfers: 1 address is wanted here, {len(addresses)} were given there"
         kind = addresses[0].partition(":")[0]
+        if kind not in self._sends_by:
+            return f"transfer: {' or '.join(self._sends_by)} here, {kind} there"
         if kind not in self._senders:
-            return f"transfer: {' or '.join(self._senders)} here, {kind} there"
+            try:
+                sender = make_sender(kind, self._memory, self._tell, **self._options)
+            except (OSError, TransferUnavailable) as error:
+                return f"transfer: {kind} cannot be used here: {error}"
+            self._senders = {**self._senders, kind: sender}
         self._address[peer] = addresses[0]
         return None
 
@@ -95,17 +122,16 @@ class Transfers:
     def carry_out(self, order: TransferOrder) -> None:
         match order:
             case Expect(handover, token, first, blocks):
-                receiver = self._receivers[self._kind[handover.peer]]
-                self._receiving[handover] = receiver
-                receiver.expect(handover, token, first, blocks)
+                self._receiving[handover] = way = self._receivers[self._kind[handover.peer]]
+                way.expect(handover, token, first, blocks)
             case OpenShip():
                 self._open(order)
             case Verify(handover, checks):
-                if handover in self._receiving:
-                    self._receiving[handover].verify(handover, checks)
+                if (receiver := self._receiving.get(handover)) is not None:
+                    receiver.verify(handover, checks)
             case Ship(handover, step, first, upto, last):
-                if handover in self._sending:
-                    self._sending[handover].ship(handover, step, first, upto, last)
+                if (sender := self._sending.get(handover)) is not None:
+                    sender.ship(handover, step, first, upto, last)
             case Fence(handover):
                 self._fence(handover)
 
@@ -126,15 +152,6 @@ class Transfers:
         else:
             way.fence(handover)
 
-    def _reported(self, event: PeerEvent) -> None:
-        """On the transfers' threads. What has left or arrived as a whole is forgotten there; a fence has nothing to stop."""
-        match event:
-            case Verified(handover):
-                self._receiving.pop(handover, None)
-            case Shipped(handover):
-                self._sending.pop(handover, None)
-        self._report(event)
-
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def layer_done(self, step: int, layer: int) -> None:
@@ -145,6 +162,9 @@ class Transfers:
     def step_done(self, step: int) -> None:
         for sender in self._senders.values():
             sender.step_done(step)
+
+    def arrived_bytes(self) -> int:
+        return sum(receiver.arrived_bytes for receiver in self._receivers.values())
 
     def refused(self) -> Counter[str]:
         return sum((receiver.refused for receiver in self._receivers.values()), Counter())

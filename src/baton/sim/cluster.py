@@ -23,7 +23,7 @@ from baton.executor.contract import ExecutorShape
 from baton.executor.counting import FILLER_TOKEN, STOP_TOKEN, CountingExecutor
 from baton.sim.carrying import Carrier, Road
 from baton.sim.device import Times
-from baton.sim.front import Booking, Counter, Front
+from baton.sim.front import Counter, Front
 from baton.sim.instance import InstanceSpec
 from baton.sim.lines import PipeEnd
 from baton.sim.machine import Machine
@@ -95,6 +95,8 @@ class RunSpec:
     """None: every instance does everything."""
     metered: bool = False
     """Whether to take the CPU time of passes; the run itself does not depend on it."""
+    chosen: Callable[[Sequence[int]], int] | None = None
+    """By whom the next request is served, from the prompt tokens that wait at each for their first token; None: in turn."""
 
     @property
     def takers(self) -> int:
@@ -120,6 +122,8 @@ class _Cluster:
         self.ended = 0
         self._prefix_tokens: dict[int, int] = {}
         """The token that stands for the text of each prefix id; ids may be any numbers."""
+        self.queued_tokens = [0] * spec.takers
+        """Of prompts without a first token, by instance."""
         self._free_us = 0
         """When the front end has dealt with what has arrived."""
         self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max)
@@ -216,6 +220,17 @@ class _Cluster:
         shared = np.repeat(np.array(ids, dtype=np.int32), PREFIX_ID_TOKENS)[: call.input_tokens]
         own = np.full(call.input_tokens - len(shared), UNIQUE_FROM + index, dtype=np.int32)
         return np.concatenate((shared, own), dtype=np.int32)
+
+    def submit(self, submission: Submission, client: _Client) -> int:
+        """Which instance serves it."""
+        if self.spec.chosen is None:
+            booking = self.front.submit((submission,), client)
+        else:
+            booking = self.front.counters[self.spec.chosen(self.queued_tokens)].submit((submission,), client)
+        if booking is None:
+            raise RunFailed("no instance serves")
+        self.queued_tokens[booking.instance] += len(submission.prompt)
+        return booking.instance
 
     def finished(self) -> None:
         self.ended += 1
@@ -332,10 +347,7 @@ class _Client:
     def _submit(self, index: int, call: Call) -> None:
         sampling = Sampling(seed=index, temperature=0.0, stop_token_ids=(STOP_TOKEN,))
         submission = Submission(RequestId(str(index)), self._prompt, sampling, call.max_tokens)
-        booking: Booking | None = self._cluster.front.submit((submission,), self)
-        if booking is None:
-            raise RunFailed("no instance serves")
-        self._journey.instance = booking.instance
+        self._journey.instance = self._cluster.submit(submission, self)
 
     # ── what the front end tells ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -351,6 +363,7 @@ class _Client:
         journey = self._journey
         if journey.first_us is None and end > begin:
             journey.first_us = self._cluster.world.now_us - _SETTLED_US
+            self._cluster.queued_tokens[journey.instance or 0] -= journey.input_tokens
             journey.cached_tokens = cached or 0
         journey.output_tokens += end - begin
         if ended is not None:

@@ -11,18 +11,17 @@ import selectors
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import IO
 
 import msgspec
 
 from baton.core.errors import BatonError
-from baton.core.handover import GIVER as GIVER_MOVES
-from baton.core.handover import TAKER as TAKER_MOVES
 from baton.core.request import TRANSITIONS as REQUEST_MOVES
 from baton.sim.faults import Fault
-from baton.sim.judge import move_name
+from baton.sim.judge import move_name, peer_tables
 from baton.sim.laws import OWN_CHECKS, LawBroken
 from baton.sim.scenario import Trim, Verdict, run_seed
 from baton.sim.shard import SeedReport
@@ -32,17 +31,13 @@ from baton.wire.link import TRANSITIONS as LINK_MOVES
 SHRINK_RUNS_MAX = 200
 READ_BYTES = 1 << 16
 EVERY_FAULT = tuple(str(fault) for fault in Fault)
-EVERY_MOVE = tuple(
-    move_name(machine, state, move)
-    for machine, table in (
-        ("request", REQUEST_MOVES),
-        ("desk", DESK_MOVES),
-        ("link", LINK_MOVES),
-        ("giver", GIVER_MOVES),
-        ("taker", TAKER_MOVES),
-    )
-    for state, move in table
-)
+_MACHINES: list[tuple[str, Iterable[tuple[Enum, Enum]]]] = [
+    ("request", REQUEST_MOVES),
+    ("desk", DESK_MOVES),
+    ("link", LINK_MOVES),
+    *peer_tables(),
+]
+EVERY_MOVE = tuple(move_name(machine, state, move) for machine, table in _MACHINES for state, move in table)
 
 
 class NothingBroken(BatonError):

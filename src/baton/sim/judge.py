@@ -19,8 +19,10 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.laws import LAWS
+from baton.core.prefix import PrefixIndex
 from baton.core.records import EndedRequest
 from baton.core.request import FinishReason, Phase, Serial, Submission
 from baton.core.worker import (
@@ -75,6 +77,18 @@ Move = TypeVar("Move", bound=Enum)
 
 def move_name(machine: str, state: Enum, move: Enum) -> str:
     return f"{machine}: {state.name} ─{move.value}→"
+
+
+def peer_tables() -> list[tuple[str, list[tuple[Enum, Enum]]]]:
+    """The machines that a worker with peers has, and every transition of each."""
+    tables: list[tuple[str, list[tuple[Enum, Enum]]]] = []
+    for role in (PREFILL, DECODE):
+        worker = Worker(WorkerConfig(slots=1, blocks=1, role=role), PrefixIndex(bytes(16), b"", 1))
+        if worker.giver is not None:
+            tables.append(("giver", list(worker.giver.moves())))
+        if worker.taker is not None:
+            tables.append(("taker", list(worker.taker.moves())))
+    return tables
 
 
 class Causes(Protocol):
@@ -297,7 +311,7 @@ class Judge:
         left: bool,
     ) -> None:
         """Of the answer that was `expected` the client `got` so many tokens, cut it at `keep`, or `left`."""
-        self.ends[ended.reason] += 1
+        self.ends[ended.reason if ended.fault is None else f"{ended.reason}: {int(ended.fault.code)}"] += 1
         match FinishReason(ended.reason):
             case FinishReason.ABORT:
                 # What comes after a client has gone is not looked at for stops, so it may run on to its limit.

@@ -118,7 +118,8 @@ def process_of(instance: int | None) -> int:
 def _processes(record: RunRecord) -> Iterator[TraceEvent]:
     yield from _process(None, "front end")
     for instance in range(record.instances):
-        yield from _process(instance, f"instance {instance}")
+        role = f", {record.roles[instance]}" if record.roles else ""
+        yield from _process(instance, f"instance {instance}{role}")
         pid = process_of(instance)
         yield TraceEvent("thread_name", "M", pid, tid=STEPS_TRACK, args={"name": "steps"})
 
@@ -169,9 +170,12 @@ def _stages(journey: Journey, ended_us: int) -> Iterator[tuple[str, int, int]]:
         yield "queue and prefill", journey.arrived_us, first_us
         yield "decode, preempted", first_us, ended_us
         return
-    started_us = max(journey.arrived_us, first_us - journey.prefill_us)
+    computed_us = max(journey.arrived_us, first_us - journey.transfer_us)
+    started_us = max(journey.arrived_us, computed_us - journey.prefill_us)
     yield "queue", journey.arrived_us, started_us
-    yield "prefill", started_us, first_us
+    yield "prefill", started_us, computed_us
+    if computed_us < first_us:
+        yield "hand-over", computed_us, first_us
     yield "decode", first_us, ended_us
 
 
@@ -191,5 +195,7 @@ def _told(journey: Journey) -> dict[str, Argument]:
         "recomputed tokens": journey.recomputed_tokens,
         "queue ms": journey.queue_us / 1e3,
         "prefill ms": journey.prefill_us / 1e3,
+        "transfer ms": journey.transfer_us / 1e3,
+        "attempts": journey.attempts,
         "decode ms": journey.decode_us / 1e3,
     }

@@ -310,7 +310,9 @@ def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) ->
     many = records[0].instances > BARS_MAX
     axes.set_xlabel("instances, least busy first" if many else "instance")
     count = records[0].instances
-    axes.set_xticks(range(0, count, -(-count // TICKS_MAX)))
+    ticks = range(0, count, -(-count // TICKS_MAX))
+    roles = records[0].roles
+    axes.set_xticks(ticks, [f"{tick}\n{roles[tick]}" if roles else str(tick) for tick in ticks])
     around = max(0.0, (BARS_LEAST - count) / 2)  # one bar must not fill the panel
     axes.set_xlim(-0.6 - around, count - 0.4 + around)
     _legend(axes)

@@ -134,6 +134,15 @@ class Scenario:
             if (role.takes and its.gives) or (role.gives and its.takes)
         )
 
+    def can_hand_over(self, tokens: int) -> bool:
+        """Whether nothing but a fault can keep a prompt of so many tokens from being prefilled elsewhere."""
+        giver, protected = self.giver, not self.config.max_preemptions
+        steps = -(-tokens // giver.step_tokens) + giver.depth + 2
+        pieces = -(-tokens // giver.block_size) * self.layers
+        takes_us = 2 * steps * self.times.step_us(0, 0, min(tokens, giver.step_tokens), 0) + 2 * pieces * self.kv.piece_us
+        in_time = takes_us + 50_000 < self.config.handover.deadline_us
+        return tokens < giver.context_tokens and not protected and in_time
+
     @property
     def asks(self) -> tuple[int, ...]:
         """Their indices."""
@@ -456,8 +465,8 @@ class Run:
 
     def _ask_for_a_handover(self) -> None:
         """Where there are peers again, they prefill again: one question after the other, so that none finds a full queue."""
-        if self.scenario.giver.context_tokens <= HANDED_OVER_TOKENS or not self.scenario.config.max_preemptions:
-            return  # too long for those that prefill; or protected from the start, and then never handed over
+        if not self.scenario.can_hand_over(HANDED_OVER_TOKENS):
+            return
         stream = stream_of(self.scenario.seed, "probes")
         for seat in self.seats:
             if not (seat.role.takes and seat.peers) or seat.instance is None:

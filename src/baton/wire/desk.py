@@ -36,6 +36,7 @@ from baton.wire.messages import (
     Failed,
     FromEngine,
     LogprobLine,
+    PeerTraffic,
     Ready,
     RefusedWith,
     Rows,
@@ -43,7 +44,6 @@ from baton.wire.messages import (
     StopAt,
     Submit,
     ToEngine,
-    TurnedAway,
     WireEnded,
     WireError,
     refusal_of,
@@ -270,7 +270,7 @@ class Desk:
                 return Took([Came(message)], [])
             case Failed(reason):
                 return Took([Died(reason)], [])
-            case TurnedAway():
+            case PeerTraffic():
                 return Took([], [])
 
     def lose(self, reason: str) -> list[Lost]:

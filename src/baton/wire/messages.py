@@ -188,13 +188,16 @@ class StepOutput(msgspec.Struct, tag="step", frozen=True):
     gauges: WireGauges
 
 
-class TurnedAway(msgspec.Struct, tag="turned_away", frozen=True):
-    """Connections and frames of peers that were refused since the start, by reason; sent when there are more."""
+class PeerTraffic(msgspec.Struct, tag="peer_traffic", frozen=True):
+    """What came of connections with peers since the start; sent when it has changed."""
 
-    counts: dict[str, int]
+    refused: dict[str, int]
+    """Connections and frames, by reason."""
+    arrived_bytes: int
+    """Of KV."""
 
 
-FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | TurnedAway
+FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | PeerTraffic
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

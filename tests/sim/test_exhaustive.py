@@ -1,0 +1,57 @@
+"""A crash, or a long pause, after every single event of a small world with hand-overs in it: every law holds.
+
+The whole walk (every event, both instances, both blows, all kinds of worlds) runs with BATON_TEST_EXHAUSTIVE=1; without it,
+every crash in one kind of world and a sample of everything else.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from baton.core.config import OnPreempt, PrefillPath
+from baton.sim.exhaustive import Blow, Strike, events_of, small_world, strikes, struck
+from baton.sim.scenario import Run, Scenario
+
+WHOLE = os.environ.get("BATON_TEST_EXHAUSTIVE") == "1"
+SAMPLED_EVERY = 1 if WHOLE else 53
+KINDS = [(pulls, on_preempt, path) for pulls in (False, True) for on_preempt in OnPreempt for path in PrefillPath]
+
+
+def world(pulls: bool = False, on_preempt: OnPreempt = OnPreempt.RESUME, path: PrefillPath = PrefillPath.SHORT) -> Scenario:
+    return small_world(pulls=pulls, on_preempt=on_preempt, path=path)
+
+
+def test_the_small_world_hands_over_in_one_chunk_in_several_and_behind_a_cached_prefix() -> None:
+    verdict = Run(world(), tell_story=True).verdict()
+    assert verdict.broken is None
+    assert verdict.moves["taker: CHECKING ─verified and adopted→"] >= 4
+    story = "\n".join(verdict.story)
+    assert " for 3 and on" in story
+    assert "[0, 2) of step 2\n" in story
+    assert "abort" in verdict.ends
+
+
+def test_a_crash_after_any_event_of_either_instance_breaks_no_law() -> None:
+    scenario = world()
+    for event in range(1, events_of(scenario) + 1):
+        for seat in range(scenario.instances):
+            strike = Strike(event, seat, Blow.CRASH)
+            broken = struck(scenario, strike).broken
+            assert broken is None, f"{strike}: {broken}"
+
+
+@pytest.mark.parametrize(("pulls", "on_preempt", "path"), KINDS)
+def test_neither_do_pauses_nor_other_kinds_of_worlds(pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> None:
+    scenario = world(pulls, on_preempt, path)
+    for strike in strikes(scenario, SAMPLED_EVERY):
+        broken = struck(scenario, strike).broken
+        assert broken is None, f"{strike}: {broken}"
+
+
+def test_a_strike_hits_the_event_it_names() -> None:
+    scenario = world()
+    verdict = struck(scenario, Strike(40, 1, Blow.CRASH), tell_story=True)
+    assert verdict.fired["instance crashed"] == 1
+    assert any("instance 1 is down" in line for line in verdict.story)
