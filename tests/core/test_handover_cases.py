@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
-from baton.core.handover import prompt_digest
+from baton.core.handover import RENEW_US_MIN, prompt_digest
 from baton.core.peers import (
     Arriving,
     Ask,
@@ -319,3 +319,18 @@ def test_bills_add_up_to_the_time_that_passed_and_the_tokens_that_were_fed(seed:
         assert bill.cached_tokens + bill.computed_tokens == prompt_tokens + 20 - 1
         spent_us = bill.queue_us + bill.prefill_us + bill.transfer_us + bill.decode_us
         assert spent_us == ended_us[serial] - asked_us
+
+
+@pytest.mark.parametrize(("lease_us", "every_us"), [(100_000, 50_000), (1, RENEW_US_MIN), (60_000_000, 500_000)])
+def test_a_giver_renews_as_often_as_the_lease_that_it_was_granted_needs(lease_us: int, every_us: int) -> None:
+    p = giver()
+    ask(p, 0, range(40))
+    hear(p, Grant(0, 1, cached_tokens=0, lease_us=lease_us, token=b""))
+    p.tick()
+    p.tick()
+    p.settle_one()
+    p.settle_one()
+    p.now_us = every_us - 1
+    assert told(p.send(Tick())) == []
+    p.now_us += 1
+    assert told(p.send(Tick())) == [Renew(0, 1)]
