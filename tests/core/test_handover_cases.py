@@ -334,3 +334,17 @@ def test_a_giver_renews_as_often_as_the_lease_that_it_was_granted_needs(lease_us
     assert told(p.send(Tick())) == []
     p.now_us += 1
     assert told(p.send(Tick())) == [Renew(0, 1)]
+
+
+def test_where_nobody_may_be_preempted_a_lease_is_promised_all_that_its_request_may_need() -> None:
+    cluster = Cluster(1, [prefill_config()], [decode_config(max_preemptions=0, blocks=30)])
+    (d,), (p,) = cluster.ds, cluster.ps
+    serials = [d.submit(submission([n] * 40, 40, name=str(n)))[0] for n in range(3)]
+    while not d.worker.gauges().blocks.leased:
+        cluster.turn()
+    assert d.worker.scheduler.promised() == 10
+    cluster.run()
+    assert [len(d.outputs[serial]) for serial in serials] == [40, 40, 40]
+    assert p.worker.gauges().handovers.made == 3
+    assert d.worker.gauges().preemptions_for_others == d.worker.gauges().preemptions_of_self == 0
+    cluster.nothing_is_held()
