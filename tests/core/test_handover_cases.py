@@ -440,7 +440,23 @@ def test_a_taker_that_was_short_of_room_too_often_prefills_itself() -> None:
         d.settle_one()
     for attempt in range(1, ATTEMPTS_MAX + 1):
         assert [type(message) for message in hear(d, Offer(serial, attempt, 40))] == [Refuse]
+        while d.in_flight:
+            d.settle_one()
         d.worker.scheduler._promises.policy.ratio = 0.0  # there is room again, and then none
-        asks = told(d.send(Tick()))
-        assert len(asks) == (attempt < ATTEMPTS_MAX)
+        assert len(told(d.send(Tick()))) == (attempt < ATTEMPTS_MAX)
         d.worker.scheduler._promises.policy.ratio = 0.7
+    assert d.plans[-1].plan.chunks, "it is prefilled here"
+
+
+def test_siblings_begin_with_the_adoption_of_their_leader() -> None:
+    d = taker(blocks=100)
+    prompt = list(range(40))
+    group = [submission(prompt, 4, name=str(n), leader="0" if n else None) for n in range(3)]
+    serial = d.submit(*group)[0]
+    d.tick()
+    hear(d, Offer(serial, 1, 40))
+    handover = Handover(PEER, serial, 1)
+    hear(d, commit(handover, d, prompt))
+    d.send(Verified(handover))
+    d.send(Tick())
+    assert len(d.plans[0].plan.starts) == 3
