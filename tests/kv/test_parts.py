@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import selectors
+import socket
 import tempfile
+import threading
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ from baton.kv.frames import (
     encode_hello,
     encode_pieces,
 )
+from baton.kv.lane import Lane
 from baton.kv.memory import allocate, flat, map_sealed, release, shared_bytes
 from baton.kv.pace import Pace
 from baton.kv.vectors import Vectors
@@ -273,3 +277,26 @@ def test_vectors_go_through_their_memory_once_and_in_order(
         assert vectors.left == at - len(seen)
         assert bool(vectors) == (len(seen) < at)
     assert seen == bytes(memory[: len(seen)])
+
+
+# ── the lane ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_socket_that_was_closed_in_the_same_turn_does_not_end_the_lane() -> None:
+    """Both ends were ready at once, and the first to be served closed the other."""
+    done = threading.Event()
+    pairs = [socket.socketpair(), socket.socketpair()]
+    lane = Lane("test", lambda _now: None, lambda: None)
+
+    def close_all(_events: int) -> None:
+        for ours, _ in pairs:
+            lane.watch(ours, 0, lambda _: None)
+            ours.close()
+
+    for ours, theirs in pairs:
+        lane.watch(ours, selectors.EVENT_READ, close_all)
+        theirs.close()
+    lane.start()
+    lane.post(done.set)
+    assert done.wait(5)
+    lane.close()

@@ -16,7 +16,7 @@ from baton.core.prefix import PrefixIndex
 from baton.core.worker import Worker
 from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
-from baton.node.engine import EngineLoop
+from baton.node.engine import EngineLoop, end_with_threads
 from baton.node.inbox import Broken, Inbox
 from baton.wire.messages import FromEngine, PeerTraffic, StepOutput, decode_from_engine, encode_to_engine, submit
 from tests.support.driver import submission
@@ -180,6 +180,23 @@ def test_a_thread_that_ends_ends_the_loop(benches: list[Bench]) -> None:
     bench.inbox.put(Broken(RuntimeError("the peers' thread is gone")))
     bench.thread.join(DEADLINE_S)
     assert "peers' thread" in str(bench.death)
+
+
+def test_any_thread_that_ends_with_an_exception_is_told_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    inbox, error = Inbox(), RuntimeError("a lane is gone")
+    end_with_threads(inbox)
+
+    def fail() -> None:
+        raise error
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    assert inbox.take() == [Broken(error)]
+    assert len(shown) == 1
+    inbox.close()
 
 
 def test_a_front_end_that_does_not_read_pauses_the_engine(benches: list[Bench]) -> None:

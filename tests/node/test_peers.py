@@ -355,12 +355,11 @@ def test_who_says_more_than_the_engine_takes_is_hung_up(make: Make, call: Call, 
     still_serves(make, giver)
 
 
-def test_strangers_are_bounded(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_bounded_and_keep_nobody_out(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "STRANGERS_MAX", 3)
     giver = make(PREFILL, "p")
-    waiting = [call(giver) for _ in range(3)]
-    assert call(giver).is_hung_up()
+    waiting = [call(giver) for _ in range(4)]
+    assert waiting[0].is_hung_up()
     assert giver.peers.refused[Refused.TOO_MANY] == 1
-    for caller in waiting:
-        caller.socket.close()
     still_serves(make, giver)
+    assert giver.peers.refused[Refused.TOO_MANY] == 2

@@ -26,7 +26,7 @@ from baton.core.peers import (
 )
 from baton.kv.contract import KvLayout, KvMemory
 from baton.kv.memory import allocate, release
-from baton.node.transfers import NoTransfer, Transfers
+from baton.node.transfers import NoTransfer, Transfers, kinds_of
 
 HOST = "127.0.0.1"
 GIVER, TAKER = PeerId("giver"), PeerId("taker")
@@ -140,6 +140,10 @@ def test_a_peer_without_an_address_or_a_session_gets_nothing(sides: tuple[Side, 
     giver.transfers.forget(TAKER)
     giver.transfers.carry_out(OpenShip(ON_GIVER, b"token", 2, SOURCES))
     assert isinstance(giver.next(), ShipFailed)
+
+
+def test_auto_never_opens_the_ports_of_mooncake() -> None:
+    assert set(kinds_of("auto")) <= {"shm", "tcp"}
 
 
 def test_a_way_that_does_not_exist_is_refused_at_the_start(memories: tuple[KvMemory, KvMemory]) -> None:

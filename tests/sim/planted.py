@@ -52,6 +52,9 @@ class Patch:
         self._before: list[tuple[object, str, object]] = []
 
     def set(self, owner: type | ModuleType, name: str, value: object) -> None:
+        """Where a class inherits the attribute, it is replaced where it was defined: for all that inherit it."""
+        if isinstance(owner, type):
+            owner = next(kind for kind in owner.__mro__ if name in kind.__dict__)
         self._before.append((owner, name, owner.__dict__[name]))
         self.touched.append(owner.__name__ if isinstance(owner, ModuleType) else owner.__module__)
         setattr(owner, name, value)

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from threading import Lock
 from types import FrameType
 
-from baton.sim.scenario import run_seed
+from baton.sim.scenario import draw_scenario, run_seed
+from tests.sim import planted_peers
 from tests.sim.planted import Catch, read_catches, write_catches
 from tests.sim.planted_peers import BUGS
 
@@ -33,7 +34,7 @@ SEED_S_MAX = 60
 """A bug may make our code go round in circles; such a seed counts as tried and no more."""
 
 
-SHARD = 6
+SHARD = 3
 """Bugs a process: few enough that no process is left alone at the end, and starting one costs a second."""
 
 
@@ -66,11 +67,18 @@ def _time_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _has_peers(seed: int) -> bool:
+    """What is wrong between peers does not show where there are none."""
+    return any(role.takes for role in draw_scenario(seed).roles)
+
+
 def search(name: str, seeds: int) -> Found:
     best: Found | None = None
     hung = tried = spent = 0
     for seed in range(seeds):
         tried = seed + 1
+        if BUGS[name].plant.__module__ == planted_peers.__name__ and not _has_peers(seed):
+            continue
         try:
             with _time_limit(), BUGS[name].planted():
                 verdict = run_seed(seed)

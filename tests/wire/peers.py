@@ -71,7 +71,9 @@ logprobs = st.builds(_line, st.floats(width=32), st.lists(st.tuples(tokens, st.f
 
 to_giver: dict[type, st.SearchStrategy[PeerMessage]] = {
     Ask: st.builds(Ask, **attempt, submission=submissions),
-    Grant: st.builds(Grant, **attempt, cached_tokens=counts, lease_us=longs, token=st.binary(max_size=TOKEN_BYTES_MAX)),
+    Grant: st.builds(
+        Grant, **attempt, cached_tokens=counts, lease_us=longs, token=st.binary(min_size=1, max_size=TOKEN_BYTES_MAX)
+    ),
     Refuse: st.builds(Refuse, **attempt, reason=reasons, retry_after_us=longs),
     Adopted: st.builds(Adopted, **attempt),
     Release: st.builds(Release, **attempt, reason=reasons),

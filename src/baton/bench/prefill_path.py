@@ -162,6 +162,8 @@ class PathRun(msgspec.Struct, frozen=True):
     """Output tokens a simulated second."""
     wait: Wait
     giver_busy: float
+    giver_held_peak: float
+    """Share of the giver's pool that requests held at most: below 1, none of them waited for blocks."""
     giver_steps: int
     charged_s: float
     """Passes of the giver, in all."""
@@ -369,6 +371,7 @@ def _described(job: PathJob, record: RunRecord) -> PathRun:
         tokens_per_s=sum(journey.output_tokens for journey in journeys) / total_s,
         wait=_wait(record),
         giver_busy=float(busy[TAKERS:].mean()),
+        giver_held_peak=_held_peak(record),
         giver_steps=sum(record.steps_each[TAKERS:]),
         charged_s=sum(record.steps_each[TAKERS:]) * job.pass_us / 1e6,
         takers_busy=float(busy[:TAKERS].mean()),
@@ -389,6 +392,11 @@ def _wait(record: RunRecord) -> Wait:
     transfer_s = sum(journey.transfer_us for journey in record.journeys) / count
     all_s = sum(journey.ttft_us or 0 for journey in record.journeys) / count
     return Wait(queue_s, prefill_s, transfer_s, all_s - queue_s - prefill_s - transfer_s)
+
+
+def _held_peak(record: RunRecord) -> float:
+    looks = [look for look in record.looks if look.instance >= TAKERS]
+    return max((look.running_blocks / record.pool_of(look.instance) for look in looks), default=0.0)
 
 
 def _passes(record: RunRecord) -> Passes:

@@ -22,6 +22,7 @@ PARTS: dict[str, tuple[Callable[[PathRun], float], str]] = {
     "on its way s": (lambda run: run.wait.transfer_s, "{:,.4f}"),
     "the rest s": (lambda run: run.wait.rest_s, "{:,.4f}"),
     "giver busy": (lambda run: run.giver_busy, "{:.1%}"),
+    "giver's pool held, peak": (lambda run: run.giver_held_peak, "{:.1%}"),
     "giver's steps": (lambda run: run.giver_steps, "{:,.0f}"),
     "its passes, charged in all s": (lambda run: run.charged_s, "{:,.3f}"),
     "prompt tokens computed": (lambda run: run.computed_tokens, "{:,.0f}"),

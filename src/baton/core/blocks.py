@@ -83,6 +83,10 @@ class BlockPool:
         """A copy, for the laws."""
         return self._pins.copy()
 
+    def pinned(self, blocks: Int32s) -> Int32s:
+        """Those of these that have a pin."""
+        return blocks[self._pins[blocks] > 0]
+
     def pin(self, blocks: Int32s, pin: Pin) -> None:
         """These blocks, which have one owner and one and the same pin so far, are pinned otherwise from here on."""
         if not len(blocks):

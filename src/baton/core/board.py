@@ -167,6 +167,13 @@ class Board(ABC):
     def request(self, serial: Serial) -> Request | None:
         return self._requests.get(serial)
 
+    def unplanned(self, serial: Serial) -> int:
+        """How many of the tokens that it starts with no plan feeds yet, as far as the cache does not have them."""
+        request = self._requests[serial]
+        if request.slot is None:
+            return request.tokens_at_start
+        return int(self.slots.known[request.slot] - self.slots.planned[request.slot])
+
     def crew(self) -> Crew | None:
         """For the laws: who decodes, if that is remembered."""
         return self._crew
@@ -346,6 +353,10 @@ class Board(ABC):
         source = self._tail_of_leader(request) if tail and len(found) == usable else None
         computed = len(found) * block_size + (tail if source is not None else 0)
         return Hit(blocks, source, computed)
+
+    def _blocks_to_take(self, tokens: int, hit: Hit) -> int:
+        """How many fewer are available once a request has a row with room for so many tokens."""
+        return blocks_for(tokens, self.config.block_size) - len(hit.blocks) + self.pool.unreferenced(hit.blocks)
 
     def _tail_of_leader(self, request: Request) -> int | None:
         """The block in which a sibling choice holds the end of the same prompt, if it still does."""

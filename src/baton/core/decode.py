@@ -79,7 +79,7 @@ class DecodeScheduler(Scheduler):
         if protected or not self._goes_elsewhere(request, hit):
             super()._let_in(step, request, hit, protected)
             return
-        self._booked[request.serial] = self._need(request, hit)
+        self._booked[request.serial] = self._blocks_to_take(request.tokens_at_start, hit)
         self._to_ask.append(request.serial)
         request.bill.queue_us += self._now_us - request.since_us
         request.since_us = self._now_us
@@ -90,11 +90,6 @@ class DecodeScheduler(Scheduler):
             return False
         return request.tokens_at_start - hit.computed > self.config.handover.local_tokens
 
-    def _need(self, request: Request, hit: Hit) -> int:
-        """Blocks that leave `available` when it is leased its room."""
-        whole = blocks_for(request.tokens_at_start, self.config.block_size)
-        return whole - len(hit.blocks) + self.pool.unreferenced(hit.blocks)
-
     def take_back(self, serial: Serial, *, prefills_here: bool, now_us: int) -> None:
         """Nobody prefills it elsewhere: it waits in our own queue."""
         request = self._unbook(serial)
@@ -104,7 +99,7 @@ class DecodeScheduler(Scheduler):
 
     def _unqueue(self, request: Request) -> None:
         if request.serial in self._booked:
-            self._unbook(request.serial)
+            self._charge_wait(self._unbook(request.serial), self._now_us)
         else:
             super()._unqueue(request)
 
@@ -126,7 +121,8 @@ class DecodeScheduler(Scheduler):
         request = self._requests[serial]
         hit, booked = self._look_up(request), self._booked[serial]
         kept = self._kept() - booked
-        if not self.slots.has_room or self._need(request, hit) > self.pool.available - kept:
+        need = self._blocks_to_take(request.tokens_at_start, hit)
+        if not self.slots.has_room or need > self.pool.available - kept:
             return None
         self._unbook(serial)
         slot = self._occupy(request, hit, Move.LEASE)
@@ -208,8 +204,7 @@ class DecodeScheduler(Scheduler):
         return request
 
     def _pin(self, request: Request, pin: Pin) -> None:
-        blocks = self.slots.blocks(self._slot_of(request))
-        self.pool.pin(blocks[self.pool.pins()[blocks] > 0], pin)
+        self.pool.pin(self.pool.pinned(self.slots.blocks(self._slot_of(request))), pin)
 
     # ── adopted ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 

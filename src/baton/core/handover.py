@@ -74,6 +74,8 @@ ATTEMPTS_MAX = 3
 STEPS_AHEAD = 2
 """A giver offers so many steps' worth of prefill in advance: enough to stay busy, and no more, since it costs room at D."""
 
+RENEW_US_MIN = 10_000
+"""A taker whose leases are short is told that often at most."""
 BELIEF_HALVES_US = 1_000_000
 """What a taker knows of a giver's queue counts half after so long: one that was busy once is not avoided for ever."""
 
@@ -234,7 +236,7 @@ class Taker:
         acts: Acts = []
         for entry in late:
             stage = PdStage.OFFER if entry.state is Taking.ASKED else PdStage.PREFILL
-            acts += self._fail(entry, PdCode.TIMEOUT, stage, f"nothing more was heard of it in {self._waited(entry)} ms")
+            acts += self._fail(entry, PdCode.TIMEOUT, stage, self._lateness(entry))
         return acts
 
     def cancel(self, serial: Serial, reason: FinishReason, now_us: int) -> Acts:
@@ -432,8 +434,10 @@ class Taker:
         self._failed[code] += 1
         return PdFault(code, stage, reason)
 
-    def _waited(self, entry: Taken) -> int:
-        return (self._now_us - entry.asked_us) // 1000
+    def _lateness(self, entry: Taken) -> str:
+        if self._now_us >= entry.asked_us + self._config.deadline_us:
+            return f"it was not done {self._config.deadline_us // 1000} ms after it was asked for"
+        return f"nothing was heard of it for {self._config.lease_us // 1000} ms"
 
     def _move(self, entry: Taken, move: TakerMove) -> None:
         before, entry.state = entry.state, _next(TAKER, entry.state, move)
@@ -513,10 +517,6 @@ class Given:
     logprobs: Logprobs | None = None
     checks: bytes | None = None
 
-    @property
-    def cached_tokens(self) -> int:
-        return 0 if self.grant is None else self.grant.cached_tokens
-
 
 class Giver:
     def __init__(self, config: WorkerConfig, scheduler: PrefillScheduler | GeneralPrefillScheduler) -> None:
@@ -528,8 +528,10 @@ class Giver:
         self._queue: dict[Handover, Given] = {}
         """Those that were not offered yet, in the order of arrival."""
         self._active: dict[Handover, Given] = {}
-        """The others: no more than there are slots."""
+        """The others: as many as have slots, and on the general path those that are soon to have one."""
         self._by_serial: dict[Serial, Given] = {}
+        self._queued_tokens = 0
+        """Of all prompts that are still AHEAD."""
         self._peers: dict[PeerId, None] = {}
         self._moves = dict.fromkeys(GIVER, 0)
         self._failed: Counter[PdCode] = Counter()
@@ -568,7 +570,11 @@ class Giver:
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: PeerEvent, now_us: int) -> Acts:
+        """Whatever an event ends may be what the next offer waited for."""
         self._now_us = now_us
+        return self._happened(event) + self.advance(now_us)
+
+    def _happened(self, event: PeerEvent) -> Acts:
         match event:
             case PeerOpened(peer):
                 self._peers[peer] = None
@@ -615,9 +621,9 @@ class Giver:
         return acts + self.advance(now_us)
 
     def _late(self, entry: Given) -> Acts:
-        if self._now_us >= entry.arrived_us + self._config.deadline_us:
+        if entry.grant is None or self._now_us >= entry.arrived_us + self._config.deadline_us:
             return self._decline(entry, PdCode.TIMEOUT, "it took too long")
-        entry.renew_us = self._now_us + self._config.renew_us
+        entry.renew_us = self._now_us + self._renews_every_us(entry.grant)
         return [Tell(entry.handover.peer, Renew(entry.handover.request, entry.handover.attempt))]
 
     def advance(self, now_us: int) -> Acts:
@@ -626,7 +632,7 @@ class Giver:
         acts: Acts = []
         if not self._queue:
             return acts
-        ahead = sum(len(entry.submission.prompt) for entry in self._active.values() if entry.state in SOON)
+        ahead = sum(self._unplanned(entry) for entry in self._active.values() if entry.state in SOON)
         most = STEPS_AHEAD * self._worker_config.step_tokens
         while self._queue and ahead < most:
             entry = next(iter(self._queue.values()))
@@ -635,8 +641,8 @@ class Giver:
             serial = self._scheduler.hold(entry.submission, entry.keys, len(prompt) + 1, now_us)
             if serial is None:
                 break
-            ahead += len(prompt)
             entry.serial = serial
+            ahead += self._unplanned(entry)
             self._by_serial[serial] = entry
             self._move(entry, GiverMove.OFFER)
             acts.append(Tell(entry.handover.peer, self._offer(entry)))
@@ -649,7 +655,7 @@ class Giver:
         acts: Acts = []
         for entry in [entry for entry in self._open.values() if entry.handover.peer == peer]:
             acts += self._let_go(entry)
-        return acts + self.advance(self._now_us)
+        return acts
 
     def _heard(self, peer: PeerId, message: object) -> Acts:
         match message:
@@ -682,7 +688,8 @@ class Giver:
             self._failed[PdCode.TIMEOUT] += 1
             return [*acts, Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, reason))]
         self._open[handover] = self._queue[handover] = Given(handover, ask.submission, self._now_us)
-        return acts + self.advance(self._now_us)
+        self._queued_tokens += len(ask.submission.prompt)
+        return acts
 
     def _cannot(self, submission: Submission) -> str | None:
         config, prompt = self._worker_config, len(submission.prompt)
@@ -708,7 +715,7 @@ class Giver:
             text = f"{grant.cached_tokens} tokens of a prompt of {len(entry.submission.prompt)} cannot be there already"
             return self._decline(entry, PdCode.NOT_DELIVERED, text)
         entry.grant = grant
-        entry.renew_us = self._now_us + self._config.renew_us
+        entry.renew_us = self._now_us + self._renews_every_us(grant)
         entry.shipped_upto = grant.cached_tokens // self._block_size
         self._move(entry, GiverMove.GRANTED)
         self._scheduler.begin(entry.serial)
@@ -727,7 +734,7 @@ class Giver:
             return []
         if code is not None:
             self._failed[code] += 1
-        return self._let_go(entry) + self.advance(self._now_us)
+        return self._let_go(entry)
 
     # ── computing and sending ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -787,7 +794,7 @@ class Giver:
             prefill_us=request.bill.prefill_us,
             prompt_digest=prompt_digest(entry.submission, self._fingerprint),
             checks=entry.checks,
-            queued_tokens=self._queued_tokens(),
+            queued_tokens=self._queued_tokens,
         )
         return [Tell(entry.handover.peer, commit)]
 
@@ -827,9 +834,9 @@ class Giver:
         self._scheduler.give_back(serial)
         if entry.row_has_ended:
             self._move(entry, GiverMove.LEFT)
-            return self.advance(self._now_us)
+            return []
         ended = self._scheduler.order_stop(serial, FinishReason.ABORT, self._now_us)
-        return [] if ended is None else self._left(ended) + self.advance(self._now_us)
+        return [] if ended is None else self._left(ended)
 
     def _left(self, ended: EndedRequest) -> Acts:
         entry = self._by_serial.get(ended.serial)
@@ -847,12 +854,16 @@ class Giver:
     def _block_size(self) -> int:
         return self._worker_config.block_size
 
+    def _renews_every_us(self, grant: Grant) -> int:
+        """As we do, or as often as a lease that ends sooner needs it."""
+        return min(self._config.renew_us, max(RENEW_US_MIN, grant.lease_us // 2))
+
+    def _unplanned(self, entry: Given) -> int:
+        return 0 if entry.serial is None else self._scheduler.unplanned(entry.serial)
+
     def _offer(self, entry: Given) -> Offer:
         prompt_tokens = len(entry.submission.prompt)
-        return Offer(entry.handover.request, entry.handover.attempt, prompt_tokens, self._queued_tokens())
-
-    def _queued_tokens(self) -> int:
-        return sum(len(entry.submission.prompt) for entry in self._open.values() if entry.state in AHEAD)
+        return Offer(entry.handover.request, entry.handover.attempt, prompt_tokens, self._queued_tokens)
 
     def _serial_of(self, entry: Given) -> Serial:
         if entry.serial is None:
@@ -867,6 +878,8 @@ class Giver:
         self._moves[before, move] += 1
         if before is Giving.QUEUED:
             del self._queue[entry.handover]
+        if before in AHEAD and entry.state not in AHEAD:
+            self._queued_tokens -= len(entry.submission.prompt)
         if entry.state is Giving.OFFERED:
             self._active[entry.handover] = entry
         if entry.state is Giving.OVER:

@@ -49,11 +49,11 @@ class PrefillScheduler(Board):
             return None
         request = self._new_request(submission, keys, limit, now_us)
         hit = self._look_up(request)
-        whole = blocks_for(len(submission.prompt), self.config.block_size)
-        if whole - len(hit.blocks) + self.pool.unreferenced(hit.blocks) > self.pool.available:
+        if self._blocks_to_take(request.tokens_at_start, hit) > self.pool.available:
             del self._requests[request.serial]
             return None
         slot = self._occupy(request, hit, Move.ADMIT)
+        whole = blocks_for(request.tokens_at_start, self.config.block_size)
         self.slots.append_blocks(slot, self.pool.take(whole - len(hit.blocks)))
         self._charge_start(request, hit)
         return request.serial
@@ -124,6 +124,11 @@ class GeneralPrefillScheduler(Scheduler):
     def _unqueue(self, request: Request) -> None:
         if self._aside.pop(request.serial, None) is None:
             super()._unqueue(request)
+
+    def _protects(self, request: Request) -> bool:
+        """Nothing decodes here: nobody yields, and nobody needs more than its prompt."""
+        del request
+        return False
 
     def _grow_to(self, step: StepBuilder, slot: int, tokens: int) -> None:
         """All at once: what is sent is named by its blocks from the first chunk on. Admission found room for all of it."""

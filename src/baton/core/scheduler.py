@@ -228,11 +228,14 @@ class Scheduler(Board):
     def _consider(self, request: Request) -> Admit | Wait:
         """Whether a request's tokens fit beside what is kept for the running ones. Changes nothing."""
         hit = self._look_up(request)
-        protected = request.bill.preemptions >= self.config.max_preemptions
+        protected = self._protects(request)
         wanted = request.limit if protected else request.tokens_at_start
-        need = blocks_for(wanted, self.config.block_size) - len(hit.blocks) + self.pool.unreferenced(hit.blocks)
-        fits = need <= self.pool.available - self._kept()
+        fits = self._blocks_to_take(wanted, hit) <= self.pool.available - self._kept()
         return Admit(hit, protected) if fits else Wait()
+
+    def _protects(self, request: Request) -> bool:
+        """Whether it has yielded so often that it is never again a victim."""
+        return request.bill.preemptions >= self.config.max_preemptions
 
     def _start(self, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
         slots = self.slots

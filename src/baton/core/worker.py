@@ -244,14 +244,14 @@ class Worker:
             self.giver.draining = True
 
     def _stop(self, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
+        if self._queue is None:
+            return []  # no client has anything here: what is open is its peers'
         if self.taker is not None and self.taker.knows(serial):
             return _effects(self.taker.cancel(serial, reason, self._now_us))
         ended = self.scheduler.order_stop(serial, reason, self._now_us, keep)
         return [Withdrawn(ended)] if ended else []
 
     def _stop_all(self) -> list[Effect]:
-        if self.giver is not None:
-            return []  # what is open there is its peers'
         serials = [request.serial for request in self.scheduler.requests()]
         return [effect for serial in serials for effect in self._stop(serial, FinishReason.ABORT, None)]
 

@@ -116,7 +116,7 @@ class ReceiverOptions(TypedDict, total=False):
     hello_s: float
     """How long a connection may take to show a token [2]."""
     strangers_max: int
-    """Connections that have not shown one yet [64]."""
+    """Connections that have not shown one yet; beyond it the oldest goes [64]."""
     expected_max: int
     """Hand-overs at once [4096]."""
 
@@ -145,8 +145,6 @@ class Receiver(Protocol):
     """Put into our pool since the start, of whatever hand-over."""
     refused: Counter[str]
     """Connections and pieces that were turned away, by reason."""
-    received_bytes: int
-    """KV that has landed in our pool, of all hand-overs so far."""
 
     def expect(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None:
         """Let one connection that shows `token` fill `blocks` with blocks `first`… of the sequence."""

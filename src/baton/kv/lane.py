@@ -64,7 +64,8 @@ class Lane:
 
     def watch(self, sock: socket.socket, events: int, ready: Callable[[int], None]) -> None:
         """Call `ready(events)` on the lane; 0 stops it."""
-        known = sock.fileno() in self._selector.get_map()
+        # One that was closed is not known any more; what it was ready for may still be due in this turn.
+        known = sock.fileno() >= 0 and sock.fileno() in self._selector.get_map()
         if events and known:
             self._selector.modify(sock, events, ready)
         elif events:

@@ -43,15 +43,15 @@ class MooncakeRoad:
 
     def __init__(self, memory: KvMemory, host: str) -> None:
         self._engine = Engine.take(host)
+        self._memory = memory  # what is registered must not go before we do
         self._address = memory.pool.ctypes.data
-        self._blocks = memory.blocks
         self._engine.register(self._address, memory.pool.nbytes)
 
     def connect(self, address: str) -> socket.socket:
         return begin_connecting(self.kind, address)
 
     def introduce(self, blocks: Int32s) -> tuple[bytes, list[int]]:
-        fixed = _POOL.pack(self._address, self._blocks, self._engine.name.encode())
+        fixed = _POOL.pack(self._address, self._memory.blocks, self._engine.name.encode())
         return fixed + blocks.astype("<i4").tobytes(), []
 
     def close(self) -> None:

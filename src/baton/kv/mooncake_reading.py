@@ -31,6 +31,9 @@ CLOSE_S = 2.0
 
 Staging = npt.NDArray[np.uint8]
 
+_left_behind: list[list[Staging]] = []
+"""Registered still, so never to be unmapped."""
+
 
 @dataclass(eq=False)
 class Read:
@@ -80,7 +83,8 @@ class Readers:
         for helper in self._helpers:
             helper.join(CLOSE_S)
         if any(helper.is_alive() for helper in self._helpers):
-            return  # it may still write to its area: area and engine live as long as it does
+            _left_behind.append(self._areas)  # it may still write there
+            return
         for area in self._areas:
             self._engine.unregister(area.ctypes.data)
         self._engine.give_back()

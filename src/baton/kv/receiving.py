@@ -173,7 +173,6 @@ class LineReceiver:
         self.address = port.address
         self.arrived_bytes = 0
         self.refused: Counter[str] = Counter()
-        self.received_bytes = 0
         self._memory = memory
         self._report = report
         self._port = port
@@ -279,17 +278,23 @@ class LineReceiver:
             self._deaf_until_s = time.monotonic() + DEAF_S
             return
         sock.setblocking(False)
-        strangers = sum(line.stage in (_Stage.HELLO, _Stage.INTRODUCTION) for line in self._lines)
-        reason = "too many strangers" if strangers >= self._strangers_max else self._port.admit(sock)
+        reason = self._port.admit(sock)
         if reason is not None:
             self.refused[reason] += 1
             sock.close()
             return
+        self._make_room()
         now_s = time.monotonic()
         line = _Line(sock, now_s, now_s, bytearray(), Vectors())
         line.next_head(HELLO_BYTES, [], 0)
         self._lines[line] = None
         self._listen(line)
+
+    def _make_room(self) -> None:
+        """The stranger that has been here longest goes: those who only wait must not keep out one that has a token."""
+        strangers = [line for line in self._lines if line.stage is _Stage.HELLO]
+        if len(strangers) >= self._strangers_max:
+            self._refuse(strangers[0], "too many strangers")
 
     def _listen(self, line: _Line) -> None:
         self._lane.watch(line.sock, selectors.EVENT_READ, lambda _: self._read(line))
@@ -367,7 +372,6 @@ class LineReceiver:
         line.filling.advance(size)
         payload = min(size, line.payload_left)
         line.payload_left -= payload
-        self.received_bytes += payload
         line.head_left -= size - payload
         if payload and line.entry is not None:
             self._arriving(line.entry, line.moved_at_s)
@@ -507,10 +511,10 @@ class LineReceiver:
         line.in_flight, line.moved_at_s = True, time.monotonic()
         line.source.fetch(
             Slice(part, part.first - expected.first, expected.targets(part), low, high),
-            lambda problem: self._fetched(line, part, (high - low) * count, problem),
+            lambda problem: self._fetched(line, part, problem),
         )
 
-    def _fetched(self, line: _Line, part: Pieces, size: int, problem: str | None) -> None:
+    def _fetched(self, line: _Line, part: Pieces, problem: str | None) -> None:
         if line.entry is None or line.pieces is None or line not in self._lines:
             return  # fenced meanwhile
         if problem is not None:
@@ -519,7 +523,6 @@ class LineReceiver:
         line.in_flight, line.moved_at_s = False, time.monotonic()
         self._arriving(line.entry, line.moved_at_s)
         line.fetched += part.count
-        self.received_bytes += size
         whole = line.fetched == line.pieces.count
         self._landed(line.entry, part)
         if whole and line in self._lines:

@@ -13,16 +13,20 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, get_args
 
 import msgspec
 import zmq
 
+from baton.core.config import BadConfig
 from baton.core.errors import BatonError
 from baton.core.peers import PeerEffect, PeerEvent
 from baton.core.plan import StepPlan
@@ -63,6 +67,7 @@ LAST_WORDS_MS = 1000
 EXIT_FAILED = 1
 EXIT_ORPHANED = 3
 
+_IPC = "ipc://"
 _PEER_EFFECTS = get_args(PeerEffect)
 
 
@@ -194,6 +199,7 @@ class EngineLoop:
 
 def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     inbox = Inbox()
+    end_with_threads(inbox)
     pool = PoolMemory(settings)
     executor, details = build_executor(settings, pool.allocate)
     config = worker_config(settings, executor.shape)
@@ -214,18 +220,34 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     EngineLoop(worker, executor, socket, inbox, handovers).run()
 
 
-def _exit_with_front_end() -> None:
-    """Ends this process when standard input closes, whatever the main thread is doing."""
+def end_with_threads(inbox: Inbox) -> None:
+    """A thread that ends with an exception ends the engine: without it we would look healthy and be of no use."""
+    show = threading.excepthook
+
+    def ended(what: threading.ExceptHookArgs) -> None:
+        show(what)
+        inbox.put(Broken(what.exc_value or what.exc_type()))
+
+    threading.excepthook = ended
+
+
+def _exit_with_front_end(folder: Path) -> None:
+    """Ends this process when standard input closes, whatever the main thread is doing, and tidies up for it."""
     # Not through sys.stdin: its lock would be held when the main thread ends the process for another reason.
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_ORPHANED)
 
 
 def main() -> None:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    threading.Thread(target=_exit_with_front_end, daemon=True).start()
+    if not settings.endpoint.startswith(_IPC):
+        raise BadConfig(f"the endpoint {settings.endpoint!r} is no socket in a folder")
+    folder = Path(settings.endpoint.removeprefix(_IPC)).parent
+    tempfile.tempdir = str(folder)  # the front end's, private and removed with it: we may end without a word
+    threading.Thread(target=_exit_with_front_end, args=(folder,), daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(QUEUED_MESSAGES_MAX)
     socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)

@@ -28,7 +28,7 @@ from baton.wire.peering import Register
 log = logging.getLogger("baton.peers")
 
 STRANGERS_MAX = 64
-"""Connections that are not sessions yet."""
+"""Connections of callers that are not sessions yet; beyond it the oldest that has proved nothing goes."""
 SESSIONS_MAX = 256
 INBOX_MAX = 4096
 """Events that the engine loop has not taken; beyond it, who adds to them is hung up."""
@@ -70,7 +70,8 @@ class Peers:
         self._inbox = inbox
         self._listener = listener
         self._calls = calls
-        self._strangers = 0
+        self._strangers: dict[Session, None] = {}
+        """Who called and has not registered, the oldest first."""
         self._sessions: dict[PeerId, Session] = {}
         self._told: dict[str, str] = {}
         """The last thing logged of whom we call."""
@@ -154,9 +155,15 @@ class Peers:
 
     # ── the sessions' house ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self) -> bool:
-        self._strangers += 1
-        return self._strangers <= STRANGERS_MAX
+    def arrived(self, session: Session) -> None:
+        if session.called is not None:
+            return
+        if len(self._strangers) >= STRANGERS_MAX:
+            # Those who only wait must not keep out one that holds the key: its handshake is a matter of milliseconds.
+            silent = (one for one in self._strangers if one.stage is Stage.STRANGER)
+            oldest = next(silent, next(iter(self._strangers)))
+            oldest.end(Refused.TOO_MANY, "too many connections that have not registered")
+        self._strangers[session] = None
 
     def transfers_for(self, session: Session) -> tuple[str, ...]:
         return self._ways.offer(session.peer, session.same_host)
@@ -173,7 +180,7 @@ class Peers:
         return self._ways.accept(session.peer, register.transfers)
 
     def opened(self, session: Session) -> None:
-        self._strangers -= 1
+        self._strangers.pop(session, None)
         before, self._sessions[session.peer] = self._sessions.get(session.peer), session
         if before is not None:
             before.end(None, "it has opened another session")
@@ -195,8 +202,7 @@ class Peers:
                 del self._sessions[session.peer]
                 self._ways.forget(session.peer)
             self._inbox.put(PeerLost(session.peer, end.reason))
-        else:
-            self._strangers -= 1
+        self._strangers.pop(session, None)
         if session.called is None and (end.fault is not None or end.was is Stage.OPEN):
             self._log_end(session, end)
 

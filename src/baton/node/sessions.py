@@ -89,8 +89,8 @@ class End:
 class House(Protocol):
     """Where sessions live: told what becomes of each."""
 
-    def arrived(self) -> bool:
-        """A connection is there; False turns it away."""
+    def arrived(self, session: Session) -> None:
+        """Its connection is there."""
 
     def transfers_for(self, session: Session) -> tuple[str, ...]:
         """Where this peer shall send KV."""
@@ -144,9 +144,7 @@ class Session(asyncio.Protocol):
         self.same_host = bool(ours and theirs and ours[0] == theirs[0])
         if self.called is None and theirs:
             self.where = f"{theirs[0]}:{theirs[1]}"
-        if not self._house.arrived():
-            self.end(Refused.TOO_MANY, "too many connections that have not registered")
-            return
+        self._house.arrived(self)
         loop = asyncio.get_running_loop()
         loop.call_later(REGISTER_S, self._demand_registration)
         loop.call_later(TICK_S, self._tick)

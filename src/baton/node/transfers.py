@@ -26,7 +26,6 @@ from baton.core.peers import (
     Verify,
 )
 from baton.kv.contract import (
-    KINDS,
     KvMemory,
     Receiver,
     Report,
@@ -40,7 +39,7 @@ from baton.kv.contract import (
 
 AUTO = "auto"
 BUILT_IN = ("shm", "tcp")
-"""What `auto` chooses from."""
+"""What `auto` chooses from. Mooncake's ports are open to whoever reaches them, so it is used where both sides ask for it."""
 TransferOrder = Expect | Verify | OpenShip | Ship | Fence
 
 
@@ -55,7 +54,7 @@ def kinds_of(setting: str) -> tuple[str, ...]:
         if reason is not None:
             raise NoTransfer(f"--transfer {setting} cannot be used: {reason}")
         return (setting,)
-    return tuple(kind for kind in KINDS if available(kind) is None)
+    return tuple(kind for kind in BUILT_IN if available(kind) is None)
 
 
 class Transfers:
@@ -68,7 +67,7 @@ class Transfers:
         self._report = report
         self._options: SenderOptions = {"host": host} if bytes_per_s is None else {"host": host, "bytes_per_s": bytes_per_s}
         kinds = kinds_of(setting)
-        wanted = [kind for kind in kinds if setting != AUTO or kind in BUILT_IN] if role.takes else []
+        wanted = kinds if role.takes else ()
         self._receivers: dict[str, Receiver] = {kind: make_receiver(kind, memory, self._tell, host=host) for kind in wanted}
         self._sends_by: tuple[str, ...] = kinds if role.gives else ()
         self._senders: dict[str, Sender] = {}

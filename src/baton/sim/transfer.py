@@ -461,8 +461,6 @@ class Sender:
 
     def _still_as_sent(self, outflow: _Outflow) -> None:
         """Until its fence is answered, nobody may write where a transfer reads."""
-        if self.host.world.fired[Fault.DISAGREEMENT]:
-            return  # a row that broke ends by itself, before its transfer does; nothing of it is ever committed
         for (layer, index), check in outflow.sent_checks.items():
             if check != check_of(layer, index, self.read(outflow.blocks[index - outflow.first], layer)):
                 raise LawBroken(ALIEN_BYTES, f"{self._name} wrote to block {index} of {outflow.handover} before its fence")

@@ -134,7 +134,7 @@ class WireGrant(_Said, tag="grant", frozen=True):
     attempt: Positive
     cached_tokens: Count
     lease_us: Long
-    token: Annotated[bytes, Meta(max_length=TOKEN_BYTES_MAX)]
+    token: Annotated[bytes, Meta(min_length=1, max_length=TOKEN_BYTES_MAX)]
 
 
 class WireRefuse(_Said, tag="refuse", frozen=True):
