@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
@@ -33,8 +34,9 @@ from baton.core.peers import (
     Tell,
     Verified,
 )
-from baton.core.request import FinishReason, Serial
-from baton.core.worker import Cancelled, DrainOrdered, Effect, Event, Orphaned, StepDone, StopFound, Tick
+from baton.core.plan import Logprobs
+from baton.core.request import FinishReason, Sampling, Serial
+from baton.core.worker import Cancelled, Deliver, DrainOrdered, Effect, Event, Orphaned, StepDone, StopFound, Tick
 from tests.support.driver import VOCABULARY, Driver, submission
 from tests.support.workers import Cluster, Rates, decode_config, prefill_config
 
@@ -334,3 +336,37 @@ def test_a_giver_renews_as_often_as_the_lease_that_it_was_granted_needs(lease_us
     assert told(p.send(Tick())) == []
     p.now_us += 1
     assert told(p.send(Tick())) == [Renew(0, 1)]
+
+
+def test_where_nobody_may_be_preempted_a_lease_is_promised_all_that_its_request_may_need() -> None:
+    cluster = Cluster(1, [prefill_config()], [decode_config(max_preemptions=0, blocks=30)])
+    (d,), (p,) = cluster.ds, cluster.ps
+    serials = [d.submit(submission([n] * 40, 40, name=str(n)))[0] for n in range(3)]
+    while not d.worker.gauges().blocks.leased:
+        cluster.turn()
+    assert d.worker.scheduler.promised() == 10
+    cluster.run()
+    assert [len(d.outputs[serial]) for serial in serials] == [40, 40, 40]
+    assert p.worker.gauges().handovers.made == 3
+    assert d.worker.gauges().preemptions_for_others == d.worker.gauges().preemptions_of_self == 0
+    cluster.nothing_is_held()
+
+
+@pytest.mark.parametrize("sent", [True, False])
+@pytest.mark.parametrize("wanted", [2, None])
+def test_log_probabilities_of_the_first_token_come_with_it_where_they_were_asked_for(wanted: int | None, sent: bool) -> None:
+    d = taker()
+    prompt = list(range(40))
+    (serial,) = d.submit(submission(prompt, 4, sampling=Sampling(seed=0, logprobs=wanted)))
+    d.tick()
+    hear(d, Offer(serial, 1, 40))
+    handover = Handover(PEER, serial, 1)
+    line = Logprobs(7, np.zeros(1, np.float32), np.array([[1, 2]], np.int32), np.zeros((1, 2), np.float32))
+    hear(d, commit(handover, d, prompt, logprobs=line if sent else None))
+    settled = [effect.settled for effect in d.send(Verified(handover)) if isinstance(effect, Deliver)]
+    if wanted is not None and not sent:
+        assert not settled, "adopted without what the client asked for"
+        return
+    ((serials, counts, logprobs),) = ((item.serials.tolist(), item.counts.tolist(), item.logprobs) for item in settled)
+    assert (serials, counts) == ([serial], [1])
+    assert [(item.row, item.top_ids.tolist()) for item in logprobs] == ([] if wanted is None else [(0, [[1, 2]])])
