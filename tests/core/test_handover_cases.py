@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from baton.core.config import OnPreempt, PrefillPath
-from baton.core.peers import Ask, Decline, Grant, Heard, Offer, PdCode, PeerId, PeerMessage, PeerOpened, Tell
-from baton.core.request import Serial
-from baton.core.worker import Cancelled, Effect, Event, Orphaned, StepDone, StopFound
-from tests.support.driver import Driver, submission
-from tests.support.workers import decode_config, prefill_config
+from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
+from baton.core.handover import RENEW_US_MIN, prompt_digest
+from baton.core.peers import (
+    Arriving,
+    Ask,
+    Commit,
+    Decline,
+    Fence,
+    Fenced,
+    Grant,
+    Handover,
+    Heard,
+    Offer,
+    PdCode,
+    PeerId,
+    PeerMessage,
+    PeerOpened,
+    Refuse,
+    Release,
+    Renew,
+    Shipped,
+    Spoilt,
+    Tell,
+    Verified,
+)
+from baton.core.request import FinishReason, Serial
+from baton.core.worker import Cancelled, DrainOrdered, Effect, Event, Orphaned, StepDone, StopFound, Tick
+from tests.support.driver import VOCABULARY, Driver, submission
+from tests.support.workers import Cluster, Rates, decode_config, prefill_config
 
 PEER = PeerId("peer")
 
@@ -26,6 +51,36 @@ def taker(**changes: object) -> Driver:
     driver = Driver(decode_config(**changes))
     driver.send(PeerOpened(PEER))
     return driver
+
+
+def granted(driver: Driver, prompt: Sequence[int], max_tokens: int = 4) -> tuple[Handover, Grant]:
+    """A taker has let a request in, asked for it, and granted the offer."""
+    (serial,) = driver.submit(submission(prompt, max_tokens))
+    driver.tick()
+    (grant,) = hear(driver, Offer(serial, 1, len(prompt)))
+    assert isinstance(grant, Grant)
+    return Handover(PEER, serial, 1), grant
+
+
+def commit(handover: Handover, driver: Driver, prompt: Sequence[int], **changes: object) -> Commit:
+    fingerprint = driver.worker.scheduler.pool.prefix.fingerprint
+    plain = Commit(
+        request=handover.request, attempt=handover.attempt, token=1, logprobs=None, cached_tokens=0, queue_us=0,
+        prefill_us=0, prompt_digest=prompt_digest(submission(prompt), fingerprint), checks=b"",
+    )  # fmt: skip
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def prefilled(driver: Driver, prompt: Sequence[int]) -> list[PeerMessage]:
+    """A giver has computed all of a prompt; answers what it said meanwhile."""
+    ask(driver, 0, prompt)
+    said = hear(driver, Grant(0, 1, cached_tokens=0, lease_us=1, token=b""))
+    while driver.worker.next_deadline() == driver.now_us or driver.in_flight:
+        driver.tick()
+        if driver.in_flight:
+            driver.in_flight.popleft()
+            said += told(driver.send(StepDone(driver.executor.collect())))
+    return said
 
 
 def ask(driver: Driver, request: int, prompt: Sequence[int], attempt: int = 1) -> list[PeerMessage]:
@@ -105,3 +160,177 @@ def test_a_giver_offers_the_next_while_it_still_computes_a_long_prompt(path: Pre
         offered += told(p.send(StepDone(p.executor.collect())))
     assert isinstance(offered[0], Offer)
     assert p.in_flight, "the device has run dry"
+
+
+def test_a_grant_leaves_the_reserve_of_what_runs() -> None:
+    """Both fit when they are let in; the one that runs then uses up more than its reserve falls."""
+    d = taker(blocks=25, context_tokens=100)
+    d.submit(submission([1] * 4, 80, name="runs"))
+    (serial,) = d.submit(submission(range(40), 4, name="asked for"))
+    while len(d.outputs[Serial(0)]) < 40:
+        d.tick()
+        d.settle_one()
+    assert d.worker.gauges().blocks.free >= 10
+    (answer,) = hear(d, Offer(serial, 1, 40))
+    assert isinstance(answer, Refuse)
+    assert d.worker.gauges().blocks.leased == 0
+
+
+def test_bytes_that_arrive_keep_a_lease_alive_and_so_does_a_renewal() -> None:
+    d = taker(handover=HandoverConfig(lease_us=100, renew_us=10))
+    handover, _ = granted(d, range(40))
+    for event in (Arriving(handover), Heard(PEER, Renew(handover.request, 1)), Arriving(handover)):
+        d.now_us += 99
+        d.tick()
+        d.send(event)
+        assert d.worker.next_deadline() == d.now_us + 100
+    assert d.worker.gauges().blocks.receiving == 10
+    d.now_us += 100
+    assert Fence(handover) in d.send(Tick())
+
+
+@pytest.mark.parametrize("on_preempt", OnPreempt)
+def test_a_client_that_leaves_while_a_lease_is_given_up_ends_with_the_fence(on_preempt: OnPreempt) -> None:
+    d = taker(on_preempt=on_preempt)
+    handover, _ = granted(d, range(40))
+    d.send(Spoilt(handover, "spoilt"))
+    d.cancel(Serial(handover.request))
+    d.cancel(Serial(handover.request))
+    assert not d.ended
+    d.send(Fenced(handover))
+    ended = d.ended[Serial(handover.request)]
+    resumes = on_preempt is OnPreempt.RESUME
+    assert ended.reason is (FinishReason.ABORT if resumes else FinishReason.RESCHEDULE)
+    assert (ended.fault is None) is resumes
+    assert d.worker.is_idle
+
+
+@pytest.mark.parametrize(
+    "changes", [{"prompt_digest": b"another"}, {"token": 1 << 31}, {"token": -1}], ids=["digest", "token", "negative"]
+)
+def test_a_commit_of_something_else_is_never_adopted(changes: dict[str, object]) -> None:
+    d = taker()
+    handover, _ = granted(d, range(40))
+    answers = d.send(Heard(PEER, commit(handover, d, range(40), **changes)))
+    assert Fence(handover) in answers
+    assert isinstance(told(answers)[0], Release)
+    assert d.send(Verified(handover)) == []
+
+
+def test_no_two_grants_have_one_token() -> None:
+    d = taker(blocks=100)
+    tokens = [granted(d, range(n, n + 40))[1].token for n in range(3)]
+    assert len(set(tokens)) == 3
+
+
+@pytest.mark.parametrize("event", ["cancel", "stop"])
+def test_an_adopted_request_that_ends_before_it_begins_is_in_no_plan(event: str) -> None:
+    d = taker()
+    handover, _ = granted(d, range(40))
+    serial = Serial(handover.request)
+    hear(d, commit(handover, d, range(40)))
+    d.send(Verified(handover))
+    assert d.outputs[serial] == [1]
+    assert d.worker.next_deadline() == d.now_us
+    d.send(Cancelled(serial) if event == "cancel" else StopFound(serial, 1))
+    assert d.ended[serial].generated_tokens == 1
+    d.send(Tick())
+    assert not d.plans
+    assert d.worker.is_idle
+
+
+def test_a_giver_says_how_long_it_queued_and_how_long_it_computed() -> None:
+    p = giver()
+    ask(p, 0, range(16))
+    p.now_us = 100
+    hear(p, Grant(0, 1, cached_tokens=0, lease_us=1, token=b""))
+    p.now_us = 130
+    p.tick()
+    p.now_us = 180
+    p.settle_one()
+    (said,) = told(p.send(Shipped(Handover(PEER, 0, 1), b"checks")))
+    assert isinstance(said, Commit)
+    assert (said.queue_us, said.prefill_us) == (130, 50)
+
+
+def test_a_giver_renews_while_its_bytes_still_leave_and_waits_for_an_answer_no_longer_than_its_deadline() -> None:
+    p = giver(handover=HandoverConfig(lease_us=100, renew_us=10, deadline_us=1000))
+    assert prefilled(p, range(40)) == []
+    p.now_us += 10
+    assert told(p.send(Tick())) == [Renew(0, 1)]
+    assert p.worker.next_deadline() == p.now_us + 10
+    p.send(Shipped(Handover(PEER, 0, 1), b"checks"))
+    assert p.worker.next_deadline() == 1000
+    p.now_us = 1000
+    assert Fence(Handover(PEER, 0, 1)) in p.send(Tick())
+
+
+def test_a_giver_computes_in_the_order_of_grants() -> None:
+    p = giver(step_tokens=32)
+    for request in range(3):
+        ask(p, request, [request] * 20)
+        hear(p, Grant(request, 1, cached_tokens=0, lease_us=1, token=b""))
+    p.tick()
+    (plan,) = (launch.plan for launch in p.plans)
+    assert [(int(start.tokens[0]), chunk.end) for start, chunk in zip(plan.starts, plan.chunks, strict=True)] == [
+        (0, 20),
+        (1, 12),
+    ]
+
+
+def test_a_draining_giver_finishes_what_it_has_and_takes_nothing_more() -> None:
+    p = giver(slots=1)
+    ask(p, 0, range(20))
+    ask(p, 1, range(20))
+    p.send(DrainOrdered())
+    assert [type(message) for message in ask(p, 2, range(20))] == [Decline]
+    assert [type(message) for message in hear(p, Release(0, 1, "no"))] == [Offer]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bills_add_up_to_the_time_that_passed_and_the_tokens_that_were_fed(seed: int) -> None:
+    stream = random.Random(seed)
+    handover = HandoverConfig(local_tokens=4, lease_us=50_000, renew_us=10_000)
+    d_config = decode_config(blocks=30, reserve=ReservePolicy.NONE, handover=handover)
+    cluster = Cluster(seed, [prefill_config(handover=handover)], [d_config], Rates(repeated=0.2, late=0.2, failed=0.05))
+    (d,) = cluster.ds
+    asked: dict[Serial, tuple[int, int]] = {}
+    ended_us: dict[Serial, int] = {}
+
+    def turn() -> bool:
+        happened = cluster.turn()
+        ended_us.update({serial: d.now_us for serial in d.ended if serial not in ended_us})
+        return happened
+
+    for n in range(8):
+        d.now_us = cluster.now_us
+        prompt = [stream.randrange(VOCABULARY) for _ in range(stream.randint(1, 60))]
+        (serial,) = d.submit(submission(prompt, 20, name=str(n)))
+        asked[serial] = (cluster.now_us, len(prompt))
+        for _ in range(30):
+            turn()
+            cluster.now_us += 7
+    while not cluster.is_idle:
+        if not turn():
+            cluster.now_us = min(at for node in cluster.nodes.values() if (at := node.worker.next_deadline()) is not None)
+    assert any(ended.bill.transfer_us for ended in d.ended.values())
+    for serial, (asked_us, prompt_tokens) in asked.items():
+        bill = d.ended[serial].bill
+        assert bill.cached_tokens + bill.computed_tokens == prompt_tokens + 20 - 1
+        spent_us = bill.queue_us + bill.prefill_us + bill.transfer_us + bill.decode_us
+        assert spent_us == ended_us[serial] - asked_us
+
+
+@pytest.mark.parametrize(("lease_us", "every_us"), [(100_000, 50_000), (1, RENEW_US_MIN), (60_000_000, 500_000)])
+def test_a_giver_renews_as_often_as_the_lease_that_it_was_granted_needs(lease_us: int, every_us: int) -> None:
+    p = giver()
+    ask(p, 0, range(40))
+    hear(p, Grant(0, 1, cached_tokens=0, lease_us=lease_us, token=b""))
+    p.tick()
+    p.tick()
+    p.settle_one()
+    p.settle_one()
+    p.now_us = every_us - 1
+    assert told(p.send(Tick())) == []
+    p.now_us += 1
+    assert told(p.send(Tick())) == [Renew(0, 1)]

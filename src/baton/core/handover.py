@@ -74,6 +74,8 @@ ATTEMPTS_MAX = 3
 STEPS_AHEAD = 2
 """A giver offers so many steps' worth of prefill in advance: enough to stay busy, and no more, since it costs room at D."""
 
+RENEW_US_MIN = 10_000
+"""A taker whose leases are short is told that often at most."""
 BELIEF_HALVES_US = 1_000_000
 """What a taker knows of a giver's queue counts half after so long: one that was busy once is not avoided for ever."""
 
@@ -619,9 +621,9 @@ class Giver:
         return acts + self.advance(now_us)
 
     def _late(self, entry: Given) -> Acts:
-        if self._now_us >= entry.arrived_us + self._config.deadline_us:
+        if entry.grant is None or self._now_us >= entry.arrived_us + self._config.deadline_us:
             return self._decline(entry, PdCode.TIMEOUT, "it took too long")
-        entry.renew_us = self._now_us + self._config.renew_us
+        entry.renew_us = self._now_us + self._renews_every_us(entry.grant)
         return [Tell(entry.handover.peer, Renew(entry.handover.request, entry.handover.attempt))]
 
     def advance(self, now_us: int) -> Acts:
@@ -713,7 +715,7 @@ class Giver:
             text = f"{grant.cached_tokens} tokens of a prompt of {len(entry.submission.prompt)} cannot be there already"
             return self._decline(entry, PdCode.NOT_DELIVERED, text)
         entry.grant = grant
-        entry.renew_us = self._now_us + self._config.renew_us
+        entry.renew_us = self._now_us + self._renews_every_us(grant)
         entry.shipped_upto = grant.cached_tokens // self._block_size
         self._move(entry, GiverMove.GRANTED)
         self._scheduler.begin(entry.serial)
@@ -851,6 +853,10 @@ class Giver:
     @property
     def _block_size(self) -> int:
         return self._worker_config.block_size
+
+    def _renews_every_us(self, grant: Grant) -> int:
+        """As we do, or as often as a lease that ends sooner needs it."""
+        return min(self._config.renew_us, max(RENEW_US_MIN, grant.lease_us // 2))
 
     def _unplanned(self, entry: Given) -> int:
         return 0 if entry.serial is None else self._scheduler.unplanned(entry.serial)
