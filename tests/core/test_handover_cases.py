@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
-from baton.core.handover import RENEW_US_MIN, prompt_digest
+from baton.core.handover import ATTEMPTS_MAX, RENEW_US_MIN, prompt_digest
 from baton.core.peers import (
+    Adopted,
     Arriving,
     Ask,
     Commit,
@@ -24,11 +25,13 @@ from baton.core.peers import (
     Offer,
     PdCode,
     PeerId,
+    PeerLost,
     PeerMessage,
     PeerOpened,
     Refuse,
     Release,
     Renew,
+    Ship,
     Shipped,
     Spoilt,
     Tell,
@@ -370,3 +373,74 @@ def test_log_probabilities_of_the_first_token_come_with_it_where_they_were_asked
     ((serials, counts, logprobs),) = ((item.serials.tolist(), item.counts.tolist(), item.logprobs) for item in settled)
     assert (serials, counts) == ([serial], [1])
     assert [(item.row, item.top_ids.tolist()) for item in logprobs] == ([] if wanted is None else [(0, [[1, 2]])])
+
+
+def test_an_offer_for_a_lease_that_is_being_given_up_is_released() -> None:
+    d = taker()
+    handover, _ = granted(d, range(40))
+    d.send(Spoilt(handover, "spoilt"))
+    assert [type(message) for message in hear(d, Offer(handover.request, 1, 40))] == [Release]
+
+
+def test_after_a_failed_lease_nobody_is_asked_again() -> None:
+    d = taker()
+    handover, _ = granted(d, range(40))
+    d.send(Spoilt(handover, "spoilt"))
+    d.send(Fenced(handover))
+    assert told(d.send(Tick())) == []
+    assert d.plans[0].plan.chunks
+
+
+def test_a_peer_that_is_lost_is_not_asked_while_another_is_there() -> None:
+    d = taker(blocks=200)
+    other = PeerId("other")
+    d.send(PeerOpened(other))
+    d.send(PeerLost(PEER, "gone"))
+    for n in range(4):
+        d.submit(submission([n] * 40, 4, name=str(n)))
+    assert {effect.peer for effect in d.send(Tick()) if isinstance(effect, Tell)} == {other}
+
+
+def test_nobody_is_asked_for_more_than_there_are_slots() -> None:
+    d = taker(blocks=200, slots=2)
+    for n in range(4):
+        d.submit(submission([n] * 40, 4, name=str(n)))
+    assert len(told(d.send(Tick()))) == 2
+
+
+def test_a_giver_offers_two_steps_ahead_and_no_more() -> None:
+    p = giver(step_tokens=16, slots=16, blocks=200)
+    offers = [message for n in range(8) for message in ask(p, n, [n] * 10)]
+    assert len(offers) == 4, "forty tokens are the first to pass two steps of sixteen"
+
+
+def test_no_block_is_sent_twice_and_none_is_left_out() -> None:
+    p = giver(step_tokens=6)
+    prefilled(p, range(41))
+    p.send(Shipped(Handover(PEER, 0, 1), b""))
+    hear(p, Adopted(0, 1))
+    p.tick()
+    p.settle_one()
+    assert p.worker.is_idle
+    hear(p, Ask(1, 1, submission(range(41), 4, name="again")))
+    hear(p, Grant(1, 1, cached_tokens=8, lease_us=1, token=b""))
+    ships = [effect for effect in p.send(Tick()) if isinstance(effect, Ship)]
+    assert [(ship.step is None, ship.first, ship.upto, ship.last) for ship in ships] == [
+        (True, 2, 10, False),
+        (False, 10, 11, True),
+    ]
+
+
+def test_a_taker_that_was_short_of_room_too_often_prefills_itself() -> None:
+    d = taker(blocks=25, context_tokens=100)
+    d.submit(submission([1] * 4, 80, name="runs"))
+    (serial,) = d.submit(submission(range(40), 4, name="asked for"))
+    while len(d.outputs[Serial(0)]) < 40:
+        d.tick()
+        d.settle_one()
+    for attempt in range(1, ATTEMPTS_MAX + 1):
+        assert [type(message) for message in hear(d, Offer(serial, attempt, 40))] == [Refuse]
+        d.worker.scheduler._promises.policy.ratio = 0.0  # there is room again, and then none
+        asks = told(d.send(Tick()))
+        assert len(asks) == (attempt < ATTEMPTS_MAX)
+        d.worker.scheduler._promises.policy.ratio = 0.7
