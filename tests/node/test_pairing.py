@@ -97,3 +97,15 @@ def test_a_short_key_two_keys_and_a_file_that_is_not_there_are_refused(tmp_path:
         cluster_key(giver, "a key that is long enough", str(tmp_path / "key"), tmp_path)
     with pytest.raises(BadPairing, match="cannot be read"):
         cluster_key(giver, None, str(tmp_path / "key"), tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_a_key_that_others_can_read_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(secret := "k" * 20)
+    file.chmod(mode)
+    cluster_key(engine(role="decode"), None, str(file), tmp_path)
+    assert ("chmod 600" in caplog.text) == warned
+    assert secret not in caplog.text

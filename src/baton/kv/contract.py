@@ -6,6 +6,7 @@ happened is told through `report`, from a thread of the transfer's own. The laws
 - Sizes and offsets come from our own layout. A peer's message only names (block of the sequence, layer) ranges, and those
   are held against what was expected.
 - Nobody but D's own process writes D's pool, and after Fenced nothing does for that hand-over.
+- Reasons name no address: a client may come to read them.
 - Whatever stalls ends as ShipFailed or Spoilt. Silence between two pieces is not a stall: P may be computing.
 """
 

@@ -118,7 +118,7 @@ class Readers:
                 self._spare.append(area)  # another has taken our place
                 return
             if self._post is not None:
-                self._post(partial(self._bring, read, area, None if done else f"cannot read from {read.peer}", taken), True)
+                self._post(partial(self._bring, read, area, None if done else "cannot read what was announced", taken), True)
             while not taken.acquire(timeout=0.1):
                 if self._closing.is_set():
                     return

@@ -156,7 +156,7 @@ class LineSender:
         try:
             sock = self._road.connect(address)
         except (OSError, ValueError) as error:
-            self._fail(handover, f"cannot connect to {address}: {error}")
+            self._fail(handover, f"cannot connect: {error}")
             return
         hello = encode_hello(self._road.kind, handover, self._memory.layout.digest, token)
         more, fds = self._road.introduce(blocks)
@@ -218,7 +218,7 @@ class LineSender:
                 continue  # it has nothing to send: we may be computing
             left_s = line.moved_at_s + self._stall_s - now_s
             if left_s <= 0.0:
-                self._fail(line.handover, f"{line.address} took nothing for {self._stall_s} s while {line.stage.value}")
+                self._fail(line.handover, f"the receiver took nothing for {self._stall_s} s while {line.stage.value}")
             elif earliest_s is None or left_s < earliest_s:
                 earliest_s = left_s
         return earliest_s
@@ -232,7 +232,7 @@ class LineSender:
         if line.stage is _Stage.CONNECTING:
             error = line.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
-                self._fail(line.handover, f"cannot connect to {line.address}: {os.strerror(error)}")
+                self._fail(line.handover, f"cannot connect: {os.strerror(error)}")
                 return
             line.stage, line.moved_at_s = _Stage.GREETING, time.monotonic()
         elif events & selectors.EVENT_READ and not self._listen(line):
@@ -257,12 +257,12 @@ class LineSender:
             reason = "turned us away"
         else:
             reason = "hung up"
-        self._fail(line.handover, f"{line.address} {reason}")
+        self._fail(line.handover, f"the receiver {reason}")
         return False
 
     def _lost(self, line: _Line, error: OSError) -> None:
         what = "turned us away" if line.stage is _Stage.GREETING else "is gone"
-        self._fail(line.handover, f"{line.address} {what}: {error}")
+        self._fail(line.handover, f"the receiver {what}: {error}")
 
     def _pump(self, line: _Line) -> None:
         """Send what can be sent now, and come back when more can."""

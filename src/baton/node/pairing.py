@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import logging
 from pathlib import Path
 
 from baton.core.config import ROLES, PrefillPath
 from baton.core.errors import BatonError
 from baton.node.secrets import kept_secret
 from baton.node.settings import EngineSettings
+
+log = logging.getLogger("baton.node")
 
 KEY_CHARS_MIN = 16
 LOOPBACK = "127.0.0.1"
@@ -104,6 +107,8 @@ def cluster_key(engine: EngineSettings, text: str | None, file: str | None, fold
 
 def _read(file: str) -> str:
     try:
+        if Path(file).stat().st_mode & 0o077:
+            log.warning("--cluster-key-file %s can be read by others on this machine; chmod 600 it", file)
         return Path(file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise BadPairing(f"--cluster-key-file {file} cannot be read: {error}") from None

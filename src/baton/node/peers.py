@@ -9,6 +9,7 @@ changes. What messages mean, the worker knows; how KV travels, the transfers.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
 import socket
@@ -59,7 +60,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CannotListen(f"cannot listen for peers on {host}:{port}: {reason}. Choose another with --peer-port.") from None
+        which = "--peer-host" if error.errno == errno.EADDRNOTAVAIL else "--peer-port"
+        raise CannotListen(f"cannot listen for peers on {host}:{port}: {reason}. Choose another with {which}.") from None
 
 
 class Peers:
