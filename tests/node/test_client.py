@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from baton.api.engine import EngineDead, TokenStream
-from baton.core.errors import Refused
+from baton.core.errors import RefusalCode, Refused
 from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.node import client as client_module
 from baton.node.client import EngineClient
@@ -122,3 +122,12 @@ async def test_nobody_waits_for_a_dead_engine_to_become_idle(engine: EngineClien
     engine.give_up("told to")
     await idle
     assert engine.open_requests == 0
+
+
+async def test_who_comes_after_the_drain_is_told_of_a_drain_and_not_of_a_death(engine: EngineClient) -> None:
+    engine.drain()
+    await engine.wait_idle()
+    engine.give_up("this instance was stopped")
+    with pytest.raises(Refused) as refused:
+        await engine.submit([ask(4)])
+    assert refused.value.refusal.code is RefusalCode.DRAINING

@@ -283,8 +283,11 @@ class EngineClient:
             self._outbox.put_nowait(encode_to_engine(message))
 
     def _refuse_if_dead(self) -> None:
-        if self._death is not None:
-            raise EngineDead(self._death)
+        if self._death is None:
+            return
+        if self._draining:  # who comes while the server closes meets an end that was ordered, not a fault
+            raise Refused(Refusal(RefusalCode.DRAINING, "this instance is being stopped", retry_after_s=1))
+        raise EngineDead(self._death)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
