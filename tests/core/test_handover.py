@@ -231,16 +231,19 @@ def test_the_short_path_raises_by_name_where_its_precondition_is_broken() -> Non
         scheduler.plan(0)
 
 
-def test_the_whole_token_budget_goes_to_chunks_in_the_order_of_arrival() -> None:
-    cluster = Cluster(13, [prefill_config(step_tokens=32)], [decode_config()])
-    (d,), (p,) = cluster.ds, cluster.ps
+def test_the_whole_token_budget_goes_to_chunks_in_the_order_of_their_grants() -> None:
+    cluster = Cluster(13, [prefill_config(step_tokens=32)], [])
+    scheduler = cluster.ps[0].worker.scheduler
+    assert isinstance(scheduler, PrefillScheduler)
     for n in range(3):
-        d.submit(submission([n] * 40, 2, name=str(n)))
-    cluster.run()
-    plans = [launch.plan for launch in p.plans if launch.plan.chunks]
-    assert all(plan.tokens == 32 for plan in plans[:-1] if plan is not plans[-1]) or len(plans) <= 5
-    order = [chunk.slot for plan in plans for chunk in plan.chunks if chunk.samples]
-    assert len(order) == len(set(order)) == 3
+        asked = submission([n] * 40, name=str(n))
+        serial = scheduler.hold(asked, scheduler.keys_of(asked, asked.prompt), 41, 0)
+        assert serial is not None
+        scheduler.begin(serial)
+    plans = [scheduler.plan(0) for _ in range(4)]
+    chunks = [(chunk.slot, chunk.begin, chunk.end) for plan in plans if plan is not None for chunk in plan.chunks]
+    assert [plan.tokens for plan in plans if plan is not None] == [32, 32, 32, 24]
+    assert chunks == [(0, 0, 32), (0, 32, 40), (1, 0, 24), (1, 24, 40), (2, 0, 16), (2, 16, 40)]
 
 
 def test_a_state_refuses_moves_that_its_table_does_not_have() -> None:

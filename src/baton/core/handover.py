@@ -137,6 +137,15 @@ TAKER: dict[tuple[Taking, TakerMove], Taking] = {
 }
 
 
+LATE = {
+    Taking.ASKED: (PdCode.TIMEOUT, PdStage.OFFER),
+    Taking.GRANTED: (PdCode.TIMEOUT, PdStage.PREFILL),
+    Taking.ARRIVING: (PdCode.TIMEOUT, PdStage.PREFILL),
+    Taking.CHECKING: (PdCode.NOT_DELIVERED, PdStage.TRANSFER),
+}
+"""What it means that time ran out: the prefill never came, or it did and its bytes are missing."""
+
+
 @dataclass(slots=True)
 class Taken:
     """One attempt, as the taker knows it."""
@@ -235,8 +244,7 @@ class Taker:
         ]
         acts: Acts = []
         for entry in late:
-            stage = PdStage.OFFER if entry.state is Taking.ASKED else PdStage.PREFILL
-            acts += self._fail(entry, PdCode.TIMEOUT, stage, self._lateness(entry))
+            acts += self._fail(entry, *LATE[entry.state], self._lateness(entry))
         return acts
 
     def cancel(self, serial: Serial, reason: FinishReason, now_us: int) -> Acts:

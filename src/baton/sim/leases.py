@@ -270,14 +270,14 @@ class PeerBook:
             raise LawBroken(TRUE_FAULT, f"{self._where}: {handover} fails without a reason: {fault}")
         asked_us, timed = self._asked.get(handover, self._arrived.get(handover)), self._config.handover
         lease = self._leases.get(handover)
+        late = asked_us is not None and now_us >= asked_us + timed.deadline_us
+        quiet = lease is not None and now_us >= lease.sign_us + timed.lease_us
         match fault.code:
             case PdCode.NOT_DELIVERED:
                 broke = self._config.role.gives and isinstance(event, StepDone)  # its device disagreed about the row
                 declined = isinstance(event, Heard) and isinstance(event.message, Decline)
-                holds = broke or declined or isinstance(event, Spoilt | ShipFailed | PeerLost)
+                holds = broke or declined or late or quiet or isinstance(event, Spoilt | ShipFailed | PeerLost)
             case PdCode.TIMEOUT:
-                late = asked_us is not None and now_us >= asked_us + timed.deadline_us
-                quiet = lease is not None and now_us >= lease.sign_us + timed.lease_us
                 holds = late or quiet or isinstance(event, Heard | PeerLost)
             case PdCode.REFUSED:
                 holds = isinstance(event, Heard) and isinstance(event.message, Offer | Decline | Refuse | Ask)
