@@ -6,11 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
-from baton.core.handover import RENEW_US_MIN, prompt_digest
+from baton.core.handover import ATTEMPTS_MAX, RENEW_US_MIN, prompt_digest
 from baton.core.peers import (
+    Adopted,
     Arriving,
     Ask,
     Commit,
@@ -23,18 +25,21 @@ from baton.core.peers import (
     Offer,
     PdCode,
     PeerId,
+    PeerLost,
     PeerMessage,
     PeerOpened,
     Refuse,
     Release,
     Renew,
+    Ship,
     Shipped,
     Spoilt,
     Tell,
     Verified,
 )
-from baton.core.request import FinishReason, Serial
-from baton.core.worker import Cancelled, DrainOrdered, Effect, Event, Orphaned, StepDone, StopFound, Tick
+from baton.core.plan import Logprobs
+from baton.core.request import FinishReason, Sampling, Serial
+from baton.core.worker import Cancelled, Deliver, DrainOrdered, Effect, Event, Orphaned, StepDone, StopFound, Tick
 from tests.support.driver import VOCABULARY, Driver, submission
 from tests.support.workers import Cluster, Rates, decode_config, prefill_config
 
@@ -334,3 +339,124 @@ def test_a_giver_renews_as_often_as_the_lease_that_it_was_granted_needs(lease_us
     assert told(p.send(Tick())) == []
     p.now_us += 1
     assert told(p.send(Tick())) == [Renew(0, 1)]
+
+
+def test_where_nobody_may_be_preempted_a_lease_is_promised_all_that_its_request_may_need() -> None:
+    cluster = Cluster(1, [prefill_config()], [decode_config(max_preemptions=0, blocks=30)])
+    (d,), (p,) = cluster.ds, cluster.ps
+    serials = [d.submit(submission([n] * 40, 40, name=str(n)))[0] for n in range(3)]
+    while not d.worker.gauges().blocks.leased:
+        cluster.turn()
+    assert d.worker.scheduler.promised() == 10
+    cluster.run()
+    assert [len(d.outputs[serial]) for serial in serials] == [40, 40, 40]
+    assert p.worker.gauges().handovers.made == 3
+    assert d.worker.gauges().preemptions_for_others == d.worker.gauges().preemptions_of_self == 0
+    cluster.nothing_is_held()
+
+
+@pytest.mark.parametrize("sent", [True, False])
+@pytest.mark.parametrize("wanted", [2, None])
+def test_log_probabilities_of_the_first_token_come_with_it_where_they_were_asked_for(wanted: int | None, sent: bool) -> None:
+    d = taker()
+    prompt = list(range(40))
+    (serial,) = d.submit(submission(prompt, 4, sampling=Sampling(seed=0, logprobs=wanted)))
+    d.tick()
+    hear(d, Offer(serial, 1, 40))
+    handover = Handover(PEER, serial, 1)
+    line = Logprobs(7, np.zeros(1, np.float32), np.array([[1, 2]], np.int32), np.zeros((1, 2), np.float32))
+    hear(d, commit(handover, d, prompt, logprobs=line if sent else None))
+    settled = [effect.settled for effect in d.send(Verified(handover)) if isinstance(effect, Deliver)]
+    if wanted is not None and not sent:
+        assert not settled, "adopted without what the client asked for"
+        return
+    ((serials, counts, logprobs),) = ((item.serials.tolist(), item.counts.tolist(), item.logprobs) for item in settled)
+    assert (serials, counts) == ([serial], [1])
+    assert [(item.row, item.top_ids.tolist()) for item in logprobs] == ([] if wanted is None else [(0, [[1, 2]])])
+
+
+def test_an_offer_for_a_lease_that_is_being_given_up_is_released() -> None:
+    d = taker()
+    handover, _ = granted(d, range(40))
+    d.send(Spoilt(handover, "spoilt"))
+    assert [type(message) for message in hear(d, Offer(handover.request, 1, 40))] == [Release]
+
+
+def test_after_a_failed_lease_nobody_is_asked_again() -> None:
+    d = taker()
+    handover, _ = granted(d, range(40))
+    d.send(Spoilt(handover, "spoilt"))
+    d.send(Fenced(handover))
+    assert told(d.send(Tick())) == []
+    assert d.plans[0].plan.chunks
+
+
+def test_a_peer_that_is_lost_is_not_asked_while_another_is_there() -> None:
+    d = taker(blocks=200)
+    other = PeerId("other")
+    d.send(PeerOpened(other))
+    d.send(PeerLost(PEER, "gone"))
+    for n in range(4):
+        d.submit(submission([n] * 40, 4, name=str(n)))
+    assert {effect.peer for effect in d.send(Tick()) if isinstance(effect, Tell)} == {other}
+
+
+def test_nobody_is_asked_for_more_than_there_are_slots() -> None:
+    d = taker(blocks=200, slots=2)
+    for n in range(4):
+        d.submit(submission([n] * 40, 4, name=str(n)))
+    assert len(told(d.send(Tick()))) == 2
+
+
+def test_a_giver_offers_two_steps_ahead_and_no_more() -> None:
+    p = giver(step_tokens=16, slots=16, blocks=200)
+    offers = [message for n in range(8) for message in ask(p, n, [n] * 10)]
+    assert len(offers) == 4, "forty tokens are the first to pass two steps of sixteen"
+
+
+def test_no_block_is_sent_twice_and_none_is_left_out() -> None:
+    p = giver(step_tokens=6)
+    prefilled(p, range(41))
+    p.send(Shipped(Handover(PEER, 0, 1), b""))
+    hear(p, Adopted(0, 1))
+    p.tick()
+    p.settle_one()
+    assert p.worker.is_idle
+    hear(p, Ask(1, 1, submission(range(41), 4, name="again")))
+    hear(p, Grant(1, 1, cached_tokens=8, lease_us=1, token=b""))
+    ships = [effect for effect in p.send(Tick()) if isinstance(effect, Ship)]
+    assert [(ship.step is None, ship.first, ship.upto, ship.last) for ship in ships] == [
+        (True, 2, 10, False),
+        (False, 10, 11, True),
+    ]
+
+
+def test_a_taker_that_was_short_of_room_too_often_prefills_itself() -> None:
+    d = taker(blocks=25, context_tokens=100)
+    d.submit(submission([1] * 4, 80, name="runs"))
+    (serial,) = d.submit(submission(range(40), 4, name="asked for"))
+    while len(d.outputs[Serial(0)]) < 40:
+        d.tick()
+        d.settle_one()
+    for attempt in range(1, ATTEMPTS_MAX + 1):
+        assert [type(message) for message in hear(d, Offer(serial, attempt, 40))] == [Refuse]
+        while d.in_flight:
+            d.settle_one()
+        d.worker.scheduler._promises.policy.ratio = 0.0  # there is room again, and then none
+        assert len(told(d.send(Tick()))) == (attempt < ATTEMPTS_MAX)
+        d.worker.scheduler._promises.policy.ratio = 0.7
+    assert d.plans[-1].plan.chunks, "it is prefilled here"
+
+
+def test_siblings_begin_with_the_adoption_of_their_leader() -> None:
+    d = taker(blocks=100)
+    prompt = list(range(40))
+    group = [submission(prompt, 4, name=str(n), leader="0" if n else None) for n in range(3)]
+    serial = d.submit(*group)[0]
+    d.tick()
+    hear(d, Offer(serial, 1, 40))
+    handover = Handover(PEER, serial, 1)
+    hear(d, commit(handover, d, prompt))
+    d.send(Verified(handover))
+    d.send(Tick())
+    assert len(d.plans[0].plan.starts) == 3

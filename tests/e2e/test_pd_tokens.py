@@ -26,8 +26,8 @@ from tests.support.server import ServerProcess, baton_serve
 
 CHUNKED = ("--max-num-batched-tokens", "48", "--max-num-seqs", "16", "--served-model-name", "m", "--max-model-len", "512")
 ATTEMPTS_MAX = 10
-TIGHT = ("--kv-blocks", "34", "--reserve", "none")
-"""Room for one request of the longest kind, and for the beginnings of several."""
+TIGHT = ("--kv-blocks", "34", "--reserve", "none", "--step-ms", "8")
+"""Room for one request of the longest kind, and for the beginnings of several, which are at it long enough to meet."""
 
 
 def draw(seed: int, length: int) -> list[int]:
@@ -112,11 +112,8 @@ def test_a_pool_too_small_makes_requests_yield_and_come_back_with_the_same_token
     three: Cluster, mixed: ServerProcess
 ) -> None:
     server = three.decodes[2]
-    bodies: list[Body] = [
-        {"prompt": draw(100 + at, 40), "max_tokens": 80, "seed": at, "temperature": at % 2} for at in range(8)
-    ]
-    wanted = [tokens(mixed.url, **body) for body in bodies]
-    assert all_at_once(server.url, bodies) == wanted
+    body = {"prompt": [draw(100 + at, 40) for at in range(8)], "max_tokens": 80, "seed": 1, "temperature": 0.9}
+    assert tokens(server.url, **body) == tokens(mixed.url, **body)
     assert sum(server.metric("baton_num_preemptions_total", cause=cause) for cause in ("growth", "self")) > 0
     three.settle()
 
@@ -153,31 +150,33 @@ def test_what_the_taker_has_already_is_not_sent_and_what_the_giver_has_is_not_co
 def test_who_may_not_resume_is_told_what_was_generated_and_a_client_can_go_on_from_there(
     model: tuple[str, ...], mixed: ServerProcess
 ) -> None:
-    bodies: list[Body] = [{"prompt": draw(200 + at, 40), "max_tokens": 80} for at in range(8)]
-    wanted = [tokens(mixed.url, **body)[0] for body in bodies]
+    prompts = [draw(200 + at, 40) for at in range(8)]
+    wanted = tokens(mixed.url, prompt=prompts, max_tokens=80)
     with cluster(*model, decodes=((*TIGHT, "--on-preempt", "reschedule"),)) as running:
         (server,) = running.decodes
-        ends = _all_answers(server, bodies)
+        ends = ask_for(server, prompts, 80)
         assert any(reason == "pd_reschedule" for reason, _ in ends)
-        for body, (reason, given), whole in zip(bodies, ends, wanted, strict=True):
+        for prompt, (reason, given), whole in zip(prompts, ends, wanted, strict=True):
             assert given == whole[: len(given)]
-            for _ in range(ATTEMPTS_MAX):
-                if reason != "pd_reschedule":
-                    break
-                rest = {"prompt": [*body["prompt"], *given], "max_tokens": 80 - len(given)}
-                ((reason, more),) = _all_answers(server, [rest])
-                given = given + more
-            assert given == whole
+            assert (reason == "pd_reschedule") == (len(given) < 80)
+            assert go_on(server, prompt, given, 80) == whole
         running.settle()
 
 
-def _all_answers(server: ServerProcess, bodies: list[Body]) -> list[tuple[str, list[int]]]:
+def ask_for(server: ServerProcess, prompts: list[list[int]], max_tokens: int) -> list[tuple[str, list[int]]]:
     """How each ended, and everything it generated."""
+    choices = complete(server.url, prompt=prompts, max_tokens=max_tokens).json()["choices"]
+    ends = {
+        choice["index"]: (choice["finish_reason"], choice.get("completion_token_ids") or choice["token_ids"])
+        for choice in choices
+    }
+    return [ends[index] for index in range(len(prompts))]
 
-    def ask(body: Body) -> tuple[str, list[int]]:
-        (choice,) = complete(server.url, **body).json()["choices"]
-        reason = choice["finish_reason"]
-        return reason, choice["completion_token_ids" if reason == "pd_reschedule" else "token_ids"]
 
-    with ThreadPoolExecutor(len(bodies)) as clients:
-        return list(clients.map(ask, bodies))
+def go_on(server: ServerProcess, prompt: list[int], given: list[int], max_tokens: int) -> list[int]:
+    """Ask for the rest, as often as it takes."""
+    for _ in range(ATTEMPTS_MAX):
+        if len(given) < max_tokens:
+            ((_, more),) = ask_for(server, [[*prompt, *given]], max_tokens - len(given))
+            given = given + more
+    return given

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from baton.core import board as scheduling
+from baton.core import scheduler as admitting
 from baton.core import victims
 from baton.core.blocks import BlockPool
 from baton.core.board import StepBuilder
@@ -359,7 +360,7 @@ def forget_the_copy_for_siblings(patch: Patch) -> None:
 
 @core("the block at the end of the prompt is copied for a sibling from the wrong one")
 def copy_backwards(patch: Patch) -> None:
-    patch.set(scheduling, "Copy", lambda source, target: Copy(target, source))
+    patch.set(admitting, "Copy", lambda source, target: Copy(target, source))
 
 
 @core("a full cache hit computes nothing at all, so the first token is drawn from the one before")

@@ -34,7 +34,7 @@ from baton.core.peers import (
 from baton.core.plan import Chunk
 from baton.core.prefill import GeneralPrefillScheduler, PrefillScheduler
 from baton.core.records import Hit, Request, Settled
-from baton.core.request import FinishReason, Serial, Submission
+from baton.core.request import FinishReason, Phase, Serial, Submission
 from baton.core.worker import Worker
 from baton.wire import messages, peering
 from tests.sim.planted import BUGS, Patch, core, wire
@@ -106,6 +106,21 @@ def open_what_was_given_up(patch: Patch) -> None:
             entry.state = state
 
     patch.set(Giver, "_begun", begun)
+
+
+@core("a row that breaks on P gives its blocks back, though a transfer reads them")
+def free_a_broken_row_that_is_read(patch: Patch) -> None:
+    patch.set(Board, "lend", lambda self, serial: None)
+
+
+@core("what was lent to a transfer is never given back")
+def never_give_back_what_was_lent(patch: Patch) -> None:
+    def give_back(self: Board, serial: Serial) -> None:
+        request = self._requests.get(serial)
+        if request is not None and request.phase is not Phase.FINISHED:
+            request.lent = False
+
+    patch.set(Board, "give_back", give_back)
 
 
 @core("blocks are sent as soon as their step is planned, before it has computed them")

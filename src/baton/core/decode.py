@@ -76,10 +76,10 @@ class DecodeScheduler(Scheduler):
         return super()._kept() + sum(self._booked.values())
 
     def _let_in(self, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
-        if protected or not self._goes_elsewhere(request, hit):
+        if not self._goes_elsewhere(request, hit):
             super()._let_in(step, request, hit, protected)
             return
-        self._booked[request.serial] = self._blocks_to_take(request.tokens_at_start, hit)
+        self._booked[request.serial] = self._blocks_to_take(self._wanted(request, protected), hit)
         self._to_ask.append(request.serial)
         request.bill.queue_us += self._now_us - request.since_us
         request.since_us = self._now_us
@@ -121,11 +121,13 @@ class DecodeScheduler(Scheduler):
         request = self._requests[serial]
         hit, booked = self._look_up(request), self._booked[serial]
         kept = self._kept() - booked
-        need = self._blocks_to_take(request.tokens_at_start, hit)
+        protected = self._protects(request)
+        need = self._blocks_to_take(self._wanted(request, protected), hit)
         if not self.slots.has_room or need > self.pool.available - kept:
             return None
         self._unbook(serial)
         slot = self._occupy(request, hit, Move.LEASE)
+        self.slots.protected[slot] = protected
         self._count_look_up(request, hit)
         request.found_tokens = request.computed_ever = hit.computed
         fresh = self.pool.take(blocks_for(request.tokens_at_start, self.config.block_size) - len(hit.blocks))

@@ -229,13 +229,16 @@ class Scheduler(Board):
         """Whether a request's tokens fit beside what is kept for the running ones. Changes nothing."""
         hit = self._look_up(request)
         protected = self._protects(request)
-        wanted = request.limit if protected else request.tokens_at_start
-        fits = self._blocks_to_take(wanted, hit) <= self.pool.available - self._kept()
+        fits = self._blocks_to_take(self._wanted(request, protected), hit) <= self.pool.available - self._kept()
         return Admit(hit, protected) if fits else Wait()
 
     def _protects(self, request: Request) -> bool:
         """Whether it has yielded so often that it is never again a victim."""
         return request.bill.preemptions >= self.config.max_preemptions
+
+    def _wanted(self, request: Request, protected: bool) -> int:
+        """How many tokens there must be room for before it is let in."""
+        return request.limit if protected else request.tokens_at_start
 
     def _start(self, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
         slots = self.slots
