@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
-from baton.core.handover import ATTEMPTS_MAX, RENEW_US_MIN, prompt_digest
+from baton.core.handover import ATTEMPTS_MAX, DECLINED_US, RENEW_US_MIN, prompt_digest
 from baton.core.peers import (
     Adopted,
     Arriving,
@@ -149,6 +149,26 @@ def test_time_spent_on_an_ask_that_came_to_nothing_is_no_time_in_the_queue(ends:
     d.cancel(serial)
     bill = d.ended[serial].bill
     assert (bill.queue_us, bill.transfer_us, bill.prefill_us, bill.decode_us) == (5, 100, 0, 0)
+
+
+def test_a_giver_that_declines_is_asked_again_when_there_is_no_other_or_a_while_later() -> None:
+    """One that drains has an ever shorter queue: by its load alone it would be asked first, until it is gone."""
+    d, other = taker(on_preempt=OnPreempt.RESCHEDULE), PeerId("another")
+    d.send(PeerOpened(other))
+    d.send(Heard(other, Offer(99, 1, 50, queued_tokens=1_000_000)))
+
+    def asked() -> PeerId:
+        d.submit(submission(range(40), 4))
+        return next(act.peer for act in d.send(Tick()) if isinstance(act, Tell) and isinstance(act.message, Ask))
+
+    assert asked() == PEER
+    hear(d, Decline(0, 1, PdCode.TIMEOUT, "the instance is draining"))
+    assert asked() == other
+    d.now_us += DECLINED_US
+    assert asked() == PEER
+    hear(d, Decline(2, 1, PdCode.TIMEOUT, "the instance is draining"))
+    d.send(PeerLost(other, "gone"))
+    assert asked() == PEER
 
 
 @pytest.mark.parametrize("path", PrefillPath)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 import struct
@@ -13,6 +14,8 @@ import pytest
 from baton.core.peers import Spoilt
 from baton.kv.contract import available
 from baton.kv.frames import encode_hello
+from baton.kv.memory import allocate, release
+from baton.kv.shm import ShmRoad
 from tests.support.transfers import GIVER_BLOCKS, LAYOUT, TOKEN, Pair, giver_names, ids, pair_of, taker_names
 
 pytestmark = pytest.mark.skipif(available("shm") is not None, reason=str(available("shm")))
@@ -78,3 +81,14 @@ def test_memory_that_could_shrink_under_us(pair: Pair) -> None:
 def test_only_this_user_finds_the_socket(pair: Pair) -> None:
     folder = os.path.dirname(pair.receiver.address.removeprefix("shm:"))
     assert os.stat(folder).st_mode & 0o777 == 0o700
+
+
+def test_what_is_passed_cannot_be_mapped_to_write() -> None:
+    memory = allocate(LAYOUT, 3)
+    road = ShmRoad(memory)
+    _, (passed,) = road.introduce(ids(0))
+    assert mmap.mmap(passed, memory.pool.nbytes, prot=mmap.PROT_READ)[:1] == b"\0"
+    with pytest.raises(PermissionError):
+        mmap.mmap(passed, memory.pool.nbytes)
+    road.close()
+    release(memory)

@@ -79,6 +79,9 @@ RENEW_US_MIN = 10_000
 BELIEF_HALVES_US = 1_000_000
 """What a taker knows of a giver's queue counts half after so long: one that was busy once is not avoided for ever."""
 
+DECLINED_US = 1_000_000
+"""Who did not take what it was asked for (it drains, its queue is full) is asked so long only if there is no other."""
+
 State = TypeVar("State", bound=Enum)
 Move = TypeVar("Move", bound=Enum)
 
@@ -179,6 +182,8 @@ class Taker:
         self._secret = hashlib.blake2b(secret, digest_size=32).digest()
         self._peers: dict[PeerId, Believed] = {}
         """Those that are up, and how much each has to do; the one asked longest ago first."""
+        self._declined_us: dict[PeerId, int] = {}
+        """When each of them last did not take what it was asked for."""
         self._open: dict[Serial, Taken] = {}
         self._moves = dict.fromkeys(TAKER, 0)
         self._failed: Counter[PdCode] = Counter()
@@ -260,11 +265,13 @@ class Taker:
 
     def _peer_opened(self, peer: PeerId) -> Acts:
         self._peers[peer] = Believed(0, self._now_us)
+        self._declined_us.pop(peer, None)
         self._scheduler.may_ask = True
         return []
 
     def _peer_lost(self, peer: PeerId, reason: str) -> Acts:
         self._peers.pop(peer, None)
+        self._declined_us.pop(peer, None)
         self._scheduler.may_ask = bool(self._peers)
         acts: Acts = []
         for entry in [entry for entry in self._open.values() if entry.handover.peer == peer]:
@@ -285,6 +292,8 @@ class Taker:
                 return self._committed(self._entry(Handover(peer, request, attempt)), message)
             case Decline(request, attempt, code, reason):
                 entry = self._entry(Handover(peer, request, attempt))
+                if entry is not None and entry.state is Taking.ASKED:
+                    self._declined_us[peer] = self._now_us
                 return self._fail(entry, code, PdStage.PREFILL, reason, tell=False) if entry else []
         return []
 
@@ -295,7 +304,7 @@ class Taker:
         if not self._peers:
             self._scheduler.take_back(serial, prefills_here=True, now_us=self._now_us)
             return []
-        peer = min(self._peers, key=self._believed_tokens)
+        peer = min(self._peers, key=lambda peer: (self._declines(peer), self._believed_tokens(peer)))
         tokens = self._believed_tokens(peer) + len(request.submission.prompt)
         # Put last: of equals the first one is asked, and all takers would ask the same giver for ever.
         del self._peers[peer]
@@ -315,6 +324,9 @@ class Taker:
     def _believed_tokens(self, peer: PeerId) -> int:
         believed = self._peers[peer]
         return believed.queued_tokens >> ((self._now_us - believed.at_us) // BELIEF_HALVES_US)
+
+    def _declines(self, peer: PeerId) -> bool:
+        return peer in self._declined_us and self._now_us - self._declined_us[peer] < DECLINED_US
 
     def _learn_load(self, peer: PeerId, queued_tokens: int) -> None:
         if peer in self._peers:

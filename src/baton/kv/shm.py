@@ -49,7 +49,8 @@ class ShmRoad:
     def __init__(self, memory: KvMemory) -> None:
         if memory.fd is None:
             raise InvariantViolated("shm sends only from a pool that lies in a memfd")
-        self._fd = memory.fd
+        self._fd = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        """What is passed on: whoever has it can map our pool to read, and not to write."""
         self._blocks = memory.blocks
 
     def connect(self, address: str) -> socket.socket:
@@ -69,7 +70,7 @@ class ShmRoad:
         return _POOL_BLOCKS.pack(self._blocks) + blocks.astype("<i4").tobytes(), [self._fd]
 
     def close(self) -> None:
-        """The fd is its owner's."""
+        os.close(self._fd)
 
 
 @dataclass(eq=False)
