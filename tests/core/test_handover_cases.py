@@ -40,6 +40,7 @@ from baton.core.peers import (
 from baton.core.plan import Logprobs
 from baton.core.request import FinishReason, Sampling, Serial
 from baton.core.worker import Cancelled, Deliver, DrainOrdered, Effect, Event, Orphaned, StepDone, StopFound, Tick
+from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission
 from tests.support.workers import Cluster, Rates, decode_config, prefill_config
 
@@ -480,3 +481,15 @@ def test_siblings_begin_with_the_adoption_of_their_leader() -> None:
     d.send(Verified(handover))
     d.send(Tick())
     assert len(d.plans[0].plan.starts) == 3
+
+
+@pytest.mark.parametrize("on_preempt", OnPreempt)
+def test_what_no_giver_begins_is_prefilled_here_and_ends_nobodys_request(on_preempt: OnPreempt) -> None:
+    d = taker(on_preempt=on_preempt)
+    prompt = list(range(40))
+    (serial,) = d.submit(submission(prompt, 4))
+    d.tick()
+    hear(d, Decline(serial, 1, PdCode.TIMEOUT, "the instance is draining"))
+    d.run()
+    assert d.outputs[serial] == undisturbed(prompt, Sampling(seed=0, temperature=0.0), 4, VOCABULARY)
+    assert d.worker.gauges().handovers.timed_out == 1

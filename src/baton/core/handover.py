@@ -70,7 +70,7 @@ Acts = list[PeerEffect | Settled | EndedRequest]
 
 DIGEST_BYTES = 16
 ATTEMPTS_MAX = 3
-"""A taker that had no room for so many offers of a request prefills it itself."""
+"""After so many asks that nobody took up, or offers for which there was no room, a taker prefills a request itself."""
 STEPS_AHEAD = 2
 """A giver offers so many steps' worth of prefill in advance: enough to stay busy, and no more, since it costs room at D."""
 
@@ -293,7 +293,7 @@ class Taker:
             case Decline(request, attempt, code, reason):
                 entry = self._entry(Handover(peer, request, attempt))
                 if entry is not None and entry.state is Taking.ASKED:
-                    self._declined_us[peer] = self._now_us
+                    return self._not_taken(entry, code, reason)
                 return self._fail(entry, code, PdStage.PREFILL, reason, tell=False) if entry else []
         return []
 
@@ -367,6 +367,16 @@ class Taker:
             self._scheduler.take_back(entry.serial, prefills_here=often, now_us=self._now_us)
             return acts
         return acts + self._end_asked(entry, FinishReason.RESCHEDULE, fault)
+
+    def _not_taken(self, entry: Taken, code: PdCode, reason: str) -> Acts:
+        """The giver would not even begin (it drains, its queue is full). Another is asked, or it is done here."""
+        handover = entry.handover
+        self._declined_us[handover.peer] = self._now_us
+        self._move(entry, TakerMove.DROP)
+        alone = all(self._declines(peer) for peer in self._peers)
+        prefills_here = alone or handover.attempt >= ATTEMPTS_MAX
+        self._scheduler.take_back(entry.serial, prefills_here=prefills_here, now_us=self._now_us)
+        return [AttemptFailed(handover, self._note_fault(code, PdStage.OFFER, reason))]
 
     def _renew(self, entry: Taken | None) -> None:
         if entry is not None and entry.grant is not None:
