@@ -89,7 +89,7 @@ def test_one_request_after_the_other_gets_the_tokens_of_a_mixed_instance(
 
 @pytest.mark.skipif(available("mooncake") is not None, reason=f"mooncake: {available('mooncake')}")
 def test_kv_may_travel_by_mooncake(model: tuple[str, ...], expected: list[list[list[int]]]) -> None:
-    with cluster(*model, decodes=(("--transfer", "mooncake"),)) as running:
+    with cluster(*model, "--transfer", "mooncake") as running:
         (server,) = running.decodes
         assert all_at_once(server.url, BODIES) == expected
         assert handed_over(server) > 0
