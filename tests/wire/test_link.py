@@ -27,7 +27,6 @@ from baton.wire.link import (
     LinkClosed,
     LinkConfig,
     LinkFull,
-    LinkMove,
     LinkState,
     Lost,
     News,
@@ -333,39 +332,6 @@ def test_only_packets_of_the_session_are_signs_of_life() -> None:
     assert [type(news) for news in front.tick(600_000).news] == [Lost]
 
 
-@pytest.mark.parametrize("who", [FRONT, INSTANCE])
-def test_hanging_up_ends_the_session_at_once_and_sends_nothing(who: int) -> None:
-    ends = _opened()
-    link = ends[who]
-    link.send(b"under way", 5)
-    assert link.hang_up("connection reset", 10) == Took([], [], [Lost(7, "connection reset")])
-    assert link.state is LinkState.CLOSED
-    assert (link.session, link.undelivered, link.next_deadline()) == (None, 0, None)
-    assert link.counters.resets == 0
-    assert link.hang_up("again", 20) == Took([], [], []), "there is nothing left to end"
-    assert link.moves()[LinkState.OPEN, LinkMove.LOSE] == 1
-
-
-def test_hanging_up_before_the_first_answer_or_before_any_session() -> None:
-    front, instance = _pair()
-    assert front.hang_up("nothing there", 0) == instance.hang_up("nothing there", 0) == Took([], [], [])
-    front.open(0)
-    assert front.hang_up("refused", 1).news == [Lost(7, "refused")]
-    assert front.moves()[LinkState.OPENING, LinkMove.LOSE] == 1
-
-
-def test_a_session_that_was_hung_up_does_not_come_back_with_the_next_connection() -> None:
-    front, instance = _opened()
-    old = _send(front, b"old")
-    instance.hang_up("connection reset", 10)
-    assert _kinds(instance.take(old, 20).packets) == [RESET]
-    front.hang_up("connection reset", 20)
-    (hello,) = front.open(30)
-    assert instance.take(hello, 30).news == [Opened(8)]
-    assert instance.take(_send(front, b"new", 40), 40).frames == [b"new"]
-    assert instance.take(old, 50) == Took([], [], [])
-
-
 def test_a_link_without_a_session_sends_nothing() -> None:
     for link in _pair():
         assert link.tick(10_000_000) == Took([], [], [])
@@ -630,9 +596,6 @@ class World:
         if self.front.session is None:
             self._post(FRONT, self.front.open(self.now_us))
 
-    def hang_up(self, who: int) -> None:
-        self._took(who, self.links[who].hang_up("hung up", self.now_us))
-
     def restart(self) -> None:
         """The instance dies and comes back; what it had sent may still be under way."""
         self.links[INSTANCE] = Acceptor(next(self._lives), self.config)
@@ -730,10 +693,7 @@ worlds = st.builds(
     config=st.sampled_from((small, replace(small, window=1, ack_every=1), CONFIG)),
 )
 acts = st.lists(
-    st.tuples(
-        st.sampled_from(("front", "instance", "wait", "idle", "open", "cut", "mend", "restart", "hang up")),
-        st.integers(1, 20),
-    ),
+    st.tuples(st.sampled_from(("front", "instance", "wait", "idle", "open", "cut", "mend", "restart")), st.integers(1, 20)),
     min_size=10,
     max_size=80,
 )
@@ -754,8 +714,6 @@ def _act(world: World, act: str, amount: int) -> None:
             world.cut = act == "cut"
         case "restart":
             world.restart()
-        case "hang up":
-            world.hang_up(FRONT if amount % 2 else INSTANCE)
 
 
 @settings(max_examples=150, deadline=None)
@@ -790,7 +748,7 @@ def test_the_chaos_reaches_every_way_in_which_a_session_can_end() -> None:
     for seed in range(120):
         draw = random.Random(seed)
         world = World(seed, draw.uniform(0, 0.5), draw.uniform(0, 0.5), 0.1, draw.randrange(80_000), small)
-        kinds = ("front", "instance", "wait", "wait", "idle", "open", "open", "cut", "mend", "mend", "restart", "hang up")
+        kinds = ("front", "instance", "wait", "wait", "idle", "open", "open", "cut", "mend", "mend", "restart")
         _chaos_then_healing(world, [(draw.choice(kinds), draw.randint(1, 20)) for _ in range(60)])
         seen.update(f"{who} {type(news).__name__} {getattr(news, 'reason', '')[:10]}" for who, news in world.told)
         ghosts += world.ghosts
@@ -799,11 +757,9 @@ def test_the_chaos_reaches_every_way_in_which_a_session_can_end() -> None:
     assert ghosts
     assert all(counters.values()), counters
     assert sorted(seen) == [
-        "0 Lost hung up",
         "0 Lost silent for",
         "0 Lost the other ",
         "0 Opened ",
-        "1 Lost hung up",
         "1 Lost silent for",
         "1 Opened ",
         "1 Replaced ",

@@ -2,8 +2,7 @@
 
 Owns numbering, acknowledgement, repetition, checksums, and the question whether the other side still lives. Pure: it is
 told packets and the time, and answers with packets to send and news. It does not know what a frame means, nor a socket;
-whoever drives it puts its packets on the network, hands it what arrives, and calls `tick` when `next_deadline` has come. A
-driver whose network is a connection calls `hang_up` when that is gone, rather than wait for silence.
+whoever drives it puts its packets on the network, hands it what arrives, and calls `tick` when `next_deadline` has come.
 
 The *initiator* (a front end) opens sessions with rising numbers; the *acceptor* (an instance) serves one initiator. Within
 a session every frame arrives once and in the order of sending, or the session is lost on the initiator as a whole. Each
@@ -11,7 +10,7 @@ session has a conversation of its own, thrown away with it, so nothing of an old
 
     initiator   CLOSED ──open──▶ OPENING ──first answer──▶ OPEN          acceptor   CLOSED ──first packet──▶ OPEN ─┐ newer
                   ▲                 │                       │                         ▲                     │ ▲ │ session
-                  └ silence, hang-up, reset, other life ────┘                         └─ silence, hang-up ──┘ └────┘
+                  └── silence, reset, other incarnation ────┘                         └────── silence ──────┘ └────┘
 
 A packet, little-endian:
 
@@ -473,16 +472,6 @@ class Link(ABC):
                 took.packets.extend(self._talk.due(now_us))
         return took
 
-    def hang_up(self, reason: str, now_us: int) -> Took:
-        """The driver knows that the way to the other side is gone: the session is over at once, and nothing can be sent.
-
-        It does not come back with a new connection either: the initiator opens another one there. Nothing when CLOSED.
-        """
-        del now_us
-        took = Took([], [], [])
-        self._end(reason, took)
-        return took
-
     def next_deadline(self) -> int | None:
         return None if self._talk is None else self._talk.next_deadline()
 
@@ -492,12 +481,7 @@ class Link(ABC):
 
     @abstractmethod
     def _lose(self, reason: str, took: Took) -> None:
-        """End the session under way, for good, and tell the other side where it cannot know."""
-
-    def _end(self, reason: str, took: Took) -> None:
-        if self._talk is not None:
-            took.news.append(Lost(self._talk.session, reason))
-            self._move(LinkMove.LOSE, None)
+        """End the session under way, for good."""
 
     def moves(self) -> dict[tuple[LinkState, LinkMove], int]:
         """How often each transition was taken."""
@@ -552,7 +536,9 @@ class Initiator(Link):
         took.news.append(Opened(talk.session))
 
     def _lose(self, reason: str, took: Took) -> None:
-        self._end(reason, took)
+        if self._talk is not None:
+            took.news.append(Lost(self._talk.session, reason))
+            self._move(LinkMove.LOSE, None)
 
 
 class Acceptor(Link):
@@ -598,5 +584,6 @@ class Acceptor(Link):
 
     def _lose(self, reason: str, took: Took) -> None:
         if self._talk is not None:
+            took.news.append(Lost(self._talk.session, reason))
             took.packets.append(self._reset(self._talk.session))  # where only one direction is cut, it should know
-        self._end(reason, took)
+            self._move(LinkMove.LOSE, None)
