@@ -8,10 +8,12 @@ import pytest
 
 from baton.core.config import BadConfig, HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
 from baton.core.errors import IllegalTransition, RefusalCode
-from baton.core.handover import BELIEF_HALVES_US, GIVER, TAKER, Giving, Taking, _next
+from baton.core.giving import GIVER, Giving
+from baton.core.handover import next_state
 from baton.core.peers import Offer, PdCode, PeerId, Release
 from baton.core.prefill import BlocksNotHeld, PrefillScheduler
 from baton.core.request import FinishReason, Phase, Sampling, Serial
+from baton.core.taking import BELIEF_HALVES_US, TAKER, Taking
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, submission
 from tests.support.workers import Cluster, Node, Rates, decode_config, prefill_config
@@ -252,10 +254,10 @@ def test_a_state_refuses_moves_that_its_table_does_not_have() -> None:
         for state in states:
             for move in moves:
                 if (state, move) in table:
-                    assert _next(table, state, move) is table[state, move]
+                    assert next_state(table, state, move) is table[state, move]
                 else:
                     with pytest.raises(IllegalTransition, match=state.name):
-                        _next(table, state, move)
+                        next_state(table, state, move)
 
 
 def test_a_config_whose_renewals_cannot_save_a_lease_is_refused() -> None:

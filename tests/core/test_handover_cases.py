@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
-from baton.core.handover import ATTEMPTS_MAX, DECLINED_US, RENEW_US_MIN, prompt_digest
+from baton.core.giving import RENEW_US_MIN
+from baton.core.handover import prompt_digest
 from baton.core.peers import (
     Adopted,
     Arriving,
@@ -39,6 +40,7 @@ from baton.core.peers import (
 )
 from baton.core.plan import Logprobs
 from baton.core.request import FinishReason, Sampling, Serial
+from baton.core.taking import ATTEMPTS_MAX, DECLINED_US
 from baton.core.worker import Cancelled, Deliver, DrainOrdered, Effect, Event, Orphaned, StepDone, StopFound, Tick
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission

@@ -15,7 +15,8 @@ from baton.core.blocks import BlockPool, Pin
 from baton.core.board import Board
 from baton.core.config import WorkerConfig
 from baton.core.decode import DecodeScheduler, Lease
-from baton.core.handover import Acts, Given, Giver, Giving, Taken, Taker, Taking
+from baton.core.giving import Given, Giver, Giving
+from baton.core.handover import Acts
 from baton.core.peers import (
     Ask,
     Commit,
@@ -35,6 +36,7 @@ from baton.core.plan import Chunk
 from baton.core.prefill import GeneralPrefillScheduler, PrefillScheduler
 from baton.core.records import Hit, Request, Settled
 from baton.core.request import FinishReason, Phase, Serial, Submission
+from baton.core.taking import Taken, Taker, Taking
 from baton.core.worker import Worker
 from baton.wire import messages, peering
 from tests.sim.planted import BUGS, Patch, core, wire

@@ -16,7 +16,8 @@ from baton.core.board import Board
 from baton.core.config import PrefillPath, WorkerConfig
 from baton.core.decode import DecodeScheduler
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.handover import Acts, Giver, Taker
+from baton.core.giving import Giver
+from baton.core.handover import Acts
 from baton.core.peers import (
     PeerEffect,
     PeerEvent,
@@ -27,6 +28,7 @@ from baton.core.prefix import PrefixIndex
 from baton.core.records import EndedRequest, SchedulerGauges, Settled
 from baton.core.request import FinishReason, RequestId, Serial, Submission
 from baton.core.scheduler import Scheduler
+from baton.core.taking import Taker
 from baton.core.victims import Rates
 
 IDLE_PASS_US = 1000
