@@ -16,8 +16,13 @@ READY := $(VENV)/.ready
 serve: $(READY)
 	$(BIN)/baton serve --port $(PORT)
 
+# Two at a time: those that only compute, on one core, beside those that start processes and mostly wait for them.
+COMPUTING := tests/core tests/laws tests/mutations tests/wire
+
 test: $(READY)
-	$(BIN)/python -m pytest
+	@log=$$(mktemp); $(BIN)/python -m pytest $(COMPUTING) >$$log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)); status=$$?; \
+	wait $$beside || status=1; cat $$log; rm -f $$log; exit $$status
 
 check: $(READY)
 	$(BIN)/ruff format --check .

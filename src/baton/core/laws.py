@@ -121,6 +121,8 @@ def prefills_fit_together(scheduler: Board) -> None:
 def pins_belong_to_leases(scheduler: Board) -> None:
     """A block is pinned exactly as long as its row waits for KV from outside, and then none of it has a name."""
     slots, pins = scheduler.slots, scheduler.pool.pins()
+    if not pins.any():
+        return
     owned = np.zeros(scheduler.pool.blocks, dtype=np.bool_)
     for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
         blocks = slots.blocks(slot)
@@ -129,7 +131,7 @@ def pins_belong_to_leases(scheduler: Board) -> None:
         waits = not slots.told[slot] and Phase(slots.phase[slot]) in (Phase.RECEIVING, Phase.PREEMPTING)
         _require(waits or not len(pinned), f"slot {slot} runs in blocks that may still be written from outside")
     _require(bool((owned == (pins > 0)).all()), "a block is pinned for nobody")
-    _require(not any(pins[block] for block in scheduler.pool.prefix.names()), "a pinned block has a name")
+    _require(not pins[list(scheduler.pool.prefix.names())].any(), "a pinned block has a name")
 
 
 def the_crew_is_current(scheduler: Board) -> None:
