@@ -404,12 +404,15 @@ def ask_nobody(patch: Patch) -> None:
         self._scheduler.may_ask = True
         return acts
 
-    def ask(self: Taker, serial: Serial) -> Acts:
-        return [] if not self._peers else ask_then(self, serial)
+    def planned(self: Taker, now_us: int) -> Acts:
+        if self._peers:
+            return planned_then(self, now_us)
+        self._scheduler.asked()
+        return []
 
-    ask_then = Taker._ask
+    planned_then = Taker.planned
     patch.set(Taker, "_peer_lost", peer_lost)
-    patch.set(Taker, "_ask", ask)
+    patch.set(Taker, "planned", planned)
 
 
 @core("after a session was lost, D never asks that P again")

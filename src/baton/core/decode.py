@@ -46,7 +46,7 @@ class DecodeScheduler(Scheduler):
         """Whether there is a peer to prefill for us."""
         self._booked: dict[Serial, int] = {}
         """Requests that a peer is or will be asked for, and the blocks that each will need."""
-        self._to_ask: list[Serial] = []
+        self._to_ask: list[Request] = []
         self._receiving = 0
         """Rows that wait for KV, or for the fence that ends the waiting."""
         self._arrived: list[int] = []
@@ -61,10 +61,10 @@ class DecodeScheduler(Scheduler):
         due = self._flights or self._stopping or self._arrived or len(self._waiting)
         return not due and self.slots.occupied == self._receiving
 
-    def asked(self) -> list[Serial]:
-        """Requests that a peer is to be asked for; each is said once."""
-        serials, self._to_ask = self._to_ask, []
-        return serials
+    def asked(self) -> list[Request]:
+        """What the last pass let in for a peer to prefill; each is said once."""
+        requests, self._to_ask = self._to_ask, []
+        return requests
 
     # ── asked for ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -80,7 +80,7 @@ class DecodeScheduler(Scheduler):
             super()._let_in(step, request, hit, protected)
             return
         self._booked[request.serial] = self._blocks_to_take(self._wanted(request, protected), hit)
-        self._to_ask.append(request.serial)
+        self._to_ask.append(request)
         request.bill.queue_us += self._now_us - request.since_us
         request.since_us = self._now_us
 
@@ -105,8 +105,6 @@ class DecodeScheduler(Scheduler):
 
     def _unbook(self, serial: Serial) -> Request:
         del self._booked[serial]
-        if serial in self._to_ask:
-            self._to_ask.remove(serial)
         return self._requests[serial]
 
     def _charge_wait(self, request: Request, now_us: int) -> None:

@@ -41,7 +41,7 @@ from baton.core.peers import (
     Verified,
     Verify,
 )
-from baton.core.records import HandoverGauges
+from baton.core.records import HandoverGauges, Request
 from baton.core.request import FinishReason, Serial, Submission
 
 ATTEMPTS_MAX = 3
@@ -188,7 +188,7 @@ class Taker:
     def planned(self, now_us: int) -> Acts:
         """After a pass: ask peers for what it let in to be prefilled elsewhere."""
         self._now_us = now_us
-        return [act for serial in self._scheduler.asked() for act in self._ask(serial)]
+        return [self._ask(request) for request in self._scheduler.asked()]
 
     def expire(self, now_us: int) -> Acts:
         self._now_us = now_us
@@ -245,22 +245,16 @@ class Taker:
                 return self._fail(entry, code, PdStage.PREFILL, reason, tell=False) if entry else []
         return []
 
-    def _ask(self, serial: Serial) -> Acts:
-        request = self._scheduler.request(serial)
-        if request is None:
-            return []
-        if not self._peers:
-            self._scheduler.take_back(serial, prefills_here=True, now_us=self._now_us)
-            return []
+    def _ask(self, request: Request) -> Tell:
         peer = min(self._peers, key=lambda peer: (self._declines(peer), self._believed_tokens(peer)))
         tokens = self._believed_tokens(peer) + len(request.submission.prompt)
         # Put last: of equals the first one is asked, and all takers would ask the same giver for ever.
         del self._peers[peer]
         self._peers[peer] = Believed(tokens, self._now_us)
         request.bill.attempts += 1
-        handover = Handover(peer, serial, request.bill.attempts)
-        self._open[serial] = Taken(handover, request.submission, self._now_us)
-        return [Tell(peer, Ask(serial, handover.attempt, request.submission))]
+        handover = Handover(peer, request.serial, request.bill.attempts)
+        self._open[request.serial] = Taken(handover, request.submission, self._now_us)
+        return Tell(peer, Ask(request.serial, handover.attempt, request.submission))
 
     # ── one attempt ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

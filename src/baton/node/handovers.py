@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.config import ROLES
-from baton.core.peers import AttemptFailed, HandoverMade, PdCode, PeerEffect, Tell
+from baton.core.peers import AttemptFailed, HandoverMade, PdStage, PeerEffect, Tell
 from baton.executor.contract import Executor, zeroed
 from baton.kv.contract import KvLayout, KvMemory
 from baton.kv.memory import shared_bytes
@@ -61,7 +61,9 @@ class Handovers:
             case Tell(peer, message):
                 self._peers.tell(peer, message)
             case AttemptFailed(handover, fault):
-                level = logging.WARNING if fault.code is PdCode.REFUSED else logging.ERROR
+                level = (
+                    logging.WARNING if fault.stage is PdStage.OFFER else logging.ERROR
+                )  # before the grant nothing is lost
                 log.log(level, "hand-over of request %d with %s: %s", handover.request, handover.peer, fault.message)
             case HandoverMade(handover, _, took_us):
                 log.debug("request %d was handed over by %s in %d ms", handover.request, handover.peer, took_us // 1000)

@@ -81,7 +81,7 @@ class Transfers:
         """What carries each hand-over until it is done or fenced."""
 
     def _tell(self, event: PeerEvent) -> None:
-        """On a transfer's thread. What has arrived or left whole has no bytes that a fence could still stop."""
+        """On a transfer's thread. What has arrived or was sent whole is no longer ours to stop: D verifies what it has."""
         if isinstance(event, Verified):
             self._receiving.pop(event.handover, None)
         elif isinstance(event, Shipped):
