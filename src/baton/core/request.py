@@ -42,6 +42,9 @@ Serial = NewType("Serial", int)
 
 Tokens = npt.NDArray[np.int32]
 
+NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
+NO_TOKENS.setflags(write=False)
+
 
 class Phase(IntEnum):
     WAITING = 0
@@ -150,6 +153,10 @@ class Submission:
     """Lower goes first, and is never preempted for the benefit of a higher number."""
     leader: RequestId | None = None
     """The choice whose prompt blocks this one will share; it is in the same group and comes before this one."""
+    generated: Tokens = NO_TOKENS
+    """Outputs that the client has already, from instances that it was on before; they count in `max_tokens`."""
+    prefill_at: str = ""
+    """The peer that shall prefill it, where the one who sends it has chosen; empty: any."""
 
 
 def frozen_tokens(tokens: npt.ArrayLike) -> Tokens:

@@ -1,0 +1,204 @@
+"""What a router and an instance say to each other, as bytes.
+
+    instance                                          router
+      Join, HeldGroup …, Settled         ───────▶       admits it, or turns it away
+                                         ◀───────       Welcome | TurnedAway
+      Beat every 200 ms                  ───────▶
+                                         ◀───────       Place, Cancel, StopAt, Forget, Neighbours, Drain
+      AcceptedAs, RefusedWith, StepOutput ──────▶       as a front end hears them from its engine
+      Leaving                            ───────▶       it takes nothing new
+
+Owns the shape and the bounds of all of it. Both sides hold the cluster key but may be of another version, broken or taken
+over, so everything is checked here: what does not pass is a WireError and never another exception.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.core.prefix import KEY_BYTES
+from baton.wire.messages import (
+    AcceptedAs,
+    Cancel,
+    Drain,
+    RefusedWith,
+    StepOutput,
+    StopAt,
+    WireEnded,
+    WireError,
+    WireGauges,
+    WireLogprobs,
+    WireSubmission,
+    decoded,
+)
+
+MEMBERSHIP_VERSION = 1
+INT32_MAX, INT63_MAX = 2**31 - 1, 2**63 - 1
+ORIGIN_BYTES_MAX = 8 << 20
+KEYS_A_BEAT_MAX = 4096
+NOTES_A_BEAT_MAX = 1024
+GROUP_MAX = 4096
+ADDRESSES_MAX = 256
+
+Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+Long = Annotated[int, Meta(ge=0, le=INT63_MAX)]
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Address = Annotated[str, Meta(max_length=512)]
+Reason = Annotated[str, Meta(max_length=512)]
+Keys = Annotated[bytes, Meta(max_length=KEY_BYTES * KEYS_A_BEAT_MAX)]
+"""Block keys end to end."""
+
+
+class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+# ── instance to router ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Join(_Said, tag="join", frozen=True):
+    """The first frame of a session."""
+
+    name: Name
+    incarnation: Annotated[int, Meta(ge=1, le=INT63_MAX)]
+    role: Name
+    fingerprint: Annotated[bytes, Meta(max_length=64)]
+    url: Address
+    peer_address: Address
+    slots: Positive
+    blocks: Positive
+    block_size: Positive
+    context_tokens: Positive
+    vocabulary: Positive
+    pid: Count
+    draining: bool
+    version: int = MEMBERSHIP_VERSION
+
+
+class HeldLine(_Said, array_like=True, frozen=True):
+    """What an instance has of one choice of a held group, after what the submission says was generated before."""
+
+    place: Count
+    serial: Long
+    counts: bytes
+    """Tokens came in rows; how many in each."""
+    tokens: bytes
+    logprobs: tuple[WireLogprobs, ...]
+    """By row, where they were asked for."""
+    cached_tokens: int | None
+    ended: WireEnded | None
+
+
+class HeldGroup(_Said, tag="held", frozen=True):
+    """A group that a router submitted in an earlier session, and that is still kept."""
+
+    group: Annotated[tuple[WireSubmission, ...], Meta(min_length=1, max_length=GROUP_MAX)]
+    choices: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=GROUP_MAX)]
+    """Which choices of their body these are; one for each of the group."""
+    body_choices: Positive
+    origin: Annotated[bytes, Meta(max_length=ORIGIN_BYTES_MAX)]
+    lines: Annotated[tuple[HeldLine, ...], Meta(max_length=GROUP_MAX)]
+    """One for each choice that is still kept."""
+
+
+class Settled(_Said, tag="settled", frozen=True):
+    """Everything that is held was said."""
+
+
+class Beat(_Said, tag="beat", frozen=True):
+    gauges: WireGauges
+    engine_silent_us: Long
+    computing: bool
+    fresh: bool
+    named: Keys
+    forgotten: Keys
+    notes: Annotated[tuple[tuple[Long, Name, Long], ...], Meta(max_length=NOTES_A_BEAT_MAX)]
+    """(serial, phase, how long ago in microseconds)"""
+
+
+class Leaving(_Said, tag="leaving", frozen=True):
+    """It was told to stop: nothing new, please; what is open goes on for a while."""
+
+
+FromInstance = Join | HeldGroup | Settled | Beat | Leaving | AcceptedAs | RefusedWith | StepOutput
+
+
+# ── router to instance ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Welcome(_Said, tag="welcome", frozen=True):
+    router: Name
+    beat_us: Positive
+    orphan_grace_us: Long
+
+
+class TurnedAway(_Said, tag="turned_away", frozen=True):
+    reason: Reason
+    fenced: bool
+
+
+class Place(_Said, tag="place", frozen=True):
+    """A leg: submit these choices."""
+
+    ticket: Long
+    group: Annotated[tuple[WireSubmission, ...], Meta(min_length=1, max_length=GROUP_MAX)]
+    choices: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=GROUP_MAX)]
+    """Which choices of their body these are; one for each of the group."""
+    body_choices: Positive
+    origin: Annotated[bytes, Meta(max_length=ORIGIN_BYTES_MAX)]
+
+
+class Forget(_Said, tag="forget", frozen=True):
+    """The body is over: what is kept of these serials may go."""
+
+    serials: tuple[Long, ...]
+
+
+class Neighbours(_Said, tag="neighbours", frozen=True):
+    """Who prefills for this instance from now on."""
+
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=ADDRESSES_MAX)]
+
+
+FromRouter = Welcome | TurnedAway | Place | Cancel | StopAt | Forget | Neighbours | Drain
+
+_encoder = msgspec.msgpack.Encoder()
+_from_instance: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
+_from_router: msgspec.msgpack.Decoder[FromRouter] = msgspec.msgpack.Decoder(FromRouter)
+
+
+def encode_membership(message: FromInstance | FromRouter) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_from_instance(frame: bytes) -> FromInstance:
+    message = decoded(_from_instance, frame, "a message from an instance")
+    match message:
+        case Beat():
+            for keys in (message.named, message.forgotten):
+                if len(keys) % KEY_BYTES:
+                    raise WireError(f"{len(keys)} bytes are not whole keys of {KEY_BYTES}")
+        case Join():
+            if message.version != MEMBERSHIP_VERSION:
+                raise WireError(f"it speaks version {message.version} of the membership, this router {MEMBERSHIP_VERSION}")
+        case HeldGroup(group, choices):
+            _check_choices(group, choices)
+        case _:
+            pass
+    return message
+
+
+def decode_from_router(frame: bytes) -> FromRouter:
+    message = decoded(_from_router, frame, "a message from a router")
+    if isinstance(message, Place):
+        _check_choices(message.group, message.choices)
+    return message
+
+
+def _check_choices(group: tuple[WireSubmission, ...], choices: tuple[int, ...]) -> None:
+    if len(group) != len(choices):
+        raise WireError(f"{len(group)} submissions are said to be the {len(choices)} choices {choices[:8]}")
