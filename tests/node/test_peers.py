@@ -132,6 +132,35 @@ def test_a_peer_that_went_away_is_lost_at_once_and_called_again(make: Make) -> N
     back.close()
 
 
+def test_whom_to_call_can_change_at_any_time(make: Make) -> None:
+    givers = [make(PREFILL, f"p{n}") for n in range(3)]
+    names = [PeerId(giver.address) for giver in givers]
+    taker = make(DECODE, "d")
+    taker.peers.call((names[0], names[1]))
+    assert {taker.next(), taker.next()} == {PeerOpened(names[0]), PeerOpened(names[1])}
+    taker.peers.call((names[1], names[2], names[2], "nonsense", "host:", ":7", "host:70000", "host:-1"))
+    after = {taker.next(), taker.next()}
+    assert after == {PeerLost(names[0], "it is not one of our peers any more"), PeerOpened(names[2])}
+    assert [type(givers[0].next()) for _ in range(2)] == [PeerOpened, PeerLost]
+    taker.peers.tell(names[1], Adopted(1, 1))
+    assert [givers[1].next() for _ in range(2)] == [PeerOpened(PeerId("d")), Heard(PeerId("d"), Adopted(1, 1))]
+    taker.peers.call(tuple(names))
+    assert taker.next() == PeerOpened(names[0])
+    taker.peers.call(())
+    assert {type(taker.next()) for _ in range(3)} == {PeerLost}
+
+
+def test_one_that_could_not_be_reached_is_called_no_more_once_it_is_not_a_peer(make: Make) -> None:
+    """Its address may be another's by then."""
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    giver = make(PREFILL, "p")
+    taker = make(DECODE, "d", (f"127.0.0.1:{port}",))
+    taker.peers.call((giver.address,))
+    assert taker.next() == PeerOpened(PeerId(giver.address))
+    assert list(taker.peers._calls) == [giver.address]
+
+
 def test_who_opens_a_second_session_ends_its_first(make: Make) -> None:
     giver, _ = in_session(make)
     make(DECODE, "d", (giver.address,))
