@@ -53,7 +53,7 @@ class Fleet:
 async def fleet(
     served: Sequence[str], roles: Sequence[str], router: Sequence[str] = (), each: Sequence[str] = ()
 ) -> AsyncIterator[Fleet]:
-    """`served`: what router and instances are given alike (the model, or the executor without one); then their own options."""
+    """`served` is what router and instances are given alike: the model, or the executor that needs none."""
     env = {"BATON_CLUSTER_KEY": secrets.token_hex(32), "BATON_LOG_LEVEL": "warning"}
     port, join_port = free_port(), free_port()
     async with AsyncExitStack() as running:

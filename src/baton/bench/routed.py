@@ -82,9 +82,11 @@ class RoutedReport(msgspec.Struct):
 
 async def measure(load: RoutedLoad, peer: str | None, voice: Voice) -> RoutedReport:
     each = ("--step-ms", str(load.step_ms), "--max-num-seqs", str(load.concurrency))
-    async with fleet(SCRIPTED, ["mixed"] * load.instances, each=each) as ours:
-        async with _peer(peer, [member.url for member in ours.members]) as other:
-            return await _rounds(load, ours, other, voice)
+    async with (
+        fleet(SCRIPTED, ["mixed"] * load.instances, each=each) as ours,
+        _peer(peer, [member.url for member in ours.members]) as other,
+    ):
+        return await _rounds(load, ours, other, voice)
 
 
 async def _rounds(load: RoutedLoad, ours: Fleet, other: tuple[Child, str] | None, voice: Voice) -> RoutedReport:
