@@ -36,6 +36,7 @@ from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.fleet import Fleet, Member
 from baton.core.holdings import Holdings
 from baton.core.peers import PdCode, PdFault, PdStage
+from baton.core.phases import Phases
 from baton.core.placement import Placement, Prompt, Spot, Wanted
 from baton.core.quota import Quota, RetryBudget
 from baton.core.request import FinishReason
@@ -57,6 +58,7 @@ from baton.core.routing import (
     Noted,
     Opened,
     OrphanDropped,
+    PhaseNote,
     RouterConfig,
     RouterEffect,
     Send,
@@ -130,6 +132,7 @@ class Carrier:
         self.stirred = False
         """Something has changed that may give somebody a place."""
         self._placement = Placement(config, self.holdings, seed)
+        self._phases = Phases()
         self._wants = Wants(fleet, prefix_secret, self._placement.reads_keys)
         self._budget = RetryBudget(config)
         self._seed = seed
@@ -237,6 +240,7 @@ class Carrier:
         """All of it has ended and somebody has heard of that: nobody needs to keep anything of it."""
         if body.orphan:
             return
+        self._phases.over(body.legs)
         for leg in body.legs:
             del self._legs[leg.leg]
             if leg.member.session in self.fleet.members:
@@ -276,6 +280,9 @@ class Carrier:
             self.effects.append(Delivered(choice.body.body, choice.index, tokens, event.extras, cached, None))
         cause = Cause.PREEMPTED if is_preemption(end) else Cause.LOST
         self.carry_on(choice, cause, fault_of(end, choice.leg.member.name))
+
+    def noted(self, member: Member, notes: Sequence[PhaseNote]) -> None:
+        self.effects += self._phases.noted(member, notes, self._legs, self.now_us)
 
     def _came_after_cut(self, choice: Choice, end: ChoiceEnd | None) -> None:
         """Tokens mean nothing any more; the end brings the bill."""
@@ -346,10 +353,8 @@ class Carrier:
         self.room.enter(choice, self.now_us + self._delay_us(choice, cause))
         self._wait_for_somebody()
         self.counts.retries[cause.value] += 1
-        if cause is Cause.PREEMPTED:
-            self.note(choice, Stage.PREEMPTED, where, fault.reason)
-        else:
-            self.note(choice, Stage.MOVED, where, fault.reason)
+        stage = Stage.PREEMPTED if cause is Cause.PREEMPTED else Stage.MOVED
+        self.note(choice, stage, where, f"{cause.value}: {fault.reason}")
 
     def lose(self, member: Member, why: str) -> None:
         """Nothing more will be heard of an instance: what it had goes on elsewhere."""

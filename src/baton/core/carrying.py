@@ -133,6 +133,8 @@ class Journey:
     member: Member
     body: Carried
     choices: list[Choice]
+    ran: list[int] = field(default_factory=list)
+    """Places that the instance said it had begun with."""
 
 
 @dataclass(slots=True, eq=False)

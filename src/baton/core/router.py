@@ -73,8 +73,8 @@ class Router:
     def counts(self) -> RouterCounts:
         return self._carrier.counts
 
-    def views(self) -> list[InstanceView]:
-        return self.fleet.views(self._carrier.now_us)
+    def views(self, now_us: int | None = None) -> list[InstanceView]:
+        return self.fleet.views(self._carrier.now_us if now_us is None else now_us)
 
     def moves(self) -> dict[tuple[Carry, CarryMove], int]:
         """How often each transition of a choice was taken; those of instances are the fleet's."""
@@ -197,6 +197,8 @@ class Router:
         if suspicion is not None:
             self._suspect(member, suspicion.what, suspicion.why)
             return
+        if event.sign.notes:
+            self._carrier.noted(member, event.sign.notes)
         names = event.sign.names
         if names.fresh or names.named or names.forgotten:
             self._carrier.holdings.hear(event.session, names)
