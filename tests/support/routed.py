@@ -440,7 +440,12 @@ class World:
     def quiet(self) -> bool:
         clients = all(asked.over for asked in self.asked.values()) and not self._waiting
         return clients and all(
-            member.dead or (not member.relay.open_requests and not (member.line and (member.line.up or member.line.down)))
+            member.dead
+            or (
+                member.worker.is_idle
+                and not member.relay.open_requests
+                and not (member.line and (member.line.up or member.line.down))
+            )
             for member in self.members
         )
 

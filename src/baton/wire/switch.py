@@ -274,8 +274,9 @@ class Switch:
     def cut(self, body: Body, choice: int, keep: int, now_us: int) -> list[Act]:
         return self._told(Cut(body, choice, keep), now_us)
 
-    def claim(self, body: Body, now_us: int) -> list[Act]:
-        return self._told(Claimed(body), now_us)
+    def claim(self, body: Body, now_us: int, group: Sequence[Submission] = ()) -> list[Act]:
+        """`group`: all choices as they were asked for, where that is known: those that nobody holds begin anew."""
+        return self._told(Claimed(body, tuple(group)), now_us)
 
     def drain(self, name: str, now_us: int) -> list[Act]:
         return self._told(Drains(Instance(name)), now_us)
