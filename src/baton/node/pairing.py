@@ -76,7 +76,12 @@ def _check_router(engine: EngineSettings) -> None:
         if engine.name:
             raise BadPairing(f"--name {engine.name} is only for --router, which knows instances by their names")
         return
-    split_address("--router", engine.router)
+    host, _ = split_address("--router", engine.router)
+    if engine.has_peers and not is_loopback(host) and is_loopback(engine.peer_host):
+        raise BadPairing(
+            f"--router {engine.router} is another machine, and peers there cannot reach {engine.peer_host}; "
+            "give --peer-host an address of this machine"
+        )
     if engine.name and not (engine.name.isascii() and engine.name.isprintable() and len(engine.name) <= NAME_CHARS_MAX):
         raise BadPairing(f"--name {engine.name!r} is not up to {NAME_CHARS_MAX} printable ASCII characters")
     if ROLES[engine.role].gives and ipaddress.ip_address(engine.peer_host).is_unspecified:
