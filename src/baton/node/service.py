@@ -1,7 +1,9 @@
 """One instance: the engine process, the HTTP server in this one, and what happens when either should stop.
 
-signal     → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
+signal      → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
 engine dies → open requests end with a typed error, /health and /ready turn 503, then exit 1 with the reason
+
+Under a router: when the router says drain, that is a signal; when it has fenced this instance, exit 1 at once.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import tempfile
@@ -31,11 +34,14 @@ from baton.core.config import ROLES
 from baton.core.errors import BatonError
 from baton.executor.cachedir import cache_folder
 from baton.node.client import EngineClient
+from baton.node.joining import Fenced, Membership, RouterAt
 from baton.node.models import resolve_model
-from baton.node.pairing import check_pairing, cluster_key, is_loopback
+from baton.node.pairing import check_pairing, cluster_key, is_loopback, split_address
 from baton.node.scripted_text import write_byte_tokenizer
-from baton.node.secrets import prefix_secret
+from baton.node.secrets import prefix_secret, shared_prefix_secret
 from baton.node.settings import EngineSettings
+from baton.wire.membership import Join
+from baton.wire.relay import Relay
 
 Say = Callable[[str], None]
 
@@ -117,7 +123,8 @@ def _bind(host: str, port: int) -> socket.socket:
 def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, EngineSettings]:
     """Where the text side finds its tokeniser, and the engine's settings made whole."""
     key = cluster_key(settings.engine, settings.cluster_key, settings.cluster_key_file, cache_folder())
-    base = msgspec.structs.replace(settings.engine, prefix_secret=prefix_secret(cache_folder()), cluster_key=key)
+    secret = prefix_secret(cache_folder()) if settings.engine.router is None else shared_prefix_secret(key)
+    base = msgspec.structs.replace(settings.engine, prefix_secret=secret, cluster_key=key)
     if settings.scripted:
         write_byte_tokenizer(scratch)
         return scratch, base
@@ -159,6 +166,7 @@ class _Instance:
         self._api = api
         self._engine_settings = engine
         self._say = say
+        self._incarnation = time.time_ns()
         self._signals = 0
         self._told_to_stop = asyncio.Event()
         self._told_twice = asyncio.Event()
@@ -203,29 +211,66 @@ class _Instance:
         listener.listen(CONNECTIONS_QUEUED)  # from here on nobody is turned away, so the banner tells the truth
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         self._say(self._banner(engine, listener))
+        membership = self._membership(engine, listener)
         async with _state_logged(engine, metrics):
-            death = await self._until_over(engine, serving)
+            death = await self._until_over(engine, serving, membership)
         engine.give_up("this instance was stopped")  # whoever is still open hears so instead of being cut off
         http.should_exit = True
         await serving
         if death is not None:
-            raise CannotServe(f"the engine died: {death}")
+            raise CannotServe(death)
 
-    async def _until_over(self, engine: EngineClient, serving: asyncio.Task[None]) -> str | None:
-        """Wait for the end of service. Answers the reason when the engine died."""
+    async def _until_over(
+        self, engine: EngineClient, serving: asyncio.Task[None], membership: Membership | None
+    ) -> str | None:
+        """Wait for the end of service. Answers the reason where it is not one that was ordered."""
         dead, stop = asyncio.ensure_future(engine.wait_dead()), asyncio.ensure_future(self._told_to_stop.wait())
-        await asyncio.wait((dead, stop, serving), return_when=asyncio.FIRST_COMPLETED)
-        if stop.done() and not dead.done():
-            await self._drain(engine, dead)
-        stop.cancel()
+        member = asyncio.ensure_future(_never() if membership is None else membership.run())
+        await asyncio.wait((dead, stop, serving, member), return_when=asyncio.FIRST_COMPLETED)
+        if stop.done() and not dead.done() and not member.done():
+            await self._drain(engine, dead, membership)
+        why = None
         if dead.done():
-            await asyncio.sleep(DEATH_SHOWN_S)
-            return dead.result()
+            why = f"the engine died: {dead.result()}"
+        elif member.done():
+            why = _why_fenced(member)
+        await _part(member, membership, why or "this instance was stopped")
+        stop.cancel()
         dead.cancel()
-        return None
+        if engine.death is not None:
+            await asyncio.sleep(DEATH_SHOWN_S)
+        return why
 
-    async def _drain(self, engine: EngineClient, dead: asyncio.Future[str]) -> None:
+    def _membership(self, engine: EngineClient, listener: socket.socket) -> Membership | None:
+        settings, info = self._engine_settings, engine.info
+        if settings.router is None:
+            return None
+        port = listener.getsockname()[1]
+        name = settings.name or f"{settings.role}-{port}"
+        join = Join(
+            name=name,
+            incarnation=self._incarnation,
+            role=settings.role,
+            fingerprint=engine.fingerprint,
+            url=_url(listener),
+            peer_address=engine.peer_address,
+            slots=info.slots,
+            blocks=info.blocks,
+            block_size=info.block_size,
+            context_tokens=info.context_tokens,
+            vocabulary=info.vocabulary,
+            pid=os.getpid(),
+            draining=False,
+        )
+        at = RouterAt(*split_address("--router", settings.router), settings.cluster_key)
+        membership = Membership(name, at, Relay(join), engine, self._told_to_stop.set)
+        engine.share(membership)
+        return membership
+
+    async def _drain(self, engine: EngineClient, dead: asyncio.Future[str], membership: Membership | None) -> None:
         self._say(f"draining: {engine.open_requests} requests open (once more to stop at once)")
+        if membership is not None:
+            membership.leave()
         engine.drain()
         idle = asyncio.ensure_future(engine.wait_idle())
         at_once = asyncio.ensure_future(self._told_twice.wait())
@@ -249,12 +294,37 @@ class _Instance:
             self._told_twice.set()
 
     def _banner(self, engine: EngineClient, listener: socket.socket) -> str:
-        host, port = listener.getsockname()[:2]
-        info, where = engine.info, f"[{host}]" if ":" in host else host
+        info, url = engine.info, _url(listener)
         served = (
-            f"{self._settings.names[0]} is served at http://{where}:{port} — {engine.details}, "
+            f"{self._settings.names[0]} is served at {url} — {engine.details}, "
             f"{info.slots} slots, {info.blocks} blocks of {info.block_size} tokens, context {info.context_tokens}\n"
         )
+        if self._engine_settings.router is not None:
+            return f"{served}for the router at {self._engine_settings.router}"
         if ROLES[self._engine_settings.role].serves:
-            return f"{served}talk to it with: baton chat --url http://{where}:{port}"
+            return f"{served}talk to it with: baton chat --url {url}"
         return f"{served}ask it through an instance with --role decode and --peer to that address"
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+def _why_fenced(member: asyncio.Future[None]) -> str:
+    error = member.exception()
+    if not isinstance(error, Fenced):
+        raise error or CannotServe("the membership ended by itself")
+    return str(error)
+
+
+async def _part(member: asyncio.Future[None], membership: Membership | None, reason: str) -> None:
+    """No more calls to the router; what was said to it still arrives."""
+    member.cancel()
+    await asyncio.wait((member,))
+    if membership is not None:
+        await membership.part(reason)
