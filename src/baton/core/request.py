@@ -27,7 +27,7 @@ of the slot and has not acknowledged it yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum, StrEnum
 from typing import NewType
 
@@ -153,7 +153,7 @@ class Submission:
     """Lower goes first, and is never preempted for the benefit of a higher number."""
     leader: RequestId | None = None
     """The choice whose prompt blocks this one will share; it is in the same group and comes before this one."""
-    generated: Tokens = NO_TOKENS
+    generated: Tokens = field(default_factory=lambda: NO_TOKENS)
     """Outputs that the client has already, from instances that it was on before; they count in `max_tokens`."""
     prefill_at: str = ""
     """The peer that shall prefill it, where the one who sends it has chosen; empty: any."""
