@@ -5,30 +5,27 @@ import { refreshTip } from "./tip.js";
 import { ago, count, duration, moveText, movesOf, stageOf, standing } from "./words.js";
 
 const LEGEND = [
-  ["queued", "queued"],
-  ["prefill", "prefill"],
-  ["handover", "hand-over"],
-  ["decode", "decode"],
-  ["preempted", "preempted"],
-  ["moved", "moving"],
+  // [look of its piece, its mark, name]
+  ["queued", null, "queued"],
+  ["prefill", null, "prefill"],
+  ["handover", "handover", "hand-over"],
+  ["decode", null, "decode"],
+  ["preempted", "preempted", "preempted"],
+  [null, "resumed", "resumed"],
+  ["moved", "moved", "moved"],
+  [null, "failed", "failed"],
 ];
-const MARKS = [
-  ["handover", "handed over"],
-  ["preempted", "preempted"],
-  ["resumed", "resumed"],
-  ["moved", "moved"],
-  ["failed", "failed"],
-];
+const ABOVE = ["handover", "resumed", "preempted", "moved", "failed"]; // where marks meet, later ones are on top
 const TICKS = 6;
 const LABEL_PX = 7; // of one character; a label is shown only where it fits
 
 export class Timeline {
   constructor(openDetail) {
     this.openDetail = openDetail;
-    for (const [look, name] of LEGEND) {
-      byId("stage-legend").append(make("li", {}, make("span", { class: `swatch s-${look}`, "aria-hidden": "true" }), name));
+    for (const [look, mark, name] of LEGEND) {
+      const swatch = look ? make("span", { class: `swatch s-${look}`, "aria-hidden": "true" }) : "";
+      byId("stage-legend").append(make("li", {}, swatch, mark ? icon(mark) : "", name));
     }
-    for (const [mark, name] of MARKS) byId("stage-legend").append(make("li", {}, icon(mark), name));
   }
 
   render(store) {
@@ -101,13 +98,14 @@ function track(lane, view) {
   const element = make("span", { class: "track" });
   const marks = [];
   lane.segments.forEach((segment, i) => {
-    const [stage, where, start, end] = segment;
+    const [stage, , start, end] = segment;
     const stop = end ?? view.now;
     if (stop < view.start) return;
     element.append(piece(segment, stop, view));
-    if (stageOf(stage).mark && start >= view.start) marks.push(mark(stage, start, noteText(lane, segment, i, stop), view));
+    if (stageOf(stage).mark && start >= view.start) marks.push(mark(stage, start, noteText(lane, segment, i), view));
   });
   if (standing(lane)[0] === "failed" && lane.ended_us >= view.start) marks.push(mark("failed", lane.ended_us, standing(lane)[1], view));
+  marks.sort((a, b) => ABOVE.indexOf(a.dataset.mark) - ABOVE.indexOf(b.dataset.mark));
   element.append(...marks);
   return element;
 }
@@ -126,7 +124,7 @@ function piece([stage, where, start, end, , why], stop, view) {
   return element;
 }
 
-function noteText(lane, [stage, where, , , tokens, why], index, stop) {
+function noteText(lane, [stage, where, , , tokens, why], index) {
   if (stage === "moved") {
     const nth = lane.segments.slice(0, index).filter(([earlier]) => earlier === "moved").length;
     return [moveText(movesOf(lane)[nth]), why].filter(Boolean).join("\n");
