@@ -11,8 +11,8 @@ const TILES = [
   { title: "Open requests", values: (row) => row[OPEN], say: (row) => [whole(row[OPEN]), ""], beside: instancesLine },
   { title: "Queue", values: (row) => row[WAITING] + row.queued, say: queue, beside: queueLine },
   { title: "Throughput", values: (row) => row[TOKENS], say: (row) => [whole(row[TOKENS]), "tokens/s"], beside: totalLine },
-  timeTile("Median to first token", TTFT50, TTFT95),
-  timeTile("Median a token", TPOT50, TPOT95),
+  timeTile("Time to first token", TTFT50, TTFT95),
+  timeTile("Time per token", TPOT50, TPOT95),
   { title: "Moves", values: (row) => row[MOVES], say: (_, store) => [whole(store.totals.moves), ""], beside: lastMove },
 ];
 
@@ -23,7 +23,7 @@ function timeTile(title, median, high) {
     values: (row) => row[median],
     others: (row) => row[high],
     say: (row) => split(row[median]),
-    beside: (row) => (row[high] === null ? "nothing measured lately" : `95 % within ${duration(row[high])}`),
+    beside: (row) => (row[high] === null ? "nothing measured lately" : `median; 95 % within ${duration(row[high])}`),
   };
 }
 
