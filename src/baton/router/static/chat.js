@@ -243,8 +243,8 @@ export class Chat {
       return make("span", {}, ...(place ? ["Answered by ", make("b", {}, place), "."] : ["Answered."]));
     }
     if (!serving) return make("span", {}, "Waiting for an instance…");
-    const prefill = lane.segments.findLast(([stage, where]) => stage === "prefill" && where !== serving);
-    const by = prefill ? `, prefilled by ${prefill[1]}` : "";
+    const giver = lane.segments.findLast(([stage]) => stage === "handover")?.[5].match(/^from (.+)$/)?.[1];
+    const by = giver ? `, prefilled by ${giver}` : "";
     return make("span", {}, "Served by ", make("b", {}, serving), `${by}.`);
   }
 }

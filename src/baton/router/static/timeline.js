@@ -8,10 +8,10 @@ const LEGEND = [
   // [look of its piece, its mark, name]
   ["queued", null, "queued"],
   ["prefill", null, "prefill"],
-  ["handover", "handover", "hand-over"],
+  ["handover", "handover", "prefill elsewhere, hand-over"],
   ["decode", null, "decode"],
   ["preempted", "preempted", "preempted"],
-  [null, "resumed", "resumed"],
+  [null, "resumed", "taken over"],
   ["moved", "moved", "moved"],
   [null, "failed", "failed"],
 ];
@@ -105,8 +105,11 @@ function track(lane, view) {
     if (stageOf(stage).mark && start >= view.start) marks.push(mark(stage, start, noteText(lane, segment, i), view));
   });
   if (standing(lane)[0] === "failed" && lane.ended_us >= view.start) marks.push(mark("failed", lane.ended_us, standing(lane)[1], view));
-  marks.sort((a, b) => ABOVE.indexOf(a.dataset.mark) - ABOVE.indexOf(b.dataset.mark));
-  element.append(...marks);
+  // Taken over right after it left: the mark of the move says it all.
+  const crowded = (mark, i) => mark.dataset.mark === "resumed" && i > 0 && mark.at - marks[i - 1].at < (14 * view.span) / view.width;
+  const kept = marks.filter((mark, i) => !crowded(mark, i));
+  kept.sort((a, b) => ABOVE.indexOf(a.dataset.mark) - ABOVE.indexOf(b.dataset.mark));
+  element.append(...kept);
   return element;
 }
 
@@ -125,16 +128,15 @@ function piece([stage, where, start, end, , why], stop, view) {
 }
 
 function noteText(lane, [stage, where, , , tokens, why], index) {
-  if (stage === "moved") {
-    const nth = lane.segments.slice(0, index).filter(([earlier]) => earlier === "moved").length;
-    return [moveText(movesOf(lane)[nth]), why].filter(Boolean).join("\n");
-  }
-  const said = { handover: "handed over", preempted: "preempted", resumed: "resumed" }[stage];
-  return `${said}${where ? ` on ${where}` : ""} after ${count(tokens, "token")}${why ? `\n${why}` : ""}`;
+  const move = movesOf(lane).find((one) => one.index === index);
+  const said = { handover: "handed over to", preempted: "preempted on", resumed: "taken over by", moved: "left" }[stage];
+  const text = `${said} ${where} after ${count(tokens, "token")}`;
+  return [stage === "moved" && move ? "" : text, move ? moveText(move) : "", why].filter(Boolean).join("\n");
 }
 
 function mark(name, at, text, view) {
   const element = make("span", { class: "mark", "data-tip": text, "data-mark": name }, icon(name));
+  element.at = at;
   const left = (100 * (at - view.start)) / view.span;
   element.style.left = `clamp(8px, ${left}%, calc(100% - 8px))`;
   return element;
