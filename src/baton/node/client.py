@@ -32,6 +32,7 @@ from baton.api.engine import (
     TokenLogprob,
     TokenStream,
 )
+from baton.api.origin import Origin
 from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.core.request import FinishReason, Submission
 from baton.node.engine import QUEUED_MESSAGES_MAX
@@ -237,7 +238,7 @@ class EngineClient:
             self._fewer.clear()
             await self._fewer.wait()
 
-    async def submit(self, group: Sequence[Submission]) -> list[TokenStream]:
+    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:  # noqa: ARG002
         self._refuse_if_dead()
         if self._outbox.qsize() > QUEUED_MESSAGES_MAX:
             raise Refused(Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1))
