@@ -215,6 +215,8 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
         block_size=config.block_size,
         details=details if handovers is None else f"{details}, {handovers.details}",
         gauges=wire_gauges(worker.gauges()),
+        fingerprint=executor.fingerprint,
+        peer_address="" if handovers is None else handovers.address,
     )
     socket.send(encode_from_engine(ready))
     EngineLoop(worker, executor, socket, inbox, handovers).run()

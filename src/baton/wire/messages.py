@@ -56,6 +56,8 @@ class WireSubmission(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
     salt: bytes
     priority: int
     leader: str | None
+    generated: bytes
+    prefill_at: str
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
@@ -76,7 +78,17 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
     pass
 
 
-ToEngine = Submit | Cancel | StopAt | Drain
+class TellNames(msgspec.Struct, tag="tell_names", frozen=True):
+    """Pulse from now on, and tell from the beginning which prefixes are held."""
+
+
+class Peers(msgspec.Struct, tag="peers", frozen=True):
+    """Who prefills for this instance from now on."""
+
+    addresses: tuple[str, ...]
+
+
+ToEngine = Submit | Cancel | StopAt | Drain | TellNames | Peers
 
 
 class WireHandovers(msgspec.Struct, array_like=True, frozen=True):
@@ -121,6 +133,10 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     details: str
     """What the operator should know of the executor: dtype, kernels, sizes."""
     gauges: WireGauges
+    fingerprint: bytes = b""
+    """Of the model."""
+    peer_address: str = ""
+    """HOST:PORT where peers ask this instance to prefill; empty where none can."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
@@ -197,7 +213,18 @@ class PeerTraffic(msgspec.Struct, tag="peer_traffic", frozen=True):
     """Of KV."""
 
 
-FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | PeerTraffic
+class Pulse(msgspec.Struct, tag="pulse", frozen=True):
+    """A sign of life, on its own clock."""
+
+    gauges: WireGauges
+    computing: bool
+    fresh: bool
+    named: bytes
+    forgotten: bytes
+    notes: tuple[tuple[int, str, int], ...]
+
+
+FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | PeerTraffic | Pulse
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -244,7 +271,17 @@ def wire_submission(item: Submission) -> WireSubmission:
         s.frequency_penalty, s.logit_bias, s.stop_token_ids, s.min_tokens, s.logprobs,
     )  # fmt: skip
     prompt = item.prompt.tobytes() if item.leader is None else None
-    return WireSubmission(item.request_id, prompt, sampling, item.max_tokens, item.salt, item.priority, item.leader)
+    return WireSubmission(
+        item.request_id,
+        prompt,
+        sampling,
+        item.max_tokens,
+        item.salt,
+        item.priority,
+        item.leader,
+        item.generated.tobytes(),
+        item.prefill_at,
+    )
 
 
 def submissions(message: Submit) -> tuple[Submission, ...]:
@@ -273,6 +310,8 @@ def submission_of(item: WireSubmission, prompt: Tokens) -> Submission:
         salt=item.salt,
         priority=item.priority,
         leader=None if item.leader is None else RequestId(item.leader),
+        generated=tokens_of(item.generated),
+        prefill_at=item.prefill_at,
     )
 
 
