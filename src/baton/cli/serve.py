@@ -239,8 +239,7 @@ def serve(
     max_num_seqs: MaxNumSeqs = 64,
     max_num_batched_tokens: MaxBatched = 2048,
     block_size: BlockSize = 16,
-    kv_blocks: KvBlocks = None,
-    kv_memory: KvMemory = "2G",
+    kv_blocks: KvBlocks = None, kv_memory: KvMemory = "2G",
     prefix_cache: PrefixCache = True, plan_ahead: PlanAhead = 2,
     reserve: Reserve = ReservePolicy.NEW_TOKEN_RATIO,
     ratio_initial: RatioInitial = 0.7, ratio_decay: RatioDecay = 0.001, ratio_floor: RatioFloor = 0.1,
@@ -250,8 +249,7 @@ def serve(
     role: RoleOption = RoleName.MIXED, peer: PeerList = None, peer_host: PeerHost = "127.0.0.1", peer_port: PeerPort = None,
     cluster_key: ClusterKey = None, cluster_key_file: ClusterKeyFile = None, transfer: TransferOption = Transfer.AUTO,
     on_preempt: OnPreemptOption = None, prefill_path: PrefillPathOption = PrefillPath.SHORT,
-    prefill_timeout: PrefillTimeout = 60.0, lease: Lease = 2.0,
-    router: RouterAddress = None, name: InstanceName = None,
+    prefill_timeout: PrefillTimeout = 60.0, lease: Lease = 2.0, router: RouterAddress = None, name: InstanceName = None,
     access_log: AccessLog = True, log_level: LogLevelOption = LogLevel.INFO,
     config: Config = None,  # noqa: ARG001  its callback has made it the defaults of all the others
 ) -> None:  # fmt: skip

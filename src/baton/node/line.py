@@ -97,6 +97,8 @@ class Line(asyncio.Protocol):
         self.where = calls or ""
         """For the log: from where, or whom we call."""
         self.over: asyncio.Future[LineEnd] = asyncio.get_running_loop().create_future()
+        self.gone = asyncio.Event()
+        """Set when the connection is closed, last words included: after a parting that is later than `over`."""
 
     @property
     def peer(self) -> str:
@@ -138,6 +140,7 @@ class Line(asyncio.Protocol):
         if self.stage is Stage.STRANGER:
             reason += " before the handshake was over (is that the right port, and the cluster key the same on both sides?)"
         self.end(None, reason)
+        self.gone.set()
 
     # ── what we do ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -201,7 +204,7 @@ async def call(line: Line, host: str, port: int, connect_s: float) -> LineEnd:
             await asyncio.get_running_loop().create_connection(lambda: line, host, port)
     except (OSError, TimeoutError) as error:
         return LineEnd(Stage.STRANGER, None, str(error) or "no answer")
-    return await line.over
+    return await asyncio.shield(line.over)  # whoever no longer waits has not ended it
 
 
 class Guests(Protocol):
