@@ -39,6 +39,8 @@ class RefusalCode(StrEnum):
     """A router has nobody to give it to."""
     RATE_LIMITED = "rate_limited"
     """The tenant has used up what it may."""
+    NOTHING_LEFT = "nothing_left"
+    """What was generated elsewhere is the whole answer already."""
 
 
 @dataclass(frozen=True, slots=True)

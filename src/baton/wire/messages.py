@@ -15,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import BatonError, Refusal, RefusalCode
+from baton.core.journal import Changes
 from baton.core.peers import PdCode, PdFault, PdStage
 from baton.core.plan import Logprobs
 from baton.core.records import Bill, EndedRequest, HandoverGauges, SchedulerGauges, Settled
-from baton.core.request import FinishReason, RequestId, Sampling, Submission, Tokens, frozen_tokens
+from baton.core.request import NO_TOKENS, FinishReason, RequestId, Sampling, Submission, Tokens, frozen_tokens
 
 _Number = TypeVar("_Number", bound=np.generic)
 _Message = TypeVar("_Message")
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 FRAME_BYTES_MAX = 64 << 20
 
 
@@ -56,8 +57,9 @@ class WireSubmission(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
     salt: bytes
     priority: int
     leader: str | None
-    generated: bytes
-    prefill_at: str
+    generated: bytes = b""
+    """Outputs that the client has from elsewhere."""
+    prefill_at: str = ""
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
@@ -79,16 +81,17 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
 
 
 class TellNames(msgspec.Struct, tag="tell_names", frozen=True):
-    """Pulse from now on, and tell from the beginning which prefixes are held."""
+    """From now on send a Pulse ten times a second; the first of them begins with all names anew."""
 
 
 class Peers(msgspec.Struct, tag="peers", frozen=True):
-    """Who prefills for this instance from now on."""
+    """Who prefills for this instance from now on: call these, and hang up on all others."""
 
     addresses: tuple[str, ...]
 
 
-ToEngine = Submit | Cancel | StopAt | Drain | TellNames | Peers
+ToWorker = Submit | Cancel | StopAt | Drain | TellNames
+ToEngine = ToWorker | Peers
 
 
 class WireHandovers(msgspec.Struct, array_like=True, frozen=True):
@@ -214,14 +217,19 @@ class PeerTraffic(msgspec.Struct, tag="peer_traffic", frozen=True):
 
 
 class Pulse(msgspec.Struct, tag="pulse", frozen=True):
-    """A sign of life, on its own clock."""
+    """A sign of life, also while a step computes and while nothing happens, with what changed since the last one."""
 
     gauges: WireGauges
     computing: bool
+    """Steps are in flight."""
     fresh: bool
+    """Names that were told before are void."""
     named: bytes
+    """Keys of blocks that can be found in the prefix cache now, end to end."""
     forgotten: bytes
+    """Keys of those that no longer can."""
     notes: tuple[tuple[int, str, int], ...]
+    """(serial, the phase that it entered, microseconds ago)"""
 
 
 FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | PeerTraffic | Pulse
@@ -272,16 +280,9 @@ def wire_submission(item: Submission) -> WireSubmission:
     )  # fmt: skip
     prompt = item.prompt.tobytes() if item.leader is None else None
     return WireSubmission(
-        item.request_id,
-        prompt,
-        sampling,
-        item.max_tokens,
-        item.salt,
-        item.priority,
-        item.leader,
-        item.generated.tobytes(),
-        item.prefill_at,
-    )
+        item.request_id, prompt, sampling, item.max_tokens, item.salt, item.priority, item.leader,
+        item.generated.tobytes(), item.prefill_at,
+    )  # fmt: skip
 
 
 def submissions(message: Submit) -> tuple[Submission, ...]:
@@ -310,7 +311,7 @@ def submission_of(item: WireSubmission, prompt: Tokens) -> Submission:
         salt=item.salt,
         priority=item.priority,
         leader=None if item.leader is None else RequestId(item.leader),
-        generated=tokens_of(item.generated),
+        generated=tokens_of(item.generated) if item.generated else NO_TOKENS,
         prefill_at=item.prefill_at,
     )
 
@@ -338,6 +339,12 @@ def step_output(settled: Settled, gauges: SchedulerGauges) -> StepOutput:
 def ended_output(ended: EndedRequest, gauges: SchedulerGauges) -> StepOutput:
     """The end of a request that waited, in the shape of a step that yielded nothing."""
     return StepOutput(b"", b"", b"", (), (), (_wire_ended(ended),), wire_gauges(gauges))
+
+
+def pulse(gauges: SchedulerGauges, computing: bool, changes: Changes) -> Pulse:
+    named, forgotten = b"".join(changes.names.named), b"".join(changes.names.forgotten)
+    notes = tuple((note.serial, note.phase.name, note.ago_us) for note in changes.notes)
+    return Pulse(wire_gauges(gauges), computing, changes.names.fresh, named, forgotten, notes)
 
 
 def wire_logprobs(item: Logprobs) -> WireLogprobs:
