@@ -18,7 +18,8 @@ WHY_MAX = 200
 
 LASTING = frozenset({Stage.QUEUED, Stage.PLACED, Stage.PREFILL, Stage.HANDOVER, Stage.DECODE})
 """To be told of one of these again is no news."""
-BEFORE_A_TOKEN = frozenset({Stage.QUEUED, Stage.PLACED, Stage.PREFILL, Stage.HANDOVER})
+BEFORE_A_TOKEN = frozenset({Stage.QUEUED, Stage.PLACED, Stage.RESUMED, Stage.PREFILL, Stage.HANDOVER})
+AT_A_PLACE = frozenset({Stage.PLACED, Stage.RESUMED})
 
 
 @dataclass(slots=True)
@@ -75,8 +76,8 @@ class Lane:
 
     @property
     def place(self) -> str:
-        """Where it was placed last."""
-        return next((note.where for note in reversed(self.notes) if note.stage is Stage.PLACED), "")
+        """Where it is carried out now, or was last."""
+        return next((note.where for note in reversed(self.notes) if note.stage in AT_A_PLACE), "")
 
     def shown(self) -> dict[str, object]:
         return {

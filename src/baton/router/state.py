@@ -29,7 +29,7 @@ GONE_US = SAMPLES * 1_000_000
 PARTED = frozenset({"lost", "left", "suspected", "stuck", "fenced"})
 T = TypeVar("T")
 
-COUNTED = {Stage.MOVED: "moves", Stage.PREEMPTED: "preemptions", Stage.HANDOVER: "handovers"}
+COUNTED = {Stage.PREEMPTED: "preemptions", Stage.HANDOVER: "handovers"}
 
 
 class InstanceView(Protocol):
@@ -221,7 +221,10 @@ class RouterState:
         request = self._requests.get(note.body)
         if request is None or note.choice >= len(request.lanes):
             return
-        if not request.lanes[note.choice].note(note.stage, note.where or "", note.at_us, note.why):
+        lane = request.lanes[note.choice]
+        if note.stage is Stage.PLACED and lane.place:
+            self._totals["moves"] += 1
+        if not lane.note(note.stage, note.where or "", note.at_us, note.why):
             return
         request.rev = self._next()
         if note.stage is Stage.ENDED:

@@ -1,7 +1,7 @@
 // A small chat through the ordinary API, which shows who serves it and, in a demonstration, can kill that instance.
 
 import { call, isDemo, kill, post, reason } from "./api.js";
-import { byId, make, setText } from "./dom.js";
+import { byId, icon, make, setText } from "./dom.js";
 import { eventsOf } from "./sse.js";
 import { count, duration, moveText, movesOf, placeOf } from "./words.js";
 
@@ -222,7 +222,7 @@ export class Chat {
     const { answer, serving } = this;
     const button = byId("kill");
     button.disabled = !serving || this.killed?.name === serving;
-    setText(button, `Kill the instance that serves me${serving ? ` (${serving})` : ""}`);
+    button.dataset.tip = serving ? `Ends the process of ${serving} at once (SIGKILL)` : "There is an instance to kill while an answer comes";
     if (!answer) return;
     const lane = this.#lane();
     const moves = lane ? movesOf(lane) : [];
@@ -231,7 +231,7 @@ export class Chat {
     byId("serving").hidden = false;
     const lines = [this.#now(lane, serving)];
     if (this.killed) lines.push(make("span", {}, `Killed ${this.killed.name}, process ${this.killed.pid}.`));
-    lines.push(...moves.map((move) => make("span", { class: "moved-line" }, `${capital(moveText(move))}.`)));
+    lines.push(...moves.map((move) => make("span", { class: "moved-line" }, icon("moved"), `${capital(moveText(move))}.`)));
     const said = lines.map((line) => line.textContent).join("\n");
     if (said !== this.said) byId("serving").replaceChildren(...lines); // said aloud only where it changes
     this.said = said;
@@ -243,8 +243,8 @@ export class Chat {
       return make("span", {}, ...(place ? ["Answered by ", make("b", {}, place), "."] : ["Answered."]));
     }
     if (!serving) return make("span", {}, "Waiting for an instance…");
-    const prefill = lane.segments.findLast(([stage, where]) => stage === "prefill" && where !== serving);
-    const by = prefill ? `, prefilled by ${prefill[1]}` : "";
+    const giver = lane.segments.findLast(([stage]) => stage === "handover")?.[5].match(/^from (.+)$/)?.[1];
+    const by = giver ? `, prefilled by ${giver}` : "";
     return make("span", {}, "Served by ", make("b", {}, serving), `${by}.`);
   }
 }

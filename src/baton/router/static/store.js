@@ -22,6 +22,12 @@ export class Store {
     this.requests = new Map();
   }
 
+  /** How much of the past is worth drawing: what there is, within one and five minutes. */
+  get span() {
+    const first = this.fleet.length ? this.fleet[0][0] : this.now;
+    return Math.min(Math.max(this.now - first, 60e6), SAMPLES * 1e6);
+  }
+
   get query() {
     return new URLSearchParams({ since: this.rev, epoch: this.epoch });
   }

@@ -1,8 +1,8 @@
-// The row of figures at the top, each with its last five minutes.
+// The row of figures at the top, each with its last minutes.
 
 import { sparkline } from "./charts.js";
 import { byId, make, setText } from "./dom.js";
-import { ago, count, duration, moveText, movesOf, whole } from "./words.js";
+import { ago, count, duration, movesOf, whole } from "./words.js";
 
 // columns of a row of the fleet
 const [WAITING, OPEN, TOKENS, TTFT50, TTFT95, TPOT50, TPOT95, MOVES] = [1, 2, 3, 4, 5, 6, 7, 8];
@@ -23,7 +23,7 @@ function timeTile(title, median, high) {
     values: (row) => row[median],
     others: (row) => row[high],
     say: (row) => split(row[median]),
-    beside: (row) => (row[high] === null ? "nothing measured lately" : `median · 95 % within ${duration(row[high])}`),
+    beside: (row) => (row[high] === null ? "nothing measured lately" : `median; 95 % within ${duration(row[high])}`),
   };
 }
 
@@ -32,7 +32,7 @@ function queue(row) {
 }
 
 function queueLine(row) {
-  return `${whole(row[WAITING])} in the router, ${whole(row.queued)} at instances`;
+  return `${whole(row[WAITING])} in router, ${whole(row.queued)} at instances`;
 }
 
 function instancesLine(_, store) {
@@ -41,7 +41,7 @@ function instancesLine(_, store) {
 }
 
 function totalLine(_, store) {
-  return `${count(store.totals.tokens, "token")}, ${count(store.totals.requests, "request")}`;
+  return `${whole(store.totals.tokens)} in ${count(store.totals.requests, "request")}`;
 }
 
 function lastMove(_, store) {
@@ -76,7 +76,7 @@ export class Tiles {
       setText(tile.figure, figure);
       setText(tile.unit, unit);
       setText(tile.besideLine, tile.beside(last, store));
-      tile.spark.update(rows, store.now, tile.values, tile.others);
+      tile.spark.update(rows, store, tile.values, tile.others);
     }
   }
 }

@@ -5,30 +5,27 @@ import { refreshTip } from "./tip.js";
 import { ago, count, duration, moveText, movesOf, stageOf, standing } from "./words.js";
 
 const LEGEND = [
-  ["queued", "queued"],
-  ["prefill", "prefill"],
-  ["handover", "hand-over"],
-  ["decode", "decode"],
-  ["preempted", "preempted"],
-  ["moved", "moving"],
+  // [look of its piece, its mark, name]
+  ["queued", null, "queued"],
+  ["prefill", null, "prefill"],
+  ["handover", "handover", "prefill elsewhere, hand-over"],
+  ["decode", null, "decode"],
+  ["preempted", "preempted", "preempted"],
+  [null, "resumed", "taken over"],
+  ["moved", "moved", "moved"],
+  [null, "failed", "failed"],
 ];
-const MARKS = [
-  ["handover", "handed over"],
-  ["preempted", "preempted"],
-  ["resumed", "resumed"],
-  ["moved", "moved"],
-  ["failed", "failed"],
-];
+const ABOVE = ["handover", "resumed", "preempted", "moved", "failed"]; // where marks meet, later ones are on top
 const TICKS = 6;
 const LABEL_PX = 7; // of one character; a label is shown only where it fits
 
 export class Timeline {
   constructor(openDetail) {
     this.openDetail = openDetail;
-    for (const [look, name] of LEGEND) {
-      byId("stage-legend").append(make("li", {}, make("span", { class: `swatch s-${look}`, "aria-hidden": "true" }), name));
+    for (const [look, mark, name] of LEGEND) {
+      const swatch = look ? make("span", { class: `swatch s-${look}`, "aria-hidden": "true" }) : "";
+      byId("stage-legend").append(make("li", {}, swatch, mark ? icon(mark) : "", name));
     }
-    for (const [mark, name] of MARKS) byId("stage-legend").append(make("li", {}, icon(mark), name));
   }
 
   render(store) {
@@ -101,14 +98,18 @@ function track(lane, view) {
   const element = make("span", { class: "track" });
   const marks = [];
   lane.segments.forEach((segment, i) => {
-    const [stage, where, start, end] = segment;
+    const [stage, , start, end] = segment;
     const stop = end ?? view.now;
     if (stop < view.start) return;
     element.append(piece(segment, stop, view));
-    if (stageOf(stage).mark && start >= view.start) marks.push(mark(stage, start, noteText(lane, segment, i, stop), view));
+    if (stageOf(stage).mark && start >= view.start) marks.push(mark(stage, start, noteText(lane, segment, i), view));
   });
   if (standing(lane)[0] === "failed" && lane.ended_us >= view.start) marks.push(mark("failed", lane.ended_us, standing(lane)[1], view));
-  element.append(...marks);
+  // Taken over right after it left: the mark of the move says it all.
+  const crowded = (mark, i) => mark.dataset.mark === "resumed" && i > 0 && mark.at - marks[i - 1].at < (14 * view.span) / view.width;
+  const kept = marks.filter((mark, i) => !crowded(mark, i));
+  kept.sort((a, b) => ABOVE.indexOf(a.dataset.mark) - ABOVE.indexOf(b.dataset.mark));
+  element.append(...kept);
   return element;
 }
 
@@ -126,17 +127,16 @@ function piece([stage, where, start, end, , why], stop, view) {
   return element;
 }
 
-function noteText(lane, [stage, where, , , tokens, why], index, stop) {
-  if (stage === "moved") {
-    const nth = lane.segments.slice(0, index).filter(([earlier]) => earlier === "moved").length;
-    return [moveText(movesOf(lane)[nth]), why].filter(Boolean).join("\n");
-  }
-  const said = { handover: "handed over", preempted: "preempted", resumed: "resumed" }[stage];
-  return `${said}${where ? ` on ${where}` : ""} after ${count(tokens, "token")}${why ? `\n${why}` : ""}`;
+function noteText(lane, [stage, where, , , tokens, why], index) {
+  const move = movesOf(lane).find((one) => one.index === index);
+  const said = { handover: "handed over to", preempted: "preempted on", resumed: "taken over by", moved: "left" }[stage];
+  const text = `${said} ${where} after ${count(tokens, "token")}`;
+  return [stage === "moved" && move ? "" : text, move ? moveText(move) : "", why].filter(Boolean).join("\n");
 }
 
 function mark(name, at, text, view) {
   const element = make("span", { class: "mark", "data-tip": text, "data-mark": name }, icon(name));
+  element.at = at;
   const left = (100 * (at - view.start)) / view.span;
   element.style.left = `clamp(8px, ${left}%, calc(100% - 8px))`;
   return element;

@@ -14,10 +14,10 @@ export const STAGES = {
   queued: { look: "queued", name: "queued" },
   placed: { look: "queued", name: "waits at its instance" },
   prefill: { look: "prefill", name: "prefill" },
-  handover: { look: "handover", name: "hand-over", mark: true },
+  handover: { look: "handover", name: "prefill elsewhere and hand-over", mark: true },
   decode: { look: "decode", name: "decode" },
   preempted: { look: "preempted", name: "preempted", mark: true },
-  resumed: { look: "resumed", name: "resumed", mark: true },
+  resumed: { look: "queued", name: "taken over", mark: true },
   moved: { look: "moved", name: "moving", mark: true },
 };
 export const stageOf = (name) => STAGES[name] ?? { look: "queued", name };
@@ -59,30 +59,34 @@ function currentStage(lane) {
   if (!last) return "arrived";
   const [stage, where] = last;
   const name = stageOf(stage).name;
-  return where && stage !== "placed" ? `${name} on ${where}` : name;
+  return where && stage !== "placed" ? `${name}, ${where}` : name;
 }
 
-/** [{from, to, tokens, at, why}] of a lane; `to` is null while it looks for a place. */
+/** [{from, to, tokens, at, why, index}] of a lane; `to` is null while it looks for a place. */
 export function movesOf(lane) {
   const moves = [];
   let place = "";
-  for (const [stage, where, at, , tokens, why] of lane.segments) {
-    if (stage === "moved") moves.push({ from: place || where, to: null, tokens, at, why });
+  let left = null; // why and when it left its place, if it has
+  lane.segments.forEach(([stage, where, at, , tokens, why], index) => {
+    if (stage === "moved" || stage === "preempted") left = { from: where || place, to: null, tokens, at, why, index };
     if (stage === "placed") {
-      place = where;
-      const last = moves.at(-1);
-      if (last && last.to === null) last.to = where;
+      if (place) moves.push({ ...(left ?? { from: place, tokens, at, why, index }), to: where });
+      left = null;
     }
-  }
+    if (stage === "placed" || stage === "resumed") place = where;
+    else if (left?.from === where && stage !== "moved" && stage !== "preempted") left = null; // it went on where it was
+  });
+  if (left && lane.segments[left.index][0] === "moved") moves.push(left);
   return moves;
 }
 
 export function moveText(move) {
   const after = move.tokens ? `after ${count(move.tokens, "token")}` : "before its first token";
+  if (move.to === move.from) return `went on at ${move.to} ${after}`;
   return move.to ? `moved from ${move.from} to ${move.to} ${after}` : `left ${move.from} ${after}, looking for a place`;
 }
 
 /** Where a lane is served now, or was last. */
 export function placeOf(lane) {
-  return lane.segments.findLast(([stage]) => stage === "placed")?.[1] ?? "";
+  return lane.segments.findLast(([stage]) => stage === "placed" || stage === "resumed")?.[1] ?? "";
 }
