@@ -18,9 +18,10 @@ MAY_IMPORT = {
     "wire": {"core"},
     "api": {"core"},
     "node": {"core", "executor", "kv", "wire", "api"},
+    "router": {"core", "wire", "api", "node"},
     "sim": {"core", "wire", "executor"},
-    "bench": {"core", "executor", "kv", "wire", "api", "node", "sim"},
-    "cli": {"core", "executor", "kv", "wire", "api", "node", "bench", "sim"},
+    "bench": {"core", "executor", "kv", "wire", "api", "node", "sim", "router"},
+    "cli": {"core", "executor", "kv", "wire", "api", "node", "bench", "sim", "router"},
 }
 """Layer → the other layers of ours that it may import."""
 

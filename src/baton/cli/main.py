@@ -17,6 +17,8 @@ from baton.cli.bench_pressure import pressure
 from baton.cli.bench_scheduler import scheduler
 from baton.cli.bench_split import split
 from baton.cli.chat import chat
+from baton.cli.drain import drain
+from baton.cli.router import router
 from baton.cli.serve import serve
 from baton.cli.sim import sim_app
 
@@ -27,6 +29,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(serve)
+app.command()(router)
+app.command()(drain)
 app.command()(chat)
 bench_app.command()(pressure)
 bench_app.command()(policies)

@@ -11,8 +11,7 @@ import asyncio
 import shutil
 import sys
 import tempfile
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -30,13 +29,14 @@ from baton.api.engine import (
     Fault,
     Gauges,
     Handovers,
-    TokenLogprob,
     TokenStream,
 )
+from baton.api.origin import Origin
 from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.core.request import FinishReason, Submission
 from baton.node.engine import QUEUED_MESSAGES_MAX, monotonic_us
 from baton.node.settings import EngineSettings
+from baton.node.streams import Stream, logprobs_of
 from baton.wire.desk import Came, Declined, Desk, Died, News, Opened, Progress, Step
 from baton.wire.messages import (
     FRAME_BYTES_MAX,
@@ -44,7 +44,6 @@ from baton.wire.messages import (
     AcceptedAs,
     Drain,
     FromEngine,
-    LogprobLine,
     PeerTraffic,
     Pulse,
     Ready,
@@ -64,43 +63,6 @@ from baton.wire.messages import (
 
 KILL_AFTER_S = 5.0
 BEHIND = Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1)
-
-
-class Stream:
-    """The tokens of one accepted request. Unread bursts are bounded by the request's own token limit."""
-
-    def __init__(self, client: EngineClient, serial: int) -> None:
-        self._client = client
-        self._serial = serial
-        self._bursts: deque[Burst] = deque()
-        self._death: str | None = None
-        self._news = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[Burst]:
-        while True:
-            while self._bursts:
-                burst = self._bursts.popleft()
-                yield burst
-                if burst.ended is not None:
-                    return
-            if self._death is not None:
-                raise EngineDead(self._death)
-            self._news.clear()
-            await self._news.wait()
-
-    def stop(self, keep: int) -> None:
-        self._client.stop(self._serial, keep)
-
-    def abort(self) -> None:
-        self._client.abort(self._serial)
-
-    def push(self, burst: Burst) -> None:
-        self._bursts.append(burst)
-        self._news.set()
-
-    def fail(self, reason: str) -> None:
-        self._death = reason
-        self._news.set()
 
 
 class Sharer(Protocol):
@@ -275,7 +237,7 @@ class EngineClient:
             self._fewer.clear()
             await self._fewer.wait()
 
-    async def submit(self, group: Sequence[Submission]) -> list[TokenStream]:
+    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:  # noqa: ARG002
         self._refuse_if_dead()
         if self._is_behind:
             raise Refused(BEHIND)
@@ -413,13 +375,7 @@ def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
 def _burst_of(news: Progress) -> Burst:
     tokens = tuple(news.tokens)
     ended = None if news.ended is None else _ended_of(news.ended)
-    return Burst(tokens, _logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
-
-
-def _logprobs_of(tokens: tuple[int, ...], lines: list[LogprobLine] | None) -> tuple[TokenLogprob, ...]:
-    if lines is None:
-        return ()
-    return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))
+    return Burst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
 
 
 def _ended_of(item: WireEnded) -> Ended:
