@@ -18,9 +18,10 @@ MAY_IMPORT = {
     "wire": {"core"},
     "api": {"core"},
     "node": {"core", "executor", "kv", "wire", "api"},
+    "up": {"core", "node"},
     "sim": {"core", "wire", "executor"},
-    "bench": {"core", "executor", "kv", "wire", "api", "node", "sim"},
-    "cli": {"core", "executor", "kv", "wire", "api", "node", "bench", "sim"},
+    "bench": {"core", "executor", "kv", "wire", "api", "node", "sim", "up"},
+    "cli": {"core", "executor", "kv", "wire", "api", "node", "bench", "sim", "up"},
 }
 """Layer → the other layers of ours that it may import."""
 
