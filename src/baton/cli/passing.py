@@ -12,9 +12,7 @@ from collections.abc import Callable, Collection
 from enum import Enum
 from typing import Any, get_type_hints
 
-import click
 import typer
-from click.core import ParameterSource
 
 Command = Callable[..., None]
 
@@ -49,19 +47,20 @@ def options_of(command: Command) -> dict[str, inspect.Parameter]:
     }
 
 
-def given_for(context: click.Context, command: Command, keep_back: Collection[str]) -> tuple[str, ...]:
+def given_for(context: typer.Context, command: Command, keep_back: Collection[str]) -> tuple[str, ...]:
     """The options of `command` that were given on the command line, as they would be given to it."""
     known = options_of(command)
     line: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
-        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if given and name in known and name not in keep_back:
+        source = context.get_parameter_source(name)
+        # By its name, since the enum's home is another with each version of typer.
+        if source is not None and source.name == "COMMANDLINE" and name in known and name not in keep_back:
             line += _as_given(parameter, context.params[name])
     return tuple(line)
 
 
-def _as_given(parameter: click.Parameter, value: Any) -> list[str]:
+def _as_given(parameter: Any, value: Any) -> list[str]:
     flag = parameter.opts[0]
     if isinstance(value, bool):
         return [flag] if value else [parameter.secondary_opts[0]]
