@@ -23,6 +23,7 @@ console = Console(stderr=True, highlight=False)
 
 API, MODEL, KV, PRESSURE, LOG = "API", "Model", "KV cache and scheduling", "Under KV pressure", "Log"
 PEERS = "Prefill here, decode there"
+ROUTER = "Under a router"
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -173,8 +174,19 @@ TransferOption = Annotated[
     Transfer, _option("transfer", PEERS, "How KV travels; auto takes shared memory on one machine, TCP between two.")
 ]
 OnPreemptOption = Annotated[
-    OnPreempt,
-    _option("on-preempt", PEERS, "What it cannot hold: resume here later, or end with pd_reschedule to go on elsewhere."),
+    OnPreempt | None,
+    _option(
+        "on-preempt",
+        PRESSURE,
+        "What it cannot hold: resume here later, or end with pd_reschedule to go on elsewhere. "
+        "Default: reschedule under a router, else resume.",
+    ),
+]
+RouterAddress = Annotated[
+    str | None, _option("router", ROUTER, "HOST:PORT where a router lets instances in; beyond loopback it needs a key.")
+]
+InstanceName = Annotated[
+    str | None, _option("name", ROUTER, "What the router calls this instance, also after a restart. Default: ROLE-PORT.")
 ]
 PrefillPathOption = Annotated[
     PrefillPath, _option("prefill-path", PEERS, "How prefill plans its steps: short, or general as other instances do.")
@@ -227,8 +239,7 @@ def serve(
     max_num_seqs: MaxNumSeqs = 64,
     max_num_batched_tokens: MaxBatched = 2048,
     block_size: BlockSize = 16,
-    kv_blocks: KvBlocks = None,
-    kv_memory: KvMemory = "2G",
+    kv_blocks: KvBlocks = None, kv_memory: KvMemory = "2G",
     prefix_cache: PrefixCache = True, plan_ahead: PlanAhead = 2,
     reserve: Reserve = ReservePolicy.NEW_TOKEN_RATIO,
     ratio_initial: RatioInitial = 0.7, ratio_decay: RatioDecay = 0.001, ratio_floor: RatioFloor = 0.1,
@@ -237,8 +248,8 @@ def serve(
     victims: Victims = VictimPolicy.NEWEST, max_preemptions: MaxPreemptions = 8,
     role: RoleOption = RoleName.MIXED, peer: PeerList = None, peer_host: PeerHost = "127.0.0.1", peer_port: PeerPort = None,
     cluster_key: ClusterKey = None, cluster_key_file: ClusterKeyFile = None, transfer: TransferOption = Transfer.AUTO,
-    on_preempt: OnPreemptOption = OnPreempt.RESUME, prefill_path: PrefillPathOption = PrefillPath.SHORT,
-    prefill_timeout: PrefillTimeout = 60.0, lease: Lease = 2.0,
+    on_preempt: OnPreemptOption = None, prefill_path: PrefillPathOption = PrefillPath.SHORT,
+    prefill_timeout: PrefillTimeout = 60.0, lease: Lease = 2.0, router: RouterAddress = None, name: InstanceName = None,
     access_log: AccessLog = True, log_level: LogLevelOption = LogLevel.INFO,
     config: Config = None,  # noqa: ARG001  its callback has made it the defaults of all the others
 ) -> None:  # fmt: skip
@@ -259,8 +270,9 @@ def serve(
         prefix_cache=prefix_cache, step_ms=step_ms, reserve=reserve, ratio_initial=ratio_initial, ratio_decay=ratio_decay,
         ratio_floor=ratio_floor, ratio_clip_tokens=ratio_clip_tokens, fixed_blocks=fixed_blocks,
         fixed_blocks_decay=fixed_blocks_decay, victims=victims, max_preemptions=max_preemptions, role=role,
-        peers=tuple(peer or ()), peer_host=peer_host, peer_port=peer_port, transfer=transfer, on_preempt=on_preempt,
-        prefill_path=prefill_path, prefill_timeout_s=prefill_timeout, lease_s=lease,
+        peers=tuple(peer or ()), peer_host=peer_host, peer_port=peer_port, transfer=transfer,
+        on_preempt=on_preempt or (OnPreempt.RESUME if router is None else OnPreempt.RESCHEDULE),
+        prefill_path=prefill_path, prefill_timeout_s=prefill_timeout, lease_s=lease, router=router, name=name or "",
     )  # fmt: skip
     scripted = executor is ExecutorKind.SCRIPTED
     _run(
