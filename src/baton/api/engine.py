@@ -155,7 +155,8 @@ class Gauges:
 
 
 class Engine(Protocol):
-    info: EngineInfo
+    @property
+    def info(self) -> EngineInfo: ...
 
     async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
         """Accept all of the group or raise `Refused`; raises EngineDead when there is nobody to accept.

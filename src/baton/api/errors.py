@@ -20,6 +20,8 @@ _encode = msgspec.json.Encoder().encode
 
 _REFUSAL_STATUS = {
     RefusalCode.QUEUE_FULL: 429,
+    RefusalCode.RATE_LIMITED: 429,
+    RefusalCode.NO_INSTANCE: 503,
     RefusalCode.DRAINING: 503,
     RefusalCode.DUPLICATE_ID: 409,
     # Misdirected: right request, wrong instance. It will never be served here, so nothing that clients or balancers try

@@ -84,7 +84,7 @@ def _up(
     quiet = () if "--log-level" in to_instances else QUIET
     try:
         plan = FleetPlan(
-            model, prefill, decode, mixed, (*quiet, *to_instances), given_for(context, router, HANDLED), router_port,
+            model, prefill, decode, mixed, (*quiet, *to_instances), given_for(context, router, HANDLED | {"config"}), router_port,
             threads, demo, next(iter(context.params["api_key"] or ()), None), drain_timeout, round(restart_delay_max * 1e6),
         )  # fmt: skip
         code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)

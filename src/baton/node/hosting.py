@@ -19,7 +19,8 @@ from baton.api.logs import StateLog
 from baton.api.logs import state as state_log
 from baton.api.metrics import Metrics
 from baton.core.errors import BatonError
-from baton.node.pairing import is_loopback
+from baton.executor.cachedir import cache_folder
+from baton.node.pairing import is_loopback, key_for
 
 Say = Callable[[str], None]
 """Tells the operator a line."""
@@ -40,6 +41,11 @@ def check_host(host: str, api_keys: Sequence[str]) -> None:
             f"--host {host} can be reached from other machines, and no API key is set. "
             "Give one with --api-key (or BATON_API_KEY), or stay on 127.0.0.1."
         )
+
+
+def door_key(host: str, text: str | None, file: str | None) -> bytes:
+    """The cluster key of one who lets instances in at that address."""
+    return key_for([host], text, file, cache_folder())
 
 
 def model_name(model: str) -> str:

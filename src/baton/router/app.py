@@ -1,8 +1,8 @@
 """The HTTP surface of a router: that of an instance, and what only a fleet has.
 
-    GET    /v1/instances                who is there, and what came of them lately
-    POST   /v1/instances/{name}/drain   give one nothing new; it ends when it is empty
-    GET    /v1/requests/{id}/stream     go on with an answer whose router was lost
+GET    /v1/instances                who is there, and what came of them lately
+POST   /v1/instances/{name}/drain   give one nothing new; it ends when it is empty
+GET    /v1/requests/{id}/stream     go on with an answer whose router was lost
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def _add_routes(app: FastAPI, engine: FleetEngine, sessions: Sessions, chronicle
         return _json({"name": name, "object": "instance", "draining": True})
 
     app.add_api_route("/v1/instances", instances, methods=["GET"], response_model=None, response_class=Response)
-    app.add_api_route(
-        "/v1/instances/{name}/drain", drain, methods=["POST"], response_model=None, response_class=Response
-    )
+    app.add_api_route("/v1/instances/{name}/drain", drain, methods=["POST"], response_model=None, response_class=Response)
 
 
 def shown(view: InstanceView) -> dict[str, object]:

@@ -49,6 +49,8 @@ class _Open:
 
     body: Body
     asker: Asker
+    first: int
+    """Number of its first stream; the others follow."""
     streams: list[Stream]
     opening: asyncio.Future[None] | None
     """Somebody waits to hear whether it is accepted."""
@@ -80,17 +82,13 @@ class FleetEngine:
         self._books = _Books()
         self._numbers = 0
         self._began_us = sessions.clock_us()
-        self._info = EngineInfo(UNKNOWN_CONTEXT, vocabulary, slots=0, blocks=0, block_size=0, carries=True)
+        self.info = EngineInfo(UNKNOWN_CONTEXT, vocabulary, slots=0, blocks=0, block_size=0, carries=True)
         self._found = asyncio.Event()
         self._fewer = asyncio.Event()
         self.draining = False
         sessions.watch(self._take)
 
     # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
 
     @property
     def death(self) -> str | None:
@@ -115,8 +113,7 @@ class FleetEngine:
             steps=sum(one.steps for one in ledgers),
             preemptions={"any": sum(one.preemptions for one in ledgers)},
             role="router",
-            handovers=Handovers(peers=len(views), made=sum(one.handovers for one in ledgers)),
-            refused_connections=self._sessions.refused(),
+            handovers=Handovers(made=sum(one.handovers for one in ledgers)),
         )
 
     async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
@@ -195,23 +192,22 @@ class FleetEngine:
             case OrphanDropped(body):
                 self._orphan_dropped(body)
             case FleetChanged():
-                self._info = info_of(self.views(), self._info)
+                self.info = info_of(self.views(), self.info)
             case _:
                 pass
 
     def _begin(self, body: Body, asker: Asker, choices: int, opening: asyncio.Future[None] | None) -> _Open:
-        entry = _Open(body, asker, [], opening, [None] * choices, [False] * choices)
-        for choice in range(choices):
-            self._numbers += 1
-            entry.streams.append(Stream(self, self._numbers))
-            self._books.by_number[self._numbers] = (entry, choice)
+        first, self._numbers = self._numbers, self._numbers + choices
+        streams = [Stream(self, first + choice) for choice in range(choices)]
+        entry = _Open(body, asker, first, streams, opening, [None] * choices, [False] * choices)
+        self._books.by_number.update({first + choice: (entry, choice) for choice in range(choices)})
         self._books.by_body[body] = entry
         return entry
 
     def _close(self, entry: _Open) -> None:
         self._books.by_body.pop(entry.body, None)
-        for number in [number for number, (one, _) in self._books.by_number.items() if one is entry]:
-            del self._books.by_number[number]
+        for choice in range(len(entry.streams)):
+            self._books.by_number.pop(entry.first + choice, None)
         self._fewer.set()
 
     def _delivered(self, act: Delivered) -> None:
@@ -292,7 +288,7 @@ class FleetEngine:
     # ── for the router around it ─────────────────────────────────────────────────────────────────────────────────────────
 
     def views(self) -> list[InstanceView]:
-        return self._sessions.switch.router.views(self._sessions.clock_us())
+        return self._sessions.switch.router.views()
 
     @property
     def orphans(self) -> int:

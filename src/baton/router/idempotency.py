@@ -85,14 +85,16 @@ class Idempotency:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = Headers(scope=scope).get(HEADER) if scope["type"] == "http" and scope["path"] in _PATHS else None
         if key is None or scope["method"] != "POST":
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
         try:
             record = await self._record_of(key, scope, receive)
         except ApiError as error:
-            return await error.response()(scope, receive, send)
+            await error.response()(scope, receive, send)
         except ClientDisconnect:
-            return None
-        await self._follow(record, receive, send)
+            pass  # nobody to answer, and nothing was begun
+        else:
+            await self._follow(record, receive, send)
 
     async def _record_of(self, key: str, scope: Scope, receive: Receive) -> _Record:
         if not 1 <= len(key) <= KEY_CHARS_MAX:
