@@ -23,7 +23,7 @@ def instance_of(fleet: FleetProcess, name: str) -> int:
 
 
 def expected(tokens: int) -> list[int]:
-    return undisturbed(list(b"hello"), Sampling(seed=0, temperature=0.0), tokens, BYTE_VOCABULARY)
+    return undisturbed([104, 101, 108, 108, 111], Sampling(seed=0, temperature=0.0), tokens, BYTE_VOCABULARY)
 
 
 def test_a_fleet_serves_replaces_what_dies_and_drains_on_ctrl_c() -> None:

@@ -67,7 +67,7 @@ class FleetProcess:
     def complete(self, **fields: object) -> httpx.Response:
         body = {
             "model": "scripted",
-            "prompt": "hello",
+            "prompt": [104, 101, 108, 108, 111],
             "max_tokens": 24,
             "temperature": 0,
             "return_token_ids": True,

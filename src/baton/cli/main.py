@@ -25,8 +25,8 @@ from baton.cli.sim import sim_app
 from baton.cli.up import up
 
 app = typer.Typer(
-    help="Baton serves language models. Start with [bold]baton serve[/bold], or [bold]baton up --demo[/bold] for a fleet, then talk to it with "
-    "[bold]baton chat[/bold].",
+    help="Baton serves language models. Start with [bold]baton serve[/bold], or a fleet with [bold]baton up --demo[/bold]; "
+    "then talk to it with [bold]baton chat[/bold].",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,

@@ -32,6 +32,7 @@ def taking_options_of(own: Command, others: tuple[Command, ...], leave_out: Coll
     def whole(**values: Any) -> None:
         own(**{name: values[name] for name in mine})
 
+    whole.__name__ = own.__name__.lstrip("_")
     # Typer reads both.
     whole.__dict__["__signature__"] = signature.replace(parameters=list(parameters.values()))
     whole.__annotations__ = {name: one.annotation for name, one in parameters.items()} | {"return": None}

@@ -81,10 +81,11 @@ def _up(
     if mixed is None:
         mixed = 0 if prefill or decode else 1
     to_instances = given_for(context, serve, HANDLED | OF_THE_ROUTER)
+    to_router = given_for(context, router, HANDLED | {"config"})
     quiet = () if "--log-level" in to_instances else QUIET
     try:
         plan = FleetPlan(
-            model, prefill, decode, mixed, (*quiet, *to_instances), given_for(context, router, HANDLED | {"config"}), router_port,
+            model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
             threads, demo, next(iter(context.params["api_key"] or ()), None), drain_timeout, round(restart_delay_max * 1e6),
         )  # fmt: skip
         code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)

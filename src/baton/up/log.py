@@ -17,6 +17,7 @@ LINE_BYTES_MAX = 16 * 1024
 LINES_QUEUED_MAX = 4096
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _DIM, _PLAIN = "\033[2m", "\033[0m"
+_MOMENT = re.compile(r"^\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d{3} ")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -44,6 +45,11 @@ def _text(line: bytes) -> str:
     return _ESCAPES.sub("", line.decode(errors="replace")).rstrip("\r")
 
 
+def _shorter(moment: re.Match[str]) -> str:
+    """The time of day is enough beside what happens now."""
+    return f"{moment[1]} "
+
+
 class FleetLog:
     """Use as a context: inside, a thread of its own writes."""
 
@@ -68,7 +74,7 @@ class FleetLog:
     def line(self, name: str, text: str) -> None:
         """Something that a process said."""
         if text.strip():
-            self._put(f"{self._prefix(name)} {text}\n")
+            self._put(f"{self._prefix(name)} {_MOMENT.sub(_shorter, text)}\n")
 
     def note(self, name: str, text: str) -> None:
         """Something that happened to a process."""

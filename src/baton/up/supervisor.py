@@ -40,9 +40,9 @@ STOP_GRACE_S = 10.0
 """Beyond the time that requests get; who has not ended by then is killed."""
 EXIT_FAILED, EXIT_AT_ONCE = 1, 130
 
-_SERVED = re.compile(r"is served at (http://\S+)")
+_SERVED = re.compile(r"^(\S+) is served at (http://\S+)", re.MULTILINE)
 _JOIN = re.compile(r"instances join at (\S+:\d+)")
-_NOISE = re.compile(r"^(loading |talk to it with|ask it through|instances join at|dashboard)")
+_NOISE = re.compile(r"^(loading |talk to it with|ask it through|instances join at|watch it at|for the router at)")
 """What processes say of themselves as they start; the banner says it better."""
 
 
@@ -73,13 +73,15 @@ class Supervisor:
         self._environment = {**os.environ, KEY_VARIABLE: secrets.token_hex(32), "COLUMNS": "500"}
         self._bound = bound_to(os.getpid())
         self._ports = Ports(plan.router_port)
-        self._join = ""
+        self._join = self._served = ""
         self.url = ""
         """Of the API, when the router is up."""
         self._router = self._post(ROUTER, False, lambda: plan.router_command(self._ports))
         self._members = [self._member_post(member) for member in plan.members]
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
+        self._told = False
+        """The instances were told to end; what they then say of each other is no news."""
         self._news = asyncio.Event()
         """Something changed that may end a wait."""
         self._readers: set[asyncio.Task[None]] = set()
@@ -129,7 +131,7 @@ class Supervisor:
             self._start(post)
         await self._until(lambda: all(post.is_up or post.given_up for post in self._members))
         if not self._stopping.is_set() and not self._failure() and await self._fleet_answers():
-            self._log.say(banner(self._plan, self.url, [post.name for post in self._members if post.given_up]))
+            self._log.say(banner(self._plan, self._served, self.url, [post.name for post in self._members if post.given_up]))
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Wait for it, or for a signal."""
@@ -162,6 +164,7 @@ class Supervisor:
     async def _drain(self) -> int:
         self._log.say("draining: open requests finish, new ones are refused (once more to stop at once)")
         for posts in ([self._router], self._members):
+            self._told = posts is self._members
             running = [post.process for post in posts if post.process is not None and post.process.returncode is None]
             for process in running:
                 _signal(process, signal.SIGCONT)
@@ -266,7 +269,7 @@ class Supervisor:
 
     def _hear(self, post: Post, process: asyncio.subprocess.Process, line: str) -> None:
         if post.is_up or process is not post.process:
-            if _NOISE.match(line) is None:
+            if _NOISE.match(line) is None and (" ERROR " in line or not self._told):
                 self._log.line(post.name, line)
             return
         post.said.append(line)
@@ -279,8 +282,9 @@ class Supervisor:
         if found := _JOIN.search(line):
             self._join = found[1]
         if found := _SERVED.search(line):
-            self.url = found[1]
-        if self.url and self._join and not self._router.is_up and (_SERVED.search(line) or _JOIN.search(line)):
+            self._served, self.url = found[1], found[2]
+        heard = "\n".join(self._router.said)
+        if _SERVED.search(heard) and _JOIN.search(heard):
             self._ports = Ports(int(self.url.rpartition(":")[2]), int(self._join.rpartition(":")[2]))
             self._is_ready(self._router)
 
@@ -302,13 +306,13 @@ class Supervisor:
         post.said.clear()
 
 
-def banner(plan: FleetPlan, url: str, missing: list[str]) -> str:
+def banner(plan: FleetPlan, served: str, url: str, missing: list[str]) -> str:
     counts = (("prefill", plan.prefill), ("decode", plan.decode), ("mixed", plan.mixed))
     made_of = ", ".join(f"{count} {role}" for role, count in counts if count)
     one = next(member.name for member in plan.members if member.role in SERVING_ROLES)
     lines = [
         "",
-        f"  {plan.model} is served by a router and {made_of}" + (f" — without {', '.join(missing)}" if missing else ""),
+        f"  {served} is served by a router and {made_of}" + (f" — without {', '.join(missing)}" if missing else ""),
         "",
         f"  API        {url}/v1",
         f"  Dashboard  {url}/dashboard",
