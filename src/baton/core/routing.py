@@ -150,7 +150,9 @@ class Names:
 class PhaseNote:
     """A request entered a phase at an instance. For the timeline; nothing is decided from it."""
 
-    serial: int
+    leg: Leg
+    place: int
+    """Which choice of the leg. It may have ended meanwhile."""
     phase: str
     """As `core.request.Phase` names it."""
     ago_us: int
@@ -251,11 +253,13 @@ class Cut:
     keep: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Claimed:
     """A client has come for an orphaned body."""
 
     body: Body
+    group: tuple[Submission, ...] = ()
+    """All of its choices as they were asked for, where that is known: those that no instance holds begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +480,7 @@ class FleetChanged:
     name: Instance
     incarnation: int
     what: str
-    """joined, lost, suspected, stuck, draining, fenced"""
+    """joined, lost, suspected, stuck, draining, fenced, refused"""
     why: str
 
 
