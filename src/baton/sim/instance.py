@@ -53,7 +53,16 @@ from baton.sim.faults import Fault
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
 from baton.wire.dispatch import event_of, message_of
-from baton.wire.messages import WIRE_VERSION, Failed, FromEngine, Ready, decode_to_engine, encode_from_engine, wire_gauges
+from baton.wire.messages import (
+    WIRE_VERSION,
+    Failed,
+    FromEngine,
+    Ready,
+    ToWorker,
+    decode_to_engine,
+    encode_from_engine,
+    wire_gauges,
+)
 
 KEY_FILE = "prefix.key"
 _OF_PEERS = frozenset(get_args(PeerEffect))
@@ -223,7 +232,9 @@ class Instance:
     def _pump(self) -> None:
         worker = self.require_worker()
         while self._inbox and self._has_room:
-            self._tell(event_of(decode_to_engine(self._inbox.popleft())))
+            message = decode_to_engine(self._inbox.popleft())
+            if isinstance(message, ToWorker):
+                self._tell(event_of(message))
         while self._heard and self._has_room:
             heard = self._heard.popleft()
             if self.peers is not None:
