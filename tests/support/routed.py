@@ -55,7 +55,7 @@ from baton.wire.messages import (
     encode_to_engine,
     pulse,
 )
-from baton.wire.relay import Relay, RelayOut
+from baton.wire.relay import Relay, RelayOut, Standing
 from baton.wire.switch import Act, Close, Say, Switch
 from tests.support.driver import VOCABULARY, shape_of
 
@@ -235,7 +235,7 @@ class World:
         self.switch = self._router()
         self.members = [Member(self, f"d{number}", worker) for number in range(members)]
         self.asked: dict[Body, Asked] = {}
-        self.orphans: dict[bytes, Orphan] = {}
+        self.orphans: dict[bytes, Asked] = {}
         self.noted: list[Noted] = []
         self.changed: list[FleetChanged] = []
         self.delivered = 0
@@ -279,18 +279,24 @@ class World:
                 case Delivered():
                     self._deliver(act)
                 case Orphan():
-                    self.orphans[act.origin] = act
+                    self._find(act)
                 case OrphanDropped(body):
                     self.orphans = {key: orphan for key, orphan in self.orphans.items() if orphan.body != body}
+                    del self.asked[body]
                 case Noted():
                     self.noted.append(act)
                 case FleetChanged():
                     self.changed.append(act)
 
+    def _find(self, orphan: Orphan) -> None:
+        """News of it may come before its client does."""
+        tokens = [list(known or ()) for known in orphan.delivered]
+        extras = [list(known) for known in orphan.extras]
+        found = Asked([], orphan.origin, orphan.body, tokens, extras, list(orphan.outcomes), list(orphan.cached_tokens))
+        self.orphans[orphan.origin] = self.asked[orphan.body] = found
+
     def _deliver(self, news: Delivered) -> None:
-        asked = self.asked.get(news.body)
-        if asked is None:  # of an orphan that nobody has claimed yet
-            return
+        asked = self.asked[news.body]
         assert asked.outcomes[news.choice] is None, "news after the end"
         asked.tokens[news.choice] += news.tokens
         if isinstance(news.extras, list):
@@ -344,27 +350,18 @@ class World:
         """Clients come for what was theirs; what nobody holds is asked for anew."""
         waiting, self._waiting = self._waiting, []
         for asked in waiting:
-            orphan = self.orphans.pop(asked.origin, None)
-            if orphan is None or any(tokens is None for tokens in orphan.delivered):
+            found = self.orphans.pop(asked.origin, None)
+            if found is None:
                 self.resubmitted += 1
                 asked.tokens, asked.extras = [[] for _ in asked.group], [[] for _ in asked.group]
                 asked.outcomes, asked.opened = [None] * len(asked.group), 0
-                if orphan is not None:
-                    self.do(self.switch.leave(orphan.body, self.now_us))
-                    asked.origin += b"'"
                 self._submit(asked)
                 continue
-            for choice, tokens in enumerate(orphan.delivered):
-                assert tokens is not None
-                assert list(tokens[: len(asked.tokens[choice])]) == asked.tokens[choice] or len(tokens) < len(
-                    asked.tokens[choice]
-                ), "an orphan that knows other tokens"
-                asked.tokens[choice] = list(tokens)
-                asked.extras[choice] = list(orphan.extras[choice])
-                asked.outcomes[choice] = orphan.outcomes[choice]
-            asked.body = orphan.body
-            self.asked[orphan.body] = asked
-            self.do(self.switch.claim(orphan.body, self.now_us))
+            for had, known in zip(asked.tokens, found.tokens, strict=True):
+                shorter = min(len(had), len(known))
+                assert had[:shorter] == known[:shorter], "what was found is another answer"
+            found.group = asked.group
+            self.do(self.switch.claim(found.body, self.now_us, found.group))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -433,12 +430,12 @@ class World:
                 raise RuntimeError(f"did not finish: {[vars(asked) for asked in self.asked.values() if not asked.over]}")
             if not self.turn():
                 self._sleep()
-            elif self._waiting and all(member.line is not None for member in self.members if not member.dead):
+            elif self._waiting and all(m.relay.standing is Standing.SERVING for m in self.members if not m.dead):
                 self.claim_all()
             self.now_us += TURN_US
 
     def quiet(self) -> bool:
-        clients = all(asked.over for asked in self.asked.values()) and not self._waiting
+        clients = all(asked.over for asked in self.asked.values()) and not self._waiting and not self.orphans
         return clients and all(
             member.dead
             or (
