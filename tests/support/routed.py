@@ -89,7 +89,14 @@ class LogprobExecutor(ScriptedExecutor):
                 values = -tokens.astype(np.float32)
                 rows.append(Logprobs(row, values, tokens.reshape(-1, 1), values.reshape(-1, 1)))
         return StepResult(
-            result.step, result.slots, result.epochs, result.outcomes, result.counts, result.tokens, result.known, tuple(rows)
+            result.step,
+            result.slots,
+            result.epochs,
+            result.outcomes,
+            result.counts,
+            result.tokens,
+            result.known,
+            tuple(rows),
         )
 
 
@@ -125,6 +132,7 @@ class Member:
         self.dead = False
         self.local: list[StepOutput] = []
         """What was for the clients of its own address."""
+        self.answers: list[AcceptedAs | RefusedWith] = []
 
     # The engine.
 
@@ -162,8 +170,10 @@ class Member:
     def _front(self, message: FromEngine) -> None:
         match message:
             case AcceptedAs(ticket) | RefusedWith(ticket):
-                assert self.relay.owns_ticket(ticket)
-                self.act(self.relay.take(message, self.world.now_us))
+                if self.relay.owns_ticket(ticket):
+                    self.act(self.relay.take(message, self.world.now_us))
+                else:
+                    self.answers.append(message)
             case StepOutput():
                 ours, local = self.relay.split(message)
                 if local is not None:
@@ -252,7 +262,10 @@ class World:
 
     def ask(self, group: Sequence[Submission], origin: bytes = b"") -> Asked:
         origin = origin or group[0].request_id.encode()
-        asked = Asked(list(group), origin, Body(0), *([[] for _ in group] for _ in range(2)), *([None] * len(group) for _ in range(2)))  # type: ignore[arg-type]  # fmt: skip
+        size = range(len(group))
+        asked = Asked(
+            list(group), origin, Body(0), [[] for _ in size], [[] for _ in size], [None for _ in size], [None for _ in size]
+        )
         self._submit(asked)
         return asked
 
@@ -427,7 +440,9 @@ class World:
         """Until every client has its end and nothing is open."""
         while not self.quiet():
             if self.now_us > until_us:
-                raise RuntimeError(f"did not finish: {[vars(asked) for asked in self.asked.values() if not asked.over]}")
+                raise RuntimeError(
+                    f"did not finish: {[asked for asked in self.asked.values() if not asked.over]}, {self.broken}"
+                )
             if not self.turn():
                 self._sleep()
             elif self._waiting and all(m.relay.standing is Standing.SERVING for m in self.members if not m.dead):
@@ -440,7 +455,7 @@ class World:
             member.dead
             or (
                 member.worker.is_idle
-                and not member.relay.open_requests
+                and not member.relay.held_choices
                 and not (member.line and (member.line.up or member.line.down))
             )
             for member in self.members
@@ -470,7 +485,7 @@ class World:
                     assert got == values[len(values) - len(got) :]
         for member in self.members:
             if not member.dead:
-                assert member.relay.open_requests == 0
+                assert member.relay.open_requests == member.relay.held_choices == 0
                 assert member.worker.is_idle
         assert self.switch.router.open_bodies == 0
 
@@ -479,7 +494,9 @@ def prompt_of(name: str, size: int = 6) -> list[int]:
     return [(ord(char) * (at + 3) + size) % VOCABULARY for at, char in enumerate((name * size)[:size])]
 
 
-def body(name: str, choices: int = 1, max_tokens: int = 4, logprobs: int | None = None, temperature: float = 0.7) -> list[Submission]:
+def body(
+    name: str, choices: int = 1, max_tokens: int = 4, logprobs: int | None = None, temperature: float = 0.7
+) -> list[Submission]:
     ids = [RequestId(f"{name}:{at}") for at in range(choices)]
     prompt = frozen_tokens(prompt_of(name))
     return [
