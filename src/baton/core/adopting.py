@@ -32,6 +32,8 @@ class Adoption:
         self._made = 0
 
     def next_deadline(self) -> int | None:
+        if not self._pending:
+            return None
         return min((body.grace_us for body in self._pending.values() if body.grace_us is not None), default=None)
 
     # ── joins ────────────────────────────────────────────────────────────────────────────────────────────────────────────
