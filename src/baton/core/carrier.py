@@ -319,15 +319,14 @@ class Carrier:
         if journey is None or not sent:
             self.counts.late += 1
             return
+        del self._legs[event.leg]
+        journey.body.legs.remove(journey)  # there is nothing to call back or to forget
         about_instance = event.refusal.code in ABOUT_THE_INSTANCE
         if not (about_instance or journey.body.opened):
             self._decline(journey.body, event.refusal)
             return
         for choice in sent:
             self.carry_on(choice, Cause.REFUSED if about_instance else Cause.UNFIT, fault_of_refusal(event.refusal))
-        if event.leg in self._legs:
-            del self._legs[event.leg]
-            journey.body.legs.remove(journey)
 
     def _at(self, session: Session, leg: Leg, place: int) -> Choice | None:
         """The choice that is at that place of a leg, if the leg still has it."""
@@ -447,13 +446,15 @@ class Carrier:
             choice.prefill = None
 
     def call_back(self, choices: Iterable[Choice]) -> None:
-        """Instances need not go on with these."""
+        """Instances that are still there need not go on with these."""
         places: dict[Leg, list[int]] = {}
         for choice in choices:
-            if choice.leg is not None:
+            if choice.leg is not None and choice.leg.leg in self._legs:
                 places.setdefault(choice.leg.leg, []).append(choice.place)
         for leg, numbers in places.items():
-            self.effects.append(CallBack(self._legs[leg].member.session, leg, tuple(numbers)))
+            session = self._legs[leg].member.session
+            if session in self.fleet.members:
+                self.effects.append(CallBack(session, leg, tuple(numbers)))
 
     def _where(self, choice: Choice) -> Instance | None:
         return None if choice.leg is None else choice.leg.member.name
