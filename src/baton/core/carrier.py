@@ -301,6 +301,7 @@ class Carrier:
         sent = self._sent(event.session, event.leg)
         for choice in sent:
             self.move(choice, CarryMove.TAKE)
+            self._legs[event.leg].taken = True
             choice.refusals, choice.turned_down_by = 0, None
             self.opened(choice.body)
             if choice.attempts > 1 and choice.leg is not None:
@@ -316,11 +317,12 @@ class Carrier:
     def refused(self, event: LegRefused) -> None:
         sent = self._sent(event.session, event.leg)
         journey = self._legs.get(event.leg)
+        if journey is not None and journey.member.session == event.session and not journey.taken:
+            del self._legs[event.leg]
+            journey.body.legs.remove(journey)  # there is nothing to call back or to forget
         if journey is None or not sent:
             self.counts.late += 1
             return
-        del self._legs[event.leg]
-        journey.body.legs.remove(journey)  # there is nothing to call back or to forget
         about_instance = event.refusal.code in ABOUT_THE_INSTANCE
         if not (about_instance or journey.body.opened):
             self._decline(journey.body, event.refusal)
