@@ -115,6 +115,36 @@ def test_two_faults_in_a_row_are_not_seen_either() -> None:
         world.judge()
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_clients_that_come_leave_and_cut_during_any_faults_get_what_is_theirs(seed: int) -> None:
+    draw = random.Random(seed)
+    world = World(draw.choice((1, 2, 3)))
+    at = 0
+    for _ in range(draw.randrange(1, 7)):
+        at += draw.randrange(1, 25)
+        world.break_at[at] = draw.choice(("reset", "away", "half", "router"))
+    names = [f"b{number}" for number in range(draw.randrange(2, 9))]
+    while names or not world.quiet():
+        assert world.now_us < 60_000_000
+        if names and draw.random() < 0.3:
+            world.ask(body(names.pop(), draw.choice((1, 1, 2, 3)), draw.randrange(1, 12), draw.choice((None, 1))))
+        _let_somebody_act(world, draw)
+        world.go_on()
+    world.judge()
+
+
+def _let_somebody_act(world: World, draw: random.Random) -> None:
+    waiting = [asked for asked in world.asked.values() if asked.group and not asked.over]
+    if not waiting or draw.random() > 0.08:
+        return
+    asked = draw.choice(waiting)
+    choice = draw.randrange(len(asked.group))
+    if draw.random() < 0.3:
+        world.leave(asked)
+    elif asked.opened and asked.tokens[choice] and asked.outcomes[choice] is None and choice not in asked.keep:
+        world.cut(asked, choice, draw.randrange(1, len(asked.tokens[choice]) + 1))
+
+
 def test_a_choice_whose_line_was_lost_goes_on_where_it_was() -> None:
     """One instance: after a reset it tells what it holds, and nothing is computed twice."""
     world = busy()
@@ -181,8 +211,7 @@ def test_a_client_that_leaves_at_any_time_leaves_nothing_behind(turns: int) -> N
     stays = world.ask(body("xyz"))
     for _ in range(turns):
         world.turn()
-    world.do(world.switch.leave(asked.body, world.now_us))
-    del world.asked[asked.body]
+    world.leave(asked)
     world.run()
     world.judge()
     assert stays.over
@@ -194,7 +223,7 @@ def test_a_choice_that_is_cut_ends_after_what_was_kept(what: str | None) -> None
     asked = world.ask(body("abc", 2, max_tokens=20))
     while len(asked.tokens[0]) < 3:
         world.turn()
-    world.do(world.switch.cut(asked.body, 0, 2, world.now_us))
+    world.cut(asked, 0, 2)
     had = len(asked.tokens[0])
     if what is not None:
         world.break_at = {world.delivered + 1: what}
