@@ -17,9 +17,11 @@ import pytest
 from baton.core.config import DECODE, MIXED, PREFILL, Role
 from baton.core.peers import Adopted, Ask, Heard, PeerId, PeerLost, PeerOpened, Renew
 from baton.kv.contract import KvLayout
+from baton.node import line as line_module
 from baton.node import peers as peers_module
 from baton.node import sessions as sessions_module
 from baton.node.inbox import Inbox, Item
+from baton.node.line import LineFault
 from baton.node.peers import Peers, listen
 from baton.node.sessions import Refused, Self
 from baton.wire.link import Initiator
@@ -333,7 +335,7 @@ def test_a_message_that_is_none_ends_the_session(make: Make, call: Call, frame: 
     assert giver.next() == PeerOpened(PeerId("caller"))
     caller.say(frame)
     assert caller.is_hung_up()
-    assert giver.peers.refused[Refused.MALFORMED] == 1
+    assert giver.peers.refused[LineFault.MALFORMED] == 1
     assert isinstance(giver.next(), PeerLost)
     still_serves(make, giver)
 
@@ -344,7 +346,7 @@ def test_a_token_outside_of_the_vocabulary_does_not_reach_the_engine(make: Make,
     assert giver.next() == PeerOpened(PeerId("caller"))
     caller.say(encode_peer(Ask(1, 1, submission([1, 100]))))
     assert caller.is_hung_up()
-    assert giver.peers.refused[Refused.MALFORMED] == 1
+    assert giver.peers.refused[LineFault.MALFORMED] == 1
     assert isinstance(giver.next(), PeerLost)
 
 
@@ -354,19 +356,19 @@ def test_nothing_is_heard_of_who_has_not_registered(make: Make, call: Call) -> N
     caller.post(caller.link.open(0))
     caller.say(encode_peer(Adopted(1, 1)))
     assert caller.is_hung_up()
-    assert giver.peers.refused[Refused.MALFORMED] == 1
+    assert giver.peers.refused[LineFault.MALFORMED] == 1
     assert not giver.inbox.take()
 
 
 def test_a_peer_that_does_not_read_is_hung_up(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "UNREAD_BYTES_MAX", 1 << 16)
+    monkeypatch.setattr(line_module, "UNREAD_BYTES_MAX", 1 << 16)
     giver = make(PREFILL, "p")
     call(giver).register()
     assert giver.next() == PeerOpened(PeerId("caller"))
     for number in range(5000):
         giver.peers.tell(PeerId("caller"), Renew(number, 1))
     assert isinstance(giver.next(), PeerLost)
-    assert giver.peers.refused[Refused.NOT_READING] == 1
+    assert giver.peers.refused[LineFault.NOT_READING] == 1
     still_serves(make, giver)
 
 
@@ -389,6 +391,6 @@ def test_strangers_are_bounded_and_keep_nobody_out(make: Make, call: Call, monke
     giver = make(PREFILL, "p")
     waiting = [call(giver) for _ in range(4)]
     assert waiting[0].is_hung_up()
-    assert giver.peers.refused[Refused.TOO_MANY] == 1
+    assert giver.peers.refused[LineFault.TOO_MANY] == 1
     still_serves(make, giver)
-    assert giver.peers.refused[Refused.TOO_MANY] == 2
+    assert giver.peers.refused[LineFault.TOO_MANY] == 2
