@@ -264,7 +264,8 @@ class RouterState:
         if facts.incarnation != seen.facts.incarnation:
             seen.lives += 1
         seen.facts, seen.ledger, seen.state, seen.open, seen.seen_us = facts, ledger, view.state, view.open, now_us
-        seen.samples.append((rev, [now_us, *_blocks(ledger), ledger.running, ledger.waiting]))
+        if any(_blocks(ledger)):  # else its first beat is yet to come
+            seen.samples.append((rev, [now_us, *_blocks(ledger), ledger.running, ledger.waiting]))
 
     def _forget_gone(self, now_us: int) -> None:
         gone = sorted((seen.seen_us, name) for name, seen in self._instances.items() if seen.state == "gone")

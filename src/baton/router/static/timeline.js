@@ -8,7 +8,7 @@ const LEGEND = [
   // [look of its piece, its mark, name]
   ["queued", null, "queued"],
   ["prefill", null, "prefill"],
-  ["handover", "handover", "prefill elsewhere, hand-over"],
+  ["handover", "handover", "hand-over"],
   ["decode", null, "decode"],
   ["preempted", "preempted", "preempted"],
   [null, "resumed", "taken over"],

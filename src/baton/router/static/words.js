@@ -14,7 +14,7 @@ export const STAGES = {
   queued: { look: "queued", name: "queued" },
   placed: { look: "queued", name: "waits at its instance" },
   prefill: { look: "prefill", name: "prefill" },
-  handover: { look: "handover", name: "prefill elsewhere and hand-over", mark: true },
+  handover: { look: "handover", name: "prefill elsewhere, hand-over", mark: true },
   decode: { look: "decode", name: "decode" },
   preempted: { look: "preempted", name: "preempted", mark: true },
   resumed: { look: "queued", name: "taken over", mark: true },
