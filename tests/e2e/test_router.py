@@ -25,7 +25,8 @@ from tests.support.server import ServerProcess, baton_process, baton_router, bat
 KEY = ("--cluster-key", "a cluster key of the tests")
 SCRIPTED = ("--executor", "scripted", *KEY)
 PACE = ("--step-ms", "4")
-BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 200, "temperature": 1, "seed": 3, "ignore_eos": True}
+PROMPT = list(range(40, 50))
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 200, "temperature": 1, "seed": 3, "ignore_eos": True}
 
 
 def instance(join: str, name: str, *options: str) -> contextlib.AbstractContextManager[ServerProcess]:
@@ -103,7 +104,7 @@ def test_a_stop_string_of_several_bytes_a_character(client: openai.OpenAI, pair:
     whole = httpx.post(f"{pair.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
     at = next(i for i, char in enumerate(whole) if ord(char) > 0x7F and char != "\ufffd" and i > 20)
     stop = whole[at - 1 : at + 2]
-    cut = client.completions.create(model="scripted", prompt="hello", seed=3, max_tokens=2000, stop=stop, temperature=1,
+    cut = client.completions.create(model="scripted", prompt=PROMPT, seed=3, max_tokens=2000, stop=stop, temperature=1,
                                     extra_body={"ignore_eos": True})  # fmt: skip
     assert (cut.choices[0].text, cut.choices[0].finish_reason) == (whole[: whole.index(stop)], "stop")
 
@@ -120,8 +121,7 @@ def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
 
 
 def expected(tokens: int) -> list[int]:
-    prompt = [ord(char) for char in "hello"]
-    return undisturbed(prompt, Sampling(seed=3, stop_token_ids=()), tokens, BYTE_VOCABULARY)
+    return undisturbed(PROMPT, Sampling(seed=3), tokens, BYTE_VOCABULARY)
 
 
 def test_kill_9_of_the_serving_instance_in_mid_stream_is_not_noticed(pair: ServerProcess) -> None:
@@ -139,6 +139,7 @@ def test_kill_9_of_the_serving_instance_in_mid_stream_is_not_noticed(pair: Serve
                 victim = serving[0]["name"]
                 os.kill(serving[0]["pid"], signal.SIGKILL)
         assert _gathered(heard) == _gathered(quiet)
+        assert _gathered(heard)[1][0] == expected(200)
         assert heard[-1][1] == "[DONE]"
         assert victim not in names(pair.url)
         assert pair.metric("baton_retries_total", cause="lost") >= 2
