@@ -227,6 +227,13 @@ class Carrier:
         self.counts.declined[refusal.code.value] = self.counts.declined.get(refusal.code.value, 0) + 1
         self.effects.append(Declined(body, refusal))
 
+    def drop(self, body: Carried) -> None:
+        """An orphan that nobody came for: nobody hears how it ends."""
+        body.orphan = body.opened = False
+        self.counts.orphans_dropped += 1
+        self.end_all(body, FinishReason.ABORT, None)
+        self.effects.append(OrphanDropped(body.body))
+
     def end_all(self, body: Carried, reason: FinishReason, fault: PdFault | None) -> None:
         still = [choice for choice in body.choices if choice.state is not Carry.ENDED]
         self.call_back(still)
@@ -533,9 +540,8 @@ class Carrier:
                 return
             text = f"it has not ended within {self.config.deadline_us // 1_000_000} s"
             if body.orphan:
-                body.orphan = False
-                self.effects.append(OrphanDropped(body.body))
-            if body.opened:
+                self.drop(body)
+            elif body.opened:
                 self.end_all(body, FinishReason.RESCHEDULE, PdFault(PdCode.TIMEOUT, PdStage.DECODE, text))
             else:
                 self._decline(body, Refusal(RefusalCode.NO_INSTANCE, text, RETRY_AFTER_S))

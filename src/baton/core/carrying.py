@@ -133,8 +133,8 @@ class Journey:
     member: Member
     body: Carried
     choices: list[Choice]
-    ran: list[int] = field(default_factory=list)
-    """Places that the instance said it had begun with."""
+    began: list[int] = field(default_factory=list)
+    """Places that the instance has begun with."""
 
 
 @dataclass(slots=True, eq=False)
