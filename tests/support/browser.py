@@ -38,7 +38,9 @@ class Page:
         self.page = browser.new_page(viewport={"width": width, "height": height})
         self.page.set_default_timeout(30_000)
         self.complaints: list[str] = []
-        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None)
+        self.page.on(
+            "console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None
+        )
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.goto(url)
 
@@ -68,7 +70,12 @@ PALE = """() => {
     const style = getComputedStyle(element);
     const [high, low] = [light(parts(style.color)), light(under)].sort((a, b) => b - a);
     const enough = parseFloat(style.fontSize) >= 24 ? 3 : 4.5;
-    if ((high + 0.05) / (low + 0.05) < enough) found.push(`${element.className || element.tagName}: ${element.textContent.slice(0, 40)}`);
+    const said = `${element.className || element.tagName}: ${element.textContent.slice(0, 40)}`;
+    if ((high + 0.05) / (low + 0.05) < enough) found.push(said);
   }
   return found;
 }"""
+
+UNNAMED = """() => [...document.querySelectorAll("button, input, select, textarea")]
+  .filter((control) => !control.labels?.length && !control.ariaLabel && !control.textContent.trim())
+  .map((control) => control.outerHTML)"""
