@@ -99,18 +99,30 @@ def test_notes_that_come_with_a_late_beat_are_put_where_they_belong() -> None:
     router.take(noted(Stage.PLACED, "d1", 1 * S), 1 * S)
     router.take(delivered(1), 5 * S)  # before anybody has said that it decodes
     assert stages(router) == [("placed", "d1"), ("decode", "d1")]
-    router.take(noted(Stage.PREFILL, "d1", 2 * S), 6 * S)
+    router.take(noted(Stage.HANDOVER, "d1", 2 * S), 6 * S)
     router.take(noted(Stage.DECODE, "d1", 3 * S), 6 * S)
-    assert stages(router) == [("placed", "d1"), ("prefill", "d1"), ("decode", "d1")]
+    told = [("placed", "d1"), ("handover", "d1"), ("decode", "d1")]
+    assert stages(router) == told
     [request] = shown(router)["requests"]
     assert [start for _, _, start, *_ in request["lanes"][0]["segments"]] == [1 * S, 2 * S, 3 * S]
 
     router.take(delivered(1, end=FinishReason.STOP), 7 * S)
     router.take(noted(Stage.PREEMPTED, "d1", 6 * S), 8 * S)
-    router.take(noted(Stage.DECODE, "d1", 8 * S), 8 * S)
-    assert stages(router) == [("placed", "d1"), ("prefill", "d1"), ("decode", "d1"), ("preempted", "d1")], (
-        "not after its end"
-    )
+    router.take(noted(Stage.PLACED, "d2", 8 * S), 8 * S)
+    assert stages(router) == [*told, ("preempted", "d1")], "nothing after its end"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["notes first", "token first"])
+def test_a_prefill_lasts_until_its_token_though_an_instance_calls_it_decoding_from_its_last_plan_on(late: bool) -> None:
+    lane = Lane()
+    lane.note(Stage.PLACED, "d1", 1)
+    if late:
+        lane.delivered(1, 9)
+    lane.note(Stage.PREFILL, "d1", 2)
+    lane.note(Stage.DECODE, "d1", 2)
+    if not late:
+        lane.delivered(1, 9)
+    assert [(note.stage, note.at_us) for note in lane.notes] == [(Stage.PLACED, 1), (Stage.PREFILL, 2), (Stage.DECODE, 9)]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -102,6 +102,8 @@ class Lane:
         """The note before says the same; or the one after does, which then began earlier than was thought."""
         if stage not in LASTING:
             return False
+        if stage is Stage.DECODE and at > 0 and self.notes[at - 1].stage is Stage.PREFILL:
+            return True  # the last chunk of the prefill was planned, not computed: its token will show when that is done
         if at > 0 and (self.notes[at - 1].stage, self.notes[at - 1].where) == (stage, where):
             return True
         if at < len(self.notes) and (self.notes[at].stage, self.notes[at].where) == (stage, where):

@@ -46,7 +46,7 @@ function laneDetail(lane, index, request) {
     ["State", standing(lane)[1]],
     ["Answer", count(lane.tokens, "token")],
     ["First token after", duration(lane.first_us === null ? null : lane.first_us - request.began_us)],
-    ["A token each", duration(perToken)],
+    ["Time per token", duration(perToken)],
     ["Whole", duration(lane.ended_us === null ? null : lane.ended_us - request.began_us)],
     ["Moves", movesOf(lane).map(moveText).join("; ") || "none"],
   ]);
