@@ -166,6 +166,8 @@ class Fleet:
         self._lives = 0
         self._loop = asyncio.new_event_loop()
         self._server: uvicorn.Server | None = None
+        self._serving: list[asyncio.Task[None]] = []
+        """Of every router that there was."""
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.start_router()
@@ -196,19 +198,22 @@ class Fleet:
         self.metrics = Metrics(self.engine, "tiny")
         app = create_router_app(
             self.engine, self.sessions, Chronicle(self.sessions, self.engine),
-            Dashboard(state, monotonic_us, self.engine.views), self._text, self._settings, self.metrics, self._config.orphan_grace_us / 1e6,
+            Dashboard(state, monotonic_us, self.engine.views),
+            self._text, self._settings, self.metrics, self._config.orphan_grace_us / 1e6,
         )  # fmt: skip
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
-        self._serving = asyncio.create_task(_serve(self._server, sock))
+        self._serving.append(asyncio.create_task(_serve(self._server, sock)))
 
     def kill_router(self) -> None:
         """As after kill -9: nothing is said to anybody, and everything that it knew is gone."""
 
         def kill() -> None:
-            for server in self._server.servers if self._server is not None else []:
-                server.close()
-            for connection in list(self._server.server_state.connections) if self._server is not None else []:
-                connection.transport.abort()
+            if self._server is not None:
+                self._server.should_exit = self._server.force_exit = True
+                for server in self._server.servers:
+                    server.close()
+                for connection in list(self._server.server_state.connections):
+                    connection.transport.abort()
             self.sessions.close("killed")
             for member in self.members.values():
                 if member.line is not None:
@@ -255,7 +260,7 @@ class Fleet:
         _ending.append(ending)
 
     def _end(self) -> None:
-        asyncio.run_coroutine_threadsafe(asyncio.wait_for(self._serving, 10), self._loop).result(11)
+        asyncio.run_coroutine_threadsafe(asyncio.wait(self._serving, timeout=10), self._loop).result(11)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()

@@ -158,8 +158,8 @@ class _Process:
     def _banner(self, clients: socket.socket, instances: socket.socket) -> str:
         url, at = url_of(clients), address_of(instances)
         return (
-            f"{self._settings.names[0]} is served at {url}\n"
             f"instances join at {at}, with: baton serve … --router {at}\n"
+            f"{self._settings.names[0]} is served at {url}\n"
             f"watch it at {url}/dashboard, talk to it with: baton chat --url {url}"
         )
 
