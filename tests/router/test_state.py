@@ -10,10 +10,24 @@ from typing import Any
 
 import pytest
 
+from baton.api.origin import Origin
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.records import Bill
 from baton.core.request import FinishReason
-from baton.core.routing import Body, Declined, Delivered, Facts, FleetChanged, Instance, Ledger, Noted, Outcome, Stage
+from baton.core.routing import (
+    Body,
+    Declined,
+    Delivered,
+    Facts,
+    FleetChanged,
+    Instance,
+    Ledger,
+    Noted,
+    Orphan,
+    OrphanDropped,
+    Outcome,
+    Stage,
+)
 from baton.router import lanes, state
 from baton.router.lanes import Lane
 from baton.router.state import RouterState
@@ -170,6 +184,25 @@ def test_a_declined_request_ends_with_the_reason() -> None:
     router.take(Declined(Body(1), Refusal(RefusalCode.QUEUE_FULL, "full")), 1 * S)
     [request] = shown(router)["requests"]
     assert [lane["finish"] for lane in request["lanes"]] == ["declined: queue_full"] * 2
+
+
+def test_a_request_of_a_router_that_was_lost_is_shown_as_the_one_it_was() -> None:
+    router = RouterState(0)
+    origin = Origin("/v1/completions", b"{}", "", "the-one", 1, 2).encode()
+    router.take(noted(Stage.RESUMED, "d1", 1 * S), 1 * S)
+    router.take(Orphan(Body(1), origin, ((5, 6, 7), None), ((), ()), (None, None), (None, None)), 1 * S)
+    router.take(delivered(1), 2 * S)
+    router.take(delivered(1, choice=1, end=FinishReason.STOP), 3 * S)
+    [request] = shown(router)["requests"]
+    assert (request["id"], request["choices"], request["prompt_tokens"]) == ("the-one", 2, None)
+    assert [(lane["tokens"], lane["first_us"]) for lane in request["lanes"]] == [(4, None), (1, None)]
+    assert stages(router) == [("resumed", "d1"), ("decode", "d1")]
+    router.take(OrphanDropped(Body(1)), 4 * S)
+    [request] = shown(router)["requests"]
+    assert [lane["finish"][:7] for lane in request["lanes"]] == ["dropped", "stop"]
+
+    router.take(Orphan(Body(2), b"no origin", ((),), ((),), (None,), (None,)), 1 * S)
+    assert [request["body"] for request in shown(router)["requests"]] == [1]
 
 
 # ── bounds ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

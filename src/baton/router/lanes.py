@@ -62,10 +62,14 @@ class Lane:
         """Tokens came, so it decodes: nobody has to wait for the beat that says so."""
         if self.notes and self.notes[-1].stage in BEFORE_A_TOKEN:
             self._put(len(self.notes), LaneNote(Stage.DECODE, self.place, at_us, self.tokens, ""))
-        if self.first_token_us is None:
+        if self.last_token_us is None:
             self.first_token_us = at_us
         self.last_token_us = at_us
         self.tokens += tokens
+
+    def found(self, tokens: int, at_us: int) -> None:
+        """It had come so far with a router that was lost; when its first token came is not known."""
+        self.tokens, self.last_token_us = tokens, at_us
 
     def end(self, at_us: int, finish: str) -> bool:
         if self.ended_us is not None:
