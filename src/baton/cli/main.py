@@ -14,6 +14,8 @@ from baton.cli.bench_policies import policies
 from baton.cli.bench_predict import predict
 from baton.cli.bench_prefill_path import prefill_path
 from baton.cli.bench_pressure import pressure
+from baton.cli.bench_router import router as router_cost
+from baton.cli.bench_routing import routing
 from baton.cli.bench_scheduler import scheduler
 from baton.cli.bench_split import split
 from baton.cli.chaos import chaos
@@ -45,6 +47,8 @@ bench_app.command()(predict)
 bench_app.command()(handover)
 bench_app.command()(split)
 bench_app.command()(prefill_path)
+bench_app.command("router")(router_cost)
+bench_app.command()(routing)
 app.add_typer(bench_app, name="bench")
 app.add_typer(sim_app, name="sim")
 
