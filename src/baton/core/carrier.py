@@ -149,10 +149,8 @@ class Carrier:
         return dict(self._moves)
 
     def next_deadline(self) -> int | None:
-        times = [self.room.next_due(), self._absent_due_us]
-        if self.bodies:
-            times.append(next(iter(self.bodies.values())).deadline_us)
-        return min((time for time in times if time is not None), default=None)
+        due_us = sooner(self.room.next_due(), self._absent_due_us)
+        return sooner(due_us, next(iter(self.bodies.values())).deadline_us) if self.bodies else due_us
 
     def expire(self) -> None:
         self._end_overdue()
@@ -508,6 +506,8 @@ class Carrier:
             if leads(submission) in prefills:
                 prompt, giver, tokens = prefills.pop(leads(submission))
                 self._expect_prefill(choice, member, giver, tokens, prompt)
+                if giver is not member:
+                    journey.givers[place] = giver.name
         choices = tuple(choice.index for choice in party)
         self.effects.append(Send(member.session, journey.leg, group, choices, len(body.choices), body.origin))
         for choice in party:
@@ -574,6 +574,12 @@ class Carrier:
             else:
                 self._decline(body, Refusal(RefusalCode.NO_INSTANCE, text, RETRY_AFTER_S))
         self._absent_due_us = min(times, default=None)
+
+
+def sooner(one_us: int | None, other_us: int | None) -> int | None:
+    if one_us is None or (other_us is not None and other_us < one_us):
+        return other_us
+    return one_us
 
 
 def digest_of(origin: bytes) -> bytes:

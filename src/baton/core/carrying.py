@@ -135,6 +135,8 @@ class Journey:
     choices: list[Choice]
     began: list[int] = field(default_factory=list)
     """Places that the instance has begun with."""
+    givers: dict[int, Instance] = field(default_factory=dict)
+    """By place: who was chosen to prefill it."""
 
 
 @dataclass(slots=True, eq=False)
