@@ -3,7 +3,7 @@
 import { call, isDemo, kill, post, reason } from "./api.js";
 import { byId, icon, make, setText } from "./dom.js";
 import { eventsOf } from "./sse.js";
-import { count, duration, moveText, movesOf, placeOf } from "./words.js";
+import { count, duration, giverOf, moveText, movesOf, placeOf } from "./words.js";
 
 const AWAY_MS = 60_000; // how long a router may be away
 const BACK_MS = 5_000; // how long one that is back may not know of the answer: its instances have yet to join
@@ -251,7 +251,7 @@ export class Chat {
       return make("span", {}, ...(place ? ["Answered by ", make("b", {}, place), "."] : ["Answered."]));
     }
     if (!serving) return make("span", {}, "Waiting for an instance…");
-    const giver = lane.segments.findLast(([stage]) => stage === "handover")?.[5].match(/^from (.+)$/)?.[1];
+    const giver = lane.segments.map(giverOf).findLast(Boolean);
     const by = giver ? `, prefilled by ${giver}` : "";
     return make("span", {}, "Served by ", make("b", {}, serving), `${by}.`);
   }
