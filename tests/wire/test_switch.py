@@ -24,6 +24,7 @@ from baton.core.routing import (
     Declined,
     Delivered,
     Forget,
+    HangUp,
     Joined,
     Leg,
     LegRefused,
@@ -572,7 +573,6 @@ NEGATIVE = msgspec.structs.replace(step(ended=[8]).ended[0], generated_tokens=-1
         step([(8, [-1])]),
         step([(8, [1]), (8, [2])]),
         step([(8, [1] * 5)]),
-        step([(9, [1])]),
         step([(9, [1, 2])], logprobs=(line(0, -1.0),)),
         step([(30, [1])]),
         step(ended=[30]),
@@ -608,10 +608,53 @@ def test_tokens_are_counted_over_all_steps_and_legs() -> None:
         hand.hear(step([(8, [1])]))
 
 
+def test_tokens_that_were_held_are_counted_too() -> None:
+    hand = Hand(held_group(3), keep=[(3, 1, 0)])
+    hand.hear(step([(3, [1] * 3)]))
+    with pytest.raises(WireError, match="serial 3"):
+        hand.hear(step([(3, [1])]))
+
+
+def test_a_row_of_fewer_tokens_than_none_is_an_error() -> None:
+    hand = Hand()
+    hand.open_as(5, body("abc", 2), 8, 9)
+    with pytest.raises(WireError, match="-1 tokens of serial 9"):
+        hand.hear(msgspec.structs.replace(step([(8, [1]), (9, [])]), counts=np.array([2, -1], "<i4").tobytes()))
+    assert hand.news() == []
+
+
+def test_when_the_router_hangs_up_over_a_row_the_rows_after_it_are_not_heard() -> None:
+    hand = Hand()
+    hand.open_as(5, body("abc", 2), 8, 9)
+    assert hand.hear(step([(8, [1]), (9, [2])]), HangUp(hand.session, "stuck")) == [Close(hand.session, "stuck")]
+    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
+
+
+def test_where_a_request_was_is_remembered_for_its_last_notes_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.wire.switch.RECENT_MAX", 2)
+    hand = Hand()
+    for serial in range(3):
+        hand.open_as(serial, body(f"r{serial}"), serial)
+        hand.hear(step(ended=[serial]))
+        hand.news()
+    notes = tuple((serial, "FINISHED", 1) for serial in range(3))
+    hand.hear(Beat(wire_gauges(GAUGES), 0, True, False, b"", b"", notes))
+    (beaten,) = hand.news()
+    assert isinstance(beaten, Beaten)
+    assert [note.leg for note in beaten.sign.notes] == [1, 2]
+
+
 def test_log_probabilities_that_nobody_asked_for_are_left_out() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
     hand.hear(step([(8, [1])], logprobs=(line(0, -1.0),)))
+    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
+
+
+def test_who_asked_for_log_probabilities_gets_tokens_from_an_executor_that_has_none() -> None:
+    hand = Hand()
+    hand.open_as(5, body("abc", 1, logprobs=1), 8)
+    hand.hear(step([(8, [1])]))
     assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
 
 
