@@ -30,8 +30,8 @@ def call(*options: str) -> tuple[int, str]:
 def test_options_become_settings(routed: list[service.RouterSettings]) -> None:
     options = (
         "--executor", "scripted", "--policy", "round-robin", "--preempt-retry-count", "5",
-        "--no-preempt-retry-exclude-decode", "--request-timeout", "30", "--orphan-grace", "2.5", "--key-concurrency", "7", "--key-tokens-per-minute", "1000",
-        "--max-waiting", "9", "--join-port", "0", "--served-model-name", "m", *KEY,
+        "--no-preempt-retry-exclude-decode", "--request-timeout", "30", "--orphan-grace", "2.5", "--key-concurrency", "7",
+        "--key-tokens-per-minute", "1000", "--max-waiting", "9", "--join-port", "0", "--served-model-name", "m", *KEY,
     )  # fmt: skip
     assert call(*options)[0] == 0
     (settings,) = routed
