@@ -234,15 +234,11 @@ class Supervisor:
         """One life; its exit code."""
         post.said.clear()
         post.restarts.started()
-        process = await asyncio.create_subprocess_exec(
-            *post.command(),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=self._environment,
-            start_new_session=True,  # Ctrl-C is for us alone: we know in which order to stop
-            preexec_fn=self._bound,
-        )
+        try:
+            process = await self._spawn(post.command())
+        except OSError as error:
+            post.said.append(f"cannot start a process: {error}")
+            return EXIT_FAILED
         post.process = process
         if self._stopping.is_set():
             _signal(process, signal.SIGKILL)  # whoever stops us may have looked before this one was there
@@ -253,6 +249,17 @@ class Supervisor:
         # Its engine may hold the pipe a moment longer, and what it says last explains the end.
         await asyncio.wait((reader,), timeout=LAST_LINES_S)
         return code
+
+    async def _spawn(self, command: list[str]) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C is for us alone: we know in which order to stop
+            preexec_fn=self._bound,
+        )
 
     async def _read(self, post: Post, process: asyncio.subprocess.Process) -> None:
         if process.stdout is None:
