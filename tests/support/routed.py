@@ -16,7 +16,7 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import Refusal
 from baton.core.plan import Logprobs, StepPlan, StepResult
 from baton.core.prefix import PrefixIndex
-from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
 from baton.core.router import Router
 from baton.core.routing import (
     Body,
@@ -55,7 +55,7 @@ from baton.wire.messages import (
     encode_to_engine,
     pulse,
 )
-from baton.wire.relay import Relay, RelayOut
+from baton.wire.relay import Relay, RelayOut, Standing
 from baton.wire.switch import Act, Close, Say, Switch
 from tests.support.driver import VOCABULARY, shape_of
 
@@ -68,8 +68,8 @@ PULSE_US = 100_000
 class LogprobExecutor(ScriptedExecutor):
     """Reports a log-probability for each token that asked for it: minus the token, so that a wrong line is seen."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        super().__init__(shape_of(config), VOCABULARY)
+    def __init__(self, config: WorkerConfig, vocabulary: int = VOCABULARY) -> None:
+        super().__init__(shape_of(config), vocabulary)
         self._plans: deque[StepPlan] = deque()
         self._wants: dict[int, bool] = {}
 
@@ -89,7 +89,14 @@ class LogprobExecutor(ScriptedExecutor):
                 values = -tokens.astype(np.float32)
                 rows.append(Logprobs(row, values, tokens.reshape(-1, 1), values.reshape(-1, 1)))
         return StepResult(
-            result.step, result.slots, result.epochs, result.outcomes, result.counts, result.tokens, result.known, tuple(rows)
+            result.step,
+            result.slots,
+            result.epochs,
+            result.outcomes,
+            result.counts,
+            result.tokens,
+            result.known,
+            tuple(rows),
         )
 
 
@@ -125,6 +132,7 @@ class Member:
         self.dead = False
         self.local: list[StepOutput] = []
         """What was for the clients of its own address."""
+        self.answers: list[AcceptedAs | RefusedWith] = []
 
     # The engine.
 
@@ -162,8 +170,10 @@ class Member:
     def _front(self, message: FromEngine) -> None:
         match message:
             case AcceptedAs(ticket) | RefusedWith(ticket):
-                assert self.relay.owns_ticket(ticket)
-                self.act(self.relay.take(message, self.world.now_us))
+                if self.relay.owns_ticket(ticket):
+                    self.act(self.relay.take(message, self.world.now_us))
+                else:
+                    self.answers.append(message)
             case StepOutput():
                 ours, local = self.relay.split(message)
                 if local is not None:
@@ -217,6 +227,8 @@ class Asked:
     cached: list[int | None]
     opened: int = 0
     declined: Refusal | None = None
+    keep: dict[int, int] = field(default_factory=dict)
+    """By choice: after how many tokens it was cut."""
 
     @property
     def over(self) -> bool:
@@ -235,7 +247,7 @@ class World:
         self.switch = self._router()
         self.members = [Member(self, f"d{number}", worker) for number in range(members)]
         self.asked: dict[Body, Asked] = {}
-        self.orphans: dict[bytes, Orphan] = {}
+        self.orphans: dict[bytes, Asked] = {}
         self.noted: list[Noted] = []
         self.changed: list[FleetChanged] = []
         self.delivered = 0
@@ -244,6 +256,8 @@ class World:
         """What happens instead of the n-th message: see `_break`."""
         self.broken: list[str] = []
         self.resubmitted = 0
+        self._waiting: list[Asked] = []
+        """Clients of a router that is gone."""
 
     def _router(self) -> Switch:
         return Switch(Router(self.config, SECRET, seed=1), "router")
@@ -252,7 +266,10 @@ class World:
 
     def ask(self, group: Sequence[Submission], origin: bytes = b"") -> Asked:
         origin = origin or group[0].request_id.encode()
-        asked = Asked(list(group), origin, Body(0), *([[] for _ in group] for _ in range(2)), *([None] * len(group) for _ in range(2)))  # type: ignore[arg-type]  # fmt: skip
+        size = range(len(group))
+        asked = Asked(
+            list(group), origin, Body(0), [[] for _ in size], [[] for _ in size], [None for _ in size], [None for _ in size]
+        )
         self._submit(asked)
         return asked
 
@@ -279,18 +296,24 @@ class World:
                 case Delivered():
                     self._deliver(act)
                 case Orphan():
-                    self.orphans[act.origin] = act
+                    self._find(act)
                 case OrphanDropped(body):
                     self.orphans = {key: orphan for key, orphan in self.orphans.items() if orphan.body != body}
+                    del self.asked[body]
                 case Noted():
                     self.noted.append(act)
                 case FleetChanged():
                     self.changed.append(act)
 
+    def _find(self, orphan: Orphan) -> None:
+        """News of it may come before its client does."""
+        tokens = [list(known or ()) for known in orphan.delivered]
+        extras = [list(known) for known in orphan.extras]
+        found = Asked([], orphan.origin, orphan.body, tokens, extras, list(orphan.outcomes), list(orphan.cached_tokens))
+        self.orphans[orphan.origin] = self.asked[orphan.body] = found
+
     def _deliver(self, news: Delivered) -> None:
-        asked = self.asked.get(news.body)
-        if asked is None:  # of an orphan that nobody has claimed yet
-            return
+        asked = self.asked[news.body]
         assert asked.outcomes[news.choice] is None, "news after the end"
         asked.tokens[news.choice] += news.tokens
         if isinstance(news.extras, list):
@@ -334,37 +357,26 @@ class World:
             member.hang_up("reset")
         self.lines.clear()
         self.switch = self._router()
-        self._waiting = [asked for asked in self.asked.values() if not asked.over]
+        self._waiting += [asked for asked in self.asked.values() if asked.group and not asked.over]
         self.asked = {}
         self.orphans = {}
 
-    _waiting: list[Asked] = []  # noqa: RUF012  clients of a router that is gone
-
-    def claim_all(self) -> None:
+    def _claim_all(self) -> None:
         """Clients come for what was theirs; what nobody holds is asked for anew."""
         waiting, self._waiting = self._waiting, []
         for asked in waiting:
-            orphan = self.orphans.pop(asked.origin, None)
-            if orphan is None or any(tokens is None for tokens in orphan.delivered):
+            found = self.orphans.pop(asked.origin, None)
+            if found is None:
                 self.resubmitted += 1
                 asked.tokens, asked.extras = [[] for _ in asked.group], [[] for _ in asked.group]
                 asked.outcomes, asked.opened = [None] * len(asked.group), 0
-                if orphan is not None:
-                    self.do(self.switch.leave(orphan.body, self.now_us))
-                    asked.origin += b"'"
                 self._submit(asked)
                 continue
-            for choice, tokens in enumerate(orphan.delivered):
-                assert tokens is not None
-                assert list(tokens[: len(asked.tokens[choice])]) == asked.tokens[choice] or len(tokens) < len(
-                    asked.tokens[choice]
-                ), "an orphan that knows other tokens"
-                asked.tokens[choice] = list(tokens)
-                asked.extras[choice] = list(orphan.extras[choice])
-                asked.outcomes[choice] = orphan.outcomes[choice]
-            asked.body = orphan.body
-            self.asked[orphan.body] = asked
-            self.do(self.switch.claim(orphan.body, self.now_us))
+            for had, known in zip(asked.tokens, found.tokens, strict=True):
+                shorter = min(len(had), len(known))
+                assert had[:shorter] == known[:shorter], "what was found is another answer"
+            found.group, found.keep = asked.group, asked.keep
+            self.do(self.switch.claim(found.body, self.now_us, found.group))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -430,20 +442,35 @@ class World:
         """Until every client has its end and nothing is open."""
         while not self.quiet():
             if self.now_us > until_us:
-                raise RuntimeError(f"did not finish: {[vars(asked) for asked in self.asked.values() if not asked.over]}")
-            if not self.turn():
-                self._sleep()
-            elif self._waiting and all(member.line is not None for member in self.members if not member.dead):
-                self.claim_all()
-            self.now_us += TURN_US
+                raise RuntimeError(
+                    f"did not finish: {[asked for asked in self.asked.values() if not asked.over]}, {self.broken}"
+                )
+            self.go_on()
+
+    def go_on(self) -> None:
+        if not self.turn():
+            self._sleep()
+        elif self._waiting and all(m.relay.standing is Standing.SERVING for m in self.members if not m.dead):
+            self._claim_all()
+        self.now_us += TURN_US
+
+    def leave(self, asked: Asked) -> None:
+        """Its client is gone."""
+        self.do(self.switch.leave(asked.body, self.now_us))
+        self.asked.pop(asked.body, None)
+
+    def cut(self, asked: Asked, choice: int, keep: int) -> None:
+        """Its client needs no more than so many tokens."""
+        asked.keep[choice] = keep
+        self.do(self.switch.cut(asked.body, choice, keep, self.now_us))
 
     def quiet(self) -> bool:
-        clients = all(asked.over for asked in self.asked.values()) and not self._waiting
+        clients = all(asked.over for asked in self.asked.values()) and not self._waiting and not self.orphans
         return clients and all(
             member.dead
             or (
                 member.worker.is_idle
-                and not member.relay.open_requests
+                and not member.relay.held_choices
                 and not (member.line and (member.line.up or member.line.down))
             )
             for member in self.members
@@ -463,26 +490,35 @@ class World:
         for asked in self.asked.values():
             assert asked.declined is None, asked.declined
             for choice, item in enumerate(asked.group):
-                assert asked.tokens[choice] == asked.expected(choice), (asked.origin, choice, self.broken)
-                outcome = asked.outcomes[choice]
-                assert outcome is not None
-                assert outcome.generated_tokens == len(asked.tokens[choice])
+                self._judge_choice(asked, choice)
                 if item.sampling.logprobs is not None:
                     values = [-float(token) for token in asked.tokens[choice]]
                     got = [line[0] for line in asked.extras[choice]]  # type: ignore[index]
                     assert got == values[len(values) - len(got) :]
         for member in self.members:
             if not member.dead:
-                assert member.relay.open_requests == 0
+                assert member.relay.open_requests == member.relay.held_choices == 0
                 assert member.worker.is_idle
         assert self.switch.router.open_bodies == 0
+
+    def _judge_choice(self, asked: Asked, choice: int) -> None:
+        outcome, tokens, expected = asked.outcomes[choice], asked.tokens[choice], asked.expected(choice)
+        assert outcome is not None
+        if outcome.reason is FinishReason.STOP:  # it was cut; what came before its instance knew is of the same answer
+            assert tokens == expected[: len(tokens)], (asked.origin, choice, self.broken)
+            assert outcome.generated_tokens == asked.keep[choice], (asked.origin, choice, self.broken)
+        else:
+            assert tokens == expected, (asked.origin, choice, self.broken)
+            assert outcome.generated_tokens == len(tokens)
 
 
 def prompt_of(name: str, size: int = 6) -> list[int]:
     return [(ord(char) * (at + 3) + size) % VOCABULARY for at, char in enumerate((name * size)[:size])]
 
 
-def body(name: str, choices: int = 1, max_tokens: int = 4, logprobs: int | None = None, temperature: float = 0.7) -> list[Submission]:
+def body(
+    name: str, choices: int = 1, max_tokens: int = 4, logprobs: int | None = None, temperature: float = 0.7
+) -> list[Submission]:
     ids = [RequestId(f"{name}:{at}") for at in range(choices)]
     prompt = frozen_tokens(prompt_of(name))
     return [

@@ -32,6 +32,8 @@ class Adoption:
         self._made = 0
 
     def next_deadline(self) -> int | None:
+        if not self._pending:
+            return None
         return min((body.grace_us for body in self._pending.values() if body.grace_us is not None), default=None)
 
     # ── joins ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -41,8 +43,9 @@ class Adoption:
         keep, cancel = list[Kept](), list[int]()
         extras: dict[Body, dict[int, tuple[object, ...]]] = {}
         """Of the orphans that are found in this join."""
-        for item in sorted(held, key=_worth, reverse=True):
-            body = self._body_of(item)
+        furthest = _furthest(held)
+        for item in held:
+            body = self._body_of(item) if item.serial in furthest else None
             choice = None if body is None else body.choices[item.choice]
             if choice is None or not _wanted(choice, item):
                 cancel.append(item.serial)
@@ -118,6 +121,7 @@ class Adoption:
     def _resume(self, choice: Choice, journey: Journey) -> None:
         """It was not lost after all."""
         carrier = self._carrier
+        journey.taken = True
         carrier.move(choice, CarryMove.RESUME)
         carrier.board(choice, journey, 0)
         choice.losses = max(0, choice.losses - 1)
@@ -198,10 +202,16 @@ def _history(item: HeldChoice) -> list[int]:
     return [*item.submission.generated.tolist(), *item.tokens]
 
 
-def _worth(item: HeldChoice) -> tuple[int, bool, bool]:
-    """The longest history first; of equals, one that has ended, then one that still runs."""
-    over = item.end is not None and item.end.reason in OVER
-    return len(item.submission.generated) + len(item.tokens), over, item.end is None
+def _furthest(held: Sequence[HeldChoice]) -> set[int]:
+    """Of each choice the serial with the longest history; of equals, one that has ended, then one that still runs."""
+    best: dict[tuple[bytes, int, int], tuple[tuple[int, bool, bool], int]] = {}
+    for item in held:
+        over = item.end is not None and item.end.reason in OVER
+        worth = (len(item.submission.generated) + len(item.tokens), over, item.end is None)
+        which = (item.origin, item.body_choices, item.choice)
+        if which not in best or worth > best[which][0]:
+            best[which] = (worth, item.serial)
+    return {serial for _, serial in best.values()}
 
 
 def _wanted(choice: Choice, item: HeldChoice) -> bool:

@@ -149,10 +149,8 @@ class Carrier:
         return dict(self._moves)
 
     def next_deadline(self) -> int | None:
-        times = [self.room.next_due(), self._absent_due_us]
-        if self.bodies:
-            times.append(next(iter(self.bodies.values())).deadline_us)
-        return min((time for time in times if time is not None), default=None)
+        due_us = sooner(self.room.next_due(), self._absent_due_us)
+        return sooner(due_us, next(iter(self.bodies.values())).deadline_us) if self.bodies else due_us
 
     def expire(self) -> None:
         self._end_overdue()
@@ -303,6 +301,7 @@ class Carrier:
         sent = self._sent(event.session, event.leg)
         for choice in sent:
             self.move(choice, CarryMove.TAKE)
+            self._legs[event.leg].taken = True
             choice.refusals, choice.turned_down_by = 0, None
             self.opened(choice.body)
             if choice.attempts > 1 and choice.leg is not None:
@@ -318,6 +317,9 @@ class Carrier:
     def refused(self, event: LegRefused) -> None:
         sent = self._sent(event.session, event.leg)
         journey = self._legs.get(event.leg)
+        if journey is not None and journey.member.session == event.session and not journey.taken:
+            del self._legs[event.leg]
+            journey.body.legs.remove(journey)  # there is nothing to call back or to forget
         if journey is None or not sent:
             self.counts.late += 1
             return
@@ -327,9 +329,6 @@ class Carrier:
             return
         for choice in sent:
             self.carry_on(choice, Cause.REFUSED if about_instance else Cause.UNFIT, fault_of_refusal(event.refusal))
-        if event.leg in self._legs:
-            del self._legs[event.leg]
-            journey.body.legs.remove(journey)
 
     def _at(self, session: Session, leg: Leg, place: int) -> Choice | None:
         """The choice that is at that place of a leg, if the leg still has it."""
@@ -449,13 +448,15 @@ class Carrier:
             choice.prefill = None
 
     def call_back(self, choices: Iterable[Choice]) -> None:
-        """Instances need not go on with these."""
+        """Instances that are still there need not go on with these."""
         places: dict[Leg, list[int]] = {}
         for choice in choices:
-            if choice.leg is not None:
+            if choice.leg is not None and choice.leg.leg in self._legs:
                 places.setdefault(choice.leg.leg, []).append(choice.place)
         for leg, numbers in places.items():
-            self.effects.append(CallBack(self._legs[leg].member.session, leg, tuple(numbers)))
+            session = self._legs[leg].member.session
+            if session in self.fleet.members:
+                self.effects.append(CallBack(session, leg, tuple(numbers)))
 
     def _where(self, choice: Choice) -> Instance | None:
         return None if choice.leg is None else choice.leg.member.name
@@ -508,6 +509,8 @@ class Carrier:
             if leads(submission) in prefills:
                 prompt, giver, tokens = prefills.pop(leads(submission))
                 self._expect_prefill(choice, member, giver, tokens, prompt)
+                if giver is not member:
+                    journey.givers[place] = giver.name
         choices = tuple(choice.index for choice in party)
         self.effects.append(Send(member.session, journey.leg, group, choices, len(body.choices), body.origin))
         for choice in party:
@@ -574,6 +577,12 @@ class Carrier:
             else:
                 self._decline(body, Refusal(RefusalCode.NO_INSTANCE, text, RETRY_AFTER_S))
         self._absent_due_us = min(times, default=None)
+
+
+def sooner(one_us: int | None, other_us: int | None) -> int | None:
+    if one_us is None or (other_us is not None and other_us < one_us):
+        return other_us
+    return one_us
 
 
 def digest_of(origin: bytes) -> bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from baton.core.carrying import Journey
 from baton.core.fleet import Member
 from baton.core.request import Phase
-from baton.core.routing import Body, Leg, Noted, PhaseNote, Session, Stage
+from baton.core.routing import Body, Instance, Leg, Noted, PhaseNote, Session, Stage
 
 RECENT_MAX = 1024
 STAGES = {
@@ -32,6 +32,8 @@ class _Trace:
     choices: tuple[int, ...]
     began: list[int]
     """Places that the instance has begun with."""
+    givers: dict[int, Instance]
+    """By place: who was chosen to prefill it."""
 
 
 class Phases:
@@ -54,13 +56,15 @@ class Phases:
                 continue
             stage = _stage(trace, note)
             if stage is not None:
-                made.append(Noted(trace.body, trace.choices[note.place], stage, member.name, now_us - note.ago_us))
+                at_us, giver = now_us - note.ago_us, trace.givers.get(note.place)
+                why = f"from {giver}" if stage is Stage.HANDOVER and giver is not None else ""
+                made.append(Noted(trace.body, trace.choices[note.place], stage, member.name, at_us, why))
         return made
 
 
 def _trace(journey: Journey) -> _Trace:
     choices = tuple(choice.index for choice in journey.choices)
-    return _Trace(journey.member.session, journey.body.body, choices, journey.began)
+    return _Trace(journey.member.session, journey.body.body, choices, journey.began, journey.givers)
 
 
 def _stage(trace: _Trace, note: PhaseNote) -> Stage | None:

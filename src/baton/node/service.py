@@ -28,8 +28,10 @@ from baton.executor.cachedir import cache_folder
 from baton.node.client import EngineClient
 from baton.node.hosting import CannotServe, HttpServer, Say, StopSignals, bind, check_host, model_name, state_logged, url_of
 from baton.node.joining import Fenced, Membership, RouterAt
+from baton.node.lean import leave_torch_out
 from baton.node.models import resolve_model
 from baton.node.pairing import check_pairing, cluster_key, split_address
+from baton.node.pauses import spare_what_is_there
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret
 from baton.node.settings import EngineSettings
@@ -71,6 +73,7 @@ def serve(settings: ServeSettings, say: Say) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
             text_folder, engine = _prepare(settings, Path(scratch), say)
+            leave_torch_out()
             asyncio.run(_Instance(settings, api, engine, say).run(listener, text_folder))
     finally:
         listener.close()
@@ -138,6 +141,7 @@ class _Instance:
         metrics = Metrics(engine, self._settings.names[0])
         http = HttpServer(create_app(engine, text, self._api, metrics))
         serving = http.start(listener)
+        spare_what_is_there()
         self._say(self._banner(engine, listener))
         membership = self._membership(engine, listener)
         async with state_logged(engine, metrics):
