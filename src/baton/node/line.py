@@ -117,7 +117,7 @@ class Line(asyncio.Protocol):
     # ── the event loop calls ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A stream always, as we are only made for those; other event loops have transports that are of no class of asyncio's.
+        # Always a stream: we are made for nothing else. Transports of other event loops are of no class of asyncio's.
         self._transport = transport = cast("asyncio.Transport", transport)
         _set_options(transport.get_extra_info("socket"))
         ours, theirs = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
