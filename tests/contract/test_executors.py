@@ -16,6 +16,7 @@ from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.counting import CountingExecutor
 from baton.executor.scripted import ScriptedExecutor
 from baton.executor.torch_cpu import TorchCpuExecutor
+from baton.wire.messages import logprob_lines, wire_logprobs
 from tests.support.planner import GREEDY, Planner, generate
 from tests.support.tiny import make_model
 
@@ -97,6 +98,18 @@ def test_tokens_do_not_depend_on_batch_chunks_or_steps_in_flight(
 ) -> None:
     alone = [generate(make(), [prompt], 8)[0] for prompt in PROMPTS]
     assert generate(make(), PROMPTS, 8, chunk_tokens=chunk_tokens, depth=depth) == alone
+
+
+def test_log_probabilities_come_in_lines_of_so_many_alternatives(make: Callable[[], Executor]) -> None:
+    planner = Planner(make())
+    planner.add(PROMPTS[0], 3, sampling=replace(GREEDY, logprobs=2))
+    planner.run()
+    lines = [item for result in planner.results for item in result.logprobs]
+    for item in lines:
+        assert item.chosen.dtype.itemsize == item.top.dtype.itemsize
+        assert item.top.shape == item.top_ids.shape == (len(item.chosen), 2)
+    rows = [line for item in lines for line in logprob_lines(wire_logprobs(item))]
+    assert len(rows) in (0, 3)  # an executor may have none
 
 
 def test_a_restart_from_delivered_tokens_goes_on_as_if_nothing_had_happened(make: Callable[[], Executor]) -> None:

@@ -215,6 +215,8 @@ def test_two_places_under_one_ticket_are_an_error() -> None:
         [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1), 2, generated=frozen_tokens([1, 2]))],
         [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1), 5, generated=frozen_tokens([64]))],
         [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1), 5, leader=RequestId("nobody"))],
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1, logit_bias=((64, 1.0),)), 5)],
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1, stop_token_ids=(64,)), 5)],
     ],
 )
 def test_what_would_hurt_the_engine_never_reaches_it(group: list[Submission]) -> None:
@@ -444,7 +446,7 @@ def test_of_what_has_ended_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_group_that_cannot_travel_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "GROUP_BYTES_MAX", 1_000)
+    monkeypatch.setattr(relays, "GROUP_BYTES_MAX", 2_000)
     relay = serving()
     relay.heard(place(0, asks("a"), b"o" * 2_000), 0)
     relay.take(AcceptedAs(RELAY_TICKETS, (1,)), 0)
