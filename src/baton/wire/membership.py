@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.core.prefix import KEY_BYTES
-from baton.core.request import Submission, Tokens
+from baton.core.request import Submission, Tokens, frozen_tokens
 from baton.wire.messages import (
     AcceptedAs,
     Cancel,
@@ -66,6 +66,11 @@ Choices = Annotated[int, Meta(ge=1, le=GROUP_MAX)]
 Reason = Annotated[str, Meta(max_length=512)]
 Keys = Annotated[bytes, Meta(max_length=KEY_BYTES * KEYS_A_BEAT_MAX)]
 """Block keys end to end."""
+
+
+class UnknownToken(WireError):
+    """It has an id that the model has no token for. That need not be a router's fault: before anybody has joined, it knows
+    the tokenizer's vocabulary only."""
 
 
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -277,8 +282,7 @@ def checked_group(group: tuple[WireSubmission, ...], vocabulary: int) -> tuple[S
         check_tokens(submission.prompt, vocabulary)
         check_tokens(submission.generated, vocabulary)
         sampling = submission.sampling
-        listed = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
-        _demand(max(listed, default=0) < vocabulary, f"the id {max(listed, default=0)} of a vocabulary of {vocabulary}")
+        check_tokens(frozen_tokens([*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]), vocabulary)
         had, most = len(submission.generated), submission.max_tokens
         _demand(not had or most is None or had < most, f"{had} outputs of at most {most}, and more to come")
     return made
@@ -304,7 +308,7 @@ def _line_bytes(line: HeldLine) -> int:
 
 def check_tokens(tokens: Tokens, vocabulary: int) -> None:
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        raise WireError(f"a token that is none of a vocabulary of {vocabulary}")
+        raise UnknownToken(f"a token that is none of a vocabulary of {vocabulary}")
 
 
 def _demand(holds: bool, otherwise: str) -> None:

@@ -57,6 +57,7 @@ from baton.wire.membership import (
     Place,
     Settled,
     TurnedAway,
+    UnknownToken,
     Welcome,
     checked_group,
     held_bytes,
@@ -435,7 +436,10 @@ class Relay:
     def _place(self, place: Place) -> RelayOut:
         if any(group.ticket == place.ticket and group.session == self._session for group in self._asked.values()):
             raise WireError(f"ticket {place.ticket} waits for its answer already")
-        checked_group(place.group, self._join.vocabulary)
+        try:
+            checked_group(place.group, self._join.vocabulary)
+        except UnknownToken as error:
+            return RelayOut(says=[refused(place.ticket, Refusal(RefusalCode.NOT_IN_VOCABULARY, str(error)))])
         if self.open_requests + len(place.group) > CHOICES_MAX:
             refusal = Refusal(RefusalCode.QUEUE_FULL, f"{CHOICES_MAX} choices of this router are open here", 1)
             return RelayOut(says=[refused(place.ticket, refusal)])
