@@ -53,7 +53,7 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
         "--api-key",
         "k",
         "--host",
-        "0.0.0.0",
+        "0.0.0.0",  # noqa: S104  only written down here
         "--kv-blocks=64",
     )
     instance = plans[0].member_command(Member("decode-1", "decode"), "127.0.0.1:9", cores=8)
