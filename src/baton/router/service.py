@@ -14,6 +14,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import uvloop
 from fastapi import FastAPI
 
 from baton.api.metrics import Metrics
@@ -92,7 +93,7 @@ def route(settings: RouterSettings, say: Say) -> None:
             with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
                 folder = _text_folder(settings, Path(scratch), say)
                 leave_torch_out()
-                asyncio.run(_Process(settings, api, key, say).run(clients, instances, folder))
+                uvloop.run(_Process(settings, api, key, say).run(clients, instances, folder))
         finally:
             instances.close()
     finally:
