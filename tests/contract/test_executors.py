@@ -16,7 +16,6 @@ from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.counting import CountingExecutor
 from baton.executor.scripted import ScriptedExecutor
 from baton.executor.torch_cpu import TorchCpuExecutor
-from baton.wire.messages import logprob_lines, wire_logprobs
 from tests.support.planner import GREEDY, Planner, generate
 from tests.support.tiny import make_model
 
@@ -100,16 +99,15 @@ def test_tokens_do_not_depend_on_batch_chunks_or_steps_in_flight(
     assert generate(make(), PROMPTS, 8, chunk_tokens=chunk_tokens, depth=depth) == alone
 
 
-def test_log_probabilities_come_in_lines_of_so_many_alternatives(make: Callable[[], Executor]) -> None:
-    planner = Planner(make())
+def test_log_probabilities_that_were_asked_for_come_as_the_wire_takes_them(make_with_kv: Callable[[], Executor]) -> None:
+    planner = Planner(make_with_kv())
     planner.add(PROMPTS[0], 3, sampling=replace(GREEDY, logprobs=2))
     planner.run()
-    lines = [item for result in planner.results for item in result.logprobs]
-    for item in lines:
-        assert item.chosen.dtype.itemsize == item.top.dtype.itemsize
-        assert item.top.shape == item.top_ids.shape == (len(item.chosen), 2)
-    rows = [line for item in lines for line in logprob_lines(wire_logprobs(item))]
-    assert len(rows) in (0, 3)  # an executor may have none
+    reported = [line for result in planner.results for line in result.logprobs]
+    assert len(reported) == 3
+    for line in reported:
+        assert (line.chosen.dtype, line.top_ids.dtype, line.top.dtype) == (np.float32, np.int32, np.float32)
+        assert line.top_ids.shape == line.top.shape == (1, 2)
 
 
 def test_a_restart_from_delivered_tokens_goes_on_as_if_nothing_had_happened(make: Callable[[], Executor]) -> None:

@@ -249,7 +249,8 @@ class _Rows:
             tokens = np.array(self._tokens[-count:], dtype=np.int32)
             after = np.arange(min(alternatives, vocabulary), dtype=np.int32)
             chosen = -tokens.astype(np.float32)
-            top_ids, top = (tokens[:, None] + after) % vocabulary, chosen[:, None] - after.astype(np.float32)
+            top_ids = (tokens[:, None] + after) % vocabulary
+            top = chosen[:, None] - after.astype(np.float32)
             self._logprobs.append(Logprobs(len(self._counts) - 1, chosen, top_ids, top))
 
     def result(self, step: int) -> StepResult:
