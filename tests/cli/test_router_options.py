@@ -31,12 +31,15 @@ def test_options_become_settings(routed: list[service.RouterSettings]) -> None:
     options = (
         "--executor", "scripted", "--policy", "round-robin", "--preempt-retry-count", "5",
         "--no-preempt-retry-exclude-decode", "--request-timeout", "30", "--orphan-grace", "2.5", "--key-concurrency", "7",
-        "--key-tokens-per-minute", "1000", "--max-waiting", "9", "--join-port", "0", "--served-model-name", "m", *KEY,
+        "--key-tokens-per-minute", "1000", "--max-waiting", "9", "--join-port", "0", "--served-model-name", "m",
+        "--admin-key", "operator", *KEY,
     )  # fmt: skip
     assert call(*options)[0] == 0
     (settings,) = routed
     config = settings.config
     assert (settings.scripted, settings.names, settings.join_port) == (True, ("m",), 0)
+    assert settings.admin_key == "operator"
+    assert "operator" not in repr(settings)
     assert (config.policy, config.preempt_retry_count, config.preempt_retry_exclude_decode) == (Policy.ROUND_ROBIN, 5, False)
     assert (config.deadline_us, config.orphan_grace_us, config.waiting_max) == (30_000_000, 2_500_000, 9)
     assert (config.key_concurrency, config.key_tokens_per_minute) == (7, 1000)
@@ -54,6 +57,8 @@ def test_a_file_gives_defaults(routed: list[service.RouterSettings], tmp_path: P
     [
         (("--host", "0.0.0.0"), "--api-key"),  # noqa: S104
         (("--join-host", "0.0.0.0", "--executor", "scripted"), "cluster key"),  # noqa: S104
+        (("--host", "0.0.0.0", "--admin-key", "operator"), "--api-key"),  # noqa: S104
+        (("--admin-key", ""), "--admin-key is empty"),
         (("--policy", "whim"), "whim"),
         (("--preempt-retry-count", "-1"), "preempt-retry-count"),
         (("--suspect-after", "0.1"), "suspect-after"),

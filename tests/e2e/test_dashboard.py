@@ -22,6 +22,7 @@ from baton.api.auth import Auth, Keys
 from baton.api.errors import ApiError
 from baton.core.routing import Body, Facts, FleetChanged, Instance, Ledger, Noted, Stage
 from baton.router.dashboard import OPEN_PATHS, Dashboard
+from baton.router.operators import Operators
 from baton.router.state import RouterState
 from tests.support.browser import PALE, UNNAMED, Page, browsing
 from tests.support.fleet import FleetProcess, baton_up
@@ -140,14 +141,15 @@ def hostile_state() -> RouterState:
 
 
 @contextmanager
-def site(state: RouterState, key: str) -> Iterator[str]:
+def site(state: RouterState, key: str, admin_key: str) -> Iterator[str]:
     app = FastAPI()
 
     async def error(_: Request, error: ApiError) -> Response:
         return error.response()
 
     app.exception_handler(ApiError)(error)
-    app.add_middleware(Auth, keys=Keys([key]), open_paths=OPEN_PATHS)
+    app.add_middleware(Operators, admin_key=admin_key)
+    app.add_middleware(Auth, keys=Keys([key, admin_key]), open_paths=OPEN_PATHS)
     Dashboard(state, lambda: 12_000_000, list).install(app)
     app.add_api_route("/v1/models", lambda: {"data": [{"id": HOSTILE}]})
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
@@ -162,10 +164,14 @@ def site(state: RouterState, key: str) -> Iterator[str]:
 
 
 def test_a_key_is_asked_for_text_stays_text_and_a_router_that_is_away_comes_back(browser: Browser) -> None:
-    with site(hostile_state(), key="right") as url:
+    with site(hostile_state(), key="tenant", admin_key="right") as url:
         seen = Page(browser, f"{url}/dashboard", width=390)
         page = seen.page
-        for key, then in (("wrong", "#key-dialog:has-text('not known')"), ("right", "#link[data-link=live]")):
+        for key, then in (
+            ("wrong", "#key-dialog:has-text('not known')"),
+            ("tenant", "#key-dialog:has-text('may not see')"),
+            ("right", "#link[data-link=live]"),
+        ):
             page.fill("#key", key)
             page.click("#key-form button")
             page.wait_for_selector(then)
@@ -178,7 +184,7 @@ def test_a_key_is_asked_for_text_stays_text_and_a_router_that_is_away_comes_back
         page.keyboard.press("Escape")
         assert page.locator("img").count() == 1, "the mark of the page itself"
         fits_and_is_legible(seen)
-        refused = [text for text in seen.complaints if "401" not in text]
+        refused = [text for text in seen.complaints if "401" not in text and "403" not in text]
         assert refused == []
 
         page.route("**/dashboard/state*", lambda route: route.abort())

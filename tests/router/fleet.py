@@ -158,12 +158,13 @@ class MemoryMember:
 class Fleet:
     """Lives on a loop in a thread; methods are called from the test's."""
 
-    def __init__(self, text: ModelText, settings: ApiSettings, config: RouterConfig) -> None:
+    def __init__(self, text: ModelText, settings: ApiSettings, config: RouterConfig, admin_key: str | None) -> None:
         self.members: dict[str, MemoryMember] = {}
         self.served = Served(0)
         self._text = text
         self._settings = settings
         self._config = config
+        self._admin_key = admin_key
         self._lives = 0
         self._loop = asyncio.new_event_loop()
         self._server: uvicorn.Server | None = None
@@ -201,6 +202,7 @@ class Fleet:
             self.engine, self.sessions, Chronicle(self.sessions, self.engine),
             Dashboard(state, monotonic_us, self.engine.views),
             self._text, self._settings, self.metrics, self._config.orphan_grace_us / 1e6,
+            self._admin_key,
         )  # fmt: skip
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         self._serving.append(asyncio.create_task(_serve(self._server, sock)))
@@ -273,8 +275,10 @@ async def _serve(server: uvicorn.Server, sock: socket.socket) -> None:
 
 
 @contextmanager
-def fleet(text: ModelText, settings: ApiSettings, config: RouterConfig = ROUTER) -> Iterator[Fleet]:
-    made = Fleet(text, settings, config)
+def fleet(
+    text: ModelText, settings: ApiSettings, config: RouterConfig = ROUTER, admin_key: str | None = None
+) -> Iterator[Fleet]:
+    made = Fleet(text, settings, config, admin_key)
     try:
         yield made
     finally:

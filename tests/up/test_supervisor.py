@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from baton.up.fleet import FleetPlan, Member, Ports
 from baton.up.log import FleetLog
 from baton.up.restarts import FAILED_STARTS_MAX
@@ -100,8 +102,13 @@ class Running:
 
 
 @asynccontextmanager
-async def fleet(folder: Path, *, decode: int = 2, how: dict[str, str] | None = None) -> AsyncIterator[Running]:
-    plan = StandIns("m", decode=decode, router_port=0, notes=folder / "notes", how=how or {}, restart_delay_us_max=0)
+async def fleet(
+    folder: Path, *, decode: int = 2, how: dict[str, str] | None = None, environment: tuple[tuple[str, str], ...] = ()
+) -> AsyncIterator[Running]:
+    plan = StandIns(
+        "m", decode=decode, router_port=0, notes=folder / "notes", how=how or {}, restart_delay_us_max=0,
+        environment=environment,
+    )  # fmt: skip
     out = io.StringIO()
     with FleetLog((ROUTER, *(member.name for member in plan.members)), out, colours=False) as log:
         supervisor = Supervisor(plan, log, cores=2)
@@ -132,6 +139,20 @@ async def test_the_banner_comes_when_all_are_there_and_names_what_to_do_next(tmp
         assert "baton drain decode-1" in text
         assert "loading" not in text
         assert "talk to it with" not in text
+
+
+async def test_keys_reach_all_by_the_environment_and_the_file_of_options_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CONFIG", "a file with options of all")
+    monkeypatch.setenv("BATON_API_KEY", "from outside")
+    async with fleet(tmp_path, environment=(("BATON_API_KEY", "given"),)) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        for pid in running.pids():
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            assert [one for one in variables if one.startswith((b"BATON_API_KEY=", b"BATON_CONFIG="))] == [
+                b"BATON_API_KEY=given"
+            ]
 
 
 async def test_what_is_killed_is_started_again_the_router_at_its_old_port(tmp_path: Path) -> None:

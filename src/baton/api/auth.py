@@ -31,14 +31,19 @@ class Keys:
         """The caller's tenant; raises a 401. Every key is compared, in constant time, over hashes of equal length."""
         if not self._tenants:
             return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise _unauthorized("Send an API key as 'Authorization: Bearer <key>'")
-        given = tenant_of(key.strip())
+        given = tenant_of(bearer(authorization, "an API key"))
         matches = [hmac.compare_digest(given, tenant) for tenant in self._tenants]
         if not any(matches):
             raise _unauthorized("This API key is not known here")
         return given
+
+
+def bearer(authorization: str | None, what: str) -> str:
+    """The key that a caller sent; raises a 401 that says what to send."""
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise _unauthorized(f"Send {what} as 'Authorization: Bearer <key>'")
+    return key.strip()
 
 
 def _unauthorized(message: str) -> ApiError:

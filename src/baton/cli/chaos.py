@@ -15,7 +15,9 @@ from baton.cli.serve import ExecutorKind
 from baton.cli.up import up
 
 CHAOS = "Chaos"
-NOT_TAKEN = frozenset(["router_port", "host", "api_key", "demo", "drain_timeout", "restart_delay_max", "config"])
+NOT_TAKEN = frozenset(
+    ["router_port", "host", "api_key", "admin_key", "demo", "drain_timeout", "restart_delay_max", "config"]
+)
 """Options of `baton up` that are settled here."""
 OWN = frozenset(["model", "prefill", "decode", "mixed", "executor"])
 """Those that are passed on in another way."""

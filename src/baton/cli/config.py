@@ -12,6 +12,7 @@ import math
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -19,16 +20,21 @@ import typer
 from typer.models import ParameterInfo
 
 Command = Callable[..., None]
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-def read_options(path: Path, command: Command, reserved: str) -> dict[str, Any]:
-    """The file's values by parameter name, as a default map wants them. `reserved` is the option that names the file."""
-    options = {name.replace("_", "-"): hint for name, hint in get_type_hints(command, include_extras=True).items()}
+def read_options(path: Path, command: Command, reserved: str, settled: Mapping[str, str] = NOTHING) -> dict[str, Any]:
+    """The file's values by parameter name, as a default map wants them. `reserved` is the option that names the file.
+
+    `settled`: options of commands that this one starts which are not to be given, and why.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    options = {name.replace("_", "-"): hint for name, hint in hints.items() if hint is not typer.Context}
     del options["return"], options[reserved]
     given = _load(path)
     for key, value in given.items():
         if key not in options:
-            raise _bad(path, key, "is not an option" + _hint(key, options))
+            raise _bad(path, key, settled.get(key) or "is not an option" + _hint(key, options))
         _check(path, key, value, options[key])
     return {key.replace("-", "_"): value for key, value in given.items()}
 

@@ -21,7 +21,7 @@ LOOK_S = 0.2
 
 Name = Annotated[str, typer.Argument(help="The instance, by the name under which the router lists it.")]
 Url = Annotated[str, option("url", "Drain", "Address of the router.")]
-ApiKey = Annotated[str | None, option("api-key", "Drain", "The router's API key, where it has one.")]
+ApiKey = Annotated[str | None, option("api-key", "Drain", "The router's admin key, or where it has none an API key of it.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the instance is gone.", rich_help_panel="Drain")]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from baton.cli.config import Command, read_options
+from baton.cli.config import NOTHING, Command, read_options
 
 
 def option(name: str, panel: str, text: str, least: float | None = None, most: float | None = None) -> Any:
@@ -21,12 +21,13 @@ def switch(name: str, panel: str, text: str) -> Any:
     return typer.Option(f"--{name}/--no-{name}", help=text, envvar=variable(name), show_envvar=False, rich_help_panel=panel)
 
 
-def config_file(command: Callable[[], Command]) -> Any:
-    """`command` is asked for late: it takes this very option."""
+def config_file(command: Callable[[], Command], settled: Mapping[str, str] = NOTHING) -> Any:
+    """`command` is asked for late: it takes this very option. `settled`: as `read_options` has it."""
 
-    def read(context: typer.Context, path: Path | None) -> Path | None:
+    def apply(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None:
-            context.default_map = {**(context.default_map or {}), **read_options(path, command(), reserved="config")}
+            read = read_options(path, command(), "config", settled)
+            context.default_map = {**(context.default_map or {}), **read}
         return path
 
     return typer.Option(
@@ -34,7 +35,7 @@ def config_file(command: Callable[[], Command]) -> Any:
         help="A TOML file of options, such as max-num-seqs = 64. Flags and the environment go before it.",
         envvar=variable("config"),
         show_envvar=False,
-        callback=read,
+        callback=apply,
         is_eager=True,  # so that the file's values are defaults before any other option is looked at
         metavar="FILE",
     )

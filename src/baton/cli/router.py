@@ -9,6 +9,7 @@ import typer
 
 from baton.cli.options import config_file, option, switch
 from baton.cli.serve import (
+    API,
     AccessLog,
     ApiKeys,
     DrainTimeout,
@@ -29,6 +30,12 @@ from baton.core.routing import Policy, RouterConfig
 
 INSTANCES, CARRYING, LIMITS = "Instances", "Carrying requests", "Limits"
 
+AdminKey = Annotated[
+    str | None,
+    option(
+        "admin-key", API, "Once set, only this key sees and drains instances and opens the dashboard. It is an API key too."
+    ),
+]
 JoinHost = Annotated[
     str, option("join-host", INSTANCES, "Address where instances join. Another than loopback needs a cluster key.")
 ]
@@ -89,6 +96,7 @@ def router(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key: ApiKeys = None,
+    admin_key: AdminKey = None,
     served_model_name: Names = None,
     chat_template: Template = None,
     drain_timeout: DrainTimeout = 30.0,
@@ -123,9 +131,9 @@ def router(
     scripted = executor is ExecutorKind.SCRIPTED
     _run(
         model="scripted" if scripted else model, host=host, port=port, join_host=join_host, join_port=join_port,
-        api_keys=tuple(api_key or ()), served_model_names=tuple(served_model_name or ()), chat_template=chat_template,
-        drain_timeout_s=drain_timeout, scripted=scripted, cluster_key=cluster_key, cluster_key_file=cluster_key_file,
-        demo=demo, config=routing, log_level=log_level, access_log=access_log,
+        api_keys=tuple(api_key or ()), admin_key=admin_key, served_model_names=tuple(served_model_name or ()),
+        chat_template=chat_template, drain_timeout_s=drain_timeout, scripted=scripted, cluster_key=cluster_key,
+        cluster_key_file=cluster_key_file, demo=demo, config=routing, log_level=log_level, access_log=access_log,
     )  # fmt: skip
 
 

@@ -1,19 +1,22 @@
 """`baton up`: a router and instances on this machine, as one command.
 
-Owns which options go to whom. Those of `baton serve` and `baton router` can all be given; what this command decides itself
-(ports, roles, names, the key between them) cannot.
+Owns which options go to whom. Those of `baton serve` and `baton router` can all be given, as flags or in a file; what this
+command decides itself (ports, roles, names, the key between them) cannot. Keys are passed on in the environment,
+which others on this machine cannot read; command lines they can.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from baton.cli.passing import given_for, taking_options_of
+from baton.cli.options import config_file, variable
+from baton.cli.passing import given_for, is_given, taking_options_of
 from baton.cli.router import router
 from baton.cli.serve import ExecutorKind, Model, serve
 from baton.core.errors import BatonError
@@ -28,7 +31,10 @@ DECIDED = frozenset(
      "cluster_key_file"]
 )  # fmt: skip
 """Options of the others that are not the caller's to give."""
-HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout"])
+KEYS = ("api_key", "admin_key")
+HANDLED = frozenset([*DECIDED, *KEYS, "demo", "threads", "drain_timeout", "config"])
+SETTLED = {name.replace("_", "-"): "is not for a file of baton up, which settles it for each process" for name in DECIDED}
+SETTLED["port"] += "; the port of the API is 'router-port'"
 OF_THE_ROUTER = frozenset(["host", "max_waiting", "chat_template"])
 """The API is the router's: instances stay on loopback, and what they let wait is for the router to know."""
 QUIET = ("--log-level", "warning")
@@ -51,6 +57,7 @@ DrainTimeout = Annotated[float, _option("drain-timeout", "Seconds that open requ
 RestartDelay = Annotated[
     float, _option("restart-delay-max", "Longest pause in seconds before a process that keeps ending starts again.", 0)
 ]
+Config = Annotated[Path | None, config_file(lambda: up, SETTLED)]
 
 
 def _up(
@@ -64,6 +71,7 @@ def _up(
     threads: Threads = None,
     drain_timeout: DrainTimeout = 30.0,
     restart_delay_max: RestartDelay = 10.0,
+    config: Config = None,  # noqa: ARG001  its callback has made it the defaults of all the others
 ) -> None:
     """Serve a model by several instances on this machine behind one router.
 
@@ -71,7 +79,8 @@ def _up(
     dashboard kills the one that serves you; [dim]baton up ./my-model --prefill 1 --decode 3 --dtype float32[/dim] serves
     a folder of safetensors.
 
-    What ends is started again. Every option of [dim]baton serve[/dim] and [dim]baton router[/dim] can be given too.
+    What ends is started again. Every option of [dim]baton serve[/dim] and [dim]baton router[/dim] can be given too, here or
+    in the file of [dim]--config[/dim]; each process gets those that it has.
     """
     # Imported late: `baton --help` must not wait for them.
     from baton.up.fleet import FleetPlan
@@ -81,18 +90,39 @@ def _up(
     if mixed is None:
         mixed = 0 if prefill or decode else 1
     to_instances = given_for(context, serve, HANDLED | OF_THE_ROUTER)
-    to_router = given_for(context, router, HANDLED | {"config"})
+    to_router = given_for(context, router, HANDLED)
     quiet = () if "--log-level" in to_instances else QUIET
     try:
         plan = FleetPlan(
             model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
-            threads, demo, next(iter(context.params["api_key"] or ()), None), drain_timeout, round(restart_delay_max * 1e6),
+            threads, demo, _operators_key(context), drain_timeout, round(restart_delay_max * 1e6), _keys_given(context),
         )  # fmt: skip
         code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
     except BatonError as error:
         Console(stderr=True, highlight=False).print(f"baton up: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     raise typer.Exit(code)
+
+
+def _operators_key(context: typer.Context) -> str | None:
+    """To ask the router how the fleet is."""
+    key: str | None = context.params["admin_key"] or next(iter(context.params["api_key"] or ()), None)
+    return key
+
+
+def _keys_given(context: typer.Context) -> tuple[tuple[str, str], ...]:
+    """As variables of the environment; those that are there already the children inherit."""
+    from baton.up.fleet import BadFleet
+
+    variables = []
+    for name in KEYS:
+        given = context.params[name] if is_given(context, name) else None
+        keys = [given] if isinstance(given, str) else list(given or ())
+        if any(key.split() != [key] for key in keys):  # a variable holds several keys, with space between them
+            raise BadFleet(f"--{name.replace('_', '-')} is empty or has white space in it")
+        if keys:
+            variables.append((variable(name), " ".join(keys)))
+    return tuple(variables)
 
 
 def _run(plan: FleetPlan, needs_model: bool) -> int:

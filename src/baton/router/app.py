@@ -7,7 +7,7 @@ GET    /v1/requests/{id}/stream     go on with an answer whose router was lost
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
@@ -25,6 +25,7 @@ from baton.router.chronicle import Chronicle
 from baton.router.dashboard import OPEN_PATHS, Dashboard
 from baton.router.fleet_engine import FleetEngine
 from baton.router.idempotency import Idempotency
+from baton.router.operators import Operators
 from baton.router.sessions import Sessions
 
 
@@ -37,12 +38,16 @@ def create_router_app(
     settings: ApiSettings,
     metrics: Metrics,
     orphan_grace_s: float,
+    admin_key: str | None = None,
 ) -> FastAPI:
     idempotency = Middleware(Idempotency, grace_s=orphan_grace_s, body_bytes_max=settings.body_bytes_max)
+    operators = () if admin_key is None else (Middleware(Operators, admin_key=admin_key),)
+    if settings.api_keys and admin_key is not None:
+        settings = replace(settings, api_keys=(*settings.api_keys, admin_key))
     extras = Extras(
         orphanage=engine,
         missing=lambda: missing(engine.views()),
-        inner=(idempotency,),
+        inner=(idempotency, *operators),  # the last one is the outermost
         open_paths=frozenset(OPEN_PATHS),
     )
     metrics.add(chronicle)

@@ -5,9 +5,9 @@
     GET  /dashboard/state        what has changed since a revision, as JSON
     POST /dashboard/kill         only where the router was started for a demonstration
 
-The page and its parts hold no data and are open; state and kill need an API key wherever one is set. A kill comes from this
-machine, to a name of this machine, from a page that this router has served (its token, its origin), and ends a process only
-if that is an instance's, on this machine.
+The page and its parts hold no data and are open; state and kill need an API key wherever one is set, and the admin key where
+there is one. A kill comes from this machine, to a name of this machine, from a page that this router has served (its token,
+its origin), and ends a process only if that is an instance's, on this machine.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from baton.api.text import ModelText, load_text, read_template
 from baton.core.router import Router
 from baton.core.routing import RouterConfig
 from baton.node.hosting import (
+    CannotServe,
     HttpServer,
     Say,
     StopSignals,
@@ -60,6 +61,8 @@ class RouterSettings:
     join_host: str = "127.0.0.1"
     join_port: int = 8200
     api_keys: tuple[str, ...] = ()
+    admin_key: str | None = field(default=None, repr=False)
+    """None: every caller is an operator."""
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
     drain_timeout_s: float = 30.0
@@ -71,6 +74,8 @@ class RouterSettings:
 
     def __post_init__(self) -> None:
         check_host(self.host, self.api_keys)
+        if self.admin_key is not None and self.admin_key.split() != [self.admin_key]:
+            raise CannotServe("--admin-key is empty or has white space in it")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -144,7 +149,8 @@ class _Process:
         dashboard = Dashboard(state, monotonic_us, engine.views, demo=self._settings.demo)
         chronicle = Chronicle(sessions, engine)
         grace_s = self._settings.config.orphan_grace_us / 1e6
-        return create_router_app(engine, sessions, chronicle, dashboard, text, self._api, metrics, grace_s)
+        admin_key = self._settings.admin_key
+        return create_router_app(engine, sessions, chronicle, dashboard, text, self._api, metrics, grace_s, admin_key)
 
     async def _until_over(self, engine: FleetEngine, serving: asyncio.Task[None]) -> None:
         stop = asyncio.ensure_future(self._signals.stop.wait())

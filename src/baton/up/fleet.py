@@ -54,6 +54,8 @@ class FleetPlan:
     """To ask the router how the fleet is."""
     drain_timeout_s: float = 30.0
     restart_delay_us_max: int = 10_000_000
+    environment: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Of all processes, beyond what they inherit: what is not for command lines, which everybody here can read."""
 
     def __post_init__(self) -> None:
         if self.decode + self.mixed == 0:

@@ -31,6 +31,8 @@ from baton.up.restarts import Again, GiveUp, Restarts
 
 ROUTER = "router"
 KEY_VARIABLE = "BATON_CLUSTER_KEY"
+CONFIG_VARIABLE = "BATON_CONFIG"
+"""Not for children: the file has options that are not theirs, and what is theirs is in their command lines."""
 HELD_LINES_MAX = 40
 READ_BYTES = 64 * 1024
 LOOK_EVERY_S = 0.1
@@ -70,7 +72,8 @@ class Supervisor:
         self._plan = plan
         self._log = log
         self._cores = cores
-        self._environment = {**os.environ, KEY_VARIABLE: secrets.token_hex(32), "COLUMNS": "500"}
+        self._environment = {**os.environ, **dict(plan.environment), KEY_VARIABLE: secrets.token_hex(32), "COLUMNS": "500"}
+        self._environment.pop(CONFIG_VARIABLE, None)
         self._bound = bound_to(os.getpid())
         self._ports = Ports(plan.router_port)
         self._join = self._served = ""

@@ -14,7 +14,8 @@ export async function call(path, { headers = {}, ...options } = {}) {
   const key = sessionStorage.getItem(KEY);
   const authorization = key === null ? {} : { Authorization: `Bearer ${key}` };
   const response = await fetch(path, { cache: "no-store", ...options, headers: { ...headers, ...authorization } });
-  if (response.status === 401) throw new KeyNeeded(await reason(response));
+  // It stands in every 401, and in a 403 where another key would do.
+  if (response.headers.has("WWW-Authenticate")) throw new KeyNeeded(await reason(response));
   return response;
 }
 

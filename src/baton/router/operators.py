@@ -1,0 +1,48 @@
+"""Who may look into a fleet and change it: where an admin key is set, only those who send it.
+
+Owns which paths that is about, `/v1/instances` and `/dashboard` with all that is below them, but for the page and its parts,
+which hold no data. Elsewhere the admin key is one more API key, so that a dashboard opened with it can also chat. Does not
+know what the routes do.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.api.auth import bearer, tenant_of
+from baton.api.errors import ApiError
+from baton.router.dashboard import OPEN_PATHS
+
+GUARDED = ("/v1/instances", "/dashboard")
+
+
+def is_guarded(path: str) -> bool:
+    return path not in OPEN_PATHS and any(path == root or path.startswith(f"{root}/") for root in GUARDED)
+
+
+class Operators:
+    """Answers 401 to who sends no key, and 403 to who sends another, before any route is looked up."""
+
+    def __init__(self, app: ASGIApp, admin_key: str) -> None:
+        self._app = app
+        self._wanted = tenant_of(admin_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and is_guarded(scope["path"]):
+            try:
+                self._check(Headers(scope=scope).get("authorization"))
+            except ApiError as error:
+                return await error.response()(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _check(self, authorization: str | None) -> None:
+        """Over hashes of equal length, in constant time."""
+        if hmac.compare_digest(tenant_of(bearer(authorization, "this router's admin key")), self._wanted):
+            return
+        # The header tells the dashboard that another key would do.
+        headers = {"WWW-Authenticate": 'Bearer error="insufficient_scope"'}
+        message = "This key may not see or change the fleet; that needs the router's admin key (its --admin-key)"
+        raise ApiError(403, message, "permission_error", code="admin_key_needed", headers=headers)
