@@ -16,14 +16,30 @@ from baton.core.request import Submission
 from baton.sim.asks import Ask
 from baton.sim.faults import Fault
 from baton.sim.front import Booking, Front, OneInstance
-from baton.sim.judge import Judge
+from baton.sim.gate import Found, Gate, Passage
+from baton.sim.judge import Ended, Judge
 from baton.sim.laws import ENDS_ONCE, SAME_TOKENS, LawBroken
 from baton.sim.world import Host
 from baton.wire.desk import Lost
-from baton.wire.messages import WireEnded
 
 RETRY_US = 30_000
 """A user whom nobody could serve asks the next thing a little later."""
+RESUME_SHARE = 0.75
+"""Of the clients that lose their router in the middle of an answer; the others give up."""
+RESUME_EVERY_US = 40_000
+
+Entrance = Front | OneInstance | Gate
+"""Where a user asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """How a client comes back to a router that was lost."""
+
+    patience_us: int
+    """For how long it asks again."""
+    first_us: int
+    """How long it takes to notice."""
 
 
 @dataclass(slots=True)
@@ -51,10 +67,12 @@ class Client:
         self._user = user
         self._group = ask.group(before)
         self._answers: list[_Answer] = []
-        self._booking: Booking | None = None
+        self._booking: Booking | Passage | None = None
         self._left = False
-        self._unread: deque[tuple[int, list[int], WireEnded | None]] = deque()
+        self._unread: deque[tuple[int, list[int], Ended | None]] = deque()
         self._reading = False
+        self._entrance: Entrance | None = None
+        self._resumes: Resumption | None = None
 
     @property
     def first_answer(self) -> tuple[int, ...]:
@@ -70,18 +88,18 @@ class Client:
     def open(self) -> bool:
         return any(not answer.over for answer in self._answers)
 
-    def submit(self, front: Front | OneInstance) -> None:
+    def submit(self, front: Entrance) -> None:
         for submission in self._group:
             expected = [] if self.ask.impossible else self.judge.expected(submission, self._tokens_at_most)
             self._answers.append(_Answer(submission.request_id, submission, expected))
+        self._entrance = front
+        self._note(f"asks: {len(self._group[0].prompt)} tokens, {len(self._group)} choices")
         self._booking = front.submit(self._group, self)
         if self._booking is None:
             self._note("finds nobody to serve it")
-            serving = {counter.number: counter.serves for counter in front.doors}
-            self.judge.found_nobody(self.name, len(self._answers), serving)
+            self.judge.found_nobody(self.name, len(self._answers), front.serving())
             self._end_all()
             return
-        self._note(f"asks {self._booking.instance}: {len(self._group[0].prompt)} tokens, {len(self._group)} choices")
         if self.ask.patience_us is not None:
             self.host.after(self.ask.patience_us, self._leave)
 
@@ -89,7 +107,7 @@ class Client:
 
     def opened(self) -> None:
         if self._booking is not None:
-            self._note(f"is accepted at {self._booking.instance} as {list(self._booking.serials or ())}")
+            self._note(f"is accepted by {self._booking.where}")
 
     def declined(self, refusal: Refusal) -> None:
         if self.ask.impossible:
@@ -99,7 +117,7 @@ class Client:
         self._end_all()
 
     def progress(
-        self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: WireEnded | None
+        self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: Ended | None
     ) -> None:
         tokens = tokens[begin:end]
         answer = self._answers[place]
@@ -117,9 +135,65 @@ class Client:
         while self._unread:
             self._read(*self._unread.popleft())
         self._note(f"loses its instance: {end.reason}")
-        self.judge.lost(self.name, self._booking.instance if self._booking is not None else 0, end)
+        instance = self._booking.instance if isinstance(self._booking, Booking) else 0
+        self.judge.lost(self.name, instance, end)
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
+
+    # ── a router that is gone ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def gone(self) -> None:
+        """The connection broke. Whoever has had an answer begun may come back for the rest of it."""
+        while self._unread:
+            self._read(*self._unread.popleft())
+        if not self.open:
+            return
+        stream = self.host.world.stream(f"resume {self.ask.index} {self._booking and self._booking.where}")
+        begun = self._booking is not None and not self._booking.is_early
+        if not (begun and isinstance(self._entrance, Gate) and stream.random() < RESUME_SHARE) or self._left:
+            self._give_up("the router is gone", "router gone")
+            return
+        self._note("loses its router, and will come back")
+        self._booking = None
+        if self._resumes is None:
+            self._resumes = Resumption(self._entrance.config.orphan_grace_us, stream.randrange(1, 400_000))
+        self.host.after(self._resumes.first_us, self._resume, self.host.world.now_us)
+
+    def _resume(self, lost_us: int) -> None:
+        gate, resumes = self._entrance, self._resumes
+        if not isinstance(gate, Gate) or resumes is None or not self.open:
+            return
+        claimed = gate.claim(self._group[0].request_id.encode(), self)
+        if claimed is not None:
+            self._go_on(*claimed)
+        elif self.host.world.now_us - lost_us > resumes.patience_us:
+            self.judge.not_resumed(self.name, self._group[0].request_id.encode(), lost_us)
+            self._give_up("finds nothing of its answer", "not resumed")
+        else:
+            self.host.after(RESUME_EVERY_US, self._resume, lost_us)
+
+    def _go_on(self, passage: Passage, found: Found) -> None:
+        """With what an instance has kept for it, after what it has had."""
+        self._booking = passage
+        self.host.world.fire(Fault.RESUMED, self.name)
+        for place, answer in enumerate(self._answers):
+            known = found.tokens[place]
+            if answer.over or known is None:
+                continue
+            if answer.keep is not None:
+                passage.stop(place, answer.keep)
+            elif len(known) < len(answer.got):
+                raise LawBroken(SAME_TOKENS, f"{answer.name} had {len(answer.got)} tokens, {len(known)} were kept for it")
+            elif known[: len(answer.got)] != answer.got:
+                raise LawBroken(SAME_TOKENS, f"{answer.name} had {answer.got}, and {known} was kept for it")
+            self.progress(place, known, len(answer.got), len(known), found.cached[place], found.outcomes[place])
+
+    def _give_up(self, why: str, end: str) -> None:
+        self._note(why)
+        for answer in self._answers:
+            if not answer.over:
+                self.judge.ends[end] += 1
+                self._end(answer)
 
     # ── what the client does ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,7 +205,7 @@ class Client:
         if self.ask.reads_every_us is not None:
             self.host.after(self.ask.reads_every_us, self._read_next)
 
-    def _read(self, place: int, tokens: list[int], ended: WireEnded | None) -> None:
+    def _read(self, place: int, tokens: list[int], ended: Ended | None) -> None:
         answer = self._answers[place]
         self.host.world.progressed()
         if answer.over:
@@ -161,12 +235,10 @@ class Client:
         if self._booking is None or not self.open or self._left:
             return
         self._left = True
-        early = self._booking.serials is None
+        early = self._booking.is_early
         self.host.world.fire(Fault.EARLY_DISCONNECT if early else Fault.DISCONNECT, self.name)
-        self._booking.leave()
-        if early:  # nobody will hear of it any more
-            self.judge.ends["left early"] += len(self._answers)
-            self._end_all()
+        if self._booking.leave():  # nobody will hear of it any more
+            self._give_up("leaves", "left early" if early else "left")
 
     def _end_all(self) -> None:
         for answer in self._answers:
@@ -193,7 +265,7 @@ class User:
     def __init__(
         self,
         host: Host,
-        front: Front | OneInstance,
+        front: Entrance,
         judge: Judge,
         asks: Sequence[Ask],
         *,

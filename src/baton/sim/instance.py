@@ -53,9 +53,23 @@ from baton.sim.faults import Fault
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
 from baton.wire.dispatch import event_of, message_of
-from baton.wire.messages import WIRE_VERSION, Failed, FromEngine, Ready, decode_to_engine, encode_from_engine, wire_gauges
+from baton.wire.messages import (
+    WIRE_VERSION,
+    Failed,
+    FromEngine,
+    Peers as PeersMessage,
+    Ready,
+    TellNames,
+    ToEngine,
+    decode_to_engine,
+    encode_from_engine,
+    pulse,
+    wire_gauges,
+)
 
 KEY_FILE = "prefix.key"
+PULSE_US = 100_000
+"""How often the engine gives a sign of life, once its front end has asked for it."""
 _OF_PEERS = frozenset(get_args(PeerEffect))
 
 
@@ -79,6 +93,9 @@ class Peers(Protocol):
         """The worker is about to handle this."""
 
     def carry_out(self, effect: PeerEffect) -> None: ...
+
+    def meet(self, addresses: tuple[str, ...]) -> None:
+        """Who prefills from now on: call these, and hang up on all others."""
 
 
 class Watcher(Protocol):
@@ -136,6 +153,7 @@ class Instance:
         self._results: deque[StepResult] = deque()
         """Steps that have ended; they and messages wait here while the line is full."""
         self._alarm = Alarm(host, self._pump)
+        self._pulses = Alarm(host, self._pulse)
         self._stands_still = False
         """The line is full, and everything waits for the front end."""
         self.is_leaving = False
@@ -218,12 +236,16 @@ class Instance:
     def fingerprint(self) -> bytes:
         return self._executor.fingerprint
 
+    @property
+    def vocabulary(self) -> int:
+        return self._executor.vocabulary
+
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pump(self) -> None:
         worker = self.require_worker()
         while self._inbox and self._has_room:
-            self._tell(event_of(decode_to_engine(self._inbox.popleft())))
+            self._obey(decode_to_engine(self._inbox.popleft()))
         while self._heard and self._has_room:
             heard = self._heard.popleft()
             if self.peers is not None:
@@ -240,6 +262,21 @@ class Instance:
             restart, self._restart = self._restart, None
             self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
             self.host.after(0, restart)
+
+    def _obey(self, order: ToEngine) -> None:
+        if isinstance(order, PeersMessage):
+            if self.peers is not None:
+                self.peers.meet(order.addresses)
+            return
+        self._tell(event_of(order))
+        if isinstance(order, TellNames):
+            self._pulse()
+
+    def _pulse(self) -> None:
+        """Whatever else happens: a step may compute, the line may be full."""
+        worker, now_us = self.require_worker(), self.host.world.now_us
+        self._say(pulse(worker.gauges(), self.device.in_flight > 0, worker.changes(now_us)))
+        self._pulses.set(now_us + PULSE_US)
 
     @property
     def _has_room(self) -> bool:
