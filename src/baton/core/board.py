@@ -25,6 +25,7 @@ import numpy.typing as npt
 from baton.core.blocks import BlockPool
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.errors import InvariantViolated
+from baton.core.journal import PhaseNotes
 from baton.core.naming import Namer
 from baton.core.peers import PdCode, PdFault, PdStage
 from baton.core.plan import NO_INT32S, Chunk, Copy, Int32s, Int64s, Logprobs, Outcome, Start, StepPlan, StepResult, Stop
@@ -114,6 +115,8 @@ class Board(ABC):
         self._crew: Crew | None = None
         """Every row that decodes, remembered from one plan to the next; a move makes it forgotten."""
         self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self.notes: PhaseNotes | None = None
+        """Set where somebody is told of phases."""
         self._now_us = 0
         self._next_serial = 0
         self._steps = 0
@@ -148,6 +151,10 @@ class Board(ABC):
     def asleep(self) -> bool:
         """Whether only a peer can bring on what is open: no pass would do anything."""
         return False
+
+    def set_clock(self, now_us: int) -> None:
+        """When what is asked for next happens."""
+        self._now_us = now_us
 
     # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -211,7 +218,7 @@ class Board(ABC):
     ) -> Request:
         serial = Serial(self._next_serial)
         self._next_serial += 1
-        request = Request(serial, submission, limit, keys, since_us=now_us, leader=leader)
+        request = Request(serial, submission, limit, keys, since_us=now_us, outputs=submission.generated, leader=leader)
         self._requests[serial] = request
         return request
 
@@ -413,8 +420,9 @@ class Board(ABC):
     def _charge_start(self, request: Request, hit: Hit) -> None:
         bill = request.bill
         request.found_tokens = hit.computed
-        if not len(request.outputs):
-            bill.cached_tokens = request.computed_ever = hit.computed
+        if request.is_fresh:
+            bill.cached_tokens = min(hit.computed, len(request.submission.prompt))
+            request.computed_ever = hit.computed
             self._count_look_up(request, hit)
         bill.queue_us += self._now_us - request.since_us
         request.since_us = self._now_us
@@ -505,7 +513,7 @@ class Board(ABC):
 
     def _note_prefilled(self, request: Request, started: list[StartedRequest]) -> None:
         """The first token since its start has come."""
-        if not len(request.outputs):
+        if request.is_fresh:
             started.append(StartedRequest(request.serial, request.bill.cached_tokens))
         request.bill.prefill_us += self._now_us - request.since_us
         request.since_us = self._now_us
@@ -678,6 +686,8 @@ class Board(ABC):
         phase = next_phase(request.phase, move)
         self._moves[request.phase, move] += 1
         request.phase = phase
+        if self.notes is not None:
+            self.notes.note(request.serial, phase, self._now_us)
         if request.slot is not None:
             self.slots.phase[request.slot] = request.phase
 

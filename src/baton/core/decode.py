@@ -30,7 +30,7 @@ from baton.core.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lease:
-    """Room for a prompt, less the leading blocks that are here already."""
+    """Room for what a request starts with, less the leading blocks that are here already."""
 
     cached_tokens: int
     first: int
@@ -85,8 +85,8 @@ class DecodeScheduler(Scheduler):
         request.since_us = self._now_us
 
     def _goes_elsewhere(self, request: Request, hit: Hit) -> bool:
-        """Prompts only: what was generated here is computed here again, and siblings find their prompt in the cache."""
-        if not self.may_ask or request.prefills_here or len(request.outputs) or request.leader is not None:
+        """What was generated here is computed here again, and siblings find their prompt in the cache."""
+        if not self.may_ask or request.prefills_here or not request.is_fresh or request.leader is not None:
             return False
         return request.tokens_at_start - hit.computed > self.config.handover.local_tokens
 
@@ -138,7 +138,7 @@ class DecodeScheduler(Scheduler):
         self._pin(self._leased(serial), Pin.RECEIVING)
 
     def adopt(self, serial: Serial, commit: Commit, now_us: int) -> Settled:
-        """All KV of the prompt is in its blocks, and this is the first token: from the next plan on it decodes."""
+        """All KV of what it starts with is in its blocks, and this is the next token: from the next plan on it decodes."""
         self._now_us = now_us
         request = self._leased(serial)
         slot = self._slot_of(request)
@@ -147,7 +147,7 @@ class DecodeScheduler(Scheduler):
         rows = np.array([slot], dtype=np.int64)
         tokens = np.array([commit.token], dtype=np.int32)
         self.slots.append(rows, tokens)
-        self.slots.computed[slot] = len(request.submission.prompt)
+        self.slots.computed[slot] = request.tokens_at_start
         self._name_full_blocks(rows)
         self._charge_prefill(request, commit)
         self._release_followers(request)
@@ -161,16 +161,16 @@ class DecodeScheduler(Scheduler):
 
     def _charge_prefill(self, request: Request, commit: Commit) -> None:
         """What the peer did, as it says, within the time that passed here."""
-        bill, prompt = request.bill, len(request.submission.prompt)
+        bill, tokens = request.bill, request.tokens_at_start
         passed = self._now_us - request.since_us
         queued = min(commit.queue_us, passed)
         computed = min(commit.prefill_us, passed - queued)
         bill.queue_us += queued
         bill.prefill_us += computed
         bill.transfer_us += passed - queued - computed
-        bill.cached_tokens = min(commit.cached_tokens, prompt)
-        bill.computed_tokens += prompt - bill.cached_tokens
-        request.found_tokens = request.computed_ever = prompt
+        bill.cached_tokens = min(commit.cached_tokens, len(request.submission.prompt))
+        bill.computed_tokens += tokens - bill.cached_tokens
+        request.found_tokens = request.computed_ever = tokens
         request.since_us = self._now_us
 
     def order_fence(self, serial: Serial, reason: FinishReason | None, fault: PdFault | None) -> None:

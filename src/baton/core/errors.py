@@ -35,6 +35,8 @@ class RefusalCode(StrEnum):
     DUPLICATE_ID = "duplicate_id"
     DRAINING = "draining"
     WRONG_ROLE = "wrong_role"
+    NOTHING_LEFT = "nothing_left"
+    """What was generated elsewhere is the whole answer already."""
 
 
 @dataclass(frozen=True, slots=True)

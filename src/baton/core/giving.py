@@ -106,7 +106,7 @@ class Given:
     arrived_us: int
     state: Giving = Giving.QUEUED
     keys: list[Key] | None = None
-    """Names of the prompt's blocks; made when its turn comes, and kept while it waits for room."""
+    """Names of the blocks of what it starts with; made when its turn comes, and kept while it waits for room."""
     serial: Serial | None = None
     """From the offer on."""
     row_has_ended: bool = False
@@ -134,7 +134,7 @@ class Giver:
         """The others: as many as have slots, and on the general path those that are soon to have one."""
         self._by_serial: dict[Serial, Given] = {}
         self._queued_tokens = 0
-        """Of all prompts that are still AHEAD."""
+        """Of all that are still AHEAD."""
         self._peers: dict[PeerId, None] = {}
         self._moves = dict.fromkeys(GIVER, 0)
         self._failed: Counter[PdCode] = Counter()
@@ -239,9 +239,9 @@ class Giver:
         most = STEPS_AHEAD * self._worker_config.step_tokens
         while self._queue and ahead < most:
             entry = next(iter(self._queue.values()))
-            prompt = entry.submission.prompt
-            entry.keys = entry.keys or self._scheduler.keys_of(entry.submission, prompt)
-            serial = self._scheduler.hold(entry.submission, entry.keys, len(prompt) + 1, now_us)
+            known = entry.submission.known
+            entry.keys = entry.keys or self._scheduler.keys_of(entry.submission, known)
+            serial = self._scheduler.hold(entry.submission, entry.keys, len(known) + 1, now_us)
             if serial is None:
                 break
             entry.serial = serial
@@ -291,18 +291,19 @@ class Giver:
             self._failed[PdCode.TIMEOUT] += 1
             return [*acts, Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, reason))]
         self._open[handover] = self._queue[handover] = Given(handover, ask.submission, self._now_us)
-        self._queued_tokens += len(ask.submission.prompt)
+        self._queued_tokens += ask.submission.known_tokens
         return acts
 
     def _cannot(self, submission: Submission) -> str | None:
-        config, prompt = self._worker_config, len(submission.prompt)
+        config, known = self._worker_config, submission.known
         if self.draining:
             return "the instance is draining"
-        if prompt == 0 or prompt >= config.context_tokens or prompt > config.pool_tokens:
+        if not len(submission.prompt) or len(known) >= config.context_tokens or len(known) > config.pool_tokens:
             return (
-                f"a prompt of {prompt} tokens does not fit a context of {config.context_tokens}, {config.pool_tokens} in all"
+                f"a prompt of {len(known)} tokens does not fit a context of {config.context_tokens}, "
+                f"{config.pool_tokens} in all"
             )
-        if not 0 <= int(submission.prompt.min()) <= int(submission.prompt.max()) < self._config.vocabulary:
+        if not 0 <= int(known.min()) <= int(known.max()) < self._config.vocabulary:
             return "the prompt has token ids that this model does not know"
         if len(self._queue) >= config.waiting_max:
             return f"its queue is full: {len(self._queue)} prefills wait"
@@ -314,8 +315,9 @@ class Giver:
             return [Tell(handover.peer, Decline(handover.request, handover.attempt, PdCode.NOT_DELIVERED, "it was let go"))]
         if entry.state is not Giving.OFFERED or entry.serial is None:
             return []  # the same grant once more
-        if not 0 <= grant.cached_tokens < len(entry.submission.prompt) or grant.cached_tokens % self._block_size:
-            text = f"{grant.cached_tokens} tokens of a prompt of {len(entry.submission.prompt)} cannot be there already"
+        tokens = entry.submission.known_tokens
+        if not 0 <= grant.cached_tokens < tokens or grant.cached_tokens % self._block_size:
+            text = f"{grant.cached_tokens} tokens of a prompt of {tokens} cannot be there already"
             return self._decline(entry, PdCode.NOT_DELIVERED, text)
         entry.grant = grant
         entry.renew_us = self._now_us + self._renews_every_us(grant)
@@ -465,8 +467,8 @@ class Giver:
         return 0 if entry.serial is None else self._scheduler.unplanned(entry.serial)
 
     def _offer(self, entry: Given) -> Offer:
-        prompt_tokens = len(entry.submission.prompt)
-        return Offer(entry.handover.request, entry.handover.attempt, prompt_tokens, self._queued_tokens)
+        tokens = entry.submission.known_tokens
+        return Offer(entry.handover.request, entry.handover.attempt, tokens, self._queued_tokens)
 
     def _serial_of(self, entry: Given) -> Serial:
         if entry.serial is None:
@@ -482,7 +484,7 @@ class Giver:
         if before is Giving.QUEUED:
             del self._queue[entry.handover]
         if before in AHEAD and entry.state not in AHEAD:
-            self._queued_tokens -= len(entry.submission.prompt)
+            self._queued_tokens -= entry.submission.known_tokens
         if entry.state is Giving.OFFERED:
             self._active[entry.handover] = entry
         if entry.state is Giving.OVER:

@@ -35,9 +35,9 @@ Move = TypeVar("Move", bound=Enum)
 
 
 def prompt_digest(submission: Submission, fingerprint: bytes) -> bytes:
-    """Says of which prompt, for which tenant and in which model a KV is."""
+    """Says of which prompt and outputs, for which tenant and in which model a KV is."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"hand-over")
-    for part in (fingerprint, submission.salt, submission.prompt.tobytes()):
+    for part in (fingerprint, submission.salt, submission.prompt.tobytes(), submission.generated.tobytes()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
 

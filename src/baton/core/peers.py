@@ -90,6 +90,7 @@ class Offer:
     request: int
     attempt: int
     prompt_tokens: int
+    """All that it computes: what was generated after the prompt counts."""
     queued_tokens: int = 0
     """Of all prompts that P was asked for and has not prefilled: by this a D chooses whom to ask next."""
 
@@ -139,7 +140,7 @@ class Commit:
     queue_us: int
     prefill_us: int
     prompt_digest: bytes
-    """Of the prompt, the salt and the model's fingerprint, as `handover.prompt_digest` makes it."""
+    """Of the prompt and its outputs so far, the salt and the model's fingerprint, as `handover.prompt_digest` makes it."""
     checks: bytes
     """One checksum a block that was sent, in order; opaque here, verified by the driver against what arrived."""
     queued_tokens: int = 0

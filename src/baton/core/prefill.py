@@ -43,7 +43,7 @@ class PrefillScheduler(Board):
         return not (self._flights or self._prefilling or self._stopping)
 
     def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
-        """A slot and all blocks of the prompt; None where they are not to be had now."""
+        """A slot and all blocks of what it starts with; None where they are not to be had now."""
         self._now_us = now_us
         if not self.slots.has_room:
             return None
@@ -71,10 +71,10 @@ class PrefillScheduler(Board):
         while self._prefilling and step.budget > 0:
             slot = self._prefilling[0]
             if not self.slots.told[slot]:
-                self._tell_prompt(step, slot)
+                self._tell_known(step, slot)
             self._plan_chunk(step, slot)
 
-    def _tell_prompt(self, step: StepBuilder, slot: int) -> None:
+    def _tell_known(self, step: StepBuilder, slot: int) -> None:
         slots, request = self.slots, self._occupant(slot)
         if slots.held[slot] * self.config.block_size < slots.known[slot]:
             raise BlocksNotHeld(
@@ -83,7 +83,7 @@ class PrefillScheduler(Board):
             )
         request.bill.queue_us += self._now_us - request.since_us
         request.since_us = self._now_us
-        self._tell_start(step, slot, request.submission.prompt.copy(), int(slots.computed[slot]))
+        self._tell_start(step, slot, request.submission.known.copy(), int(slots.computed[slot]))
 
     def _decoding(self) -> Crew:
         return self._nobody

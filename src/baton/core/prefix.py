@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NewType, cast
 
 from baton.core.errors import InvariantViolated
+from baton.core.journal import PrefixJournal
 from baton.core.request import Tokens
 
 Key = NewType("Key", bytes)
@@ -36,11 +37,18 @@ class PrefixIndex:
         self._key_of: list[Key | None] = [None] * blocks
         self._parent_of: list[Key | None] = [None] * blocks
         """By block; the parent's key, not its block: a parent may leave and come back in another."""
+        self.journal: PrefixJournal | None = None
+        """Set where somebody is told of names."""
         self._children: dict[Key, int] = {}
         """Parent key → how many indexed blocks name it."""
 
     def __len__(self) -> int:
         return len(self._block_of)
+
+    def keep_journal(self) -> PrefixJournal:
+        """From here on changes are kept; whoever takes them is told all names first."""
+        self.journal = PrefixJournal(self._block_of.keys, 2 * len(self._key_of))
+        return self.journal
 
     def root(self, salt: bytes) -> Key:
         hasher = self._root_hasher.copy()
@@ -86,7 +94,7 @@ class PrefixIndex:
 
     def publish(self, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> list[int]:
         """Name blocks. Answers those that were named: where another block already carries a name, that one keeps it."""
-        block_of, key_of, children = self._block_of, self._key_of, self._children
+        block_of, key_of, children, journal = self._block_of, self._key_of, self._children, self.journal
         named = []
         for key, parent, block in zip(keys, parents, blocks, strict=True):
             if key in block_of:
@@ -98,6 +106,8 @@ class PrefixIndex:
             self._parent_of[block] = parent
             children[parent] = children.get(parent, 0) + 1
             named.append(block)
+            if journal is not None:
+                journal.changed(key, True)
         return named
 
     def forget(self, block: int) -> int | None:
@@ -106,6 +116,8 @@ class PrefixIndex:
         if key is None or parent is None:
             raise InvariantViolated(f"block {block} has no name")
         del self._block_of[key]
+        if self.journal is not None:
+            self.journal.changed(key, False)
         self._key_of[block] = self._parent_of[block] = None
         left = self._children[parent] - 1
         if left:

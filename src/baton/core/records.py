@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from baton.core.blocks import BlockGauges
 from baton.core.peers import PdFault
 from baton.core.plan import Chunk, Int8s, Int32s, Int64s, Logprobs
 from baton.core.prefix import Key
-from baton.core.request import FinishReason, Phase, Serial, Submission, Tokens
+from baton.core.request import NO_TOKENS, FinishReason, Phase, Serial, Submission, Tokens
 
 
 @dataclass(slots=True)
@@ -20,7 +18,7 @@ class Bill:
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache had at the first start."""
     computed_tokens: int = 0
-    """Tokens whose KV was computed for the first time."""
+    """Tokens whose KV was computed for the first time here; what was generated elsewhere counts as the prompt does."""
     recomputed_tokens: int = 0
     """Tokens whose KV had to be computed again after a preemption."""
     preemptions: int = 0
@@ -48,8 +46,8 @@ class Request:
     epoch: int = 0
     """How often it was started."""
     slot: int | None = None
-    outputs: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    """What it was given before its last preemption; while it runs, the slot knows."""
+    outputs: Tokens = field(default_factory=lambda: NO_TOKENS)
+    """What it was given before its last start, elsewhere or before it was preempted; while it runs, the slot knows."""
     followers: list[Request] = field(default_factory=list)
     """Sibling choices that wait for this one's prompt blocks."""
     leader: Request | None = None
@@ -72,6 +70,11 @@ class Request:
     @property
     def tokens_at_start(self) -> int:
         return len(self.submission.prompt) + len(self.outputs)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing was generated for it here before its last start."""
+        return len(self.outputs) == len(self.submission.generated)
 
 
 @dataclass(frozen=True, slots=True)

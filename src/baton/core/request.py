@@ -158,6 +158,15 @@ class Submission:
     prefill_at: str = ""
     """The peer that shall prefill it, where the one who sends it has chosen; empty: any."""
 
+    @property
+    def known(self) -> Tokens:
+        """What it starts with: the prompt and, after it, what was generated elsewhere."""
+        return np.concatenate((self.prompt, self.generated)) if len(self.generated) else self.prompt
+
+    @property
+    def known_tokens(self) -> int:
+        return len(self.prompt) + len(self.generated)
+
 
 def frozen_tokens(tokens: npt.ArrayLike) -> Tokens:
     """A private, read-only int32 copy: no caller's list is kept, none can be edited through us."""

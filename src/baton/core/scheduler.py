@@ -22,7 +22,7 @@ import numpy as np
 from baton.core.board import Board, StepBuilder
 from baton.core.config import WorkerConfig
 from baton.core.plan import Copy, Int64s
-from baton.core.prefix import PrefixIndex
+from baton.core.prefix import Key, PrefixIndex
 from baton.core.queue import WaitingQueue
 from baton.core.records import Hit, Request, SchedulerGauges
 from baton.core.request import Move, Serial, Submission
@@ -72,14 +72,19 @@ class Scheduler(Board):
     def enqueue(self, submission: Submission, limit: int, now_us: int, leader: Serial | None = None) -> Serial:
         """Put a request, already found possible, into the queue, or behind the leader whose blocks it shares."""
         leading = None if leader is None else self._requests[leader]
-        keys = self.keys_of(submission, submission.prompt) if leading is None else leading.keys
-        request = self._new_request(submission, keys, limit, now_us, leading)
+        request = self._new_request(submission, self._keys_to_start(submission, leading), limit, now_us, leading)
         if leading is None:
             self._queue_up(request)
         else:
             leading.followers.append(request)
             self._held_back += 1
         return request.serial
+
+    def _keys_to_start(self, submission: Submission, leader: Request | None) -> list[Key]:
+        """The leader's names as far as they are of the prompt that both share: beyond it each goes its own way."""
+        if leader is None or len(submission.generated):
+            return self.keys_of(submission, submission.known)
+        return leader.keys[: 1 + len(submission.prompt) // self.config.block_size]
 
     def _queue_up(self, request: Request) -> None:
         self._waiting.push(request)

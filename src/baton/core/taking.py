@@ -224,7 +224,7 @@ class Taker:
         acts: Acts = []
         for entry in [entry for entry in self._open.values() if entry.handover.peer == peer]:
             if entry.state is Taking.ASKED:
-                acts += self._fail(entry, PdCode.TIMEOUT, PdStage.OFFER, f"the peer is gone: {reason}", tell=False)
+                acts += self._not_taken(entry, PdCode.TIMEOUT, f"the peer is gone: {reason}")
             elif entry.state is not Taking.FENCING:
                 acts += self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, f"the peer is gone: {reason}", tell=False)
         return acts
@@ -246,8 +246,8 @@ class Taker:
         return []
 
     def _ask(self, request: Request) -> Tell:
-        peer = min(self._peers, key=lambda peer: (self._declines(peer), self._believed_tokens(peer)))
-        tokens = self._believed_tokens(peer) + len(request.submission.prompt)
+        peer = self._peer_for(request.submission)
+        tokens = self._believed_tokens(peer) + request.submission.known_tokens
         # Put last: of equals the first one is asked, and all takers would ask the same giver for ever.
         del self._peers[peer]
         self._peers[peer] = Believed(tokens, self._now_us)
@@ -255,6 +255,13 @@ class Taker:
         handover = Handover(peer, request.serial, request.bill.attempts)
         self._open[request.serial] = Taken(handover, request.submission, self._now_us)
         return Tell(peer, Ask(request.serial, handover.attempt, request.submission))
+
+    def _peer_for(self, submission: Submission) -> PeerId:
+        """The one that was named for it, if it is up and takes what it is asked for; else who has least to do."""
+        named = PeerId(submission.prefill_at)
+        if named in self._peers and not self._declines(named):
+            return named
+        return min(self._peers, key=lambda peer: (self._declines(peer), self._believed_tokens(peer)))
 
     # ── one attempt ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -281,8 +288,8 @@ class Taker:
             return [Tell(peer, Release(offer.request, offer.attempt, "this attempt is over"))]
         if entry.grant is not None:
             return [Tell(peer, entry.grant)]
-        if offer.prompt_tokens != len(entry.submission.prompt):
-            text = f"{offer.prompt_tokens} tokens were offered for a prompt of {len(entry.submission.prompt)}"
+        if offer.prompt_tokens != entry.submission.known_tokens:
+            text = f"{offer.prompt_tokens} tokens were offered for a prompt of {entry.submission.known_tokens}"
             return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.OFFER, text)
         lease = self._scheduler.lease(entry.serial)
         return self._refuse(entry) if lease is None else self._grant(entry, lease)
@@ -311,9 +318,10 @@ class Taker:
         return acts + self._end_asked(entry, FinishReason.RESCHEDULE, fault)
 
     def _not_taken(self, entry: Taken, code: PdCode, reason: str) -> Acts:
-        """The giver would not even begin (it drains, its queue is full). Another is asked, or it is done here."""
+        """The giver did not even begin (it drains, its queue is full, it is gone). Another is asked, or it is done here."""
         handover = entry.handover
-        self._declined_us[handover.peer] = self._now_us
+        if handover.peer in self._peers:
+            self._declined_us[handover.peer] = self._now_us
         self._move(entry, TakerMove.DROP)
         alone = all(self._declines(peer) for peer in self._peers)
         prefills_here = alone or handover.attempt >= ATTEMPTS_MAX

@@ -18,6 +18,7 @@ from baton.core.decode import DecodeScheduler
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.giving import Giver
 from baton.core.handover import Acts
+from baton.core.journal import KEYS_MAX, Changes, NamesChanged, PhaseNotes
 from baton.core.peers import (
     PeerEffect,
     PeerEvent,
@@ -74,6 +75,11 @@ class DrainOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangesWanted:
+    """Keep what changes, for `Worker.changes`; the first of them say everything anew."""
+
+
+@dataclass(frozen=True, slots=True)
 class Orphaned:
     """The front end is gone, and with it every client: what is open ends."""
 
@@ -83,7 +89,7 @@ class Tick:
     """`next_deadline` has come."""
 
 
-Event = Submitted | Cancelled | StopFound | StepDone | DrainOrdered | Orphaned | Tick | PeerEvent
+Event = Submitted | Cancelled | StopFound | StepDone | DrainOrdered | ChangesWanted | Orphaned | Tick | PeerEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,7 @@ class Worker:
 
     def handle(self, event: Event, now_us: int) -> list[Effect]:
         self._now_us = now_us
+        self.scheduler.set_clock(now_us)
         idle_pass = False
         effects: list[Effect] = []
         match event:
@@ -187,6 +194,8 @@ class Worker:
                 effects = self._stop(serial, FinishReason.STOP, keep)
             case DrainOrdered():
                 self._drain()
+            case ChangesWanted():
+                self._keep_changes()
             case Orphaned():
                 effects = self._stop_all()
             case _:
@@ -210,6 +219,12 @@ class Worker:
         handovers = replace(self._peers.gauges(), preempted=gauges.handovers.preempted)
         waiting = gauges.waiting if self.giver is None else gauges.waiting + self.giver.queued
         return replace(gauges, waiting=waiting, handovers=handovers)
+
+    def changes(self, now_us: int) -> Changes:
+        """What happened since the last call, as far as `ChangesWanted` asked to keep it. Not more than fits a message."""
+        journal, notes = self.scheduler.pool.prefix.journal, self.scheduler.notes
+        names = NamesChanged() if journal is None else journal.take(KEYS_MAX)
+        return Changes(names, () if notes is None else notes.take(now_us))
 
     @property
     def is_idle(self) -> bool:
@@ -244,6 +259,11 @@ class Worker:
         self._draining = True
         if self.giver is not None:
             self.giver.draining = True
+
+    def _keep_changes(self) -> None:
+        self.scheduler.pool.prefix.keep_journal()
+        if self.giver is None:  # what it prefills has its serial at the peer that asked
+            self.scheduler.notes = PhaseNotes()
 
     def _stop(self, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
         if self._queue is None:
@@ -304,7 +324,9 @@ class Worker:
         prompt, asked, config = len(submission.prompt), submission.max_tokens, self.config
         if prompt == 0:
             return Refusal(RefusalCode.EMPTY_PROMPT, "the prompt is empty")
-        wanted = prompt + (1 if asked is None else asked)
+        if len(submission.generated) and (refusal := self._is_whole(submission)):
+            return refusal
+        wanted = submission.known_tokens + 1 if asked is None else prompt + asked
         made_of = f"{prompt} in the prompt" + ("" if asked is None else f" and {asked} to generate (max_tokens)")
         if wanted > config.context_tokens:
             text = f"{wanted} tokens ({made_of}) are more than the context length of {config.context_tokens}"
@@ -315,6 +337,18 @@ class Worker:
                 f"({config.blocks} blocks of {config.block_size})"
             )
             return Refusal(RefusalCode.POOL_EXCEEDED, text)
+        return None
+
+    def _is_whole(self, submission: Submission) -> Refusal | None:
+        """Why nothing can follow what was generated elsewhere."""
+        generated, asked, sampling = submission.generated, submission.max_tokens, submission.sampling
+        if asked is not None and len(generated) >= asked:
+            text = f"{len(generated)} tokens were generated elsewhere, and max_tokens is {asked}"
+            return Refusal(RefusalCode.NOTHING_LEFT, text)
+        if int(generated[-1]) in sampling.stop_token_ids and len(generated) > sampling.min_tokens:
+            return Refusal(
+                RefusalCode.NOTHING_LEFT, f"what was generated elsewhere ends with the stop token {generated[-1]}"
+            )
         return None
 
 

@@ -42,11 +42,14 @@ from baton.wire.messages import (
     WIRE_VERSION,
     Failed,
     FromEngine,
+    Peers,
     PeerTraffic,
     Ready,
     StepOutput,
+    TellNames,
     decode_to_engine,
     encode_from_engine,
+    pulse,
     wire_gauges,
 )
 
@@ -58,6 +61,8 @@ MESSAGES_A_TURN = 256
 """How many messages are taken in before the next step is planned."""
 TICK_IN_FLIGHT_US = 20_000
 """While a step computes there is nothing to plan, but leases and renewals with peers run on; they are looked at so often."""
+PULSE_US = 100_000
+"""How often the front end gets a sign of life once it has asked for them."""
 GAUGES_US = 50_000
 """How old the front end's gauges may be when peers change them and no step does."""
 TRAFFIC_US = 1_000_000
@@ -81,6 +86,8 @@ class Handovers(Protocol):
     def carry_out(self, effect: PeerEffect) -> None: ...
 
     def step_done(self, step: int) -> None: ...
+
+    def call(self, addresses: tuple[str, ...]) -> None: ...
 
     def traffic(self) -> PeerTraffic: ...
 
@@ -108,6 +115,8 @@ class EngineLoop:
         self._traffic = PeerTraffic({}, 0)
         self._report_us = 0
         """When the front end is next told of what happened with peers and in no step."""
+        self._pulse_us: int | None = None
+        """When the next Pulse is due; None until the front end asks for them."""
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._inbox.fileno(), zmq.POLLIN)
@@ -122,6 +131,8 @@ class EngineLoop:
         for item in self._inbox.take():
             self._tell(self._event(item))
         deadline, now_us = self._worker.next_deadline(), self._now_us()
+        if self._pulse_us is not None and self._pulse_us <= now_us:
+            self._beat(now_us)
         if deadline is not None and deadline <= now_us:
             self._tell(Tick())
         elif self._handovers is not None and self._report_us <= now_us:
@@ -136,6 +147,8 @@ class EngineLoop:
         else:
             tick_us = self._report_us if deadline is None else deadline
             until_us = min(self._report_us, max(tick_us, now_us + TICK_IN_FLIGHT_US) if self._steps_in_flight else tick_us)
+        if self._pulse_us is not None:
+            until_us = self._pulse_us if until_us is None else min(until_us, self._pulse_us)
         return None if until_us is None else -(-(until_us - now_us) // 1000)
 
     def _report(self, handovers: Handovers, now_us: int) -> None:
@@ -146,6 +159,10 @@ class EngineLoop:
             self._traffic = traffic
             self._send(traffic)
 
+    def _beat(self, now_us: int) -> None:
+        self._pulse_us = now_us + PULSE_US
+        self._send(pulse(self._worker.gauges(), self._steps_in_flight > 0, self._worker.changes(now_us)))
+
     def _take_messages(self) -> None:
         for _ in range(MESSAGES_A_TURN):
             try:
@@ -153,7 +170,17 @@ class EngineLoop:
             except zmq.Again:
                 return
             # A frame that is no message ends the engine: dropping it would leave somebody waiting for ever.
-            self._tell(event_of(decode_to_engine(frame)))
+            message = decode_to_engine(frame)
+            if isinstance(message, Peers):
+                self._call(message.addresses)
+                continue
+            self._tell(event_of(message))
+            if isinstance(message, TellNames):
+                self._pulse_us = self._now_us()
+
+    def _call(self, addresses: tuple[str, ...]) -> None:
+        if self._handovers is not None:  # else this instance neither has peers nor needs them
+            self._handovers.call(addresses)
 
     def _event(self, item: Item) -> Event | PeerEvent:
         if isinstance(item, Broken):

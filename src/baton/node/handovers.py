@@ -70,6 +70,9 @@ class Handovers:
             case _:
                 self._transfers.carry_out(effect)
 
+    def call(self, addresses: tuple[str, ...]) -> None:
+        self._peers.call(addresses)
+
     def step_done(self, step: int) -> None:
         self._transfers.step_done(step)
 

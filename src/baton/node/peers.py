@@ -1,9 +1,9 @@
 """The peers of an instance, on an event loop and a thread of their own: one that decodes calls, one that prefills is called.
 
 Owns who is connected. Tells the engine loop of sessions that open and end and of what peers say, in order, through its
-inbox; what the engine says to a peer goes out in order too. Calls again, with growing pauses, whoever cannot be reached.
-Strangers, sessions and what waits are bounded; refused connections are counted by reason and logged when the reason
-changes. What messages mean, the worker knows; how KV travels, the transfers.
+inbox; what the engine says to a peer goes out in order too. Whom to call can change at any time; whoever cannot be reached
+is called again, with growing pauses. Strangers, sessions and what waits are bounded; refused connections are counted by
+reason and logged when the reason changes. What messages mean, the worker knows; how KV travels, the transfers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ class Peers:
         self._ways = ways
         self._inbox = inbox
         self._listener = listener
-        self._calls = calls
+        self._calls: dict[str, asyncio.Task[None]] = {}
+        """By address: whoever we call, until told otherwise."""
+        self._first_calls = calls
+        self._failure: BaseException | None = None
+        """Of a call that ended though none ever should."""
         self._strangers: dict[Session, None] = {}
         """Who called and has not registered, the oldest first."""
         self._sessions: dict[PeerId, Session] = {}
@@ -88,6 +92,10 @@ class Peers:
     def tell(self, peer: PeerId, message: PeerMessage) -> None:
         """Say this, after all that was told before. To a peer that is gone it is not said; PeerLost is on its way then."""
         self._loop.call_soon_threadsafe(self._tell, peer, message)
+
+    def call(self, addresses: tuple[str, ...]) -> None:
+        """Call these from now on, and nobody else: sessions with others end."""
+        self._loop.call_soon_threadsafe(self._call_only, addresses)
 
     def close(self) -> None:
         """Hang up, and end the thread. Only for those who outlive it: a process that ends need not."""
@@ -107,16 +115,19 @@ class Peers:
             self._loop.close()
 
     async def _main(self) -> None:
-        calls = [asyncio.create_task(work) for work in (self._answer(), *map(self._call, self._calls))]
-        calls.append(asyncio.create_task(self._until_stopped()))
-        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        self._call_only(self._first_calls)
+        waits = [asyncio.create_task(work) for work in (self._answer(), self._until_stopped())]
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for session in list(self._sessions.values()):
             session.end(None, "this instance was stopped")
-        for task in calls:
+        rest = [*waits, *self._calls.values()]
+        for task in rest:
             task.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*rest, return_exceptions=True)
         for task in done:
             task.result()  # of those that never end, one has raised
+        if self._failure is not None:
+            raise self._failure
 
     async def _answer(self) -> None:
         if self._listener is not None:
@@ -131,6 +142,30 @@ class Peers:
         session = self._sessions.get(peer)
         if session is not None:
             session.send(message)
+
+    def _call_only(self, addresses: tuple[str, ...]) -> None:
+        if not self._me.role.takes or self._stop.is_set():
+            return  # whoever prefills is called
+        wanted = dict.fromkeys(address for address in addresses if self._can_call(address))
+        for address in [address for address in self._calls if address not in wanted]:
+            self._calls.pop(address).cancel()
+            self._told.pop(address, None)
+        for address in list(wanted)[:SESSIONS_MAX]:
+            if address not in self._calls:
+                self._calls[address] = task = asyncio.create_task(self._call(address))
+                task.add_done_callback(self._call_ended)
+
+    def _can_call(self, address: str) -> bool:
+        host, _, port = address.rpartition(":")
+        if host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16:
+            return True
+        log.error("no peer can be called at %r: it is not HOST:PORT", address)
+        return False
+
+    def _call_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
+            self._stop.set()
 
     async def _call(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -153,7 +188,10 @@ class Peers:
                 await self._loop.create_connection(lambda: session, host, port)
         except (OSError, TimeoutError) as error:
             return End(Stage.STRANGER, None, str(error) or "no answer")
-        return await session.over
+        try:
+            return await asyncio.shield(session.over)
+        finally:
+            session.end(None, "it is not one of our peers any more")  # where this call was given up
 
     # ── the sessions' house ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -299,7 +299,7 @@ def _check_tokens(message: PeerMessage, vocabulary: int) -> None:
     match message:
         case Ask(_, _, submission):
             sampling = submission.sampling
-            ids = [int(submission.prompt.max()), *sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
+            ids = [int(submission.known.max()), *sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
         case Commit():
             ids = [message.token]
             if message.logprobs is not None and message.logprobs.top_ids.size:

@@ -21,7 +21,7 @@ from baton.sim.lines import PipeEnd
 from baton.sim.records import PassMeter, StepSpan
 from baton.sim.world import Alarm, Host
 from baton.wire.dispatch import event_of, message_of
-from baton.wire.messages import WIRE_VERSION, Ready, decode_to_engine, encode_from_engine, wire_gauges
+from baton.wire.messages import WIRE_VERSION, Ready, ToWorker, decode_to_engine, encode_from_engine, wire_gauges
 
 SECRET = bytes(32)
 PEER_EFFECTS = get_args(PeerEffect)
@@ -68,7 +68,9 @@ class Machine:
 
     def take(self, frames: list[bytes]) -> None:
         for frame in frames:
-            self._tell(event_of(decode_to_engine(frame)))
+            message = decode_to_engine(frame)
+            if isinstance(message, ToWorker):
+                self._tell(event_of(message))
         self._pump()
 
     def hear(self, event: PeerEvent) -> None:

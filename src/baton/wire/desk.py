@@ -37,6 +37,7 @@ from baton.wire.messages import (
     FromEngine,
     LogprobLine,
     PeerTraffic,
+    Pulse,
     Ready,
     RefusedWith,
     Rows,
@@ -270,7 +271,7 @@ class Desk:
                 return Took([Came(message)], [])
             case Failed(reason):
                 return Took([Died(reason)], [])
-            case PeerTraffic():
+            case PeerTraffic() | Pulse():
                 return Took([], [])
 
     def lose(self, reason: str) -> list[Lost]:

@@ -13,6 +13,7 @@ from baton.core.request import Serial
 from baton.core.worker import (
     Accepted,
     Cancelled,
+    ChangesWanted,
     Deliver,
     DrainOrdered,
     Effect,
@@ -30,7 +31,8 @@ from baton.wire.messages import (
     FromEngine,
     StopAt,
     Submit,
-    ToEngine,
+    TellNames,
+    ToWorker,
     ended_output,
     refused,
     step_output,
@@ -38,7 +40,7 @@ from baton.wire.messages import (
 )
 
 
-def event_of(message: ToEngine) -> Event:
+def event_of(message: ToWorker) -> Event:
     match message:
         case Submit():
             return Submitted(message.ticket, submissions(message))
@@ -48,6 +50,8 @@ def event_of(message: ToEngine) -> Event:
             return StopFound(Serial(serial), keep)
         case Drain():
             return DrainOrdered()
+        case TellNames():
+            return ChangesWanted()
 
 
 def message_of(effect: Effect, gauges: Callable[[], SchedulerGauges]) -> FromEngine | None:

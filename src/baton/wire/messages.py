@@ -15,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import BatonError, Refusal, RefusalCode
+from baton.core.journal import Changes
 from baton.core.peers import PdCode, PdFault, PdStage
 from baton.core.plan import Logprobs
 from baton.core.records import Bill, EndedRequest, HandoverGauges, SchedulerGauges, Settled
-from baton.core.request import FinishReason, RequestId, Sampling, Submission, Tokens, frozen_tokens
+from baton.core.request import NO_TOKENS, FinishReason, RequestId, Sampling, Submission, Tokens, frozen_tokens
 
 _Number = TypeVar("_Number", bound=np.generic)
 _Message = TypeVar("_Message")
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 FRAME_BYTES_MAX = 64 << 20
 
 
@@ -56,6 +57,9 @@ class WireSubmission(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
     salt: bytes
     priority: int
     leader: str | None
+    generated: bytes = b""
+    """Outputs that the client has from elsewhere."""
+    prefill_at: str = ""
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
@@ -76,7 +80,18 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
     pass
 
 
-ToEngine = Submit | Cancel | StopAt | Drain
+class TellNames(msgspec.Struct, tag="tell_names", frozen=True):
+    """From now on send a Pulse ten times a second; the first of them begins with all names anew."""
+
+
+class Peers(msgspec.Struct, tag="peers", frozen=True):
+    """Who prefills for this instance from now on: call these, and hang up on all others."""
+
+    addresses: tuple[str, ...]
+
+
+ToWorker = Submit | Cancel | StopAt | Drain | TellNames
+ToEngine = ToWorker | Peers
 
 
 class WireHandovers(msgspec.Struct, array_like=True, frozen=True):
@@ -197,7 +212,23 @@ class PeerTraffic(msgspec.Struct, tag="peer_traffic", frozen=True):
     """Of KV."""
 
 
-FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | PeerTraffic
+class Pulse(msgspec.Struct, tag="pulse", frozen=True):
+    """A sign of life, also while a step computes and while nothing happens, with what changed since the last one."""
+
+    gauges: WireGauges
+    computing: bool
+    """Steps are in flight."""
+    fresh: bool
+    """Names that were told before are void."""
+    named: bytes
+    """Keys of blocks that can be found in the prefix cache now, end to end."""
+    forgotten: bytes
+    """Keys of those that no longer can."""
+    notes: tuple[tuple[int, str, int], ...]
+    """(serial, the phase that it entered, microseconds ago)"""
+
+
+FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | PeerTraffic | Pulse
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -244,7 +275,10 @@ def wire_submission(item: Submission) -> WireSubmission:
         s.frequency_penalty, s.logit_bias, s.stop_token_ids, s.min_tokens, s.logprobs,
     )  # fmt: skip
     prompt = item.prompt.tobytes() if item.leader is None else None
-    return WireSubmission(item.request_id, prompt, sampling, item.max_tokens, item.salt, item.priority, item.leader)
+    return WireSubmission(
+        item.request_id, prompt, sampling, item.max_tokens, item.salt, item.priority, item.leader,
+        item.generated.tobytes(), item.prefill_at,
+    )  # fmt: skip
 
 
 def submissions(message: Submit) -> tuple[Submission, ...]:
@@ -273,6 +307,8 @@ def submission_of(item: WireSubmission, prompt: Tokens) -> Submission:
         salt=item.salt,
         priority=item.priority,
         leader=None if item.leader is None else RequestId(item.leader),
+        generated=tokens_of(item.generated) if item.generated else NO_TOKENS,
+        prefill_at=item.prefill_at,
     )
 
 
@@ -299,6 +335,12 @@ def step_output(settled: Settled, gauges: SchedulerGauges) -> StepOutput:
 def ended_output(ended: EndedRequest, gauges: SchedulerGauges) -> StepOutput:
     """The end of a request that waited, in the shape of a step that yielded nothing."""
     return StepOutput(b"", b"", b"", (), (), (_wire_ended(ended),), wire_gauges(gauges))
+
+
+def pulse(gauges: SchedulerGauges, computing: bool, changes: Changes) -> Pulse:
+    named, forgotten = b"".join(changes.names.named), b"".join(changes.names.forgotten)
+    notes = tuple((note.serial, note.phase.name, note.ago_us) for note in changes.notes)
+    return Pulse(wire_gauges(gauges), computing, changes.names.fresh, named, forgotten, notes)
 
 
 def wire_logprobs(item: Logprobs) -> WireLogprobs:

@@ -46,7 +46,7 @@ from baton.wire.messages import (
     wire_submission,
 )
 
-PEERING_VERSION = 1
+PEERING_VERSION = 2
 INT32_MAX = 2**31 - 1
 INT63_MAX = 2**63 - 1
 REASON_CHARS_MAX = 512
@@ -332,11 +332,12 @@ def _checked_submission(item: WireSubmission) -> Submission:
     _demand(len(item.salt) <= SALT_BYTES_MAX, f"a salt of {len(item.salt)} bytes")
     _demand(abs(item.priority) <= INT32_MAX, f"a priority of {item.priority}")
     _demand(item.max_tokens is None or 0 <= item.max_tokens <= INT63_MAX, f"at most {item.max_tokens} tokens")
+    _demand(len(item.prefill_at) <= ADDRESS_CHARS_MAX, f"an address of {len(item.prefill_at)} characters")
     _check_sampling(item.sampling)
-    prompt = tokens_of(item.prompt)
-    _demand(len(prompt) > 0, "an empty prompt")
-    _demand(int(prompt.min(initial=0)) >= 0, "a prompt with a negative token id")
-    return submission_of(item, prompt)
+    submission = submission_of(item, tokens_of(item.prompt))
+    _demand(len(submission.prompt) > 0, "an empty prompt")
+    _demand(int(submission.known.min(initial=0)) >= 0, "a prompt with a negative token id")
+    return submission
 
 
 def _check_sampling(item: WireSampling) -> None:
