@@ -37,6 +37,10 @@ class RefusalCode(StrEnum):
     WRONG_ROLE = "wrong_role"
     NOTHING_LEFT = "nothing_left"
     """What was generated elsewhere is the whole answer already."""
+    NO_INSTANCE = "no_instance"
+    """A router has nobody to give it to."""
+    RATE_LIMITED = "rate_limited"
+    """The tenant has used up what it may."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,182 @@
+"""What a router costs: the same scripted instances asked directly, through Baton's router, and through another.
+
+Owns the measurement and its verdict. The load is streamed, one event a token, from as many clients at once as asked. A
+round measures every way once, in an order that turns; the time to the first token is compared by percentiles over all
+rounds, and the router's CPU seconds are read from the system. Instances compute nothing and take a fixed time a step, so
+what differs is the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.children import Child, ChildFailed, free_port, started
+from baton.bench.client import Ask, ServerUnreachable, Target, first_model, open_http
+from baton.bench.fleet import Fleet, fleet
+from baton.bench.load import Closed, Plan, RunResult, run_load
+from baton.bench.machine import OtherLoad, other_load
+from baton.bench.stats import percentile
+from baton.bench.turns import Voice
+from baton.bench.workload import Recipe, Round, Shape, TokenRange, fixed_sessions
+
+SCRIPTED = ("--executor", "scripted")
+BYTES = TokenRange(1, 256)
+DIRECT, OURS, PEER = "direct", "Baton's router", "sglang-router"
+MODEL = "scripted"
+PEER_LIMIT_S = 60.0
+
+
+class RoutingFailed(Exception):
+    """Requests failed, so that no number would mean anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedLoad:
+    concurrency: int = 64
+    requests: int = 256
+    """A round, of each way."""
+    input_tokens: int = 64
+    output_tokens: int = 96
+    step_ms: float = 20.0
+    instances: int = 2
+    rounds: int = 3
+
+
+class Way(msgspec.Struct):
+    """Everything seen of one way; times in seconds."""
+
+    name: str
+    ttft_s: list[float] = msgspec.field(default_factory=list)
+    tokens: int = 0
+    events: int = 0
+    cpu_s: float = 0.0
+    """Of what stands between; 0 where nothing does."""
+
+    @property
+    def p50_ms(self) -> float:
+        return 1000 * percentile(sorted(self.ttft_s), 0.5)
+
+    @property
+    def p99_ms(self) -> float:
+        return 1000 * percentile(sorted(self.ttft_s), 0.99)
+
+    @property
+    def tokens_a_cpu_s(self) -> float | None:
+        return self.tokens / self.cpu_s if self.cpu_s else None
+
+
+class RoutedReport(msgspec.Struct):
+    load: RoutedLoad
+    ways: list[Way]
+    others: list[OtherLoad]
+
+
+async def measure(load: RoutedLoad, peer: str | None, voice: Voice) -> RoutedReport:
+    each = ("--step-ms", str(load.step_ms), "--max-num-seqs", str(load.concurrency))
+    async with (
+        fleet(SCRIPTED, ["mixed"] * load.instances, each=each) as ours,
+        _peer(peer, [member.url for member in ours.members]) as other,
+    ):
+        return await _rounds(load, ours, other, voice)
+
+
+async def _rounds(load: RoutedLoad, ours: Fleet, other: tuple[Child, str] | None, voice: Voice) -> RoutedReport:
+    direct, routed = [member.url for member in ours.members], [ours.url]
+    ways = [(Way(DIRECT), direct, None), (Way(OURS), routed, ours.router)]
+    if other is not None:
+        ways.append((Way(PEER), [other[1]], other[0]))
+    others = []
+    for number in range(load.rounds):
+        turned = ways[number % len(ways) :] + ways[: number % len(ways)]
+        for way, urls, between in turned:
+            others.append(await asyncio.to_thread(other_load))
+            voice.doing(f"round {number + 1}: {way.name}")
+            await _load_once(load, way, urls, between, seed=number)
+            voice.done()
+    return RoutedReport(load, [way for way, _, _ in ways], others)
+
+
+async def _load_once(load: RoutedLoad, way: Way, urls: Sequence[str], between: Child | None, seed: int) -> None:
+    before_s = 0.0 if between is None else between.cpu_s()
+    runs = await asyncio.gather(*(_half(load, url, len(urls), seed * 100 + place) for place, url in enumerate(urls)))
+    way.cpu_s += 0.0 if between is None else between.cpu_s() - before_s
+    for run in runs:
+        for record in run.records:
+            if record.error is not None or record.ttft_s is None:
+                raise RoutingFailed(f"{way.name}: {record.error} {record.error_message}")
+            way.ttft_s.append(record.ttft_s)
+            way.tokens += record.output_tokens
+            way.events += record.events
+
+
+async def _half(load: RoutedLoad, url: str, parts: int, seed: int) -> RunResult:
+    plan = Plan(
+        target=Target(url, MODEL),
+        loop=Closed(load.concurrency // parts),
+        recipe=Recipe(seed, BYTES),
+        ask=Ask(),
+        warmup=8,
+    )
+    sessions = fixed_sessions(load.requests // parts, Round(load.input_tokens, load.output_tokens), Shape())
+    return await run_load(plan, sessions)
+
+
+@contextlib.asynccontextmanager
+async def _peer(command: str | None, urls: Sequence[str]) -> AsyncIterator[tuple[Child, str] | None]:
+    """Another router in front of the same instances, where one was named."""
+    if command is None:
+        yield None
+        return
+    port = free_port()
+    launch = [*shlex.split(command), "--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port)]
+    launch += ["--policy", "round_robin", "--prometheus-port", str(free_port())]
+    with started(PEER, launch, {}) as child:
+        url, begun_s = f"http://127.0.0.1:{port}", perf_counter()
+        while not await _answers(url):
+            child.check_alive()
+            if perf_counter() - begun_s > PEER_LIMIT_S:
+                raise ChildFailed(f"{PEER} does not serve within {PEER_LIMIT_S:g} s\n{child.last_lines()}")
+            await asyncio.sleep(0.2)
+        yield child, url
+
+
+async def _answers(url: str) -> bool:
+    async with open_http(1) as http:
+        try:
+            await first_model(http, url)
+        except ServerUnreachable:
+            return False
+    return True
+
+
+def show(console: Console, report: RoutedReport) -> None:
+    load, direct = report.load, report.ways[0]
+    table = Table(
+        title=f"{load.concurrency} at once, {load.input_tokens} in, {load.output_tokens} out, "
+        f"{load.instances} instances with steps of {load.step_ms:g} ms, {load.rounds} rounds of {load.requests}"
+    )
+    for name in ("way", "TTFT p50", "added", "TTFT p99", "added", "events a token", "tokens a CPU-second"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for way in report.ways:
+        rate = way.tokens_a_cpu_s
+        table.add_row(
+            way.name,
+            f"{way.p50_ms:.1f} ms",
+            "" if way is direct else f"{way.p50_ms - direct.p50_ms:+.1f} ms",
+            f"{way.p99_ms:.1f} ms",
+            "" if way is direct else f"{way.p99_ms - direct.p99_ms:+.1f} ms",
+            f"{way.events / max(1, way.tokens):.2f}",
+            "" if rate is None else f"{rate:,.0f}",
+        )
+    console.print(table)
+    busiest = max((look.busy_cores for look in report.others), default=0.0)
+    console.print(f"Others kept up to {busiest:g} cores busy before a round.", style="dim")
