@@ -150,7 +150,9 @@ class Names:
 class PhaseNote:
     """A request entered a phase at an instance. For the timeline; nothing is decided from it."""
 
-    serial: int
+    leg: Leg
+    place: int
+    """Which choice of the leg. It may have ended meanwhile."""
     phase: str
     """As `core.request.Phase` names it."""
     ago_us: int

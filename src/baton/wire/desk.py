@@ -234,6 +234,14 @@ class Desk:
         self._next_ticket += 1
         return message
 
+    def adopt(self, serial: int, wanted: bool = True) -> Cancel | None:
+        """A request that the engine took in an earlier conversation; the order that ends it where nobody wants it."""
+        if serial in self._serials:
+            raise WireError(f"serial {serial} is open already")
+        self._serials[serial] = State.OPEN if wanted else State.UNWANTED
+        self._first_serial = serial if self._first_serial is None else min(self._first_serial, serial)
+        return None if wanted else Cancel(serial)
+
     def abandon(self, ticket: int) -> None:
         """The client left before the answer. Does nothing after the answer: then there are serials to cancel."""
         if self._tickets.get(ticket) is State.SUBMITTED:

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.core.prefix import KEY_BYTES
+from baton.core.request import Submission, Tokens
 from baton.wire.messages import (
     AcceptedAs,
     Cancel,
@@ -27,13 +28,16 @@ from baton.wire.messages import (
     RefusedWith,
     StepOutput,
     StopAt,
+    Submit,
     WireEnded,
     WireError,
     WireGauges,
     WireLogprobs,
     WireSubmission,
     decoded,
+    submissions,
 )
+from baton.wire.peering import REQUEST_ID_CHARS_MAX, SALT_BYTES_MAX, check_sampling
 
 MEMBERSHIP_VERSION = 1
 INT32_MAX, INT63_MAX = 2**31 - 1, 2**63 - 1
@@ -41,6 +45,11 @@ ORIGIN_BYTES_MAX = 8 << 20
 KEYS_A_BEAT_MAX = 4096
 NOTES_A_BEAT_MAX = 1024
 GROUP_MAX = 4096
+HELD_BYTES_MAX = 512 << 20
+"""All that an instance says of held groups as it joins."""
+HELD_GROUPS_MAX = 1 << 15
+PLACE_BYTES_MAX = 24 << 20
+"""Origin, prompts and outputs of a group: with its history it must be able to travel back as one frame."""
 ADDRESSES_MAX = 256
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -185,8 +194,8 @@ def decode_from_instance(frame: bytes) -> FromInstance:
         case Join():
             if message.version != MEMBERSHIP_VERSION:
                 raise WireError(f"it speaks version {message.version} of the membership, this router {MEMBERSHIP_VERSION}")
-        case HeldGroup(group, choices):
-            _check_choices(group, choices)
+        case HeldGroup(group, choices, body_choices):
+            _check_choices(group, choices, body_choices)
         case _:
             pass
     return message
@@ -195,10 +204,40 @@ def decode_from_instance(frame: bytes) -> FromInstance:
 def decode_from_router(frame: bytes) -> FromRouter:
     message = decoded(_from_router, frame, "a message from a router")
     if isinstance(message, Place):
-        _check_choices(message.group, message.choices)
+        _check_choices(message.group, message.choices, message.body_choices)
     return message
 
 
-def _check_choices(group: tuple[WireSubmission, ...], choices: tuple[int, ...]) -> None:
+def _check_choices(group: tuple[WireSubmission, ...], choices: tuple[int, ...], of: int) -> None:
     if len(group) != len(choices):
         raise WireError(f"{len(group)} submissions are said to be the {len(choices)} choices {choices[:8]}")
+    if len(frozenset(choices)) != len(choices) or max(choices) >= of:
+        raise WireError(f"{choices[:8]} are not different choices of {of}")
+
+
+def checked_group(group: tuple[WireSubmission, ...], vocabulary: int) -> tuple[Submission, ...]:
+    """What a group asks for; a WireError where it is more or other than an engine can be asked for."""
+    for item in group:
+        _demand(len(item.request_id) <= REQUEST_ID_CHARS_MAX, f"a request id of {len(item.request_id)} characters")
+        _demand(len(item.salt) <= SALT_BYTES_MAX, f"a salt of {len(item.salt)} bytes")
+        _demand(abs(item.priority) <= INT32_MAX, f"a priority of {item.priority}")
+        _demand(item.max_tokens is None or 0 <= item.max_tokens <= INT63_MAX, f"at most {item.max_tokens} tokens")
+        _demand(len(item.prefill_at) <= 512, f"an address of {len(item.prefill_at)} characters")
+        check_sampling(item.sampling)
+    made = submissions(Submit(0, group))
+    for submission in made:
+        check_tokens(submission.prompt, vocabulary)
+        check_tokens(submission.generated, vocabulary)
+        had, most = len(submission.generated), submission.max_tokens
+        _demand(not had or most is None or had < most, f"{had} outputs of at most {most}, and more to come")
+    return made
+
+
+def check_tokens(tokens: Tokens, vocabulary: int) -> None:
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise WireError(f"a token that is none of a vocabulary of {vocabulary}")
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise WireError(f"not a request for an engine: {otherwise}")

@@ -391,14 +391,14 @@ class Rows:
             raise WireError(
                 f"{len(self.serials)} rows, {len(self.counts)} counts and {len(self.tokens)} tokens do not agree"
             )
-        self.logprobs = {item.row: _logprob_lines(item) for item in output.logprobs}
+        self.logprobs = {item.row: logprob_lines(item) for item in output.logprobs}
 
 
 LogprobLine = tuple[float, tuple[tuple[int, float], ...]]
 """The chosen token's log-probability, then (id, log-probability) of the alternatives."""
 
 
-def _logprob_lines(item: WireLogprobs) -> list[LogprobLine]:
+def logprob_lines(item: WireLogprobs) -> list[LogprobLine]:
     made = logprobs_of(item)
     lines = zip(made.chosen.tolist(), made.top_ids.tolist(), made.top.tolist(), strict=True)
     return [(value, tuple(zip(ids, top, strict=True))) for value, ids, top in lines]
@@ -411,6 +411,11 @@ def logprobs_of(item: WireLogprobs) -> Logprobs:
         raise WireError(f"log-probabilities of {len(chosen)} tokens with {len(ids)} ids and {len(top)} values")
     lines = (len(chosen), len(ids) // len(chosen))
     return Logprobs(item.row, chosen, ids.reshape(lines), top.reshape(lines))
+
+
+def numbers(data: bytes) -> list[int]:
+    made: list[int] = _int32s(data).tolist()
+    return made
 
 
 def _int32s(data: bytes) -> npt.NDArray[np.int32]:

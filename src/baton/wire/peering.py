@@ -333,14 +333,15 @@ def _checked_submission(item: WireSubmission) -> Submission:
     _demand(abs(item.priority) <= INT32_MAX, f"a priority of {item.priority}")
     _demand(item.max_tokens is None or 0 <= item.max_tokens <= INT63_MAX, f"at most {item.max_tokens} tokens")
     _demand(len(item.prefill_at) <= ADDRESS_CHARS_MAX, f"an address of {len(item.prefill_at)} characters")
-    _check_sampling(item.sampling)
+    check_sampling(item.sampling)
     submission = submission_of(item, tokens_of(item.prompt))
     _demand(len(submission.prompt) > 0, "an empty prompt")
     _demand(int(submission.known.min(initial=0)) >= 0, "a prompt with a negative token id")
     return submission
 
 
-def _check_sampling(item: WireSampling) -> None:
+def check_sampling(item: WireSampling) -> None:
+    """Whether an executor can work with it; a WireError where not."""
     for name, value in (("choice", item.choice), ("top_k", item.top_k), ("min_tokens", item.min_tokens)):
         _demand(0 <= value <= INT32_MAX, f"{name} of {value}")
     _demand(item.logprobs is None or 0 <= item.logprobs <= ALTERNATIVES_MAX, f"{item.logprobs} log-probabilities")
