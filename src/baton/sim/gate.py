@@ -28,7 +28,7 @@ from baton.core.routing import (
     RouterConfig,
     Session,
 )
-from baton.sim.laws import LINE_BOUND, LawBroken
+from baton.sim.laws import LINE_BOUND, STRANGERS, LawBroken
 from baton.sim.legs import LegBook
 from baton.sim.lines import LinkEnd, acceptor
 from baton.sim.member import ROUTER, line_names
@@ -101,12 +101,20 @@ class Passage:
 
 class Gate:
     def __init__(
-        self, world: World, network: Network, config: RouterConfig, link: LinkConfig, lines: int, book: LegBook
+        self,
+        world: World,
+        network: Network,
+        config: RouterConfig,
+        link: LinkConfig,
+        lines: int,
+        book: LegBook,
+        secret: bytes,
     ) -> None:
         """`lines`: how many instances, and whoever else, may have a line to it."""
         self.host = Host(world, ROUTER)
         self.config = config
         self.book = book
+        self._secret = secret
         self.switch: Switch
         self.lines: list[LinkEnd] = []
         """Of all lives."""
@@ -133,7 +141,7 @@ class Gate:
             self._begin()
 
     def _begin(self) -> None:
-        self.switch = Switch(Router(self.config), ROUTER)
+        self.switch = Switch(Router(self.config, self._secret, self.host.lives), ROUTER)
         self.book.begin(self.host.world.now_us)
         self._alarm = Alarm(self.host, self._tick)
         self.doors = [Door(self, number, self._network, self._link) for number in range(self._lines)]
@@ -227,9 +235,50 @@ class Gate:
         self.book.lost(session)
         self._carry_out(self.switch.lost(session, reason, self.host.world.now_us))
 
+    def forged_by_member(self, door: Door, frame: bytes) -> None:
+        """A frame of a member that no member says: it is hung up on, and may join again."""
+        session = door.session
+        if session is not None:
+            self.heard(session, frame)
+            if session in self._by_session:
+                raise LawBroken(STRANGERS, f"instance {door.number} said {frame[:60]!r}, and is still listened to")
+
+    def strangers(self, frames: list[bytes]) -> None:
+        """Somebody connects, says this, and hangs up."""
+        before = self._lives()
+        session = self.switch.connected()
+        for frame in frames:
+            try:
+                acts = self.switch.heard(session, decode_from_instance(frame), self.host.world.now_us)
+            except WireError as error:
+                acts = self.switch.lost(session, str(error), self.host.world.now_us)
+            self._carry_out(acts)
+        self._carry_out(self.switch.lost(session, "it is gone", self.host.world.now_us))
+        if self._lives() != before:
+            raise LawBroken(STRANGERS, f"{before} were members, and after {frames[:3]} it was {self._lives()}")
+
+    def _lives(self) -> list[tuple[str, int]]:
+        return [(view.facts.name, view.facts.incarnation) for view in self.switch.router.views()]
+
+    def knows(self, name: str) -> bool:
+        return any(name == known for known, _ in self._lives())
+
+    def wake(self) -> None:
+        self.book.woke(self.host.world.now_us)
+        self.host.resume()
+
     def drain(self, name: str) -> None:
         """As `baton drain` orders it."""
         self._carry_out(self.switch.drain(name, self.host.world.now_us))
+
+    # ── what the router believes ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def open_at(self) -> dict[Session, int]:
+        fleet = self.switch.router.fleet
+        return {session: len(member.aboard) for session, member in fleet.members.items()}
+
+    def holders(self, key: bytes) -> list[Session]:
+        return list(self.switch.router.holdings.longest([key]))
 
     # ── the switch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -255,7 +304,7 @@ class Gate:
         finally:
             self._acting = False
         self._alarm.set(self.switch.next_deadline())
-        self.book.looked(self.switch, self.host.world.now_us)
+        self.book.looked(self, self.host.world.now_us)
 
     def _act(self, act: Act) -> None:
         self.book.acted(act, self.host.world.now_us)

@@ -117,6 +117,8 @@ class InstanceSpec:
     config: WorkerConfig
     make_executor: Callable[[ExecutorShape], Executor]
     times: Times
+    secret: bytes | None = None
+    """The key of prefix names, where a fleet shares one; None: each instance has its own, on its disk."""
 
     @property
     def shape(self) -> ExecutorShape:
@@ -167,6 +169,16 @@ class Instance:
         self._disk.read(KEY_FILE, lambda data: self._begin(data, ready))
 
     def _begin(self, data: bytes | None, ready: Callable[[Instance], None]) -> None:
+        secret = self.spec.secret
+        if secret is None:
+            secret = self._own_key(data)
+        config = self.spec.config
+        # Of this life alone: what an earlier one granted opens nothing here.
+        own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
+        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
+        ready(self)
+
+    def _own_key(self, data: bytes | None) -> bytes:
         secret = keyfile.read_key(data) if data is not None else None
         made = secret is None
         if secret is None:
@@ -174,11 +186,7 @@ class Instance:
             self._disk.write(KEY_FILE, keyfile.write_key(secret), lambda _placed: None)
         if self._watcher is not None:
             self._watcher.began(self, secret, made)
-        config = self.spec.config
-        # Of this life alone: what an earlier one granted opens nothing here.
-        own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
-        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
-        ready(self)
+        return secret
 
     def fail(self, reason: str) -> None:
         """The engine cannot go on: its last words, before the host goes down."""

@@ -6,14 +6,14 @@ legs ended. It is kept from messages and acts alone, so it holds whatever the ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.core.config import ROLES
-from baton.core.errors import RefusalCode
+from baton.core.errors import Refusal, RefusalCode
 from baton.core.peers import PdCode
-from baton.core.records import Bill
+from baton.core.prefix import KEY_BYTES
 from baton.core.request import FinishReason, Submission
 from baton.core.routing import (
     Body,
@@ -30,6 +30,7 @@ from baton.sim.faults import Fault
 from baton.sim.laws import (
     BACK_OFF,
     DESERVED_END,
+    DESERVED_LOSS,
     DESERVED_SUSPICION,
     ENDS_AT_ONCE,
     ENDS_ONCE,
@@ -37,9 +38,11 @@ from baton.sim.laws import (
     FORGOTTEN,
     GOES_ON,
     ONE_PLACE,
+    OPEN_COUNTS,
     RIGHT_PLACE,
     SUSPECTED_IN_TIME,
     TRUE_BILL,
+    TRUE_NAMES,
     LawBroken,
 )
 from baton.wire.membership import (
@@ -69,6 +72,9 @@ from baton.wire.messages import (
 from baton.wire.switch import Act, Close, Say
 
 SLACK_US = 5_000
+COUNT_EVERY = 8
+KEYS_LOOKED_AT = 8
+ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
 TIMES = ("queue_us", "prefill_us", "transfer_us", "decode_us", "preemptions")
 NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
 
@@ -79,13 +85,27 @@ class Witness(Protocol):
     def may_be_suspected(self, instance: int) -> bool:
         """Whether something happened to this instance, or to the way to it, that can keep it from giving a sign of life."""
 
+    def may_be_lost(self, instance: int, accepted: bool) -> bool:
+        """Whether something happened that can end its session."""
+
     def fire(self, fault: Fault, where: str) -> None: ...
+
+
+class View(Protocol):
+    """What the router itself believes."""
+
+    def open_at(self) -> dict[Session, int]:
+        """How many choices are open at each member."""
+
+    def holders(self, key: bytes) -> list[Session]:
+        """Who has this prefix cached."""
 
 
 @dataclass(slots=True, eq=False)
 class _Hop:
     """A choice at an instance."""
 
+    body: _Body
     choice: _Choice
     session: _Session
     leg: _Leg
@@ -117,6 +137,9 @@ class _Session:
     """What it said it has kept, until it is welcomed."""
     doomed: bool = False
     """It said itself that its engine is silent."""
+    said: set[bytes] = field(default_factory=set)
+    """Names of prefixes that it has cached."""
+    legs: int = 0
 
     @property
     def name(self) -> str:
@@ -142,6 +165,8 @@ class _Choice:
     losses: int = 0
     yields: int = 0
     yielded_at: list[str] = field(default_factory=list)
+    turned_down_by: str = ""
+    """Who refused it last, or was lost with it."""
     no_room_us: int | None = None
     max_tokens: int | None = None
     bills: list[WireBill] = field(default_factory=list)
@@ -174,10 +199,16 @@ class LegBook:
         self._sessions: dict[Session, _Session] = {}
         self._bodies: dict[Body, _Body] = {}
         self._origins: dict[bytes, _Body] = {}
-        self._touched: dict[int, _Body] = {}
+        self._touched: dict[bytes, _Body] = {}
+        self._dead: list[_Session] = []
+        """Since everything was last looked at."""
+        self._looks = 0
         self._served_us = now_us
         """When somebody last served."""
-        self._slept_us = 0
+
+    def members(self) -> dict[int, set[bytes]]:
+        """By instance: what it says that it has cached."""
+        return {session.instance: session.said for session in self._sessions.values() if session.welcomed}
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,7 +246,9 @@ class LegBook:
         for hop in hops:
             if hop.ended is None and not hop.called_back and hop.choice.hop is hop:
                 hop.choice.losses += 1
+                hop.choice.turned_down_by = known.name
             hop.called_back = True
+        self._dead.append(known)
 
     # ── what instances say ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -225,11 +258,13 @@ class LegBook:
             return
         match message:
             case StepOutput():
+                session.sign_us = now_us
                 for ended in message.ended:
                     self._ended(session, ended, now_us)
             case Beat():
                 session.sign_us = now_us
                 session.doomed = message.engine_silent_us >= self._config.suspect_us
+                self._names(session, message)
             case AcceptedAs(ticket, serials):
                 leg = session.tickets.pop(ticket, None)
                 for hop, serial in zip(leg.hops if leg is not None else (), serials, strict=False):
@@ -240,8 +275,11 @@ class LegBook:
                 leg = session.tickets.pop(ticket, None)
                 for hop in leg.hops if leg is not None else ():
                     hop.called_back = True
-                    if code is RefusalCode.QUEUE_FULL:
+                    hop.choice.turned_down_by = session.name
+                    if code in ABOUT_THE_INSTANCE:
                         hop.choice.no_room_us = now_us
+                    else:
+                        hop.choice.yields += 1
                 if code is RefusalCode.QUEUE_FULL:
                     self._witness.fire(Fault.LEG_REFUSED, session.name)
             case Join():
@@ -252,6 +290,12 @@ class LegBook:
                 session.sign_us = now_us
             case Leaving():
                 session.drains = True
+
+    def _names(self, session: _Session, beat: Beat) -> None:
+        if beat.fresh:
+            session.said.clear()
+        session.said.difference_update(_keys(beat.forgotten))
+        session.said.update(_keys(beat.named))
 
     def _ended(self, session: _Session, ended: WireEnded, now_us: int) -> None:
         hop = session.serials.get(ended.serial)
@@ -279,7 +323,7 @@ class LegBook:
         leg = _Leg()
         for line in message.lines:
             choice = body.choices[message.choices[line.place]]
-            hop = _Hop(choice, session, leg, line.serial, line.ended)
+            hop = _Hop(body, choice, session, leg, line.serial, line.ended)
             leg.hops.append(hop)
             body.hops.append(hop)
             session.serials[line.serial] = hop
@@ -297,8 +341,8 @@ class LegBook:
                 self._delivered(self._bodies[body], choice, tokens, outcome, now_us)
             case Close(number):
                 self.lost(number)
-            case Declined(body):
-                self._over(self._bodies[body])
+            case Declined(body, refusal):
+                self._turned_down(self._bodies[body], refusal, now_us)
             case Orphan():
                 self._orphan(act, now_us)
             case OrphanDropped(body):
@@ -350,7 +394,8 @@ class LegBook:
             if len(place.group) == 1:
                 self._avoids(choice, session)
             choice.legs += 1
-            choice.hop = hop = _Hop(choice, session, leg)
+            session.legs += 1
+            choice.hop = hop = _Hop(body, choice, session, leg)
             leg.hops.append(hop)
             body.hops.append(hop)
 
@@ -385,7 +430,8 @@ class LegBook:
     def _avoids(self, choice: _Choice, session: _Session) -> None:
         if not self._config.preempt_retry_exclude_decode or session.name not in choice.yielded_at:
             return
-        others = [other.name for other in self._sessions.values() if other.serves and other.name not in choice.yielded_at]
+        avoided = {*choice.yielded_at, choice.turned_down_by}
+        others = [other.name for other in self._sessions.values() if other.serves and other.name not in avoided]
         if others:
             raise LawBroken(RIGHT_PLACE, f"{choice.name} goes back to {session.name}, though {others} are there")
 
@@ -402,14 +448,25 @@ class LegBook:
         if all(other.outcome is not None for other in body.choices):
             self._over(body)
 
+    def _turned_down(self, body: _Body, refusal: Refusal, now_us: int) -> None:
+        if refusal.code is RefusalCode.NO_INSTANCE:
+            if not any(self._gave_out(body, choice, now_us) for choice in body.choices):
+                raise LawBroken(DESERVED_END, f"{body.origin!r}, {now_us - body.arrived_us} µs old, is turned down: {refusal}")
+        elif any(choice.delivered for choice in body.choices):
+            raise LawBroken(DESERVED_END, f"{body.origin!r} has begun, and is turned down: {refusal}")
+        self._over(body)
+
+    def _gave_out(self, body: _Body, choice: _Choice, now_us: int) -> bool:
+        """Whether it was tried as often and as long as it may be."""
+        config = self._config
+        ran_out = choice.yields > config.preempt_retry_count or choice.losses > config.loss_retry_count
+        nobody = now_us >= self._served_us + config.absent_us and not any(s.serves for s in self._sessions.values())
+        return ran_out or nobody or now_us >= body.arrived_us + config.deadline_us
+
     def _deserved(self, body: _Body, choice: _Choice, outcome: Outcome, now_us: int) -> None:
         if outcome.reason in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        config = self._config
-        ran_out = choice.yields > config.preempt_retry_count or choice.losses > config.loss_retry_count
-        too_late = now_us >= body.arrived_us + config.deadline_us
-        nobody = now_us >= self._served_us + config.absent_us and not any(s.serves for s in self._sessions.values())
-        if not (ran_out or too_late or nobody or body.found):
+        if not (self._gave_out(body, choice, now_us) or body.found):
             counts = f"{choice.yields} times no room, {choice.losses} losses, open for {now_us - body.arrived_us} µs"
             raise LawBroken(DESERVED_END, f"{choice.name} is given up after {counts}: {outcome}")
 
@@ -441,11 +498,21 @@ class LegBook:
             instance = next((s.instance for s in self._sessions.values() if s.name == act.name and s.welcomed), None)
             if instance is not None and not self._witness.may_be_suspected(instance):
                 raise LawBroken(DESERVED_SUSPICION, f"{act.name}, life {act.incarnation}: {act.what}, {act.why}")
+        if act.what == "lost":
+            instance = next((s.instance for s in self._dead if s.name == act.name and s.welcomed), None)
+            if instance is not None and not self._witness.may_be_lost(instance, False):
+                raise LawBroken(DESERVED_LOSS, f"{act.name}, life {act.incarnation}: {act.why}")
 
     # ── after everything was said ────────────────────────────────────────────────────────────────────────────────────────
 
-    def looked(self, now_us: int) -> None:
+    def looked(self, view: View, now_us: int) -> None:
         touched, self._touched = self._touched, {}
+        dead, self._dead = self._dead, []
+        self._looks += 1
+        if not self._looks % COUNT_EVERY:
+            self._counted(view)
+        for session in dead:
+            self._forgets_names(session, view)
         for session in self._sessions.values():
             if session.held and session.welcomed:
                 self._found_where_they_were(session)
@@ -456,6 +523,24 @@ class LegBook:
         for body in touched.values():
             if body.over:
                 self._let_go(body)
+
+    def _counted(self, view: View) -> None:
+        ours = {session.number: 0 for session in self._sessions.values() if session.welcomed}
+        for body in self._bodies.values():
+            for choice in body.choices if not body.over else ():
+                hop = choice.hop
+                if hop is not None and choice.outcome is None and hop.ended is None and not hop.called_back:
+                    ours[hop.session.number] += 1
+        theirs = view.open_at()
+        if ours != theirs:
+            raise LawBroken(OPEN_COUNTS, f"the router counts {theirs}, and it is {ours}")
+
+    def _forgets_names(self, dead: _Session, view: View) -> None:
+        for key in sorted(dead.said)[:KEYS_LOOKED_AT]:
+            for number in view.holders(key):
+                holder = self._sessions.get(number)
+                if holder is None or (key not in holder.said and not holder.legs):
+                    raise LawBroken(TRUE_NAMES, f"{dead.name} is gone, and what it had cached is credited to session {number}")
 
     def _in_time(self, session: _Session, now_us: int) -> None:
         quiet_us = now_us - session.sign_us
@@ -483,12 +568,17 @@ class LegBook:
             if not hop.forgotten and all(other.ended is not None for other in hop.leg.hops):
                 raise LawBroken(FORGOTTEN, f"{hop.choice.name} is over, and {hop.session.name} keeps it")
 
+    def died(self) -> None:
+        """The router is gone, and everybody it spoke to has noticed nothing yet."""
+        self._sessions.clear()
+
     def _over(self, body: _Body) -> None:
         body.over = True
-        self._touched[id(body)] = body
+        self._touched[body.origin] = body
 
     def _touch(self, hop: _Hop) -> None:
-        for body in self._origins.values():
-            if hop.choice in body.choices:
-                self._touched[id(body)] = body
-                return
+        self._touched[hop.body.origin] = hop.body
+
+
+def _keys(data: bytes) -> list[bytes]:
+    return [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]

@@ -20,6 +20,7 @@ from baton.wire.link import LinkConfig
 from baton.wire.membership import FromInstance, Join, decode_from_router, encode_membership
 from baton.wire.messages import (
     AcceptedAs,
+    Drain,
     Failed,
     Peers,
     Pulse,
@@ -48,7 +49,7 @@ def join_of(life: Instance, role: Role, draining: bool = False) -> Join:
     worker, config = life.require_worker(), life.spec.config
     return Join(
         name=life.host.name,
-        incarnation=life.life + 1,
+        incarnation=life.life + 2,  # so that there can always have been one before it
         role=role.name,
         fingerprint=life.fingerprint,
         url="",
@@ -67,8 +68,6 @@ class Member:
     def __init__(self, front: Host, network: Network, life: Instance, link: LinkConfig, grace_us: int) -> None:
         self.life = life
         self.relay = Relay(join_of(life, life.spec.config.role), grace_us)
-        self.fenced: str | None = None
-        """Why it must not serve any more."""
         self.serves = False
         """The router has welcomed it in the session under way."""
         self.drains = False
@@ -92,6 +91,7 @@ class Member:
         for message in self.relay.leave():
             self._say(message)
         self.drains = True
+        self._order(Drain())
 
     # ── the engine's side: a conversation ────────────────────────────────────────────────────────────────────────────────
 
@@ -160,9 +160,11 @@ class Member:
             self._say(message)
         if out.neighbours is not None:
             self._order(Peers(out.neighbours))
-        if out.fenced is not None:
-            self.fenced = out.fenced
-        self.drains = self.drains or out.drain
+        if out.turned_away is not None:
+            self.line.reset(self.line.link.session, out.turned_away)
+        if out.drain and not self.drains:
+            self.drains = True
+            self._order(Drain())
         if self.when_told is not None:
             self.when_told(out)
         self._ticks.set(self.relay.next_deadline())

@@ -81,6 +81,8 @@ class Seat:
         """Of all lives."""
         self.when_opened: Callable[[Seat], None] | None = None
         """Called when the present life has taken up a session."""
+        self.when_cut_off: Callable[[Seat, int | None], None] | None = None
+        """Called when a life is over, with the session that it was in."""
         self.when_told: Callable[[Seat, RelayOut], None] | None = None
         """Called with what its relay makes of what it hears."""
         self.disagreement = 0.0
@@ -128,6 +130,7 @@ class Seat:
             return
         if self._watcher is not None:
             self._watcher.buried(self.instance)
+        session = None if self.line is None else self.line.link.session
         self.instance = None
         self.line = None
         self.neighbours = None
@@ -141,6 +144,8 @@ class Seat:
         self._note("is down")
         if self.when_dead is not None:
             self.when_dead(self)
+        if self.when_cut_off is not None:
+            self.when_cut_off(self, session)
 
     def fail(self) -> None:
         """The engine ends by itself, with last words."""

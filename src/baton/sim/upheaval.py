@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from baton.sim.faults import Fault, Rates, log_uniform_us
 from baton.sim.gate import Gate
@@ -50,8 +49,8 @@ class Upheaval:
     def unleash(self) -> None:
         rates = self._rates
         kinds: tuple[tuple[str, int, Callable[[random.Random, Seat], None]], ...] = (
-            ("router-crash", rates.router_crashes, self._crash_router),
-            ("router-pause", rates.router_pauses, self._pause_router),
+            ("router-crash", rates.router_crashes, self._crash_gate),
+            ("router-pause", rates.router_pauses, self._pause_gate),
             ("old-life", rates.old_lives, self._old_life),
             ("drain", rates.drains, self._drain),
             ("engine-stall", rates.engine_stalls, self._stall),
@@ -77,7 +76,7 @@ class Upheaval:
         for old in self._old_lives:
             old.stop()
         if self._gate.host.paused:
-            self._wake_router()
+            self._wake_gate()
         self._gate.boot_if_down()
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +127,7 @@ class Upheaval:
 
     # ── the router ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _crash_router(self, stream: random.Random, _seat: Seat) -> None:
+    def _crash_gate(self, stream: random.Random, _seat: Seat) -> None:
         if self._over or not self._gate.host.up:
             return
         self._world.fire(Fault.ROUTER_CRASH, ROUTER)
@@ -142,7 +141,7 @@ class Upheaval:
         self._gate.crash()
         self._world.after(down_us, self._gate.boot_if_down)
 
-    def _pause_router(self, stream: random.Random, _seat: Seat) -> None:
+    def _pause_gate(self, stream: random.Random, _seat: Seat) -> None:
         if self._over or self._gate.host.paused or not self._gate.host.up:
             return
         self._world.fire(Fault.ROUTER_PAUSE, ROUTER)
@@ -150,9 +149,9 @@ class Upheaval:
         lasts_us = stream.randrange(10_000, 1_500_000)
         for seat in self._seats:
             seat.trouble(lasts_us, of_router=True)
-        self._world.after(lasts_us, self._wake_router)
+        self._world.after(lasts_us, self._wake_gate)
 
-    def _wake_router(self) -> None:
+    def _wake_gate(self) -> None:
         if self._gate.host.paused:
             for seat in self._seats:
                 seat.trouble(of_router=True)
@@ -178,7 +177,7 @@ class Upheaval:
             seat.trouble()
             self._gate.host.run(self._forge_as_member, stream, seat)
         else:
-            self._gate.host.run(self._forge_as_stranger, forged(stream, join))
+            self._gate.host.run(self._forge_as_stranger, seat.name, forged(stream, join))
 
     def _forge_as_member(self, stream: random.Random, seat: Seat) -> None:
         door = self._gate.doors[seat.number]
@@ -186,8 +185,8 @@ class Upheaval:
             self._world.fire(Fault.FORGED_BY_MEMBER, seat.name)
             self._gate.forged_by_member(door, forged_by_a_member(stream))
 
-    def _forge_as_stranger(self, frames: list[bytes]) -> None:
-        if self._gate.anybody:
+    def _forge_as_stranger(self, name: str, frames: list[bytes]) -> None:
+        if self._gate.knows(name):
             self._world.fire(Fault.FORGED, ROUTER)
             self._gate.strangers(frames)
 
@@ -201,7 +200,3 @@ def _before(join: Join) -> Join:
         join.name, 1, join.role, join.fingerprint, "", "", join.slots, join.blocks, join.block_size, join.context_tokens,
         join.vocabulary, 0, False,
     )  # fmt: skip
-
-
-class Told(Protocol):
-    def __call__(self, seat: Seat, out: RelayOut) -> None: ...
