@@ -140,6 +140,8 @@ def submission(
     leader: str | None = None,
     salt: bytes = b"",
     priority: int = 0,
+    generated: Sequence[int] = (),
+    prefill_at: str = "",
 ) -> Submission:
     return Submission(
         request_id=RequestId(name),
@@ -149,4 +151,6 @@ def submission(
         salt=salt,
         priority=priority,
         leader=RequestId(leader) if leader else None,
+        generated=frozen_tokens(generated),
+        prefill_at=prefill_at,
     )

@@ -55,6 +55,8 @@ submissions = st.builds(
     max_tokens=st.none() | longs,
     salt=st.binary(max_size=64),
     priority=st.integers(-1000, 1000),
+    generated=st.lists(tokens, max_size=50).map(frozen_tokens),
+    prefill_at=st.text(max_size=80),
 )
 
 

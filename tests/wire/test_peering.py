@@ -198,7 +198,7 @@ def test_a_prompt_that_is_not_whole_numbers_or_not_there_is_refused() -> None:
     with pytest.raises(WireError):
         decode_to_giver(_edited(ASK, submission=[*submission, "more"]))
     with pytest.raises(WireError, match="prompt of its own"):
-        decode_to_giver(_edited(ASK, submission=[*submission[:-1], "leader"]))
+        decode_to_giver(_edited(ASK, submission=[*submission[:6], "leader"]))
 
 
 @pytest.mark.parametrize(

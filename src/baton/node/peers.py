@@ -144,7 +144,7 @@ class Peers:
             session.send(message)
 
     def _call_only(self, addresses: tuple[str, ...]) -> None:
-        if not self._me.role.takes or self._stop.is_set():
+        if self._me.role.gives or self._stop.is_set():
             return  # whoever prefills is called
         wanted = dict.fromkeys(address for address in addresses if self._can_call(address))
         for address in [address for address in self._calls if address not in wanted]:
