@@ -118,6 +118,9 @@ class Choice:
     bill: Bill = field(default_factory=Bill)
     began_with: int = 0
     """Tokens that its last leg started with."""
+    keys: list[bytes] | None = None
+    """While WAITING with tokens: the block keys of all that is known."""
+    outcome: Outcome | None = None
     prefill: tuple[Member, int] | None = None
     """Who was chosen to prefill it and how many tokens, until the first token comes."""
 
@@ -130,6 +133,8 @@ class Journey:
     member: Member
     body: Carried
     choices: list[Choice]
+    ran: list[int] = field(default_factory=list)
+    """Places that the instance said it had begun with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -150,8 +155,11 @@ class Carried:
     choices: list[Choice] = field(default_factory=list)
     legs: list[Journey] = field(default_factory=list)
     opened: bool = False
-    claim_by_us: int | None = None
-    """An orphan's: when it is dropped if nobody has claimed it."""
+    """An instance has taken it, and the client was told."""
+    orphan: bool = False
+    """Of an earlier router, and nobody has claimed it."""
+    grace_us: int | None = None
+    """Of an earlier router: by when it must be claimed, and all of its choices found."""
     open_choices: int = 0
     """Not ended."""
     keys: dict[RequestId, list[bytes]] = field(default_factory=dict)

@@ -253,11 +253,13 @@ class Cut:
     keep: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Claimed:
     """A client has come for an orphaned body."""
 
     body: Body
+    group: tuple[Submission, ...] = ()
+    """All of its choices as they were asked for, where that is known: those that no instance holds begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,7 +480,7 @@ class FleetChanged:
     name: Instance
     incarnation: int
     what: str
-    """joined, lost, suspected, stuck, draining, fenced"""
+    """joined, lost, suspected, stuck, draining, fenced, refused"""
     why: str
 
 
