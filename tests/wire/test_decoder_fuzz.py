@@ -29,47 +29,10 @@ from baton.wire.peering import (
     encode_registration,
 )
 from baton.wire.seal import NONCE_BYTES, Seal, SealBroken, SealFault
+from tests.wire.harms import changed, mutated
 from tests.wire.peers import plain
 
 INPUTS = int(os.environ.get("BATON_TEST_FUZZ_INPUTS", "20000"))
-
-ODD_BYTES = (0x00, 0x7F, 0x80, 0x91, 0xC0, 0xC1, 0xC6, 0xCB, 0xCF, 0xD3, 0xD9, 0xDB, 0xDD, 0xDF, 0xFF)
-"""Values where msgpack changes its mind, and the ends of the range."""
-ODD_VALUES: tuple[object, ...] = (
-    None, True, -1, 0, 1, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 0.5, float("nan"), float("inf"), "",
-    "x" * 600, "ask", "commit", b"", b"\xff" * 7, b"\xff" * 8, bytes(65), [], [None], {}, {"type": "ask"},
-    (1,) * 5000, [[1, 0.5]],
-)  # fmt: skip
-
-
-# ── mutations of bytes ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _mutated(data: bytes, other: bytes, draw: random.Random) -> bytes:
-    """One to four small harms, each anywhere."""
-    made = bytearray(data)
-    for _ in range(draw.choice((1, 1, 2, 4))):
-        at = draw.randrange(len(made) + 1)
-        match draw.randrange(8):
-            case 0 if at < len(made):
-                made[at] ^= 1 << draw.randrange(8)
-            case 1 if at < len(made):
-                made[at] = draw.choice(ODD_BYTES)
-            case 2:
-                made[at:at] = draw.randbytes(draw.randint(1, 8))
-            case 3:
-                del made[at : at + draw.randint(1, 8)]
-            case 4:
-                del made[at:]
-            case 5:
-                made[at:] = other[draw.randrange(len(other) + 1) :]
-            case 6:
-                begin = draw.randrange(len(made) + 1)
-                made[at:at] = made[begin : begin + draw.randint(1, 40)]
-            case _:
-                made += draw.randbytes(draw.randint(0, 40))
-    return bytes(made)
-
 
 # ── peer messages ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -99,41 +62,14 @@ def _frames() -> list[bytes]:
     return [encode_peer(message) for message in _messages()] + [encode_registration(message) for message in said]
 
 
-def _changed(value: object, draw: random.Random) -> object:
-    """The same tree with one leaf, field or branch replaced, dropped or repeated."""
-    if isinstance(value, dict) and value and draw.random() < 0.95:
-        key = draw.choice(list(value))
-        match draw.randrange(10):
-            case 0:
-                return {name: item for name, item in value.items() if name != key}
-            case 1:
-                return value | {draw.choice(("more", "submission", "token", "version")): draw.choice(ODD_VALUES)}
-            case _:
-                return value | {key: _changed(value[key], draw)}
-    if isinstance(value, list) and value and draw.random() < 0.9:
-        at = draw.randrange(len(value))
-        match draw.randrange(10):
-            case 0:
-                return value[:at] + value[at + 1 :]
-            case 1:
-                return [*value[:at], value[at], *value[at:]]
-            case _:
-                return [*value[:at], _changed(value[at], draw), *value[at + 1 :]]
-    if isinstance(value, bytes) and draw.random() < 0.5:
-        return _mutated(value, b"", draw)
-    if isinstance(value, int) and draw.random() < 0.5:
-        return max(-(2**63), min(2**64 - 1, value + draw.choice((-1, 1, 2**31, -(2**31), 2**62))))
-    return draw.choice(ODD_VALUES)
-
-
 def _peer_input(frames: list[bytes], trees: list[object], draw: random.Random) -> bytes:
     match draw.randrange(10):
         case 0:
             return draw.randbytes(draw.randrange(120))
         case 1 | 2 | 3 | 4:
-            return _mutated(draw.choice(frames), draw.choice(frames), draw)
+            return mutated(draw.choice(frames), draw.choice(frames), draw)
         case _:
-            return msgspec.msgpack.encode(_changed(draw.choice(trees), draw))
+            return msgspec.msgpack.encode(changed(draw.choice(trees), draw))
 
 
 def _understood(decode: Callable[[bytes], PeerMessage | Registration], frame: bytes) -> str | None:
@@ -208,7 +144,7 @@ def _stream(recording: Recording, other: Recording, draw: random.Random) -> tupl
         case 0:
             return b"", draw.randbytes(draw.randrange(200))
         case 1 | 2 | 3:
-            return b"", _mutated(recording.shaken + sealed, other.shaken, draw)
+            return b"", mutated(recording.shaken + sealed, other.shaken, draw)
         case 4:
             return b"", bytes([*b"BTN\n", draw.choice((1, 1, 2)), draw.randrange(4), draw.randrange(256)]) + draw.randbytes(
                 120
@@ -220,7 +156,7 @@ def _stream(recording: Recording, other: Recording, draw: random.Random) -> tupl
             upto = draw.randrange(len(sealed))
             return recording.shaken + sealed[:upto], draw.randbytes(draw.randrange(1, 80))
         case _:
-            return recording.shaken, _mutated(sealed, b"".join(other.sealed), draw)
+            return recording.shaken, mutated(sealed, b"".join(other.sealed), draw)
 
 
 def test_whatever_a_stranger_or_the_way_does_to_a_stream_only_true_frames_come_out() -> None:

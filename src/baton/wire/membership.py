@@ -51,6 +51,7 @@ HELD_GROUPS_MAX = 1 << 15
 PLACE_BYTES_MAX = 24 << 20
 """Origin, prompts and outputs of a group: with its history it must be able to travel back as one frame."""
 ADDRESSES_MAX = 256
+REFUSAL_CHARS_MAX = 4096
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
@@ -86,6 +87,12 @@ class Join(_Said, tag="join", frozen=True):
     pid: Count
     draining: bool
     version: int = MEMBERSHIP_VERSION
+
+
+class _Versioned(msgspec.Struct, tag="join", frozen=True):
+    """As much of a Join as every version has."""
+
+    version: int
 
 
 class HeldLine(_Said, array_like=True, frozen=True):
@@ -177,6 +184,7 @@ FromRouter = Welcome | TurnedAway | Place | Cancel | StopAt | Forget | Neighbour
 
 _encoder = msgspec.msgpack.Encoder()
 _from_instance: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
+_versioned: msgspec.msgpack.Decoder[_Versioned] = msgspec.msgpack.Decoder(_Versioned)
 _from_router: msgspec.msgpack.Decoder[FromRouter] = msgspec.msgpack.Decoder(FromRouter)
 
 
@@ -185,15 +193,28 @@ def encode_membership(message: FromInstance | FromRouter) -> bytes:
 
 
 def decode_from_instance(frame: bytes) -> FromInstance:
-    message = decoded(_from_instance, frame, "a message from an instance")
+    try:
+        message = decoded(_from_instance, frame, "a message from an instance")
+    except WireError:
+        _check_version(frame)
+        raise
     match message:
+        case StepOutput():
+            pass  # looked at row by row, by whoever knows the requests
         case Beat():
             for keys in (message.named, message.forgotten):
                 if len(keys) % KEY_BYTES:
                     raise WireError(f"{len(keys)} bytes are not whole keys of {KEY_BYTES}")
+        case AcceptedAs(ticket, serials):
+            _check_numbers((ticket, *serials))
+            if len(serials) > GROUP_MAX:
+                raise WireError(f"a group of {len(serials)} was accepted")
+        case RefusedWith(ticket, _, text):
+            _check_numbers((ticket,))
+            if len(text) > REFUSAL_CHARS_MAX:
+                raise WireError(f"a refusal of {len(text)} characters")
         case Join():
-            if message.version != MEMBERSHIP_VERSION:
-                raise WireError(f"it speaks version {message.version} of the membership, this router {MEMBERSHIP_VERSION}")
+            _check_version(frame)
         case HeldGroup(group, choices, body_choices):
             _check_choices(group, choices, body_choices)
         case _:
@@ -203,9 +224,31 @@ def decode_from_instance(frame: bytes) -> FromInstance:
 
 def decode_from_router(frame: bytes) -> FromRouter:
     message = decoded(_from_router, frame, "a message from a router")
-    if isinstance(message, Place):
-        _check_choices(message.group, message.choices, message.body_choices)
+    match message:
+        case Place(_, group, choices, body_choices):
+            _check_choices(group, choices, body_choices)
+        case Cancel(serial):
+            _check_numbers((serial,))
+        case StopAt(serial, keep):
+            _check_numbers((serial, keep))
+        case _:
+            pass
     return message
+
+
+def _check_version(frame: bytes) -> None:
+    """Another version may have other fields, so it is looked for in whatever calls itself a Join."""
+    try:
+        spoken = decoded(_versioned, frame, "a join").version
+    except WireError:
+        return  # it is something else
+    if spoken != MEMBERSHIP_VERSION:
+        raise WireError(f"it speaks version {spoken} of the membership, this router {MEMBERSHIP_VERSION}")
+
+
+def _check_numbers(numbers: tuple[int, ...]) -> None:
+    if not all(0 <= number <= INT63_MAX for number in numbers):
+        raise WireError(f"{numbers[:8]} are not all numbers of requests")
 
 
 def _check_choices(group: tuple[WireSubmission, ...], choices: tuple[int, ...], of: int) -> None:

@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.request import Submission
+from baton.core.router import Router
 from baton.core.routing import (
     Admit,
     Arrived,
@@ -95,9 +95,6 @@ from baton.wire.membership import (
     Welcome,
 )
 from baton.wire.messages import AcceptedAs, Cancel, Drain, RefusedWith, StepOutput, StopAt, ToEngine, WireError
-
-if TYPE_CHECKING:
-    from baton.core.router import Router
 
 RECENT_MAX = 4096
 """Requests of a session whose notes can still be placed after they have ended."""
@@ -277,8 +274,9 @@ class Switch:
     def cut(self, body: Body, choice: int, keep: int, now_us: int) -> list[Act]:
         return self._told(Cut(body, choice, keep), now_us)
 
-    def claim(self, body: Body, now_us: int) -> list[Act]:
-        return self._told(Claimed(body), now_us)
+    def claim(self, body: Body, now_us: int, group: Sequence[Submission] = ()) -> list[Act]:
+        """`group`: all choices as they were asked for, where that is known: those that nobody holds begin anew."""
+        return self._told(Claimed(body, tuple(group)), now_us)
 
     def drain(self, name: str, now_us: int) -> list[Act]:
         return self._told(Drains(Instance(name)), now_us)
