@@ -80,6 +80,10 @@ class Router:
         """How often each transition of a choice was taken; those of instances are the fleet's."""
         return self._carrier.moves()
 
+    def holders(self, key: bytes) -> tuple[Session, ...]:
+        """Who is believed to have this prefix cached; for the laws."""
+        return tuple(self._carrier.holdings.longest([key]))
+
     def carried(self) -> tuple[Carried, ...]:
         """For the laws."""
         return tuple(self._carrier.bodies.values())

@@ -27,19 +27,12 @@ RETRY_US = 30_000
 RESUME_SHARE = 0.75
 """Of the clients that lose their router in the middle of an answer; the others give up."""
 RESUME_EVERY_US = 40_000
+RESUME_PATIENCE_US = 3_000_000
+NOTICED_US = 400_000
+"""A client that has lost its router comes back within so long."""
 
 Entrance = Front | OneInstance | Gate
 """Where a user asks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """How a client comes back to a router that was lost."""
-
-    patience_us: int
-    """For how long it asks again."""
-    first_us: int
-    """How long it takes to notice."""
 
 
 @dataclass(slots=True)
@@ -54,7 +47,23 @@ class _Answer:
     """Where the client cut it off."""
     cached_tokens: int | None = None
     """As it was told with the first token."""
+    heard: list[int] = field(default_factory=list)
+    """Everything that has come, read or not."""
+    position: int = 0
+    """How much of it this connection has brought: after a resumption, some comes again."""
+    cut_again: bool = False
+    """It was cut, and the router that was told so is gone."""
     over: bool = False
+
+    def new_of(self, tokens: list[int]) -> list[int]:
+        """Less what was heard before, which must be the same."""
+        again = self.heard[self.position : self.position + len(tokens)]
+        if tokens[: len(again)] != again:
+            raise LawBroken(SAME_TOKENS, f"{self.name} had {again} at {self.position}, and now hears {tokens}")
+        self.position += len(tokens)
+        new = tokens[len(again) :]
+        self.heard += new
+        return new
 
 
 class Client:
@@ -72,7 +81,8 @@ class Client:
         self._unread: deque[tuple[int, list[int], Ended | None]] = deque()
         self._reading = False
         self._entrance: Entrance | None = None
-        self._resumes: Resumption | None = None
+        self._resumed = False
+        """It has lost a router in the middle of its answer."""
 
     @property
     def first_answer(self) -> tuple[int, ...]:
@@ -119,8 +129,11 @@ class Client:
     def progress(
         self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: Ended | None
     ) -> None:
-        tokens = tokens[begin:end]
         answer = self._answers[place]
+        tokens = answer.new_of(tokens[begin:end])
+        if answer.cut_again and answer.keep is not None and answer.position >= answer.keep and self._booking is not None:
+            answer.cut_again = False
+            self._booking.stop(place, answer.keep)
         answer.cached_tokens = cached if cached is not None else answer.cached_tokens
         if self.ask.reads_every_us is None:
             self._read(place, tokens, ended)
@@ -148,25 +161,24 @@ class Client:
             self._read(*self._unread.popleft())
         if not self.open:
             return
-        stream = self.host.world.stream(f"resume {self.ask.index} {self._booking and self._booking.where}")
+        stream = self.host.world.stream(f"resume {self.ask.index} {self.host.world.now_us}")
         begun = self._booking is not None and not self._booking.is_early
         if not (begun and isinstance(self._entrance, Gate) and stream.random() < RESUME_SHARE) or self._left:
             self._give_up("the router is gone", "router gone")
             return
         self._note("loses its router, and will come back")
         self._booking = None
-        if self._resumes is None:
-            self._resumes = Resumption(self._entrance.config.orphan_grace_us, stream.randrange(1, 400_000))
-        self.host.after(self._resumes.first_us, self._resume, self.host.world.now_us)
+        self._resumed = True
+        self.host.after(stream.randrange(1, NOTICED_US), self._resume, self.host.world.now_us)
 
     def _resume(self, lost_us: int) -> None:
-        gate, resumes = self._entrance, self._resumes
-        if not isinstance(gate, Gate) or resumes is None or not self.open:
+        gate = self._entrance
+        if not isinstance(gate, Gate) or not self.open:
             return
-        claimed = gate.claim(self._group[0].request_id.encode(), self)
+        claimed = gate.claim(self._group, self)
         if claimed is not None:
             self._go_on(*claimed)
-        elif self.host.world.now_us - lost_us > resumes.patience_us:
+        elif self.host.world.now_us - lost_us > RESUME_PATIENCE_US:
             self.judge.not_resumed(self.name, self._group[0].request_id.encode(), lost_us)
             self._give_up("finds nothing of its answer", "not resumed")
         else:
@@ -177,19 +189,15 @@ class Client:
         self._booking = passage
         self.host.world.fire(Fault.RESUMED, self.name)
         for place, answer in enumerate(self._answers):
+            answer.position = 0
+            answer.cut_again = answer.keep is not None
             known = found.tokens[place]
-            if answer.over or known is None:
-                continue
-            if answer.keep is not None:
-                passage.stop(place, answer.keep)
-            elif len(known) < len(answer.got):
-                raise LawBroken(SAME_TOKENS, f"{answer.name} had {len(answer.got)} tokens, {len(known)} were kept for it")
-            elif known[: len(answer.got)] != answer.got:
-                raise LawBroken(SAME_TOKENS, f"{answer.name} had {answer.got}, and {known} was kept for it")
-            self.progress(place, known, len(answer.got), len(known), found.cached[place], found.outcomes[place])
+            if known is not None and not answer.over:
+                self.progress(place, known, 0, len(known), found.cached[place], found.outcomes[place])
 
     def _give_up(self, why: str, end: str) -> None:
         self._note(why)
+        self._unread.clear()
         for answer in self._answers:
             if not answer.over:
                 self.judge.ends[end] += 1
@@ -221,7 +229,7 @@ class Client:
             self.judge.ended(
                 answer.name, ended, answer.submission, answer.expected, len(answer.got), answer.keep, self._left
             )
-            self.judge.bill(answer.name, answer.submission, ended, answer.cached_tokens, self._user.preemptions_max)
+            self.judge.bill(answer.name, answer.submission, ended, answer.cached_tokens, self._user.preemptions_max, self._resumed)
             self._end(answer)
 
     def _look_for_stop(self, place: int, answer: _Answer) -> None:

@@ -14,6 +14,9 @@ from baton.sim.seats import Seat
 from baton.sim.upheaval import Upheaval
 
 
+RESUMED_WITHIN_US = 5_000_000
+
+
 class Fleet:
     def __init__(self, gate: Gate, upheaval: Upheaval, seats: Sequence[Seat]) -> None:
         self.gate = gate
@@ -63,9 +66,11 @@ class Fleet:
                 raise LawBroken(TRUE_NAMES, f"{seat.name} has said {key.hex()}, and the router does not know it")
 
     def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
-        """Whether somebody who kept it was hurt since, or nobody kept it."""
-        del origin, lost_us
-        return True
+        """Whether the router of that time had it nowhere, or something happened since to whoever had it, or to a router."""
+        kept = self.gate.kept.get((origin, lost_us))
+        if not kept or self.gate.config.deadline_us < RESUMED_WITHIN_US or self.gate.disturbed_us > lost_us:
+            return True
+        return any(self._seats[number].hurt_until_us() >= lost_us for number in kept)
 
     def gather_moves(self, judge: Judge) -> None:
         for line in self.gate.lines:

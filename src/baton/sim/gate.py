@@ -122,6 +122,10 @@ class Gate:
         self.found: dict[bytes, Found] = {}
         """Orphans that nobody has come for, by their origin."""
         self.doors: list[Door] = []
+        self.kept: dict[tuple[bytes, int], set[int]] = {}
+        """By origin and the moment of a crash: which instances were at work on a body."""
+        self.disturbed_us = 0
+        """When the router last crashed or was woken up."""
         self._network = network
         self._link = link
         self._lines = lines
@@ -152,6 +156,9 @@ class Gate:
         if not self.host.up:
             return
         self.book.died()
+        now_us = self.host.world.now_us
+        self.kept.update({(origin, now_us): instances for origin, instances in self.book.kept.items()})
+        self.disturbed_us = now_us
         self.former.append(self.switch)
         self.host.resume()
         self.host.crash()
@@ -193,11 +200,14 @@ class Gate:
 
     def cut(self, passage: Passage, place: int, keep: int) -> None:
         if passage.body in self._passages:
-            self.book.cut(passage.body, place, keep)
             self._carry_out(self.switch.cut(passage.body, place, keep, self.host.world.now_us))
 
-    def claim(self, origin: bytes, asker: Asker) -> tuple[Passage, Found] | None:
-        """A client comes for what it was in the middle of when an earlier router was lost. None: not known here (yet)."""
+    def claim(self, group: Sequence[Submission], asker: Asker) -> tuple[Passage, Found] | None:
+        """A client comes for what it was in the middle of when an earlier router was lost. None: not known here (yet).
+
+        What was asked for is in the origin, so that choices which no instance has kept can begin anew.
+        """
+        origin = group[0].request_id.encode()
         found = self.found.pop(origin, None) if self.host.up and not self.host.paused else None
         if found is None:
             return None
@@ -205,7 +215,7 @@ class Gate:
         passage.body, passage.is_early = found.body, False
         self._passages[found.body] = passage
         self.book.claimed(found.body)
-        self._acts.extend(self.switch.claim(found.body, self.host.world.now_us))
+        self._acts.extend(self.switch.claim(found.body, self.host.world.now_us, group))
         self.host.after(0, self._drain)
         return passage, found
 
@@ -264,6 +274,7 @@ class Gate:
         return any(name == known for known, _ in self._lives())
 
     def wake(self) -> None:
+        self.disturbed_us = self.host.world.now_us
         self.book.woke(self.host.world.now_us)
         self.host.resume()
 
@@ -277,8 +288,8 @@ class Gate:
         fleet = self.switch.router.fleet
         return {session: len(member.aboard) for session, member in fleet.members.items()}
 
-    def holders(self, key: bytes) -> list[Session]:
-        return list(self.switch.router.holdings.longest([key]))
+    def holders(self, key: bytes) -> tuple[Session, ...]:
+        return self.switch.router.holders(key)
 
     # ── the switch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -156,6 +156,7 @@ class Instance:
         """Steps that have ended; they and messages wait here while the line is full."""
         self._alarm = Alarm(host, self._pump)
         self._pulses = Alarm(host, self._pulse)
+        self._pumping = False
         self._stands_still = False
         """The line is full, and everything waits for the front end."""
         self.is_leaving = False
@@ -251,6 +252,18 @@ class Instance:
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pump(self) -> None:
+        """Not within itself: what a front end on the same machine answers at once waits for its turn."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            self._work_through()
+            while self._inbox and self._has_room:
+                self._work_through()
+        finally:
+            self._pumping = False
+
+    def _work_through(self) -> None:
         worker = self.require_worker()
         while self._inbox and self._has_room:
             self._obey(decode_to_engine(self._inbox.popleft()))

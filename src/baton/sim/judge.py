@@ -365,7 +365,13 @@ class Judge:
             raise LawBroken(TRUE_END, f"{name}: {got} of {len(expected)} tokens came, cut at {keep}: {ended}")
 
     def bill(
-        self, name: str, submission: Submission, ended: Ended, cached_tokens: int | None, preemptions_max: int
+        self,
+        name: str,
+        submission: Submission,
+        ended: Ended,
+        cached_tokens: int | None,
+        preemptions_max: int,
+        resumed: bool = False,
     ) -> None:
         """`cached_tokens`: what the client was told with its first token."""
         bill = ended.bill
@@ -378,13 +384,15 @@ class Judge:
             known, legs = known + ended.generated_tokens, max(1, bill.attempts)
         if bill.cached_tokens >= known or bill.preemptions > preemptions_max * legs:
             raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
+        if legs > 1 or resumed:
+            return  # an earlier leg of its own may have left it there
         found = bytes(submission.prompt[: bill.cached_tokens].tolist())
         if found and self._asked[submission.salt, found] < 2:  # the first is its own
             raise LawBroken(OWN_PREFIXES, f"{name} found {len(found)} tokens that nobody of its tenant has asked for")
 
     def _whole_bill(self, name: str, submission: Submission, ended: Ended) -> None:
         """Of an answer that is complete. Only the last token is never fed; tokens past a stop string may have been."""
-        if isinstance(ended, Outcome) and ended.bill.attempts > 1:
+        if isinstance(ended, Outcome):
             return  # the bills of its legs are added up where they are heard of
         prompt, fed = len(submission.prompt), ended.bill.cached_tokens + ended.bill.computed_tokens
         least = prompt + ended.generated_tokens - 1

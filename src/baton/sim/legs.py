@@ -72,6 +72,7 @@ from baton.wire.messages import (
 from baton.wire.switch import Act, Close, Say
 
 SLACK_US = 5_000
+"""Beyond the beat within which silence is noticed."""
 COUNT_EVERY = 8
 KEYS_LOOKED_AT = 8
 ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
@@ -97,7 +98,7 @@ class View(Protocol):
     def open_at(self) -> dict[Session, int]:
         """How many choices are open at each member."""
 
-    def holders(self, key: bytes) -> list[Session]:
+    def holders(self, key: bytes) -> tuple[Session, ...]:
         """Who has this prefix cached."""
 
 
@@ -181,9 +182,11 @@ class _Body:
     choices: list[_Choice]
     hops: list[_Hop] = field(default_factory=list)
     over: bool = False
+    left: bool = False
+    """Its client is gone, or none came for it."""
     found: bool = False
     """A router before this one was asked for it."""
-    legs: int = 0
+    claimed: bool = False
 
 
 class LegBook:
@@ -191,6 +194,8 @@ class LegBook:
         self._config = config
         self._witness = witness
         self._suspected: set[tuple[str, int]] = set()
+        self.kept: dict[bytes, set[int]] = {}
+        """By origin of each body that the last life was in the middle of: which instances work on it."""
         self.begin(0)
 
     def begin(self, now_us: int) -> None:
@@ -203,6 +208,8 @@ class LegBook:
         self._dead: list[_Session] = []
         """Since everything was last looked at."""
         self._looks = 0
+        self._joining: _Session | None = None
+        """Just welcomed: what it holds and nobody wants is about to be said."""
         self._served_us = now_us
         """When somebody last served."""
 
@@ -228,13 +235,12 @@ class LegBook:
         self._bodies[body] = self._origins[origin] = _Body(body, origin, now_us, choices)
 
     def left(self, body: Body) -> None:
+        self._bodies[body].left = True
         self._over(self._bodies[body])
 
     def claimed(self, body: Body) -> None:
-        del body
-
-    def cut(self, body: Body, choice: int, keep: int) -> None:
-        del body, choice, keep
+        self._bodies[body].claimed = True
+        self._perhaps_over(self._bodies[body])
 
     def lost(self, session: Session) -> None:
         """The connection is over, or was closed."""
@@ -332,6 +338,8 @@ class LegBook:
     # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def acted(self, act: Act, now_us: int) -> None:
+        if self._joining is not None and not _is_of_join(act, self._joining.number):
+            self._found_where_they_were(self._joining)
         match act:
             case Say(number, message):
                 session = self._sessions.get(number)
@@ -377,6 +385,13 @@ class LegBook:
             if other is not session and other.welcomed and join is not None and other.name == join.name:
                 raise LawBroken(FENCED, f"{join.name}: life {join.incarnation} is welcomed beside {other.join}")
         session.welcomed = True
+        self._joining = session
+
+    def _gives(self, address: str) -> None:
+        """Somebody is to prefill there, and will have that cached."""
+        for session in self._sessions.values():
+            if session.join is not None and session.join.peer_address == address:
+                session.legs += 1
 
     def _placed(self, session: _Session, place: Place, now_us: int) -> None:
         body = self._origins[place.origin]
@@ -390,6 +405,8 @@ class LegBook:
             if item.prompt is not None:
                 leaders[item.request_id] = item.prompt
             self._same_request(choice, item, prompt)
+            if item.prefill_at:
+                self._gives(item.prefill_at)
             self._may_be_placed(body, choice, session, now_us)
             if len(place.group) == 1:
                 self._avoids(choice, session)
@@ -437,6 +454,9 @@ class LegBook:
 
     def _delivered(self, body: _Body, index: int, tokens: list[int], outcome: Outcome | None, now_us: int) -> None:
         choice = body.choices[index]
+        if choice.outcome is None and body.left and outcome is not None and outcome.reason is FinishReason.ABORT:
+            choice.outcome = outcome
+            return
         if choice.outcome is not None or body.over:
             raise LawBroken(ENDS_ONCE, f"{choice.name} hears {tokens} {outcome} after its end")
         choice.delivered += tokens
@@ -445,7 +465,11 @@ class LegBook:
         choice.outcome = outcome
         self._deserved(body, choice, outcome, now_us)
         self._billed(body, choice, outcome)
-        if all(other.outcome is not None for other in body.choices):
+        self._perhaps_over(body)
+
+    def _perhaps_over(self, body: _Body) -> None:
+        """What nobody has come for yet may still be wanted."""
+        if all(choice.outcome is not None for choice in body.choices) and (body.claimed or not body.found):
             self._over(body)
 
     def _turned_down(self, body: _Body, refusal: Refusal, now_us: int) -> None:
@@ -466,6 +490,8 @@ class LegBook:
     def _deserved(self, body: _Body, choice: _Choice, outcome: Outcome, now_us: int) -> None:
         if outcome.reason in (FinishReason.STOP, FinishReason.LENGTH):
             return
+        if outcome.reason is FinishReason.ABORT and not body.claimed and body.found:
+            return  # nobody came for it
         if not (self._gave_out(body, choice, now_us) or body.found):
             counts = f"{choice.yields} times no room, {choice.losses} losses, open for {now_us - body.arrived_us} µs"
             raise LawBroken(DESERVED_END, f"{choice.name} is given up after {counts}: {outcome}")
@@ -480,6 +506,10 @@ class LegBook:
         fed = sum(item.computed_tokens + item.recomputed_tokens for item in choice.bills)
         if bill.computed_tokens + bill.recomputed_tokens != fed or bill.attempts != choice.legs:
             raise LawBroken(TRUE_BILL, f"{choice.name} had {choice.legs} legs with {choice.bills}, and is billed {bill}")
+        least = len(choice.prompt) // 4 + outcome.generated_tokens - 1
+        if choice.legs == len(choice.bills) == 1 and outcome.reason is FinishReason.LENGTH:
+            if bill.cached_tokens + bill.computed_tokens != least:
+                raise LawBroken(TRUE_BILL, f"{choice.name}: {least} tokens had to be fed: {bill}")
 
     def _orphan(self, act: Orphan, now_us: int) -> None:
         body = self._origins[act.origin]
@@ -509,13 +539,13 @@ class LegBook:
         touched, self._touched = self._touched, {}
         dead, self._dead = self._dead, []
         self._looks += 1
+        if self._joining is not None:
+            self._found_where_they_were(self._joining)
         if not self._looks % COUNT_EVERY:
             self._counted(view)
         for session in dead:
             self._forgets_names(session, view)
         for session in self._sessions.values():
-            if session.held and session.welcomed:
-                self._found_where_they_were(session)
             if session.serves:
                 self._served_us = now_us
             if session.welcomed:
@@ -544,16 +574,21 @@ class LegBook:
 
     def _in_time(self, session: _Session, now_us: int) -> None:
         quiet_us = now_us - session.sign_us
-        if session.doomed or quiet_us > self._config.suspect_us + SLACK_US:
+        if session.doomed or quiet_us > self._config.suspect_us + self._config.beat_us + SLACK_US:
             raise LawBroken(SUSPECTED_IN_TIME, f"{session.name} is still a member, {quiet_us} µs after its last sign of life")
 
     def _found_where_they_were(self, session: _Session) -> None:
+        self._joining = None
         held, session.held = session.held, []
         for hop in held:
             choice = hop.choice
             if hop.called_back or hop.forgotten:
                 continue
             before = choice.hop
+            if hop.ended is not None:
+                choice.bills.append(hop.ended.bill)
+            else:
+                choice.losses = max(0, choice.losses - 1)  # it was not lost after all
             if before is not None and before.ended is None and not before.called_back:
                 raise LawBroken(ONE_PLACE, f"{choice.name} is open at {before.session.name} and at {session.name} too")
             choice.hop = hop
@@ -569,7 +604,13 @@ class LegBook:
                 raise LawBroken(FORGOTTEN, f"{hop.choice.name} is over, and {hop.session.name} keeps it")
 
     def died(self) -> None:
-        """The router is gone, and everybody it spoke to has noticed nothing yet."""
+        """The router is gone. Whoever works for it keeps what it has."""
+        kept: dict[bytes, set[int]] = {}
+        for body in self._bodies.values():
+            at = [choice.hop for choice in body.choices if choice.outcome is None]
+            if not body.over and all(hop is not None and hop.serial is not None and not hop.called_back for hop in at):
+                kept[body.origin] = {hop.session.instance for hop in body.hops if not hop.session.over}
+        self.kept = kept
         self._sessions.clear()
 
     def _over(self, body: _Body) -> None:
@@ -578,6 +619,10 @@ class LegBook:
 
     def _touch(self, hop: _Hop) -> None:
         self._touched[hop.body.origin] = hop.body
+
+
+def _is_of_join(act: Act, session: Session) -> bool:
+    return isinstance(act, Say) and act.session == session and isinstance(act.message, Cancel | Forget)
 
 
 def _keys(data: bytes) -> list[bytes]:
