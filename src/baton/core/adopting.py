@@ -88,6 +88,8 @@ class Adoption:
         if item.end is not None and reason is None:
             reason = finished_as(choice)
         if reason is not None:
+            if item.end is not None and item.end.generated_tokens < len(choice.delivered):
+                choice.keep = item.end.generated_tokens  # it was cut before its router was lost
             carrier.end(choice, reason, None, missing, extras, cached)
             return journey.leg
         if choice.body.opened and (missing or cached is not None):

@@ -532,13 +532,13 @@ class Carrier:
             if body.deadline_us > self.now_us:
                 return
             text = f"it has not ended within {self.config.deadline_us // 1_000_000} s"
-            if body.orphan:
-                body.orphan = False
-                self.effects.append(OrphanDropped(body.body))
+            orphan, body.orphan = body.orphan, False
             if body.opened:
                 self.end_all(body, FinishReason.RESCHEDULE, PdFault(PdCode.TIMEOUT, PdStage.DECODE, text))
             else:
                 self._decline(body, Refusal(RefusalCode.NO_INSTANCE, text, RETRY_AFTER_S))
+            if orphan:
+                self.effects.append(OrphanDropped(body.body))
 
     def watch_absence(self) -> None:
         if self.fleet.servers:

@@ -15,6 +15,8 @@ from baton.sim.upheaval import Upheaval
 
 
 RESUMED_WITHIN_US = 5_000_000
+CLAIMED_WITHIN_US = 500_000
+"""A client may take so long to notice and to come back."""
 
 
 class Fleet:
@@ -26,6 +28,11 @@ class Fleet:
     def boot(self) -> None:
         self._upheaval.boot()
         self._upheaval.unleash()
+
+    @property
+    def noticed_us(self) -> int:
+        """After so long the router knows who is there; whoever is not, has been told when it spoke."""
+        return self.gate.config.suspect_us + 2 * self.gate.config.beat_us + 500_000
 
     def heal(self) -> None:
         self._upheaval.heal()
@@ -68,7 +75,9 @@ class Fleet:
     def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
         """Whether the router of that time had it nowhere, or something happened since to whoever had it, or to a router."""
         kept = self.gate.kept.get((origin, lost_us))
-        if not kept or self.gate.config.deadline_us < RESUMED_WITHIN_US or self.gate.disturbed_us > lost_us:
+        config = self.gate.config
+        short = config.deadline_us < RESUMED_WITHIN_US or config.orphan_grace_us < CLAIMED_WITHIN_US
+        if not kept or short or self.gate.disturbed_us > lost_us:
             return True
         return any(self._seats[number].hurt_until_us() >= lost_us for number in kept)
 

@@ -129,6 +129,8 @@ class Gate:
         self._network = network
         self._link = link
         self._lines = lines
+        self._unseen: list[Passage] = []
+        """What came while the router slept."""
         self._passages: dict[Body, Passage] = {}
         self._orphans: dict[Body, Found] = {}
         self._by_session: dict[Session, Door] = {}
@@ -163,12 +165,14 @@ class Gate:
         self.host.resume()
         self.host.crash()
         self._note("is down")
-        passages, self._passages = self._passages, {}
+        passages = [*self._passages.values(), *self._unseen]
+        self._passages.clear()
+        self._unseen.clear()
         self._acts.clear()
         self._orphans.clear()
         self.found.clear()
         self._by_session.clear()
-        for passage in passages.values():
+        for passage in passages:
             passage.asker.gone()
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,6 +182,7 @@ class Gate:
         if not self.host.up:
             return None
         passage = Passage(self, asker)
+        self._unseen.append(passage)
         self.host.run(self._submit, passage, group)
         return passage
 
@@ -187,6 +192,7 @@ class Gate:
 
     def _submit(self, passage: Passage, group: Sequence[Submission]) -> None:
         origin = group[0].request_id.encode()
+        self._unseen.remove(passage)
         body, acts = self.switch.submit(group[0].salt.decode(), group, origin, self.host.world.now_us)
         passage.body = body
         self._passages[body] = passage

@@ -584,6 +584,7 @@ class LegBook:
             choice = hop.choice
             if hop.called_back or hop.forgotten:
                 continue
+            self._touch(hop)
             before = choice.hop
             if hop.ended is not None:
                 choice.bills.append(hop.ended.bill)
@@ -596,7 +597,7 @@ class LegBook:
     def _let_go(self, body: _Body) -> None:
         """Of a body that is over: what is open is ended, and what has ended is not kept."""
         for hop in body.hops:
-            if hop.session.over or hop.serial is None or hop.called_back:
+            if hop.session.over or not hop.session.welcomed or hop.serial is None or hop.called_back:
                 continue
             if hop.ended is None and not hop.stopped and not hop.forgotten:
                 raise LawBroken(ENDS_AT_ONCE, f"{hop.choice.name} is over, and {hop.session.name} still computes it")

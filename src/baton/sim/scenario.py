@@ -199,7 +199,7 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
         kv=_draw_kv_times(seed),
         layers=stream_of(seed, "layers").choice((1, 2, 2, 3)) if any(role.takes for role in roles) else 1,
         times=FlatTimes(shape.randint(3_000, 20_000), shape.randint(10, 500)),
-        link=_draw_link(seed, classes),
+        link=_draw_line(seed, classes) if has_router else _draw_link(seed, classes),
         span_us=span_us,
         users=users,
         router=_draw_router(seed, classes) if has_router else None,
@@ -216,8 +216,8 @@ def _draw_router(seed: int, classes: tuple[str, ...]) -> RouterConfig:
         loss_retry_count=stream.choice((0, 1, 8, 8, 8)),
         backoff_us=stream.choice((1_000, 5_000, 20_000)),
         backoff_us_max=stream.choice((20_000, 200_000)),
-        deadline_us=stream.choice((300_000, 30_000_000, 30_000_000, 30_000_000)),
-        absent_us=stream.choice((50_000, 500_000, 2_000_000)),
+        deadline_us=stream.choice((500_000, *(30_000_000,) * 7)),
+        absent_us=stream.choice((50_000, 500_000, 2_000_000, 2_000_000)),
         waiting_max=stream.choice((4, 16, 1024)),
         ahead=crowded if "crowding" in classes else ahead,
         retry_rate=stream.choice((20.0, 200.0)),
@@ -226,8 +226,8 @@ def _draw_router(seed: int, classes: tuple[str, ...]) -> RouterConfig:
         stuck_us=stream.choice((300_000, 60_000_000)),
         drain_us=stream.choice((20_000, 200_000, 1_000_000)),
         orphan_grace_us=stream.choice((100_000, 600_000, 1_500_000)),
-        key_concurrency=stream.choice((None, None, None, 6)),
-        key_tokens_per_minute=stream.choice((None, None, None, 6_000)),
+        key_concurrency=stream.choice((*(None,) * 9, 6)),
+        key_tokens_per_minute=stream.choice((*(None,) * 9, 6_000)),
     )
 
 
@@ -298,6 +298,17 @@ def _draw_link(seed: int, classes: tuple[str, ...]) -> LinkConfig:
         heartbeat_us=80_000,
         silent_us=stream.choice((150_000, 300_000, 600_000)),
         acceptor_silent_us=stream.choice((150_000, 300_000, 1_000_000)),
+    )
+
+
+def _draw_line(seed: int, classes: tuple[str, ...]) -> LinkConfig:
+    """To a router: as patient as a connection that only fails when somebody says so, or not much."""
+    stream, link = stream_of(seed, "line"), _draw_link(seed, classes)
+    return replace(
+        link,
+        heartbeat_us=200_000,
+        silent_us=stream.choice((300_000, 1_500_000, 1_500_000)),
+        acceptor_silent_us=stream.choice((400_000, 1_500_000, 1_500_000)),
     )
 
 
@@ -469,7 +480,8 @@ class Run:
             self._look_for_what_is_held(seat)
         self._audit_all()
         self._until_all_have_ended(self.users, HEALED_WITHIN_US, LIVENESS)
-        self._until(self.world.now_us + self._noticed_us)  # whoever has not noticed a loss yet does now
+        patience_us = self._noticed_us if self.fleet is None else self.fleet.noticed_us
+        self._until(self.world.now_us + patience_us)  # whoever has not noticed a loss yet does now
         self._until_all_serve(self.world.now_us + RECOVERED_WITHIN_US)
         self._ask_each_instance()
         self._until_nothing_is_held(self.world.now_us + QUIET_WITHIN_US)

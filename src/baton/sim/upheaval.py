@@ -146,7 +146,7 @@ class Upheaval:
             return
         self._world.fire(Fault.ROUTER_PAUSE, ROUTER)
         self._gate.host.pause()
-        lasts_us = stream.randrange(10_000, 1_500_000)
+        lasts_us = stream.randrange(10_000, 1_300_000)
         for seat in self._seats:
             seat.trouble(lasts_us, of_router=True)
         self._world.after(lasts_us, self._wake_gate)
