@@ -1,12 +1,12 @@
-# make serve   set up and serve the built-in model        make test    set up and run the tests
+# make serve   set up and show it: a fleet, a dashboard    make test    set up and run the tests
 # make check   format, lint, types, tidiness              make bench   measure, beside a peer where BATON_PEER_VLLM names one
 # make fuzz    simulated clusters with faults for MINUTES=10, from seed FIRST_SEED=10000
-# make chaos   real instances, of which KILLS=100 are killed under load
+# make chaos   a real fleet under load, of which instances are killed, stopped and drained, FAULTS=100 times
 PYTHON ?= python3
 PORT ?= 8000
 MINUTES ?= 10
 FIRST_SEED ?= 10000
-KILLS ?= 100
+FAULTS ?= 100
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 .PHONY: serve test check format bench fuzz chaos clean
 
 serve: $(READY)
-	$(BIN)/baton serve --port $(PORT)
+	$(BIN)/baton up --demo --router-port $(PORT)
 
 # Two at a time: those that only compute, on one core, beside those that start processes and mostly wait for them.
 COMPUTING := tests/core tests/laws tests/mutations tests/wire
@@ -47,7 +47,7 @@ fuzz: $(READY)
 	$(BIN)/baton sim fuzz --minutes $(MINUTES) --first-seed $(FIRST_SEED)
 
 chaos: $(READY)
-	BATON_TEST_KILLS=$(KILLS) $(BIN)/python -m pytest -q -s tests/e2e/test_pd_chaos.py
+	$(BIN)/baton chaos --faults $(FAULTS)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

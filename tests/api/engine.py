@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Fault, Gauges, TokenLogprob
+from baton.api.origin import Origin
 from baton.core.errors import Refusal, Refused
 from baton.core.request import FinishReason, Submission
 
@@ -122,9 +123,11 @@ class ScriptedEngine:
         self.death: str | None = None
         self.draining = False
         self.groups: list[list[Submission]] = []
+        self.origins: list[Origin | None] = []
         self.streams: list[ScriptedStream] = []
 
-    async def submit(self, group: Sequence[Submission]) -> list[ScriptedStream]:
+    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[ScriptedStream]:
+        self.origins.append(origin)
         if self.death is not None:
             raise EngineDead(self.death)
         if self.refusal is not None:

@@ -238,3 +238,10 @@ def test_the_log_goes_to_stderr_as_asked(
     captured = capsys.readouterr()
     assert re.findall(r"INFO (\S+) a line", captured.err) == shown
     assert captured.out == ""
+
+
+def test_under_a_router_what_cannot_be_held_goes_on_elsewhere_unless_told_otherwise(serve: Serve) -> None:
+    assert (serve()["engine"].router, serve()["engine"].on_preempt) == (None, "resume")
+    engine = serve("--router", "127.0.0.1:8200", "--name", "d1")["engine"]
+    assert (engine.router, engine.name, engine.on_preempt) == ("127.0.0.1:8200", "d1", "reschedule")
+    assert serve("--on-preempt", "resume", BATON_ROUTER="127.0.0.1:8200")["engine"].on_preempt == "resume"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.bench.tiny import make_tiny
 from baton.kv.contract import available
 from tests.support.cluster import (
     Body,
@@ -17,7 +18,6 @@ from tests.support.cluster import (
     cluster,
     complete,
     handed_over,
-    make_tiny,
     tokens,
     tokens_of,
     wait_until,

@@ -34,6 +34,12 @@ def engine(**fields: Any) -> EngineSettings:
         ({"role": "decode", "peers": ("10.0.0.5:8100",)}, ("10.0.0.5:8100", "--peer-host")),
         ({"role": "decode", "peer_host": "0.0.0.0"}, ("--peer-host", "0.0.0.0")),  # noqa: S104
         ({"role": "prefill", "peer_host": "example.org"}, ("--peer-host", "numeric")),
+        ({"name": "d1"}, ("--name", "--router")),
+        ({"router": "127.0.0.1"}, ("--router", "HOST:PORT")),
+        ({"router": "127.0.0.1:8200", "name": "x" * 65}, ("--name", "64")),
+        ({"router": "127.0.0.1:8200", "name": "a\nb"}, ("--name", "printable")),
+        ({"router": "127.0.0.1:8200", "role": "prefill", "peer_host": "0.0.0.0"}, ("--peer-host", "router")),  # noqa: S104
+        ({"router": "10.0.0.5:8200", "role": "decode"}, ("--router", "--peer-host")),
     ],
 )
 def test_contradictions_are_refused_by_name(fields: dict[str, Any], named: tuple[str, ...]) -> None:
@@ -50,6 +56,9 @@ def test_contradictions_are_refused_by_name(fields: dict[str, Any], named: tuple
         {"role": "decode", "peers": ("127.0.0.1:8100", "[::1]:8100", "localhost:8101"), "transfer": "tcp"},
         {"role": "decode", "peers": ("10.0.0.5:8100",), "peer_host": "10.0.0.6"},
         {"role": "prefill", "peer_port": 0, "prefill_path": PrefillPath.GENERAL, "peer_host": "0.0.0.0"},  # noqa: S104
+        {"router": "10.0.0.5:8200"},
+        {"router": "[::1]:8200", "role": "decode", "name": "d1"},
+        {"router": "10.0.0.5:8200", "role": "prefill", "peer_host": "10.0.0.6"},
     ],
 )
 def test_what_goes_together_is_taken(fields: dict[str, Any]) -> None:
@@ -58,7 +67,8 @@ def test_what_goes_together_is_taken(fields: dict[str, Any]) -> None:
 
 def test_on_one_machine_instances_find_the_same_key_without_being_given_one(tmp_path: Path) -> None:
     giver, taker = engine(role="prefill"), engine(role="decode", peers=("localhost:8100",))
-    assert cluster_key(giver, None, None, tmp_path) == cluster_key(taker, None, None, tmp_path)
+    keys = [cluster_key(one, None, None, tmp_path) for one in (giver, taker, engine(router="localhost:8200"))]
+    assert keys == [keys[0]] * 3
     assert (tmp_path / "cluster.key").stat().st_mode & 0o777 == 0o600
 
 
@@ -74,6 +84,7 @@ def test_without_peers_there_is_no_key(tmp_path: Path) -> None:
         engine(role="prefill", peer_host="0.0.0.0"),  # noqa: S104
         engine(role="decode", peer_host="10.0.0.6", peers=("127.0.0.1:8100",)),
         engine(role="decode", peer_host="10.0.0.6", peers=("10.0.0.5:8100",)),
+        engine(router="10.0.0.5:8200"),
     ],
 )
 def test_beyond_this_machine_a_key_must_be_given(tmp_path: Path, beyond: EngineSettings) -> None:

@@ -8,13 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.node.secrets import prefix_secret
+from baton.node.secrets import prefix_secret, shared_prefix_secret
 from baton.wire.keyfile import KEY_BYTES, read_key, write_key
 
 
 def test_the_key_is_the_same_after_a_restart(tmp_path: Path) -> None:
     assert prefix_secret(tmp_path) == prefix_secret(tmp_path)
     assert (tmp_path / "prefix.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_who_has_the_cluster_key_names_prefixes_alike_and_nobody_learns_the_key_from_it() -> None:
+    key, other = b"k" * 32, b"o" * 32
+    assert shared_prefix_secret(key) == shared_prefix_secret(key)
+    assert len({key, shared_prefix_secret(key), shared_prefix_secret(other)}) == 3
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 52])

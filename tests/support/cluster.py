@@ -8,30 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton.node.scripted_text import BYTE_VOCABULARY, write_byte_tokenizer
 from tests.support.server import ServerProcess, baton_serve
 
 SETTLED_S_MAX = 30.0
 Body = dict[str, Any]
-
-
-def make_tiny(folder: Path) -> None:
-    """A random model with one token a byte, in float64: what it says does not depend on the batch."""
-    torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=BYTE_VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.2, eos_token_id=None, bos_token_id=None,
-        pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.float64).save_pretrained(folder)
-    write_byte_tokenizer(folder)
 
 
 def wait_until(holds: Callable[[], bool], what: str, seconds: float = SETTLED_S_MAX) -> None:

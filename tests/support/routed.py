@@ -55,7 +55,7 @@ from baton.wire.messages import (
     encode_to_engine,
     pulse,
 )
-from baton.wire.relay import Relay, RelayOut
+from baton.wire.relay import Relay, RelayOut, Standing
 from baton.wire.switch import Act, Close, Say, Switch
 from tests.support.driver import VOCABULARY, shape_of
 
@@ -89,7 +89,14 @@ class LogprobExecutor(ScriptedExecutor):
                 values = -tokens.astype(np.float32)
                 rows.append(Logprobs(row, values, tokens.reshape(-1, 1), values.reshape(-1, 1)))
         return StepResult(
-            result.step, result.slots, result.epochs, result.outcomes, result.counts, result.tokens, result.known, tuple(rows)
+            result.step,
+            result.slots,
+            result.epochs,
+            result.outcomes,
+            result.counts,
+            result.tokens,
+            result.known,
+            tuple(rows),
         )
 
 
@@ -125,6 +132,7 @@ class Member:
         self.dead = False
         self.local: list[StepOutput] = []
         """What was for the clients of its own address."""
+        self.answers: list[AcceptedAs | RefusedWith] = []
 
     # The engine.
 
@@ -162,8 +170,10 @@ class Member:
     def _front(self, message: FromEngine) -> None:
         match message:
             case AcceptedAs(ticket) | RefusedWith(ticket):
-                assert self.relay.owns_ticket(ticket)
-                self.act(self.relay.take(message, self.world.now_us))
+                if self.relay.owns_ticket(ticket):
+                    self.act(self.relay.take(message, self.world.now_us))
+                else:
+                    self.answers.append(message)
             case StepOutput():
                 ours, local = self.relay.split(message)
                 if local is not None:
@@ -235,7 +245,7 @@ class World:
         self.switch = self._router()
         self.members = [Member(self, f"d{number}", worker) for number in range(members)]
         self.asked: dict[Body, Asked] = {}
-        self.orphans: dict[bytes, Orphan] = {}
+        self.orphans: dict[bytes, Asked] = {}
         self.noted: list[Noted] = []
         self.changed: list[FleetChanged] = []
         self.delivered = 0
@@ -252,7 +262,10 @@ class World:
 
     def ask(self, group: Sequence[Submission], origin: bytes = b"") -> Asked:
         origin = origin or group[0].request_id.encode()
-        asked = Asked(list(group), origin, Body(0), *([[] for _ in group] for _ in range(2)), *([None] * len(group) for _ in range(2)))  # type: ignore[arg-type]  # fmt: skip
+        size = range(len(group))
+        asked = Asked(
+            list(group), origin, Body(0), [[] for _ in size], [[] for _ in size], [None for _ in size], [None for _ in size]
+        )
         self._submit(asked)
         return asked
 
@@ -279,18 +292,24 @@ class World:
                 case Delivered():
                     self._deliver(act)
                 case Orphan():
-                    self.orphans[act.origin] = act
+                    self._find(act)
                 case OrphanDropped(body):
                     self.orphans = {key: orphan for key, orphan in self.orphans.items() if orphan.body != body}
+                    del self.asked[body]
                 case Noted():
                     self.noted.append(act)
                 case FleetChanged():
                     self.changed.append(act)
 
+    def _find(self, orphan: Orphan) -> None:
+        """News of it may come before its client does."""
+        tokens = [list(known or ()) for known in orphan.delivered]
+        extras = [list(known) for known in orphan.extras]
+        found = Asked([], orphan.origin, orphan.body, tokens, extras, list(orphan.outcomes), list(orphan.cached_tokens))
+        self.orphans[orphan.origin] = self.asked[orphan.body] = found
+
     def _deliver(self, news: Delivered) -> None:
-        asked = self.asked.get(news.body)
-        if asked is None:  # of an orphan that nobody has claimed yet
-            return
+        asked = self.asked[news.body]
         assert asked.outcomes[news.choice] is None, "news after the end"
         asked.tokens[news.choice] += news.tokens
         if isinstance(news.extras, list):
@@ -344,27 +363,18 @@ class World:
         """Clients come for what was theirs; what nobody holds is asked for anew."""
         waiting, self._waiting = self._waiting, []
         for asked in waiting:
-            orphan = self.orphans.pop(asked.origin, None)
-            if orphan is None or any(tokens is None for tokens in orphan.delivered):
+            found = self.orphans.pop(asked.origin, None)
+            if found is None:
                 self.resubmitted += 1
                 asked.tokens, asked.extras = [[] for _ in asked.group], [[] for _ in asked.group]
                 asked.outcomes, asked.opened = [None] * len(asked.group), 0
-                if orphan is not None:
-                    self.do(self.switch.leave(orphan.body, self.now_us))
-                    asked.origin += b"'"
                 self._submit(asked)
                 continue
-            for choice, tokens in enumerate(orphan.delivered):
-                assert tokens is not None
-                assert list(tokens[: len(asked.tokens[choice])]) == asked.tokens[choice] or len(tokens) < len(
-                    asked.tokens[choice]
-                ), "an orphan that knows other tokens"
-                asked.tokens[choice] = list(tokens)
-                asked.extras[choice] = list(orphan.extras[choice])
-                asked.outcomes[choice] = orphan.outcomes[choice]
-            asked.body = orphan.body
-            self.asked[orphan.body] = asked
-            self.do(self.switch.claim(orphan.body, self.now_us))
+            for had, known in zip(asked.tokens, found.tokens, strict=True):
+                shorter = min(len(had), len(known))
+                assert had[:shorter] == known[:shorter], "what was found is another answer"
+            found.group = asked.group
+            self.do(self.switch.claim(found.body, self.now_us, found.group))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -430,20 +440,22 @@ class World:
         """Until every client has its end and nothing is open."""
         while not self.quiet():
             if self.now_us > until_us:
-                raise RuntimeError(f"did not finish: {[vars(asked) for asked in self.asked.values() if not asked.over]}")
+                raise RuntimeError(
+                    f"did not finish: {[asked for asked in self.asked.values() if not asked.over]}, {self.broken}"
+                )
             if not self.turn():
                 self._sleep()
-            elif self._waiting and all(member.line is not None for member in self.members if not member.dead):
+            elif self._waiting and all(m.relay.standing is Standing.SERVING for m in self.members if not m.dead):
                 self.claim_all()
             self.now_us += TURN_US
 
     def quiet(self) -> bool:
-        clients = all(asked.over for asked in self.asked.values()) and not self._waiting
+        clients = all(asked.over for asked in self.asked.values()) and not self._waiting and not self.orphans
         return clients and all(
             member.dead
             or (
                 member.worker.is_idle
-                and not member.relay.open_requests
+                and not member.relay.held_choices
                 and not (member.line and (member.line.up or member.line.down))
             )
             for member in self.members
@@ -473,7 +485,7 @@ class World:
                     assert got == values[len(values) - len(got) :]
         for member in self.members:
             if not member.dead:
-                assert member.relay.open_requests == 0
+                assert member.relay.open_requests == member.relay.held_choices == 0
                 assert member.worker.is_idle
         assert self.switch.router.open_bodies == 0
 
@@ -482,7 +494,9 @@ def prompt_of(name: str, size: int = 6) -> list[int]:
     return [(ord(char) * (at + 3) + size) % VOCABULARY for at, char in enumerate((name * size)[:size])]
 
 
-def body(name: str, choices: int = 1, max_tokens: int = 4, logprobs: int | None = None, temperature: float = 0.7) -> list[Submission]:
+def body(
+    name: str, choices: int = 1, max_tokens: int = 4, logprobs: int | None = None, temperature: float = 0.7
+) -> list[Submission]:
     ids = [RequestId(f"{name}:{at}") for at in range(choices)]
     prompt = frozen_tokens(prompt_of(name))
     return [

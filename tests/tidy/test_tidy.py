@@ -18,9 +18,11 @@ MAY_IMPORT = {
     "wire": {"core"},
     "api": {"core"},
     "node": {"core", "executor", "kv", "wire", "api"},
+    "router": {"core", "wire", "api", "node"},
+    "up": {"core", "node"},
     "sim": {"core", "wire", "executor"},
-    "bench": {"core", "executor", "kv", "wire", "api", "node", "sim"},
-    "cli": {"core", "executor", "kv", "wire", "api", "node", "bench", "sim"},
+    "bench": {"core", "executor", "kv", "wire", "api", "node", "sim", "router", "up"},
+    "cli": {"core", "executor", "kv", "wire", "api", "node", "bench", "sim", "router", "up"},
 }
 """Layer → the other layers of ours that it may import."""
 

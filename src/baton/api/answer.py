@@ -7,16 +7,17 @@ end, whatever the reason for leaving. The mailbox holds at most the tokens of th
 A stream is read to its very end even when its answer was over before (a stop string, a cancel): the last burst has the
 bill. `billed` and `settled` wait for that; `close` gives up on it.
 
-A cancelled body ends each open choice with the finish reason "abort" and the text so far; it is not an error.
+A cancelled body ends each open choice with the finish reason "abort" and the text so far; it is not an error. Both a cancel
+and a client that hangs up also end the wait for an engine that has not accepted the body yet.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from typing import Any, Self
 
-from baton.api.engine import Burst, EngineDead, TokenStream
+from baton.api.engine import Burst, Ended, EngineDead, Fault, TokenStream
 from baton.api.reader import ChoiceReader, Delta
 from baton.core.request import FinishReason
 
@@ -32,33 +33,82 @@ class ChoiceFailed(Exception):
     """The engine ended one choice by an error of its own; the body may be sent again."""
 
 
+class NotCarried(Exception):
+    """A router could not bring a choice to its end on any instance."""
+
+    def __init__(self, fault: Fault, token_ids: list[list[int]]) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+        self.token_ids = token_ids
+        """By choice, everything that was generated."""
+
+
 class _Cancelled:
     """Mailbox item: the client cancelled by id."""
+
+
+class _NeverBegun:
+    """The stream of a choice that was taken back before an engine had it."""
+
+    async def __aiter__(self) -> AsyncIterator[Burst]:
+        yield Burst((), (), Ended(FinishReason.ABORT, 0))
+
+    def stop(self, keep: int) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
 
 
 _Item = tuple[int, Burst] | _Cancelled | BaseException
 
 
 class Answer:
-    def __init__(self, readers: Sequence[ChoiceReader]) -> None:
+    def __init__(self, readers: Sequence[ChoiceReader], carried: bool = False) -> None:
+        """`carried`: an attempt that ends early has been tried everywhere, so it is an error and no answer."""
         self.readers = readers
+        self._carried = carried
         self._streams: Sequence[TokenStream] = ()
         self._box: asyncio.Queue[_Item] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
         self._hangup: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+        """The client hung up or took the body back."""
         self._open = len(readers)
         self._error: BaseException | None = None
 
-    def attach(self, streams: Sequence[TokenStream], receive: Receive) -> None:
+    async def submitted(
+        self, submitting: Coroutine[object, object, list[TokenStream]], receive: Receive
+    ) -> Sequence[TokenStream]:
+        """Wait until an engine has accepted the body, unless the client leaves before. Followed by `attach`."""
+        self._hangup = asyncio.create_task(_until_disconnect(receive))
+        self._hangup.add_done_callback(self._failed)
+        asked, over = asyncio.ensure_future(submitting), asyncio.ensure_future(self._over.wait())
+        try:
+            await asyncio.wait((asked, over), return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return asked.result()
+            if self._hangup.done():
+                raise ClientGone
+            return [_NeverBegun() for _ in self.readers]
+        except BaseException:
+            self._hangup.cancel()
+            _abandon(asked)
+            raise
+        finally:
+            over.cancel()
+            asked.cancel()
+
+    def attach(self, streams: Sequence[TokenStream]) -> None:
         """Start reading. Must be followed by the context, and that by `close`."""
         self._streams = streams
         self._pumps = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(streams)]
-        self._hangup = asyncio.create_task(_until_disconnect(receive))
-        for task in (*self._pumps, self._hangup):
-            task.add_done_callback(self._failed)
+        for pump in self._pumps:
+            pump.add_done_callback(self._failed)
 
     def cancel(self) -> None:
         self._box.put_nowait(_Cancelled())
+        self._over.set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -124,6 +174,9 @@ class Answer:
         if reader.finish is not None:
             return []  # it ran on after a stop string, or arrived together with the cancel
         delta = reader.read(burst)
+        if delta.rescheduled is not None and self._carried:
+            self._error = NotCarried(delta.rescheduled.fault, [one.token_ids for one in self.readers])
+            return []
         if delta.finish is FinishReason.ERROR:
             self._error = ChoiceFailed(f"choice {index} failed in the engine after {reader.tokens} tokens")
             return []
@@ -145,6 +198,14 @@ class Answer:
     def _failed(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._box.put_nowait(error)
+            self._over.set()
+
+
+def _abandon(asked: asyncio.Future[list[TokenStream]]) -> None:
+    """Whoever waited is gone: what was accepted in that very moment must not run on for nobody."""
+    if asked.done() and not asked.cancelled() and asked.exception() is None:
+        for stream in asked.result():
+            stream.abort()
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -8,25 +8,31 @@ Owns nothing but the wiring; each route is a few lines over `Preparer`, `Server`
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from baton.api import openapi
 from baton.api.answer import ClientGone
-from baton.api.auth import Auth, Keys
+from baton.api.auth import OPEN_PATHS, Auth, Keys
 from baton.api.edge import HEADER, Edge, asker_of
-from baton.api.engine import Engine
-from baton.api.errors import ApiError, engine_dead, invalid
+from baton.api.engine import UNKNOWN_CONTEXT, Engine
+from baton.api.errors import ApiError, InternalField, engine_dead, invalid
 from baton.api.limits import read_json_body
 from baton.api.logs import refusals_logged
 from baton.api.metrics import Metrics
-from baton.api.preparing import Prepared, Preparer
+from baton.api.origin import Origin
+from baton.api.preparing import CHAT_PATH, COMPLETION_PATH, Preparer
+from baton.api.registry import not_open
+from baton.api.resuming import LAST_EVENT_ID, Orphanage, parse_marks
 from baton.api.sampling import Asker, Policy
 from baton.api.schema import DetokenizeBody, TokenizeBody, check_tokenize, parse
 from baton.api.serving import CLIENT_CLOSED, Server
@@ -35,37 +41,65 @@ from baton.api.text import ModelText
 from baton.api.writing import encode
 
 
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a router has beyond the surface of one engine."""
+
+    orphanage: Orphanage | None = None
+    missing: Callable[[], str | None] = lambda: None
+    """What it lacks to be ready."""
+    inner: tuple[Middleware, ...] = ()
+    """Rings inside of Auth: they know the tenant."""
+    open_paths: frozenset[str] = frozenset()
+    """More paths that need no key."""
+
+
 class Routes:
-    def __init__(self, engine: Engine, text: ModelText, settings: ApiSettings, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, text: ModelText, settings: ApiSettings, metrics: Metrics, extras: Extras) -> None:
+        self._extras = extras
         self._engine = engine
         self._text = text
         self._settings = settings
         self._metrics = metrics
         self._server = Server(engine, metrics)
-        eos_ids = frozenset(i for i in text.eos_ids if i < engine.info.vocabulary)
-        policy = Policy(engine.info, eos_ids, settings.default_sampling.over(text.defaults))
-        self._preparer = Preparer(text, policy, settings.served_model_names)
+        self._defaults = settings.default_sampling.over(text.defaults)
+        self._preparer = Preparer(text, self._policy, settings.served_model_names)
         self._started_s = int(time.time())
 
-    async def chat(self, request: Request) -> Response:
-        return await self._generate(self._preparer.chat, request)
+    def _policy(self) -> Policy:
+        info = self._engine.info
+        return Policy(info, frozenset(i for i in self._text.eos_ids if i < info.vocabulary), self._defaults)
 
-    async def completion(self, request: Request) -> Response:
-        return await self._generate(self._preparer.completion, request)
-
-    async def _generate(self, prepare: Callable[[bytes, Asker], Prepared], request: Request) -> Response:
+    async def generate(self, request: Request) -> Response:
         path: str = request.scope["path"]
         with refusals_logged(self._engine, request.state.request_id, path):
             raw, asker = await self._body(request), asker_of(request)
-            prepared = await asyncio.to_thread(prepare, raw, asker)
-            run = await self._server.accept(prepared, path, request.receive)
+            origin = Origin(path, raw, asker.tenant, asker.request_id, secrets.randbits(63), int(time.time()))
+            prepared = await asyncio.to_thread(self._preparer.prepare, origin)
+            run = await self._server.accept(prepared, request.receive)
+        return await self._server.respond(run)
+
+    async def resume(self, id: str, request: Request) -> Response:  # noqa: A002
+        """Go on with an answer whose router was lost."""
+        orphanage, asker = self._extras.orphanage, Asker(request.state.tenant, id)
+        self._server.open.check_free(asker)
+        found = None if orphanage is None else await orphanage.find(asker)
+        if found is None or orphanage is None:
+            raise not_open(id)
+        prepared = await asyncio.to_thread(self._preparer.prepare, found.origin)
+        after = request.headers.get(LAST_EVENT_ID) or request.query_params.get("last_event_id", "")
+        marks = parse_marks(after if prepared.stream else "", len(prepared.readers))
+        found.check(marks)
+        run = await self._server.resume(prepared, marks, orphanage, request.receive)
         return await self._server.respond(run)
 
     async def _body(self, request: Request) -> bytes:
         return await read_json_body(request, self._settings.body_bytes_max)
 
     async def cancel(self, id: str, request: Request) -> Response:  # noqa: A002
-        self._server.open.cancel(Asker(request.state.tenant, id))
+        asker, orphanage = Asker(request.state.tenant, id), self._extras.orphanage
+        if not self._server.open.cancel(asker) and (orphanage is None or not orphanage.drop(asker)):
+            raise not_open(id)
         return _json({"id": id, "object": "request", "cancelled": True})
 
     async def models(self) -> Response:
@@ -82,8 +116,12 @@ class Routes:
             "created": self._started_s,
             "owned_by": "baton",
             "root": self._settings.served_model_names[0],
-            "max_model_len": self._engine.info.context_tokens,
+            "max_model_len": self._context(),
         }
+
+    def _context(self) -> int | None:
+        tokens = self._engine.info.context_tokens
+        return None if tokens == UNKNOWN_CONTEXT else tokens
 
     async def tokenize(self, request: Request) -> Response:
         raw = await self._body(request)
@@ -97,8 +135,7 @@ class Routes:
         else:
             ids = self._preparer.chat_ids(body, body.messages or [])
         strings = [self._text.token(i) for i in ids] if body.return_token_strs else None
-        limit = self._engine.info.context_tokens
-        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
+        return {"count": len(ids), "max_model_len": self._context(), "tokens": ids, "token_strs": strings}
 
     async def detokenize(self, request: Request) -> Response:
         raw = await self._body(request)
@@ -122,13 +159,21 @@ class Routes:
             raise engine_dead(self._engine.death)
         if self._engine.draining:
             raise ApiError(503, "Draining: no new requests are taken", "service_unavailable_error", code="draining")
+        if (missing := self._extras.missing()) is not None:
+            raise ApiError(503, missing, "service_unavailable_error", code="no_instance", headers={"Retry-After": "1"})
         return _json({"status": "ready"})
 
     async def metrics(self) -> Response:
         return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
 
 
-def create_app(engine: Engine, text: ModelText, settings: ApiSettings, metrics: Metrics | None = None) -> FastAPI:
+def create_app(
+    engine: Engine,
+    text: ModelText,
+    settings: ApiSettings,
+    metrics: Metrics | None = None,
+    extras: Extras = Extras(),  # noqa: B008
+) -> FastAPI:
     """The HTTP surface of one engine. Loads nothing and starts nothing; uvicorn (or a test) runs it.
 
     Give `metrics` to read them elsewhere too; else the app has its own.
@@ -138,10 +183,12 @@ def create_app(engine: Engine, text: ModelText, settings: ApiSettings, metrics: 
     if metrics is None:
         metrics = Metrics(engine, settings.served_model_names[0])
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_routes(app, Routes(engine, text, settings, metrics))
-    _add_error_handlers(app)
+    _add_routes(app, Routes(engine, text, settings, metrics, extras), resumable=extras.orphanage is not None)
+    _add_error_handlers(app, metrics)
     openapi.install(app, secured=bool(settings.api_keys))
-    app.add_middleware(Auth, keys=Keys(settings.api_keys))
+    for ring in extras.inner:
+        app.add_middleware(ring.cls, *ring.args, **ring.kwargs)
+    app.add_middleware(Auth, keys=Keys(settings.api_keys), open_paths=OPEN_PATHS | extras.open_paths)
     app.add_middleware(Edge, metrics=metrics)
     if settings.allowed_origins:
         app.add_middleware(
@@ -154,11 +201,11 @@ def create_app(engine: Engine, text: ModelText, settings: ApiSettings, metrics: 
     return app
 
 
-def _add_routes(app: FastAPI, routes: Routes) -> None:
+def _add_routes(app: FastAPI, routes: Routes, resumable: bool) -> None:
     post, get, delete = ["POST"], ["GET"], ["DELETE"]
     table: list[tuple[str, list[str], Callable[..., Awaitable[Response]], openapi.Described]] = [
-        ("/v1/chat/completions", post, routes.chat, openapi.CHAT),
-        ("/v1/completions", post, routes.completion, openapi.COMPLETION),
+        (CHAT_PATH, post, routes.generate, openapi.CHAT),
+        (COMPLETION_PATH, post, routes.generate, openapi.COMPLETION),
         ("/v1/models", get, routes.models, openapi.MODELS),
         ("/v1/models/{id:path}", get, routes.model, openapi.MODEL),
         ("/v1/requests/{id}", delete, routes.cancel, openapi.CANCEL),
@@ -168,6 +215,8 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         ("/ready", get, routes.ready, openapi.HEALTH),
         ("/metrics", get, routes.metrics, openapi.METRICS),
     ]
+    if resumable:
+        table.append(("/v1/requests/{id}/stream", get, routes.resume, openapi.RESUME))
     for path, methods, endpoint, described in table:
         app.add_api_route(
             path,
@@ -180,8 +229,10 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
         )
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def api_error(_: Request, error: ApiError) -> Response:
+        if isinstance(error, InternalField):
+            metrics.count_refused_field(error.field)
         return error.response()
 
     async def http_error(_: Request, error: HTTPException) -> Response:

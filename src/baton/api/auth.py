@@ -48,14 +48,15 @@ def _unauthorized(message: str) -> ApiError:
 class Auth:
     """Puts `tenant` into the request's state, or answers 401 before any route is looked up."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                open_path = scope["path"] in OPEN_PATHS
+                open_path = scope["path"] in self._open_paths
                 tenant = "" if open_path else self._keys.tenant(Headers(scope=scope).get("authorization"))
             except ApiError as error:
                 return await error.response()(scope, receive, send)

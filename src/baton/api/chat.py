@@ -34,12 +34,11 @@ class ChatWriter:
         self._prompt_is_due = heading.return_token_ids
 
     def event(self, delta: Delta) -> bytes:
-        first = self._first(delta) if delta.first else b""
         extras = self._logprobs or self._heading.return_token_ids
         if not delta.text and delta.finish is None and not (extras and delta.tokens):
-            return first
+            return b""
         content = b'{"content":%b}' % encode(delta.text) if delta.text or delta.finish is None else b"{}"
-        return first + self._chunk(self._head, delta, content)
+        return self._chunk(self._head, delta, content)
 
     def _chunk(self, head: bytes, delta: Delta, content: bytes) -> bytes:
         logprobs = encode({"content": self._entries(delta.logprobs)}) if delta.logprobs else NULL
@@ -47,7 +46,7 @@ class ChatWriter:
         fields = b'%d,"delta":%b,"logprobs":%b,"finish_reason":%b' % (delta.index, content, logprobs, FINISH[delta.finish])
         return b"".join((head, fields, ids, rescheduled_bytes(delta.rescheduled), self._tail))
 
-    def _first(self, delta: Delta) -> bytes:
+    def opening(self, delta: Delta) -> bytes:
         head = self._head
         if self._prompt_is_due:
             self._prompt_is_due = False

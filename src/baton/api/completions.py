@@ -32,6 +32,9 @@ class CompletionWriter:
         self._head = self._top + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if heading.include_usage else b"}]}\n\n"
 
+    def opening(self, delta: Delta) -> bytes:  # noqa: ARG002
+        return b""
+
     def event(self, delta: Delta) -> bytes:
         echoes = delta.first and delta.rescheduled is None
         text = self._echo(delta.index) + delta.text if echoes else delta.text

@@ -6,7 +6,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.api.origin import Origin
 from baton.core.request import FinishReason, Submission
+
+UNKNOWN_CONTEXT = 2**31 - 1
+"""Of an engine that cannot say yet how long a sequence may be."""
 
 
 class EngineDead(Exception):
@@ -91,13 +95,16 @@ class TokenStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about the model and the engine that requests are checked against."""
+    """Facts about the model and the engine that requests are checked against. They may change while it lives."""
 
     context_tokens: int
     vocabulary: int
     slots: int
     blocks: int
     block_size: int
+    carries: bool = False
+    """A fleet behind a router: what is open survives its instances, and the router too. So events carry ids by which a
+    client goes on after a restart; and an attempt that ends early has been tried everywhere, which is an error."""
 
 
 BLOCK_STATES = ("free", "evictable", "running", "leased", "receiving")
@@ -148,10 +155,14 @@ class Gauges:
 
 
 class Engine(Protocol):
-    info: EngineInfo
+    @property
+    def info(self) -> EngineInfo: ...
 
-    async def submit(self, group: Sequence[Submission]) -> list[TokenStream]:
-        """Accept all of the group or raise `Refused`; raises EngineDead when there is nobody to accept."""
+    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
+        """Accept all of the group or raise `Refused`; raises EngineDead when there is nobody to accept.
+
+        `origin` is for an engine that may have to answer for the request in another process.
+        """
 
     @property
     def death(self) -> str | None:

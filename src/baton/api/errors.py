@@ -13,12 +13,15 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from baton.api.engine import Fault
 from baton.core.errors import Refusal, RefusalCode
 
 _encode = msgspec.json.Encoder().encode
 
 _REFUSAL_STATUS = {
     RefusalCode.QUEUE_FULL: 429,
+    RefusalCode.RATE_LIMITED: 429,
+    RefusalCode.NO_INSTANCE: 503,
     RefusalCode.DRAINING: 503,
     RefusalCode.DUPLICATE_ID: 409,
     # Misdirected: right request, wrong instance. It will never be served here, so nothing that clients or balancers try
@@ -42,11 +45,12 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
+    """What the error object has beside the usual, or instead of it."""
 
     def body(self) -> bytes:
-        return _encode(
-            {"error": {"message": shortened(self.message), "type": self.type, "param": self.param, "code": self.code}}
-        )
+        usual = {"message": shortened(self.message), "type": self.type, "param": self.param, "code": self.code}
+        return _encode({"error": {**usual, **self.details}})
 
     def response(self) -> Response:
         return Response(self.body(), self.status, dict(self.headers), "application/json")
@@ -58,6 +62,15 @@ def shortened(message: str) -> str:
 
 def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+class InternalField(ApiError):
+    """A client set what only a router and its instances say to each other. Counted: nobody does so by accident."""
+
+    def __init__(self, name: str) -> None:
+        self.field = name
+        message = f"'{name}' is internal and cannot be set by a client"
+        super().__init__(400, message, param=name, code="unsupported_parameter")
 
 
 def unsupported(param: str, message: str) -> ApiError:
@@ -77,6 +90,15 @@ def refused(refusal: Refusal, param: str | None) -> ApiError:
 
 def engine_dead(reason: str) -> ApiError:
     return ApiError(503, f"The engine is dead: {reason}", "engine_dead", code="engine_dead")
+
+
+def not_carried(fault: Fault, token_ids: list[list[int]] | None) -> ApiError:
+    """A router found no instance that could bring a request to its end. `token_ids`, by choice, only where asked for."""
+    details: dict[str, object] = {"code": fault.code, "stage": fault.stage, "retryable": True}
+    if token_ids is not None:
+        details["generated_token_ids"] = token_ids
+    headers = {"Retry-After": str(_RETRY_AFTER_S)}
+    return ApiError(503, fault.message, "server_error", code=str(fault.code), headers=headers, details=details)
 
 
 def from_validation(error: ValidationError) -> ApiError:

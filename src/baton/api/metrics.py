@@ -120,6 +120,11 @@ class Metrics:
         ended = self._labelled("request_success", "Ended requests", ["model_name", "finished_reason"])
         self._ended = {reason: ended.labels(model, reason.value) for reason in FinishReason}
         self._http = self._labelled("http_requests", "HTTP requests", ["method", "path", "status"])
+        self._refused_fields = self._labelled("refused_fields", "Bodies with a field that only routers may set", ["field"])
+
+    def add(self, collector: Collector) -> None:
+        """What somebody else counts is shown on the same page."""
+        self._registry.register(collector)
 
     def _labelled(self, name: str, help_text: str, labels: list[str]) -> Counter:
         return Counter(f"baton_{name}", help_text, labels, registry=self._registry)
@@ -133,6 +138,10 @@ class Metrics:
     def count_http(self, method: str, path: str, status: int) -> None:
         """`path` is a route's template, never what the client typed: labels stay few."""
         self._http.labels(method if method in _METHODS else "other", path, str(status)).inc()
+
+    def count_refused_field(self, name: str) -> None:
+        """`name` is one of the few that are internal, so labels stay few."""
+        self._refused_fields.labels(name).inc()
 
     def count_tokens(self, count: int) -> None:
         self._generation_tokens.inc(count)
@@ -167,6 +176,11 @@ class AnswerTimes:
             self._metrics.count_end(delta.finish)
             self._metrics.whole_s.observe(now - self._start)
             self._metrics.request_output_tokens.observe(self._tokens[delta.index])
+
+    def passed(self, delta: Delta) -> None:
+        """Its client had this delta before: it is neither timed nor counted."""
+        self._last[delta.index] = time.perf_counter()
+        self._open -= delta.finish is not None
 
     def close(self, reason: FinishReason) -> None:
         """No more deltas come. Choices that are still open were cut short for this reason."""

@@ -40,6 +40,7 @@ _MEANINGS = {
     404: "No such model, request or path",
     405: "The path does not take this method",
     409: "The request id is in use",
+    410: "What it would go on with was lost",
     413: "The body is too large",
     415: "The body is not JSON",
     421: "This instance only prefills for others; send it to one of the role decode or mixed",
@@ -144,6 +145,7 @@ COMPLETION = _described(_COMPLETION_ANSWER, _GENERATE_ERRORS, CompletionBody, st
 MODELS = _described(_answer(("object", "data"), {"data": {"type": "array", "items": _MODEL_ANSWER}}))
 MODEL = _described(_MODEL_ANSWER, (404,))
 CANCEL = _described(_answer(("id", "object", "cancelled"), {"id": _TEXT, "cancelled": {"const": True}}), (404,))
+RESUME = _described({"anyOf": [_CHAT_ANSWER, _COMPLETION_ANSWER]}, (400, 404, 409, 410, 503), streams=True)
 TOKENIZE = _described(
     _answer(("count", "tokens", "max_model_len"), {"count": _COUNT, "tokens": _IDS, "max_model_len": _COUNT}),
     (400, 404, 413, 415),

@@ -1,18 +1,19 @@
-"""From the raw bytes of a body to everything that is needed to answer it. Runs in a thread: tokenising can be long.
+"""From a client's request to everything that is needed to answer it. Runs in a thread: tokenising can be long.
 
-Pure but for the clock and the random seed: asks nothing of the engine, keeps nothing.
+What is prepared follows from the origin alone, but for the model and the engine's facts: prepared again, in another process,
+it is the same. Asks nothing of the engine, keeps nothing.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.api.chat import ChatWriter
 from baton.api.completions import CompletionWriter
 from baton.api.errors import ApiError, invalid
+from baton.api.origin import BadOrigin, Origin
 from baton.api.reader import ChoiceReader
 from baton.api.sampling import Asker, Policy, group_of
 from baton.api.schema import (
@@ -32,9 +33,13 @@ from baton.api.text import ModelText, TemplateRefused
 from baton.api.writing import Heading, Writer
 from baton.core.request import Submission
 
+CHAT_PATH = "/v1/chat/completions"
+COMPLETION_PATH = "/v1/completions"
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
+    origin: Origin
     asker: Asker
     arrived_s: float
     """By the clock of `time.perf_counter`."""
@@ -47,38 +52,47 @@ class Prepared:
     """A stream ends with a usage chunk."""
     baton_usage: bool
     """The usage carries the bill."""
+    return_token_ids: bool
     prompt_field: str
 
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
     text: ModelText
-    policy: Policy
+    policy: Callable[[], Policy]
+    """Asked for each body: an engine's facts may change while it lives."""
     model_names: tuple[str, ...]
 
-    def chat(self, raw: bytes, asker: Asker) -> Prepared:
-        now_s = time.perf_counter()
-        body = parse(raw, ChatBody, (check_stream_options, check_chat))
+    def prepare(self, origin: Origin) -> Prepared:
+        if origin.path == CHAT_PATH:
+            return self._chat(origin)
+        if origin.path == COMPLETION_PATH:
+            return self._completion(origin)
+        raise BadOrigin(f"nothing is prepared for {origin.path}")
+
+    def _chat(self, origin: Origin) -> Prepared:
+        now_s, asker = time.perf_counter(), Asker(origin.tenant, origin.request_id)
+        body = parse(origin.raw, ChatBody, (check_stream_options, check_chat))
         self.check_model(body.model)
         prompt_ids = [self.chat_ids(body, body.messages)]
-        group = group_of(body, prompt_ids, self.policy, asker, secrets.randbits(63))
-        heading = self._heading("chatcmpl", body, asker, prompt_ids)
+        group = group_of(body, prompt_ids, self.policy(), asker, origin.seed)
+        heading = self._heading("chatcmpl", body, origin, prompt_ids)
         # An answer is a text of its own, so its first space is not a gap to the prompt.
         readers = self._readers(body, group, [()], offsets=[0])
         writer = ChatWriter(heading, self.text.piece, bool(body.logprobs))
-        return _prepared(body, asker, now_s, group, prompt_ids, readers, writer)
+        return _prepared(body, origin, now_s, group, prompt_ids, readers, writer)
 
-    def completion(self, raw: bytes, asker: Asker) -> Prepared:
-        now_s = time.perf_counter()
-        body = parse(raw, CompletionBody, (check_stream_options, check_completion))
+    def _completion(self, origin: Origin) -> Prepared:
+        now_s, asker = time.perf_counter(), Asker(origin.tenant, origin.request_id)
+        body = parse(origin.raw, CompletionBody, (check_stream_options, check_completion))
         self.check_model(body.model)
         prompt_ids = [self._prompt_ids(prompt, body.add_special_tokens) for prompt in body.prompt]
-        group = group_of(body, prompt_ids, self.policy, asker, secrets.randbits(63))
-        heading = self._heading("cmpl", body, asker, prompt_ids)
+        group = group_of(body, prompt_ids, self.policy(), asker, origin.seed)
+        heading = self._heading("cmpl", body, origin, prompt_ids)
         echoes = [self._echo(prompt) for prompt in body.prompt] if body.echo else []
         readers = self._readers(body, group, prompt_ids, [len(echo) for echo in echoes] or [0] * len(prompt_ids))
         writer = CompletionWriter(heading, self.text.piece, body.logprobs is not None, echoes)
-        return _prepared(body, asker, now_s, group, prompt_ids, readers, writer)
+        return _prepared(body, origin, now_s, group, prompt_ids, readers, writer)
 
     def chat_ids(self, body: ChatBody | TokenizeBody, messages: Sequence[ChatMessage]) -> list[int]:
         try:
@@ -102,10 +116,10 @@ class Preparer:
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self.text.decode(prompt, skip_special=True)
 
-    def _heading(self, kind: str, body: GenerateBody, asker: Asker, prompt_ids: Sequence[Sequence[int]]) -> Heading:
+    def _heading(self, kind: str, body: GenerateBody, origin: Origin, prompt_ids: Sequence[Sequence[int]]) -> Heading:
         return Heading(
-            id=f"{kind}-{asker.request_id}",
-            created_s=int(time.time()),
+            id=f"{kind}-{origin.request_id}",
+            created_s=origin.created_s,
             model=self.model_names[0],
             include_usage=_includes_usage(body),
             return_token_ids=bool(body.return_token_ids),
@@ -132,7 +146,7 @@ class Preparer:
 
 def _prepared(
     body: ChatBody | CompletionBody,
-    asker: Asker,
+    origin: Origin,
     now_s: float,
     group: list[Submission],
     prompt_ids: Sequence[Sequence[int]],
@@ -140,7 +154,8 @@ def _prepared(
     writer: Writer,
 ) -> Prepared:
     return Prepared(
-        asker=asker,
+        origin=origin,
+        asker=Asker(origin.tenant, origin.request_id),
         arrived_s=now_s,
         group=group,
         prompt_ids=prompt_ids,
@@ -149,6 +164,7 @@ def _prepared(
         stream=bool(body.stream),
         include_usage=_includes_usage(body),
         baton_usage=bool(body.baton_usage),
+        return_token_ids=bool(body.return_token_ids),
         prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
     )
 

@@ -76,12 +76,17 @@ class ChoiceReader:
         """How many the answer has."""
         return len(self._ids)
 
+    @property
+    def token_ids(self) -> list[int]:
+        return self._ids.tolist()
+
     def read(self, burst: Burst) -> Delta:
         if burst.cached_tokens is not None:
             self.cached_tokens = burst.cached_tokens
         offsets: tuple[int, ...] = ()
         if self._scanner is None and not burst.logprobs:
             text, kept = self._detokenizer.push(self._shown(burst.tokens)), len(burst.tokens)
+            self._offset += len(text)
         else:
             text, kept, offsets = self._read_each(burst)
         tokens, rescheduled = burst.tokens[:kept], None
@@ -104,7 +109,7 @@ class ChoiceReader:
             return None
         if ended.fault is None:
             raise InvariantViolated(f"choice {self.index} is to go on elsewhere, but the engine does not say why")
-        return Rescheduled(ended.fault, self._ids.tolist())
+        return Rescheduled(ended.fault, self.token_ids)
 
     def _delta(
         self,

@@ -26,10 +26,13 @@ class OpenRequests:
         self._open: dict[Asker, Answer] = {}
 
     def claim(self, asker: Asker, answer: Answer) -> None:
+        self.check_free(asker)
+        self._open[asker] = answer
+
+    def check_free(self, asker: Asker) -> None:
         if asker in self._open:
             message = f"The request id '{asker.request_id}' is in use"
             raise ApiError(409, message, param="X-Request-Id", code="duplicate_id")
-        self._open[asker] = answer
 
     def release(self, asker: Asker) -> None:
         self._open.pop(asker, None)
@@ -45,8 +48,14 @@ class OpenRequests:
             if not done:
                 self.release(asker)
 
-    def cancel(self, asker: Asker) -> None:
+    def cancel(self, asker: Asker) -> bool:
+        """False where no open request has that id."""
         answer = self._open.get(asker)
         if answer is None:
-            raise ApiError(404, f"No open request has the id '{asker.request_id[:128]}'", param="id", code="not_found")
+            return False
         answer.cancel()
+        return True
+
+
+def not_open(request_id: str) -> ApiError:
+    return ApiError(404, f"No open request has the id '{request_id[:128]}'", param="id", code="not_found")

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from baton.api.errors import from_validation, invalid, unsupported
+from baton.api.errors import InternalField, from_validation, invalid, unsupported
 from baton.api.text import TEMPLATE_RESERVED
 
 N_MAX = 16
@@ -55,10 +55,13 @@ INTERNAL = frozenset(
         "bootstrap_room",
         "completion_token_ids",
         "decode_instance",
+        "disaggregated_params",
         "epoch",
         "generated_token_ids",
         "kv_transfer_params",
         "lease",
+        "origin",
+        "prefill_at",
         "prefill_instance",
         "sent_characters",
         "transfer_address",
@@ -392,7 +395,7 @@ def _check_names(fields: Mapping[str, object], kind: type[Body]) -> None:
         if name in kind.model_fields:
             continue
         if name in INTERNAL:
-            raise unsupported(name, f"'{name}' is internal and cannot be set by a client")
+            raise InternalField(name)
         if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
             raise unsupported(name, f"'{name}' is not supported by this server")
         if name == "echo" and value:

@@ -15,15 +15,16 @@ from contextlib import asynccontextmanager, contextmanager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.api.answer import Answer, ChoiceFailed, ClientGone
+from baton.api.answer import Answer, ChoiceFailed, ClientGone, NotCarried
 from baton.api.answer import Receive as ReceiveMessage
-from baton.api.engine import Engine, EngineDead, Gauges
-from baton.api.errors import ApiError, engine_dead, refused
+from baton.api.engine import Engine, EngineDead, Gauges, TokenStream
+from baton.api.errors import ApiError, engine_dead, not_carried, refused
 from baton.api.logs import Finished, access
 from baton.api.metrics import AnswerTimes, Metrics
 from baton.api.preparing import Prepared
 from baton.api.reader import Delta
 from baton.api.registry import OpenRequests
+from baton.api.resuming import CutStream, Events, Marks, NumberedEvents, Orphanage, PlainEvents, fresh_marks
 from baton.api.writing import DONE, Choice, bill_of, sse, usage_of
 from baton.core.errors import Refused
 from baton.core.request import FinishReason
@@ -44,21 +45,27 @@ class Server:
         self._late: dict[asyncio.Task[None], None] = {}
         """Lines of the access log that wait for a bill; asyncio itself holds tasks only weakly."""
 
-    async def accept(self, prepared: Prepared, path: str, receive: ReceiveMessage) -> Run:
+    async def accept(self, prepared: Prepared, receive: ReceiveMessage) -> Run:
         """Submit it. Raises an ApiError where it is not accepted."""
-        answer = Answer(prepared.readers)
+        carries = self._engine.info.carries
+        answer = Answer(prepared.readers, carries)
         self.open.claim(prepared.asker, answer)
-        with self.open.released_on_error(prepared.asker):
-            try:
-                streams = await self._engine.submit(prepared.group)
-            except Refused as refusal:
-                raise refused(refusal.refusal, prepared.prompt_field) from None
-            except EngineDead as death:
-                raise engine_dead(str(death)) from None
-            answer.attach(streams, receive)
+        with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
+            submitting = self._engine.submit(prepared.group, prepared.origin)
+            answer.attach(await answer.submitted(submitting, receive))
+        marks = fresh_marks(len(prepared.readers)) if carries else None
         lengths = [len(ids) for ids in prepared.prompt_ids]
         times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.group))
-        return Run(prepared, path, answer, times, self._ended)
+        return Run(prepared, answer, times, marks, self._ended)
+
+    async def resume(self, prepared: Prepared, marks: Marks, orphanage: Orphanage, receive: ReceiveMessage) -> Run:
+        """Go on with an orphan after what its client has of it."""
+        answer = Answer(prepared.readers, carried=True)
+        self.open.claim(prepared.asker, answer)
+        with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
+            answer.attach(await answer.submitted(_claimed(prepared, marks, orphanage), receive))
+        times = AnswerTimes(self._metrics, prepared.arrived_s, (), len(prepared.readers))
+        return Run(prepared, answer, times, marks, self._ended)
 
     async def respond(self, run: Run) -> Response:
         return EventStream(run) if run.prepared.stream else await whole(run)
@@ -84,24 +91,38 @@ async def _log_late(finished: Finished, run: Run) -> None:
     finished.log(bill_of(run.prepared.readers))
 
 
+async def _claimed(prepared: Prepared, marks: Marks, orphanage: Orphanage) -> list[TokenStream]:
+    streams = orphanage.claim(prepared.asker)
+    return [CutStream(stream, mark) for stream, mark in zip(streams, marks.choices, strict=True)]
+
+
 class Run:
-    """One answer under way."""
+    """One answer under way. With `marks`, its events carry ids, and what the client has by them is not sent again."""
 
     def __init__(
-        self, prepared: Prepared, path: str, answer: Answer, times: AnswerTimes, ended: Callable[[Run, int], None]
+        self,
+        prepared: Prepared,
+        answer: Answer,
+        times: AnswerTimes,
+        marks: Marks | None,
+        ended: Callable[[Run, int], None],
     ) -> None:
         self.prepared = prepared
         self.answer = answer
         self.times = times
-        self._path = path
+        self._marks = marks
         self._ended = ended
+
+    def events(self) -> Events:
+        writer = self.prepared.writer
+        return PlainEvents(writer) if self._marks is None else NumberedEvents(writer, self._marks)
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[Answer]:
         """However it is left, the id is free again and nothing of it stays in the engine."""
         cut_short, status = FinishReason.ERROR, 500
         try:
-            with _as_api_error(self.prepared.prompt_field):
+            with _as_api_error(self.prepared):
                 async with self.answer:
                     yield self.answer
                     if self.prepared.baton_usage:
@@ -126,7 +147,7 @@ class Run:
         n = len(readers) // len(prepared.prompt_ids)
         return Finished(
             request_id=prepared.asker.request_id,
-            path=self._path,
+            path=prepared.origin.path,
             status=status,
             finishes=[reader.finish.value if reader.finish else "cut" for reader in readers],
             prompt_tokens=sum(len(ids) for ids in prepared.prompt_ids),
@@ -137,14 +158,16 @@ class Run:
 
 
 @contextmanager
-def _as_api_error(prompt_field: str) -> Iterator[None]:
-    """What can end an accepted request, as its client is told it."""
+def _as_api_error(prepared: Prepared) -> Iterator[None]:
+    """What can end a request, as its client is told it."""
     try:
         yield
     except EngineDead as death:
         raise engine_dead(str(death)) from None
     except Refused as refusal:
-        raise refused(refusal.refusal, prompt_field) from None
+        raise refused(refusal.refusal, prepared.prompt_field) from None
+    except NotCarried as failure:
+        raise not_carried(failure.fault, failure.token_ids if prepared.return_token_ids else None) from None
     except ChoiceFailed as failure:
         raise ApiError(503, f"{failure}; try again", "server_error", code="request_failed") from None
 
@@ -168,6 +191,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._run = run
+        self._as_events = run.events()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
@@ -184,10 +208,13 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _events(self, deltas: Sequence[Delta]) -> bytes:
+        times, events = self._run.times, self._as_events
         for delta in deltas:
-            self._run.times.seen(delta)
-        return b"".join([self._run.prepared.writer.event(delta) for delta in deltas])
+            if events.has(delta):
+                times.passed(delta)
+            else:
+                times.seen(delta)
+        return b"".join([events.of(delta) for delta in deltas])
 
     def _end(self) -> bytes:
-        prepared = self._run.prepared
-        return (prepared.writer.usage_event(self._run.usage()) if prepared.include_usage else b"") + DONE
+        return (self._as_events.usage(self._run.usage()) if self._run.prepared.include_usage else b"") + DONE

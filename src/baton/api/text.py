@@ -108,6 +108,11 @@ class ModelText:
             defaults=self.defaults,
         )
 
+    @property
+    def vocabulary(self) -> int:
+        """Ids that the tokenizer knows; a model may have more."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 

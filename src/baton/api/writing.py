@@ -67,6 +67,9 @@ class Choice:
 class Writer(Protocol):
     """How one kind of answer looks. An event may be empty: then nothing is sent."""
 
+    def opening(self, delta: Delta) -> bytes:
+        """An event of its own before the first delta of a choice."""
+
     def event(self, delta: Delta) -> bytes: ...
 
     def usage_event(self, usage: Mapping[str, object]) -> bytes: ...

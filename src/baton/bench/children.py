@@ -46,6 +46,10 @@ class Child:
         """Its exit code; raises subprocess.TimeoutExpired."""
         return self._process.wait(limit_s)
 
+    def output(self) -> str:
+        """All that it said so far."""
+        return self._log.read_text(errors="replace")
+
     def last_lines(self) -> str:
         size = self._log.stat().st_size
         with self._log.open("rb") as log:

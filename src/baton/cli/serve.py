@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from baton.cli.config import read_options
+from baton.cli.options import config_file, option, switch, variable
 from baton.core.config import OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
 from baton.core.errors import BatonError
 from baton.node.settings import EngineSettings
@@ -23,6 +23,7 @@ console = Console(stderr=True, highlight=False)
 
 API, MODEL, KV, PRESSURE, LOG = "API", "Model", "KV cache and scheduling", "Under KV pressure", "Log"
 PEERS = "Prefill here, decode there"
+ROUTER = "Under a router"
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -65,140 +66,118 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-def _option(name: str, panel: str, text: str, least: float | None = None, most: float | None = None) -> Any:
-    variable = _variable(name)
-    return typer.Option(
-        f"--{name}", help=text, envvar=variable, show_envvar=False, rich_help_panel=panel, min=least, max=most
-    )
-
-
-def _switch(name: str, panel: str, text: str) -> Any:
-    return typer.Option(f"--{name}/--no-{name}", help=text, envvar=_variable(name), show_envvar=False, rich_help_panel=panel)
-
-
-def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Eager, so that the file's values are defaults before any other option is looked at."""
-    if path is not None:
-        context.default_map = {**(context.default_map or {}), **read_options(path, serve, reserved="config")}
-    return path
-
-
-def _variable(name: str) -> str:
-    return "BATON_" + name.upper().replace("-", "_")
-
-
 _MODEL_HELP = "A folder of safetensors, a GGUF file, or the built-in name smollm2."
-Model = Annotated[str, typer.Argument(help=_MODEL_HELP, envvar=_variable("model"), show_envvar=False)]
-Host = Annotated[str, _option("host", API, "Address to listen on. Another than loopback needs --api-key.")]
-Port = Annotated[int, _option("port", API, "Port to listen on; 0 picks a free one.", 0, 65535)]
+Model = Annotated[str, typer.Argument(help=_MODEL_HELP, envvar=variable("model"), show_envvar=False)]
+Host = Annotated[str, option("host", API, "Address to listen on. Another than loopback needs --api-key.")]
+Port = Annotated[int, option("port", API, "Port to listen on; 0 picks a free one.", 0, 65535)]
 ApiKeys = Annotated[
     list[str] | None,
-    _option("api-key", API, "A key that clients must present; repeat for several tenants, which share no KV."),
+    option("api-key", API, "A key that clients must present; repeat for several tenants, which share no KV."),
 ]
 Names = Annotated[
-    list[str] | None, _option("served-model-name", API, "Name in the API; repeat for aliases. Default: the model's own.")
+    list[str] | None, option("served-model-name", API, "Name in the API; repeat for aliases. Default: the model's own.")
 ]
-MaxWaiting = Annotated[int, _option("max-waiting", API, "Longest queue; beyond it clients get 429 with Retry-After.", 1)]
-Template = Annotated[str | None, _option("chat-template", API, "A Jinja file instead of the model's own chat template.")]
+MaxWaiting = Annotated[int, option("max-waiting", API, "Longest queue; beyond it clients get 429 with Retry-After.", 1)]
+Template = Annotated[str | None, option("chat-template", API, "A Jinja file instead of the model's own chat template.")]
 DrainTimeout = Annotated[
-    float, _option("drain-timeout", API, "Seconds that open requests get to finish after SIGTERM or Ctrl-C.", 0)
+    float, option("drain-timeout", API, "Seconds that open requests get to finish after SIGTERM or Ctrl-C.", 0)
 ]
-DtypeOption = Annotated[Dtype, _option("dtype", MODEL, "Number format of weights and KV.")]
+DtypeOption = Annotated[Dtype, option("dtype", MODEL, "Number format of weights and KV.")]
 AttentionOption = Annotated[
-    Attention, _option("attention", MODEL, "native is a compiled kernel, gather plain torch; auto takes native if it can.")
+    Attention, option("attention", MODEL, "native is a compiled kernel, gather plain torch; auto takes native if it can.")
 ]
-Threads = Annotated[int | None, _option("threads", MODEL, "CPU threads of the model. Default: one a core.", 1)]
+Threads = Annotated[int | None, option("threads", MODEL, "CPU threads of the model. Default: one a core.", 1)]
 MaxModelLen = Annotated[
-    int | None, _option("max-model-len", MODEL, "Longest sequence, prompt and answer. Default: the model's.", 1)
+    int | None, option("max-model-len", MODEL, "Longest sequence, prompt and answer. Default: the model's.", 1)
 ]
 Executor = Annotated[
-    ExecutorKind, _option("executor", MODEL, "scripted needs no model: bytes from a hash, to try the API and for tests.")
+    ExecutorKind, option("executor", MODEL, "scripted needs no model: bytes from a hash, to try the API and for tests.")
 ]
-StepMs = Annotated[float, _option("step-ms", MODEL, "Scripted only: least milliseconds a step.", 0)]
-MaxNumSeqs = Annotated[int, _option("max-num-seqs", KV, "Most requests that run at once.", 1)]
+StepMs = Annotated[float, option("step-ms", MODEL, "Scripted only: least milliseconds a step.", 0)]
+MaxNumSeqs = Annotated[int, option("max-num-seqs", KV, "Most requests that run at once.", 1)]
 MaxBatched = Annotated[
-    int, _option("max-num-batched-tokens", KV, "Most tokens one step may feed; longer prompts are cut into chunks.", 1)
+    int, option("max-num-batched-tokens", KV, "Most tokens one step may feed; longer prompts are cut into chunks.", 1)
 ]
-BlockSize = Annotated[int, _option("block-size", KV, "Token positions a KV block.", 1)]
-KvBlocks = Annotated[int | None, _option("kv-blocks", KV, "KV pool in blocks. Default: what --kv-memory holds.", 1)]
-KvMemory = Annotated[str, _option("kv-memory", KV, "KV pool in bytes, such as 512M or 2G.")]
-PrefixCache = Annotated[bool, _switch("prefix-cache", KV, "Reuse the KV of prompts that begin alike.")]
-PlanAhead = Annotated[int, _option("plan-ahead", KV, "Steps in flight: 2 plans one while another computes.", 1, 3)]
+BlockSize = Annotated[int, option("block-size", KV, "Token positions a KV block.", 1)]
+KvBlocks = Annotated[int | None, option("kv-blocks", KV, "KV pool in blocks. Default: what --kv-memory holds.", 1)]
+KvMemory = Annotated[str, option("kv-memory", KV, "KV pool in bytes, such as 512M or 2G.")]
+PrefixCache = Annotated[bool, switch("prefix-cache", KV, "Reuse the KV of prompts that begin alike.")]
+PlanAhead = Annotated[int, option("plan-ahead", KV, "Steps in flight: 2 plans one while another computes.", 1, 3)]
 Reserve = Annotated[
     ReservePolicy,
-    _option("reserve", PRESSURE, "What running requests keep free to grow into. More: fewer preemptions, smaller batches."),
+    option("reserve", PRESSURE, "What running requests keep free to grow into. More: fewer preemptions, smaller batches."),
 ]
 RatioInitial = Annotated[
-    float, _option("ratio-initial", PRESSURE, "new-token-ratio: share of the remaining outputs reserved at the start.", 0, 1)
+    float, option("ratio-initial", PRESSURE, "new-token-ratio: share of the remaining outputs reserved at the start.", 0, 1)
 ]
-RatioDecay = Annotated[float, _option("ratio-decay", PRESSURE, "new-token-ratio: what the share falls by a pass.", 0)]
-RatioFloor = Annotated[float, _option("ratio-floor", PRESSURE, "new-token-ratio: the least share.", 0, 1)]
+RatioDecay = Annotated[float, option("ratio-decay", PRESSURE, "new-token-ratio: what the share falls by a pass.", 0)]
+RatioFloor = Annotated[float, option("ratio-floor", PRESSURE, "new-token-ratio: the least share.", 0, 1)]
 RatioClip = Annotated[
-    int, _option("ratio-clip-tokens", PRESSURE, "new-token-ratio: remaining tokens beyond this are not reserved for.", 0)
+    int, option("ratio-clip-tokens", PRESSURE, "new-token-ratio: remaining tokens beyond this are not reserved for.", 0)
 ]
 FixedBlocks = Annotated[
-    int, _option("fixed-blocks", PRESSURE, "fixed-blocks: blocks a running request reserves after a preemption.", 0)
+    int, option("fixed-blocks", PRESSURE, "fixed-blocks: blocks a running request reserves after a preemption.", 0)
 ]
 FixedBlocksDecay = Annotated[
-    float, _option("fixed-blocks-decay", PRESSURE, "fixed-blocks: what those fall by a pass, down to 0.", 0)
+    float, option("fixed-blocks-decay", PRESSURE, "fixed-blocks: what those fall by a pass, down to 0.", 0)
 ]
 Victims = Annotated[
-    VictimPolicy, _option("victims", PRESSURE, "Who yields: the newest, or the one that is cheapest to compute again.")
+    VictimPolicy, option("victims", PRESSURE, "Who yields: the newest, or the one that is cheapest to compute again.")
 ]
 MaxPreemptions = Annotated[
-    int, _option("max-preemptions", PRESSURE, "A request that yielded this often is no longer a victim.", 0)
+    int, option("max-preemptions", PRESSURE, "A request that yielded this often is no longer a victim.", 0)
 ]
 RoleOption = Annotated[
     RoleName,
-    _option("role", PEERS, "mixed does all; decode takes requests and has its peers prefill them; prefill does that."),
+    option("role", PEERS, "mixed does all; decode takes requests and has its peers prefill them; prefill does that."),
 ]
 PeerList = Annotated[
     list[str] | None,
-    _option("peer", PEERS, "HOST:PORT of an instance that prefills for this one; repeat for several."),
+    option("peer", PEERS, "HOST:PORT of an instance that prefills for this one; repeat for several."),
 ]
 PeerHost = Annotated[
     str,
-    _option("peer-host", PEERS, "Address for peers, to ask for prefill or send KV to. Another than loopback needs a key."),
+    option("peer-host", PEERS, "Address for peers, to ask for prefill or send KV to. Another than loopback needs a key."),
 ]
 PeerPort = Annotated[
-    int | None, _option("peer-port", PEERS, "Where prefill is asked for; 0 picks a free one. Default: 8100.", 0, 65535)
+    int | None, option("peer-port", PEERS, "Where prefill is asked for; 0 picks a free one. Default: 8100.", 0, 65535)
 ]
 ClusterKey = Annotated[
-    str | None, _option("cluster-key", PEERS, "What instances prove themselves with; better in the environment or a file.")
+    str | None, option("cluster-key", PEERS, "What instances prove themselves with; better in the environment or a file.")
 ]
 ClusterKeyFile = Annotated[
-    str | None, _option("cluster-key-file", PEERS, "A file with that key. Default, on loopback: one kept for this user.")
+    str | None, option("cluster-key-file", PEERS, "A file with that key. Default, on loopback: one kept for this user.")
 ]
 TransferOption = Annotated[
-    Transfer, _option("transfer", PEERS, "How KV travels; auto takes shared memory on one machine, TCP between two.")
+    Transfer, option("transfer", PEERS, "How KV travels; auto takes shared memory on one machine, TCP between two.")
 ]
 OnPreemptOption = Annotated[
-    OnPreempt,
-    _option("on-preempt", PEERS, "What it cannot hold: resume here later, or end with pd_reschedule to go on elsewhere."),
-]
-PrefillPathOption = Annotated[
-    PrefillPath, _option("prefill-path", PEERS, "How prefill plans its steps: short, or general as other instances do.")
-]
-PrefillTimeout = Annotated[float, _option("prefill-timeout", PEERS, "Seconds that decode waits for a peer's prefill.", 0.1)]
-Lease = Annotated[float, _option("lease", PEERS, "Seconds that blocks wait for a peer of which nothing is heard.", 0.1)]
-AccessLog = Annotated[
-    bool, _switch("access-log", LOG, "A line for each finished request: its cost, and the engine's state at that moment.")
-]
-LogLevelOption = Annotated[
-    LogLevel, _option("log-level", LOG, "info also shows the engine's state, once a second while there is work.")
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help="A TOML file of options, such as max-num-seqs = 64. Flags and the environment go before it.",
-        envvar=_variable("config"),
-        show_envvar=False,
-        callback=_read_config,
-        is_eager=True,
-        metavar="FILE",
+    OnPreempt | None,
+    option(
+        "on-preempt",
+        PRESSURE,
+        "What it cannot hold: resume here later, or end with pd_reschedule to go on elsewhere. "
+        "Default: reschedule under a router, else resume.",
     ),
 ]
+RouterAddress = Annotated[
+    str | None, option("router", ROUTER, "HOST:PORT where a router lets instances in; beyond loopback it needs a key.")
+]
+InstanceName = Annotated[
+    str | None, option("name", ROUTER, "What the router calls this instance, also after a restart. Default: ROLE-PORT.")
+]
+PrefillPathOption = Annotated[
+    PrefillPath, option("prefill-path", PEERS, "How prefill plans its steps: short, or general as other instances do.")
+]
+PrefillTimeout = Annotated[float, option("prefill-timeout", PEERS, "Seconds that decode waits for a peer's prefill.", 0.1)]
+Lease = Annotated[float, option("lease", PEERS, "Seconds that blocks wait for a peer of which nothing is heard.", 0.1)]
+AccessLog = Annotated[
+    bool, switch("access-log", LOG, "A line for each finished request: its cost, and the engine's state at that moment.")
+]
+LogLevelOption = Annotated[
+    LogLevel, option("log-level", LOG, "info also shows the engine's state, once a second while there is work.")
+]
+Config = Annotated[Path | None, config_file(lambda: serve)]
 
 
 def parse_bytes(text: str) -> int:
@@ -227,8 +206,7 @@ def serve(
     max_num_seqs: MaxNumSeqs = 64,
     max_num_batched_tokens: MaxBatched = 2048,
     block_size: BlockSize = 16,
-    kv_blocks: KvBlocks = None,
-    kv_memory: KvMemory = "2G",
+    kv_blocks: KvBlocks = None, kv_memory: KvMemory = "2G",
     prefix_cache: PrefixCache = True, plan_ahead: PlanAhead = 2,
     reserve: Reserve = ReservePolicy.NEW_TOKEN_RATIO,
     ratio_initial: RatioInitial = 0.7, ratio_decay: RatioDecay = 0.001, ratio_floor: RatioFloor = 0.1,
@@ -237,8 +215,8 @@ def serve(
     victims: Victims = VictimPolicy.NEWEST, max_preemptions: MaxPreemptions = 8,
     role: RoleOption = RoleName.MIXED, peer: PeerList = None, peer_host: PeerHost = "127.0.0.1", peer_port: PeerPort = None,
     cluster_key: ClusterKey = None, cluster_key_file: ClusterKeyFile = None, transfer: TransferOption = Transfer.AUTO,
-    on_preempt: OnPreemptOption = OnPreempt.RESUME, prefill_path: PrefillPathOption = PrefillPath.SHORT,
-    prefill_timeout: PrefillTimeout = 60.0, lease: Lease = 2.0,
+    on_preempt: OnPreemptOption = None, prefill_path: PrefillPathOption = PrefillPath.SHORT,
+    prefill_timeout: PrefillTimeout = 60.0, lease: Lease = 2.0, router: RouterAddress = None, name: InstanceName = None,
     access_log: AccessLog = True, log_level: LogLevelOption = LogLevel.INFO,
     config: Config = None,  # noqa: ARG001  its callback has made it the defaults of all the others
 ) -> None:  # fmt: skip
@@ -259,8 +237,9 @@ def serve(
         prefix_cache=prefix_cache, step_ms=step_ms, reserve=reserve, ratio_initial=ratio_initial, ratio_decay=ratio_decay,
         ratio_floor=ratio_floor, ratio_clip_tokens=ratio_clip_tokens, fixed_blocks=fixed_blocks,
         fixed_blocks_decay=fixed_blocks_decay, victims=victims, max_preemptions=max_preemptions, role=role,
-        peers=tuple(peer or ()), peer_host=peer_host, peer_port=peer_port, transfer=transfer, on_preempt=on_preempt,
-        prefill_path=prefill_path, prefill_timeout_s=prefill_timeout, lease_s=lease,
+        peers=tuple(peer or ()), peer_host=peer_host, peer_port=peer_port, transfer=transfer,
+        on_preempt=on_preempt or (OnPreempt.RESUME if router is None else OnPreempt.RESCHEDULE),
+        prefill_path=prefill_path, prefill_timeout_s=prefill_timeout, lease_s=lease, router=router, name=name or "",
     )  # fmt: skip
     scripted = executor is ExecutorKind.SCRIPTED
     _run(

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from baton.core.carrier import Carrier, digest_of
-from baton.core.carrying import Carried, Carry, CarryMove, Choice, Journey, add_bill, finished_as
+from baton.core.carrying import Carried, Carry, CarryMove, Choice, Journey, add_bill, finished_as, leads
 from baton.core.fleet import Member
 from baton.core.peers import PdCode, PdFault, PdStage
-from baton.core.request import NO_TOKENS, FinishReason
-from baton.core.routing import Body, Claimed, Delivered, HeldChoice, Leg, Orphan, OrphanDropped, Stage
+from baton.core.request import NO_TOKENS, FinishReason, Submission
+from baton.core.routing import Body, Claimed, Delivered, HeldChoice, Leg, Orphan, Stage
 
 Kept = tuple[int, Leg, int]
 """Serial, leg, place."""
@@ -30,6 +32,8 @@ class Adoption:
         self._made = 0
 
     def next_deadline(self) -> int | None:
+        if not self._pending:
+            return None
         return min((body.grace_us for body in self._pending.values() if body.grace_us is not None), default=None)
 
     # ── joins ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -39,8 +43,9 @@ class Adoption:
         keep, cancel = list[Kept](), list[int]()
         extras: dict[Body, dict[int, tuple[object, ...]]] = {}
         """Of the orphans that are found in this join."""
-        for item in sorted(held, key=_worth, reverse=True):
-            body = self._body_of(item)
+        furthest = _furthest(held)
+        for item in held:
+            body = self._body_of(item) if item.serial in furthest else None
             choice = None if body is None else body.choices[item.choice]
             if choice is None or not _wanted(choice, item):
                 cancel.append(item.serial)
@@ -87,6 +92,8 @@ class Adoption:
         reason = item.end.reason if item.end is not None and item.end.reason in OVER else None
         if item.end is not None and reason is None:
             reason = finished_as(choice)
+        elif item.end is not None and item.end.generated_tokens < len(choice.delivered):
+            choice.keep = item.end.generated_tokens  # its client had cut it
         if reason is not None:
             if item.end is not None and item.end.generated_tokens < len(choice.delivered):
                 choice.keep = item.end.generated_tokens  # it was cut before its router was lost
@@ -103,7 +110,7 @@ class Adoption:
         # Not at once: another instance may be about to tell that it is further with it.
         soon_us = carrier.now_us + carrier.config.backoff_us_max
         if choice.state is Carry.ABSENT:
-            choice.submission = replace(item.submission, generated=NO_TOKENS, prefill_at="")
+            choice.submission = _asked(choice.body, item.submission)
             choice.attempts = 2 if len(item.submission.generated) else 1
             carrier.move(choice, CarryMove.FIND)
             carrier.room.enter(choice, soon_us)
@@ -156,7 +163,7 @@ class Adoption:
         for choice, asked in zip(body.choices, event.group, strict=True):
             if choice.state is Carry.ABSENT:
                 limit = limits.get(len(asked.prompt)) if asked.max_tokens is None else asked.max_tokens
-                choice.submission = replace(asked, max_tokens=limit, generated=NO_TOKENS, prefill_at="")
+                choice.submission = _asked(body, replace(asked, max_tokens=limit))
                 carrier.move(choice, CarryMove.FIND)
                 carrier.room.enter(choice, max(carrier.now_us, body.arrived_us + carrier.config.backoff_us_max))
         carrier.stirred = True
@@ -168,10 +175,7 @@ class Adoption:
         for body in [b for b in self._pending.values() if b.grace_us is not None and b.grace_us <= carrier.now_us]:
             del self._pending[body.body]
             if body.orphan:
-                body.orphan = False
-                carrier.counts.orphans_dropped += 1
-                carrier.end_all(body, FinishReason.ABORT, None)
-                carrier.effects.append(OrphanDropped(body.body))
+                carrier.drop(body)
                 continue
             fault = PdFault(
                 PdCode.NOT_DELIVERED, PdStage.DECODE, "the instance that had it was lost together with its router"
@@ -188,14 +192,27 @@ class Adoption:
         }
 
 
+def _asked(body: Carried, submission: Submission) -> Submission:
+    """As the client asked for it. Who led it was another on each leg: whoever is known with the same prompt does now."""
+    known = (choice.submission for choice in body.choices if choice.submission is not None)
+    leader = next((leads(other) for other in known if np.array_equal(other.prompt, submission.prompt)), None)
+    return replace(submission, leader=leader, generated=NO_TOKENS, prefill_at="")
+
+
 def _history(item: HeldChoice) -> list[int]:
     return [*item.submission.generated.tolist(), *item.tokens]
 
 
-def _worth(item: HeldChoice) -> tuple[int, bool, bool]:
-    """The longest history first; of equals, one that has ended, then one that still runs."""
-    over = item.end is not None and item.end.reason in OVER
-    return len(item.submission.generated) + len(item.tokens), over, item.end is None
+def _furthest(held: Sequence[HeldChoice]) -> set[int]:
+    """Of each choice the serial with the longest history; of equals, one that has ended, then one that still runs."""
+    best: dict[tuple[bytes, int, int], tuple[tuple[int, bool, bool], int]] = {}
+    for item in held:
+        over = item.end is not None and item.end.reason in OVER
+        worth = (len(item.submission.generated) + len(item.tokens), over, item.end is None)
+        which = (item.origin, item.body_choices, item.choice)
+        if which not in best or worth > best[which][0]:
+            best[which] = (worth, item.serial)
+    return {serial for _, serial in best.values()}
 
 
 def _wanted(choice: Choice, item: HeldChoice) -> bool:

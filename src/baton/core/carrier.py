@@ -149,10 +149,8 @@ class Carrier:
         return dict(self._moves)
 
     def next_deadline(self) -> int | None:
-        times = [self.room.next_due(), self._absent_due_us]
-        if self.bodies:
-            times.append(next(iter(self.bodies.values())).deadline_us)
-        return min((time for time in times if time is not None), default=None)
+        due_us = sooner(self.room.next_due(), self._absent_due_us)
+        return sooner(due_us, next(iter(self.bodies.values())).deadline_us) if self.bodies else due_us
 
     def expire(self) -> None:
         self._end_overdue()
@@ -226,6 +224,13 @@ class Carrier:
     def _say_declined(self, body: Body, refusal: Refusal) -> None:
         self.counts.declined[refusal.code.value] = self.counts.declined.get(refusal.code.value, 0) + 1
         self.effects.append(Declined(body, refusal))
+
+    def drop(self, body: Carried) -> None:
+        """An orphan that nobody came for: nobody hears how it ends."""
+        body.orphan = body.opened = False
+        self.counts.orphans_dropped += 1
+        self.end_all(body, FinishReason.ABORT, None)
+        self.effects.append(OrphanDropped(body.body))
 
     def end_all(self, body: Carried, reason: FinishReason, fault: PdFault | None) -> None:
         still = [choice for choice in body.choices if choice.state is not Carry.ENDED]
@@ -501,6 +506,8 @@ class Carrier:
             if leads(submission) in prefills:
                 prompt, giver, tokens = prefills.pop(leads(submission))
                 self._expect_prefill(choice, member, giver, tokens, prompt)
+                if giver is not member:
+                    journey.givers[place] = giver.name
         choices = tuple(choice.index for choice in party)
         self.effects.append(Send(member.session, journey.leg, group, choices, len(body.choices), body.origin))
         for choice in party:
@@ -532,13 +539,12 @@ class Carrier:
             if body.deadline_us > self.now_us:
                 return
             text = f"it has not ended within {self.config.deadline_us // 1_000_000} s"
-            orphan, body.orphan = body.orphan, False
-            if body.opened:
+            if body.orphan:
+                self.drop(body)
+            elif body.opened:
                 self.end_all(body, FinishReason.RESCHEDULE, PdFault(PdCode.TIMEOUT, PdStage.DECODE, text))
             else:
                 self._decline(body, Refusal(RefusalCode.NO_INSTANCE, text, RETRY_AFTER_S))
-            if orphan:
-                self.effects.append(OrphanDropped(body.body))
 
     def watch_absence(self) -> None:
         if self.fleet.servers:
@@ -568,6 +574,12 @@ class Carrier:
             else:
                 self._decline(body, Refusal(RefusalCode.NO_INSTANCE, text, RETRY_AFTER_S))
         self._absent_due_us = min(times, default=None)
+
+
+def sooner(one_us: int | None, other_us: int | None) -> int | None:
+    if one_us is None or (other_us is not None and other_us < one_us):
+        return other_us
+    return one_us
 
 
 def digest_of(origin: bytes) -> bytes:

@@ -133,8 +133,10 @@ class Journey:
     member: Member
     body: Carried
     choices: list[Choice]
-    ran: list[int] = field(default_factory=list)
-    """Places that the instance said it had begun with."""
+    began: list[int] = field(default_factory=list)
+    """Places that the instance has begun with."""
+    givers: dict[int, Instance] = field(default_factory=dict)
+    """By place: who was chosen to prefill it."""
 
 
 @dataclass(slots=True, eq=False)

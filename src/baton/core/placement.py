@@ -16,6 +16,8 @@ from baton.core.holdings import Holdings
 from baton.core.request import RequestId
 from baton.core.routing import Instance, Policy, RouterConfig, Session
 
+MISSING = 2
+"""What a token weighs that has to be prefilled because it goes there: others will wait for it too."""
 OPEN_TOKENS = 32
 """What one choice that is open at an instance weighs there."""
 QUEUED_TOKENS = 512
@@ -111,7 +113,7 @@ class Placement:
         prefill = missing_here = 0
         for prompt, found in zip(wanted.prompts, known, strict=True):
             giver = self._giver(prompt, member, givers, found)
-            prefill += giver.prefill_tokens + _missing(prompt, member, giver, found)
+            prefill += giver.prefill_tokens + MISSING * _missing(prompt, member, giver, found)
             missing_here += prompt.tokens - found.get(member.session, 0)
         beyond = max(0, len(member.aboard) + 1 - member.facts.slots)
         return prefill + len(member.aboard) * OPEN_TOKENS + beyond * QUEUED_TOKENS + _short(member, missing_here)
@@ -120,7 +122,7 @@ class Placement:
         """Who prefills: itself, unless others do that for it."""
         if not (member.role.takes and givers):
             return member
-        return min(givers, key=lambda g: (g.prefill_tokens + _missing(prompt, member, g, found), g.used, g.name))
+        return min(givers, key=lambda g: (g.prefill_tokens + MISSING * _missing(prompt, member, g, found), g.used, g.name))
 
     def _drawn(self, able: list[Member]) -> Member:
         self._draws += 1

@@ -14,7 +14,7 @@ Has no clock, socket or random source: the real node and a simulator drive this 
 from __future__ import annotations
 
 from baton.core.adopting import Adoption
-from baton.core.carrier import Carrier, RouterCounts
+from baton.core.carrier import Carrier, RouterCounts, sooner
 from baton.core.carrying import Carried, Carry, CarryMove
 from baton.core.fleet import Fleet, InstanceView, Member, MemberMove, MemberState
 from baton.core.routing import (
@@ -125,10 +125,8 @@ class Router:
         return effects
 
     def next_deadline(self) -> int | None:
-        times = [self._carrier.next_deadline(), self._adoption.next_deadline()]
-        if self.fleet.members:
-            times.append(self._tick_us)
-        return min((time for time in times if time is not None), default=None)
+        due_us = sooner(self._carrier.next_deadline(), self._adoption.next_deadline())
+        return sooner(due_us, self._tick_us) if self.fleet.members else due_us
 
     def _wake(self, now_us: int) -> None:
         """While it is awake something happens at least every beat: after a longer gap, it was not there to listen."""

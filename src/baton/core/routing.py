@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from baton.core.config import BadConfig
 from baton.core.errors import Refusal
@@ -285,9 +285,8 @@ class ChoiceEnd:
     fault: PdFault | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Came:
-    """Tokens of a choice, or its end, or both."""
+class Came(NamedTuple):
+    """Tokens of a choice, or its end, or both. A tuple: one is made for each row of each step."""
 
     session: Session
     leg: Leg
@@ -416,9 +415,8 @@ class Outcome:
     fault: PdFault | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
-    """To the client: tokens in order, none twice, none missing; and the end, once."""
+class Delivered(NamedTuple):
+    """To the client: tokens in order, none twice, none missing; and the end, once. A tuple, as Came is."""
 
     body: Body
     choice: int

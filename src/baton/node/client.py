@@ -11,10 +11,10 @@ import asyncio
 import shutil
 import sys
 import tempfile
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -29,22 +29,25 @@ from baton.api.engine import (
     Fault,
     Gauges,
     Handovers,
-    TokenLogprob,
     TokenStream,
 )
+from baton.api.origin import Origin
 from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.core.request import FinishReason, Submission
-from baton.node.engine import QUEUED_MESSAGES_MAX
+from baton.node.engine import QUEUED_MESSAGES_MAX, monotonic_us
 from baton.node.settings import EngineSettings
+from baton.node.streams import Stream, logprobs_of
 from baton.wire.desk import Came, Declined, Desk, Died, News, Opened, Progress, Step
 from baton.wire.messages import (
     FRAME_BYTES_MAX,
     WIRE_VERSION,
+    AcceptedAs,
     Drain,
     FromEngine,
-    LogprobLine,
     PeerTraffic,
+    Pulse,
     Ready,
+    RefusedWith,
     StepOutput,
     Submit,
     ToEngine,
@@ -59,43 +62,24 @@ from baton.wire.messages import (
 )
 
 KILL_AFTER_S = 5.0
+BEHIND = Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1)
 
 
-class Stream:
-    """The tokens of one accepted request. Unread bursts are bounded by the request's own token limit."""
+class Sharer(Protocol):
+    """Who else has requests at this engine, beside those who submit here: a router."""
 
-    def __init__(self, client: EngineClient, serial: int) -> None:
-        self._client = client
-        self._serial = serial
-        self._bursts: deque[Burst] = deque()
-        self._death: str | None = None
-        self._news = asyncio.Event()
+    @property
+    def open_requests(self) -> int: ...
 
-    async def __aiter__(self) -> AsyncIterator[Burst]:
-        while True:
-            while self._bursts:
-                burst = self._bursts.popleft()
-                yield burst
-                if burst.ended is not None:
-                    return
-            if self._death is not None:
-                raise EngineDead(self._death)
-            self._news.clear()
-            await self._news.wait()
+    def owns_ticket(self, ticket: int) -> bool: ...
 
-    def stop(self, keep: int) -> None:
-        self._client.stop(self._serial, keep)
+    def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
+        """What of a step is theirs, and what is not."""
 
-    def abort(self) -> None:
-        self._client.abort(self._serial)
+    def take(self, message: AcceptedAs | RefusedWith | StepOutput) -> None:
+        """This is theirs."""
 
-    def push(self, burst: Burst) -> None:
-        self._bursts.append(burst)
-        self._news.set()
-
-    def fail(self, reason: str) -> None:
-        self._death = reason
-        self._news.set()
+    def feel(self, pulse: Pulse) -> None: ...
 
 
 class EngineClient:
@@ -107,6 +91,9 @@ class EngineClient:
         self._socket.set_hwm(QUEUED_MESSAGES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._desk = Desk()
+        self._sharer: Sharer | None = None
+        self._heard_us = monotonic_us()
+        """When the engine last said anything."""
         self._answers: dict[int, asyncio.Future[list[Stream]]] = {}
         """By ticket: what submitters wait for."""
         self._streams: dict[int, Stream] = {}
@@ -126,6 +113,12 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
         self.details = ""
+        self.fingerprint = b""
+        self.peer_address = ""
+
+    def share(self, sharer: Sharer) -> None:
+        """From now on messages of the engine that are this one's go to it."""
+        self._sharer = sharer
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -155,6 +148,8 @@ class EngineClient:
             block_size=ready.block_size,
         )
         self.details = ready.details
+        self.fingerprint = ready.fingerprint
+        self.peer_address = ready.peer_address
 
     def give_up(self, reason: str) -> None:
         """End every open request now."""
@@ -229,7 +224,12 @@ class EngineClient:
 
     @property
     def open_requests(self) -> int:
-        return self._desk.open_requests
+        return self._desk.open_requests + (0 if self._sharer is None else self._sharer.open_requests)
+
+    @property
+    def silent_us(self) -> int:
+        """How long ago the engine gave its last sign of life."""
+        return monotonic_us() - self._heard_us
 
     async def wait_idle(self) -> None:
         """Until no request is open, nor a hand-over to a peer."""
@@ -237,10 +237,10 @@ class EngineClient:
             self._fewer.clear()
             await self._fewer.wait()
 
-    async def submit(self, group: Sequence[Submission]) -> list[TokenStream]:
+    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:  # noqa: ARG002
         self._refuse_if_dead()
-        if self._outbox.qsize() > QUEUED_MESSAGES_MAX:
-            raise Refused(Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1))
+        if self._is_behind:
+            raise Refused(BEHIND)
         message = self._desk.submit(group)
         answer = self._answers[message.ticket] = asyncio.get_running_loop().create_future()
         self._send_or_refuse(message)
@@ -282,6 +282,17 @@ class EngineClient:
         if message is not None and self._death is None:
             self._outbox.put_nowait(encode_to_engine(message))
 
+    def forward(self, message: ToEngine) -> None:
+        """Send for a sharer. Where the engine is behind, a submission is refused in its place."""
+        if isinstance(message, Submit) and self._is_behind:
+            self._take(refused(message.ticket, BEHIND))
+        else:
+            self.post(message)
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._outbox.qsize() > QUEUED_MESSAGES_MAX
+
     def _refuse_if_dead(self) -> None:
         if self._death is None:
             return
@@ -300,10 +311,17 @@ class EngineClient:
             self._take(decode_from_engine(await self._socket.recv()))
 
     def _take(self, message: FromEngine) -> None:
-        if isinstance(message, StepOutput):
+        self._heard_us = monotonic_us()
+        if isinstance(message, StepOutput | Pulse):
             self._gauges = _gauges_of(message.gauges, self._settings)
         elif isinstance(message, PeerTraffic):
             self._traffic = message
+        own = message if self._sharer is None else _own(message, self._sharer)
+        if own is not None:
+            self._take_own(own)
+        self._fewer.set()
+
+    def _take_own(self, message: FromEngine) -> None:
         took = self._desk.take(message)
         for order in took.orders:
             self.post(order)
@@ -311,7 +329,6 @@ class EngineClient:
             self._tell(news)
         if took.step is not None:
             self._deliver(took.step)
-        self._fewer.set()
 
     def _deliver(self, step: Step) -> None:
         for row in step.rows():
@@ -337,16 +354,28 @@ class EngineClient:
                 self._die(reason)
 
 
+def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
+    """What of a message is for those who submit here, after the sharer has had its part."""
+    match message:
+        case StepOutput():
+            theirs, own = sharer.split(message)
+            if theirs is not None:
+                sharer.take(theirs)
+            return own
+        case AcceptedAs(ticket) | RefusedWith(ticket) if sharer.owns_ticket(ticket):
+            sharer.take(message)
+            return None
+        case Pulse():
+            sharer.feel(message)
+            return None
+        case _:
+            return message
+
+
 def _burst_of(news: Progress) -> Burst:
     tokens = tuple(news.tokens)
     ended = None if news.ended is None else _ended_of(news.ended)
-    return Burst(tokens, _logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
-
-
-def _logprobs_of(tokens: tuple[int, ...], lines: list[LogprobLine] | None) -> tuple[TokenLogprob, ...]:
-    if lines is None:
-        return ()
-    return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))
+    return Burst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
 
 
 def _ended_of(item: WireEnded) -> Ended:

@@ -36,6 +36,7 @@ from baton.executor.contract import Executor
 from baton.node.building import build_executor, worker_config
 from baton.node.handovers import PoolMemory, open_handovers
 from baton.node.inbox import Broken, Inbox, Item
+from baton.node.lifeline import die_with_parent
 from baton.node.settings import EngineSettings
 from baton.wire.dispatch import event_of, message_of
 from baton.wire.messages import (
@@ -242,6 +243,8 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
         block_size=config.block_size,
         details=details if handovers is None else f"{details}, {handovers.details}",
         gauges=wire_gauges(worker.gauges()),
+        fingerprint=executor.fingerprint,
+        peer_address="" if handovers is None else handovers.address,
     )
     socket.send(encode_from_engine(ready))
     EngineLoop(worker, executor, socket, inbox, handovers).run()
@@ -268,6 +271,7 @@ def _exit_with_front_end(folder: Path) -> None:
 
 
 def main() -> None:
+    die_with_parent()  # who is stopped reads no life line
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if not settings.endpoint.startswith(_IPC):

@@ -50,7 +50,9 @@ class PoolMemory:
 
 
 class Handovers:
-    def __init__(self, peers: Peers, transfers: Transfers, details: str) -> None:
+    def __init__(self, peers: Peers, transfers: Transfers, address: str, details: str) -> None:
+        self.address = address
+        """HOST:PORT where peers find us; empty where we call them."""
         self.details = details
         """For the operator: where peers find us, or whom we call."""
         self._peers = peers
@@ -94,15 +96,20 @@ def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemor
         cluster_key=settings.cluster_key,
     )
     peers = Peers(me, transfers, inbox, listener, settings.peers)
-    return Handovers(peers, transfers, _details(settings, listener))
+    address = "" if listener is None else _address(listener)
+    return Handovers(peers, transfers, address, _details(settings, address))
 
 
 def _listen(settings: EngineSettings) -> socket.socket:
     return listen(settings.peer_host, DEFAULT_PEER_PORT if settings.peer_port is None else settings.peer_port)
 
 
-def _details(settings: EngineSettings, listener: socket.socket | None) -> str:
-    if listener is None:
-        return f"role decode, prefilled by {', '.join(settings.peers) or 'itself'}"
+def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"role prefill, for peers at {f'[{host}]' if ':' in host else host}:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _details(settings: EngineSettings, address: str) -> str:
+    if address:
+        return f"role prefill, for peers at {address}"
+    return f"role decode, prefilled by {', '.join(settings.peers) or 'itself'}"

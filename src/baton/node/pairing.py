@@ -1,4 +1,4 @@
-"""Which options of an instance with peers go together, and the key that it shares with them.
+"""Which options of an instance with peers or a router go together, and the key that it shares with them.
 
 Refuses what contradicts itself, by the names of the options, before anything slow happens. On one machine no key needs to be
 given: one is made and kept in the cache folder, readable by this user alone. Beyond loopback a key must be given.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 from baton.core.config import ROLES, PrefillPath
@@ -19,6 +20,7 @@ from baton.node.settings import EngineSettings
 log = logging.getLogger("baton.node")
 
 KEY_CHARS_MIN = 16
+NAME_CHARS_MAX = 64
 LOOPBACK = "127.0.0.1"
 
 
@@ -44,6 +46,7 @@ def check_pairing(engine: EngineSettings) -> None:
     _refuse_without(engine.has_peers, "--peer-host", engine.peer_host != LOOPBACK, "--role prefill or decode")
     _refuse_without(engine.has_peers, "--transfer", engine.transfer != "auto", "--role prefill or decode")
     _check_host(engine)
+    _check_router(engine)
     seen: list[str] = []
     for peer in engine.peers:
         _check_peer(peer, engine)
@@ -68,10 +71,27 @@ def _check_host(engine: EngineSettings) -> None:
         )
 
 
+def _check_router(engine: EngineSettings) -> None:
+    if engine.router is None:
+        if engine.name:
+            raise BadPairing(f"--name {engine.name} is only for --router, which knows instances by their names")
+        return
+    host, _ = split_address("--router", engine.router)
+    if engine.has_peers and not is_loopback(host) and is_loopback(engine.peer_host):
+        raise BadPairing(
+            f"--router {engine.router} is another machine, and peers there cannot reach {engine.peer_host}; "
+            "give --peer-host an address of this machine"
+        )
+    if engine.name and not (engine.name.isascii() and engine.name.isprintable() and len(engine.name) <= NAME_CHARS_MAX):
+        raise BadPairing(f"--name {engine.name!r} is not up to {NAME_CHARS_MAX} printable ASCII characters")
+    if ROLES[engine.role].gives and ipaddress.ip_address(engine.peer_host).is_unspecified:
+        raise BadPairing(
+            f"--peer-host {engine.peer_host} is no address that the router could tell others; give one of this machine"
+        )
+
+
 def _check_peer(peer: str, engine: EngineSettings) -> None:
-    host, port = _split(peer)
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise BadPairing(f"--peer {peer} is not HOST:PORT, such as 127.0.0.1:8100")
+    host, _ = split_address("--peer", peer)
     if not is_loopback(host) and is_loopback(engine.peer_host):
         raise BadPairing(
             f"--peer {peer} is another machine, and KV would be received on {engine.peer_host}, which it cannot reach; "
@@ -79,13 +99,27 @@ def _check_peer(peer: str, engine: EngineSettings) -> None:
         )
 
 
-def _split(peer: str) -> tuple[str, str]:
-    host, _, port = peer.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), port
+def split_address(option: str, address: str) -> tuple[str, int]:
+    """HOST:PORT or [HOST]:PORT, taken apart; the option is named where it is neither."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise BadPairing(f"{option} {address} is not HOST:PORT, such as 127.0.0.1:8100")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def cluster_key(engine: EngineSettings, text: str | None, file: str | None, folder: Path) -> bytes:
-    """The key as it was given, or the one that this machine keeps for itself; empty where there are no peers."""
+    """The key of an instance; empty where nobody proves anything to it, nor it to anybody, and none is given."""
+    hosts = [engine.peer_host] if engine.has_peers else []
+    hosts += [split_address("--peer", peer)[0] for peer in engine.peers]
+    if engine.router is not None:
+        hosts.append(split_address("--router", engine.router)[0])
+    if not engine.needs_key and text is None and file is None:
+        return b""
+    return key_for(hosts, text, file, folder)
+
+
+def key_for(hosts: Iterable[str], text: str | None, file: str | None, folder: Path) -> bytes:
+    """The key as it was given; or, where all these hosts are this machine, the one that it keeps for itself."""
     if text is not None and file is not None:
         raise BadPairing("--cluster-key and --cluster-key-file are both given; one of them is enough")
     if file is not None:
@@ -94,9 +128,7 @@ def cluster_key(engine: EngineSettings, text: str | None, file: str | None, fold
         if len(text) < KEY_CHARS_MIN:
             raise BadPairing(f"the cluster key has {len(text)} characters; it needs at least {KEY_CHARS_MIN}")
         return hashlib.blake2b(text.encode(), digest_size=32, person=b"baton-cluster").digest()
-    if not engine.has_peers:
-        return b""
-    for host in (engine.peer_host, *(_split(peer)[0] for peer in engine.peers)):
+    for host in hosts:
         if not is_loopback(host):
             raise BadPairing(
                 f"{host} is not this machine alone, and no cluster key is set. Give the same one to all instances with "

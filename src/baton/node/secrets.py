@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -15,6 +16,11 @@ log = logging.getLogger("baton.node")
 def prefix_secret(folder: Path) -> bytes:
     """What names in the prefix cache are made with, kept so that they are stable over restarts."""
     return kept_secret(folder / "prefix.key", "KV that was stored under the old one is not found")
+
+
+def shared_prefix_secret(cluster_key: bytes) -> bytes:
+    """The same at all who hold the cluster key, so that a router knows a prefix by the name that its instances give it."""
+    return hashlib.blake2b(key=cluster_key, digest_size=KEY_BYTES, person=b"baton-prefixes").digest()
 
 
 def kept_secret(path: Path, when_replaced: str) -> bytes:

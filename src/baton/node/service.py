@@ -1,54 +1,43 @@
 """One instance: the engine process, the HTTP server in this one, and what happens when either should stop.
 
-signal     → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
+signal      → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
 engine dies → open requests end with a typed error, /health and /ready turn 503, then exit 1 with the reason
+
+Under a router: when the router says drain, that is a signal; when it has fenced this instance, exit 1 at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import signal
+import os
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import uvicorn
 
 from baton.api.app import create_app
-from baton.api.engine import Engine, EngineDead
-from baton.api.logs import StateLog
-from baton.api.logs import state as state_log
+from baton.api.engine import EngineDead
 from baton.api.metrics import Metrics
 from baton.api.settings import ApiSettings
 from baton.api.text import ModelText, load_text, read_template
 from baton.core.config import ROLES
-from baton.core.errors import BatonError
 from baton.executor.cachedir import cache_folder
 from baton.node.client import EngineClient
+from baton.node.hosting import CannotServe, HttpServer, Say, StopSignals, bind, check_host, model_name, state_logged, url_of
+from baton.node.joining import Fenced, Membership, RouterAt
 from baton.node.models import resolve_model
-from baton.node.pairing import check_pairing, cluster_key, is_loopback
+from baton.node.pairing import check_pairing, cluster_key, split_address
 from baton.node.scripted_text import write_byte_tokenizer
-from baton.node.secrets import prefix_secret
+from baton.node.secrets import prefix_secret, shared_prefix_secret
 from baton.node.settings import EngineSettings
-
-Say = Callable[[str], None]
+from baton.wire.membership import Join
+from baton.wire.relay import Relay
 
 DEATH_SHOWN_S = 2.0
 """How long a dead instance goes on answering 503, so that whoever watches it learns why before the port closes."""
-CONNECTIONS_CLOSE_S = 5
-CONNECTIONS_QUEUED = 2048
-STATE_LOG_S = 1.0
-"""Least time between two lines of the engine's state."""
-
-
-class CannotServe(BatonError):
-    """The instance cannot start, or ended because of a fault; the message is for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +57,17 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         check_pairing(self.engine)
-        if not self.api_keys and not is_loopback(self.host):
-            raise CannotServe(
-                f"--host {self.host} can be reached from other machines, and no API key is set. "
-                "Give one with --api-key (or BATON_API_KEY), or stay on 127.0.0.1."
-            )
+        check_host(self.host, self.api_keys)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.served_model_names or (Path(self.model).name.removesuffix(".gguf"),)
+        return self.served_model_names or (model_name(self.model),)
 
 
 def serve(settings: ServeSettings, say: Say) -> None:
     """Serve until told to stop. Raises CannotServe with the reason where that is not how it ends."""
     api = _api_settings(settings)
-    listener = _bind(settings.host, settings.port)
+    listener = bind(settings.host, settings.port, "--port")
     try:
         with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
             text_folder, engine = _prepare(settings, Path(scratch), say)
@@ -101,23 +86,11 @@ def _api_settings(settings: ServeSettings) -> ApiSettings:
     )
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything slow happens, so that a port in use is told at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise CannotServe(f"cannot listen on {host}:{port}: {error.strerror}. Choose another with --port.") from None
-    return listener
-
-
 def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, EngineSettings]:
     """Where the text side finds its tokeniser, and the engine's settings made whole."""
     key = cluster_key(settings.engine, settings.cluster_key, settings.cluster_key_file, cache_folder())
-    base = msgspec.structs.replace(settings.engine, prefix_secret=prefix_secret(cache_folder()), cluster_key=key)
+    secret = prefix_secret(cache_folder()) if settings.engine.router is None else shared_prefix_secret(key)
+    base = msgspec.structs.replace(settings.engine, prefix_secret=secret, cluster_key=key)
     if settings.scripted:
         write_byte_tokenizer(scratch)
         return scratch, base
@@ -126,45 +99,17 @@ def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, En
     return folder, msgspec.structs.replace(base, model_folder=str(folder))
 
 
-class _HttpServer(uvicorn.Server):
-    """Uvicorn without its own signal handling: a signal means drain here, and the instance decides what that is."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _state_logged(engine: Engine, metrics: Metrics) -> AsyncIterator[None]:
-    """Inside, the engine's state is logged again and again; not even looked at where the level hides it."""
-    if not state_log.isEnabledFor(logging.INFO):
-        yield
-        return
-    logging_it = asyncio.create_task(_log_state(StateLog(engine, lambda: metrics.tokens_given, time.monotonic())))
-    try:
-        yield
-    finally:
-        logging_it.cancel()
-
-
-async def _log_state(log: StateLog) -> None:
-    while True:
-        await asyncio.sleep(STATE_LOG_S)
-        log.tick(time.monotonic())
-
-
 class _Instance:
     def __init__(self, settings: ServeSettings, api: ApiSettings, engine: EngineSettings, say: Say) -> None:
         self._settings = settings
         self._api = api
         self._engine_settings = engine
         self._say = say
-        self._signals = 0
-        self._told_to_stop = asyncio.Event()
-        self._told_twice = asyncio.Event()
+        self._incarnation = time.time_ns()
+        self._signals = StopSignals()
 
     async def run(self, listener: socket.socket, text_folder: Path) -> None:
-        self._listen_for_signals()
+        self._signals.listen()
         engine = EngineClient(self._engine_settings)
         try:
             await engine.start()
@@ -177,7 +122,7 @@ class _Instance:
 
     async def _ready(self, engine: EngineClient) -> bool:
         """False when a signal came before the engine was ready."""
-        ready, stop = asyncio.ensure_future(engine.wait_ready()), asyncio.ensure_future(self._told_to_stop.wait())
+        ready, stop = asyncio.ensure_future(engine.wait_ready()), asyncio.ensure_future(self._signals.stop.wait())
         await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if not ready.done():
@@ -191,44 +136,72 @@ class _Instance:
 
     async def _serve(self, engine: EngineClient, text: ModelText, listener: socket.socket) -> None:
         metrics = Metrics(engine, self._settings.names[0])
-        config = uvicorn.Config(
-            create_app(engine, text, self._api, metrics),
-            log_level="warning",
-            access_log=False,
-            backlog=CONNECTIONS_QUEUED,
-            timeout_graceful_shutdown=CONNECTIONS_CLOSE_S,
-            lifespan="off",
-        )
-        http = _HttpServer(config)
-        listener.listen(CONNECTIONS_QUEUED)  # from here on nobody is turned away, so the banner tells the truth
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        http = HttpServer(create_app(engine, text, self._api, metrics))
+        serving = http.start(listener)
         self._say(self._banner(engine, listener))
-        async with _state_logged(engine, metrics):
-            death = await self._until_over(engine, serving)
+        membership = self._membership(engine, listener)
+        async with state_logged(engine, metrics):
+            death = await self._until_over(engine, serving, membership)
         engine.give_up("this instance was stopped")  # whoever is still open hears so instead of being cut off
         http.should_exit = True
         await serving
         if death is not None:
-            raise CannotServe(f"the engine died: {death}")
+            raise CannotServe(death)
 
-    async def _until_over(self, engine: EngineClient, serving: asyncio.Task[None]) -> str | None:
-        """Wait for the end of service. Answers the reason when the engine died."""
-        dead, stop = asyncio.ensure_future(engine.wait_dead()), asyncio.ensure_future(self._told_to_stop.wait())
-        await asyncio.wait((dead, stop, serving), return_when=asyncio.FIRST_COMPLETED)
-        if stop.done() and not dead.done():
-            await self._drain(engine, dead)
-        stop.cancel()
+    async def _until_over(
+        self, engine: EngineClient, serving: asyncio.Task[None], membership: Membership | None
+    ) -> str | None:
+        """Wait for the end of service. Answers the reason where it is not one that was ordered."""
+        dead, stop = asyncio.ensure_future(engine.wait_dead()), asyncio.ensure_future(self._signals.stop.wait())
+        member = asyncio.ensure_future(_never() if membership is None else membership.run())
+        await asyncio.wait((dead, stop, serving, member), return_when=asyncio.FIRST_COMPLETED)
+        if stop.done() and not dead.done() and not member.done():
+            await self._drain(engine, dead, membership)
+        why = None
         if dead.done():
-            await asyncio.sleep(DEATH_SHOWN_S)
-            return dead.result()
+            why = f"the engine died: {dead.result()}"
+        elif member.done():
+            why = _why_fenced(member)
+        await _part(member, membership, why or "this instance was stopped")
+        stop.cancel()
         dead.cancel()
-        return None
+        if engine.death is not None:
+            await asyncio.sleep(DEATH_SHOWN_S)
+        return why
 
-    async def _drain(self, engine: EngineClient, dead: asyncio.Future[str]) -> None:
+    def _membership(self, engine: EngineClient, listener: socket.socket) -> Membership | None:
+        settings, info = self._engine_settings, engine.info
+        if settings.router is None:
+            return None
+        port = listener.getsockname()[1]
+        name = settings.name or f"{settings.role}-{port}"
+        join = Join(
+            name=name,
+            incarnation=self._incarnation,
+            role=settings.role,
+            fingerprint=engine.fingerprint,
+            url=url_of(listener),
+            peer_address=engine.peer_address,
+            slots=info.slots,
+            blocks=info.blocks,
+            block_size=info.block_size,
+            context_tokens=info.context_tokens,
+            vocabulary=info.vocabulary,
+            pid=os.getpid(),
+            draining=False,
+        )
+        at = RouterAt(*split_address("--router", settings.router), settings.cluster_key)
+        membership = Membership(name, at, Relay(join), engine, self._signals.stop.set)
+        engine.share(membership)
+        return membership
+
+    async def _drain(self, engine: EngineClient, dead: asyncio.Future[str], membership: Membership | None) -> None:
         self._say(f"draining: {engine.open_requests} requests open (once more to stop at once)")
+        if membership is not None:
+            membership.leave()
         engine.drain()
         idle = asyncio.ensure_future(engine.wait_idle())
-        at_once = asyncio.ensure_future(self._told_twice.wait())
+        at_once = asyncio.ensure_future(self._signals.at_once.wait())
         await asyncio.wait(
             (idle, at_once, dead), timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
@@ -237,24 +210,33 @@ class _Instance:
         idle.cancel()
         at_once.cancel()
 
-    def _listen_for_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        self._signals += 1
-        self._told_to_stop.set()
-        if self._signals > 1:
-            self._told_twice.set()
-
     def _banner(self, engine: EngineClient, listener: socket.socket) -> str:
-        host, port = listener.getsockname()[:2]
-        info, where = engine.info, f"[{host}]" if ":" in host else host
+        info, url = engine.info, url_of(listener)
         served = (
-            f"{self._settings.names[0]} is served at http://{where}:{port} — {engine.details}, "
+            f"{self._settings.names[0]} is served at {url} — {engine.details}, "
             f"{info.slots} slots, {info.blocks} blocks of {info.block_size} tokens, context {info.context_tokens}\n"
         )
+        if self._engine_settings.router is not None:
+            return f"{served}for the router at {self._engine_settings.router}"
         if ROLES[self._engine_settings.role].serves:
-            return f"{served}talk to it with: baton chat --url http://{where}:{port}"
+            return f"{served}talk to it with: baton chat --url {url}"
         return f"{served}ask it through an instance with --role decode and --peer to that address"
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+def _why_fenced(member: asyncio.Future[None]) -> str:
+    error = member.exception()
+    if not isinstance(error, Fenced):
+        raise error or CannotServe("the membership ended by itself")
+    return str(error)
+
+
+async def _part(member: asyncio.Future[None], membership: Membership | None, reason: str) -> None:
+    """No more calls to the router; what was said to it still arrives."""
+    member.cancel()
+    await asyncio.wait((member,))
+    if membership is not None:
+        await membership.part(reason)

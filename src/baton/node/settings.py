@@ -46,6 +46,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where this one listens: for peers if it prefills, for KV if it decodes."""
     peer_port: int | None = None
     """Of the listener for peers; 0 picks a free one, None takes DEFAULT_PEER_PORT."""
+    router: str | None = None
+    """HOST:PORT where a router lets instances in; None where clients come to this one alone."""
+    name: str = ""
+    """What the router calls this instance, over all its lives."""
     cluster_key: bytes = b""
     transfer: str = "auto"
     on_preempt: OnPreempt = OnPreempt.RESUME
@@ -59,3 +63,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def has_peers(self) -> bool:
         role = ROLES[self.role]
         return role.takes or role.gives
+
+    @property
+    def needs_key(self) -> bool:
+        """Others prove themselves to this instance, or it to them."""
+        return self.has_peers or self.router is not None

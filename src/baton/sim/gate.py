@@ -79,6 +79,8 @@ class Passage:
         self.asker = asker
         self.is_early = True
         """No instance has accepted it yet."""
+        self.is_there = True
+        """Whether the client still listens; the router may not know yet that it does not."""
         self._gate = gate
         self._life = gate.host.lives
 
@@ -88,6 +90,7 @@ class Passage:
 
     def leave(self) -> bool:
         """The client is gone. Answers whether it hears nothing any more."""
+        self.is_there = False
         self._run(self._gate.leave, self)
         return True
 
@@ -173,7 +176,8 @@ class Gate:
         self.found.clear()
         self._by_session.clear()
         for passage in passages:
-            passage.asker.gone()
+            if passage.is_there:
+                passage.asker.gone()
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -334,12 +338,12 @@ class Gate:
             case Delivered(body, choice, tokens, _, cached, outcome):
                 self._deliver(body, choice, tokens, cached, outcome)
             case Opened(body):
-                if body in self._passages:
-                    self._passages[body].is_early = False
-                    self._passages[body].asker.opened()
+                if (passage := self._passages.get(body)) is not None and passage.is_there:
+                    passage.is_early = False
+                    passage.asker.opened()
             case Declined(body, refusal):
-                if body in self._passages:
-                    self._passages.pop(body).asker.declined(refusal)
+                if (passage := self._passages.pop(body, None)) is not None and passage.is_there:
+                    passage.asker.declined(refusal)
             case Orphan(body, origin, delivered, _, cached, outcomes):
                 tokens_known = [None if tokens is None else list(tokens) for tokens in delivered]
                 found = Found(body, origin, tokens_known, list(cached), list(outcomes))
@@ -353,7 +357,7 @@ class Gate:
 
     def _deliver(self, body: Body, choice: int, tokens: list[int], cached: int | None, outcome: Outcome | None) -> None:
         passage, found = self._passages.get(body), self._orphans.get(body)
-        if passage is not None:
+        if passage is not None and passage.is_there:
             passage.asker.progress(choice, tokens, 0, len(tokens), cached, outcome)
         elif found is not None:
             known = found.tokens[choice]

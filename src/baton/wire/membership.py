@@ -45,7 +45,7 @@ ORIGIN_BYTES_MAX = 8 << 20
 KEYS_A_BEAT_MAX = 4096
 NOTES_A_BEAT_MAX = 1024
 GROUP_MAX = 4096
-HELD_BYTES_MAX = 512 << 20
+HELD_BYTES_MAX = 256 << 20
 """All that an instance says of held groups as it joins."""
 HELD_GROUPS_MAX = 1 << 15
 PLACE_BYTES_MAX = 24 << 20

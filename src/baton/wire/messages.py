@@ -136,6 +136,10 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     details: str
     """What the operator should know of the executor: dtype, kernels, sizes."""
     gauges: WireGauges
+    fingerprint: bytes = b""
+    """Of the model."""
+    peer_address: str = ""
+    """HOST:PORT where peers ask this instance to prefill; empty where none can."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

@@ -96,6 +96,7 @@ from baton.wire.membership import (
 )
 from baton.wire.messages import AcceptedAs, Cancel, Drain, RefusedWith, StepOutput, StopAt, ToEngine, WireError
 
+JOIN_US = 10_000_000
 RECENT_MAX = 4096
 """Requests of a session whose notes can still be placed after they have ended."""
 REASON_CHARS_MAX = 512
@@ -163,6 +164,8 @@ class _Seat:
 
     session: Session
     standing: Standing = Standing.NEW
+    due_us: int | None = None
+    """By when it must have joined."""
     desk: Desk = field(default_factory=Desk)
     join: Join | None = None
     held: dict[int, HeldChoice] = field(default_factory=dict)
@@ -282,10 +285,21 @@ class Switch:
         return self._told(Drains(Instance(name)), now_us)
 
     def tick(self, now_us: int) -> list[Act]:
-        return self._told(Due(), now_us)
+        return [*self._told(Due(), now_us), *self._close_strangers(now_us)]
 
     def next_deadline(self) -> int | None:
-        return self.router.next_deadline()
+        times = [seat.due_us for seat in self._seats.values() if seat.standing is not Standing.ADMITTED]
+        return min((time for time in (*times, self.router.next_deadline()) if time is not None), default=None)
+
+    def _close_strangers(self, now_us: int) -> list[Act]:
+        """Whoever has not joined in time; the time runs from the first tick that finds it here."""
+        acts: list[Act] = []
+        for seat in [seat for seat in self._seats.values() if seat.standing is not Standing.ADMITTED]:
+            if seat.due_us is None:
+                seat.due_us = now_us + JOIN_US
+            elif seat.due_us <= now_us:
+                acts.append(self._close(seat, f"it has not joined within {JOIN_US // 1_000_000} s"))
+        return acts
 
     # ── what an instance says of legs ────────────────────────────────────────────────────────────────────────────────────
 

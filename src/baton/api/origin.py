@@ -1,0 +1,47 @@
+"""A client's request as it was asked for: enough to prepare the very same answer again, in another process.
+
+Owns its bytes, which travel with the request and come back to a router that was restarted. Everything in an answer that is
+not a token follows from it: the seed that was drawn, the time that answers show, whose request it is. Decoding is bounded
+and checks everything: the bytes come from another process.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.core.errors import BatonError
+
+ORIGIN_BODY_BYTES_MAX = 6 << 20
+_INT63_MAX = 2**63 - 1
+
+
+class BadOrigin(BatonError):
+    """Bytes that are no origin of this version."""
+
+
+class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    path: Annotated[str, Meta(max_length=64)]
+    raw: Annotated[bytes, Meta(max_length=ORIGIN_BODY_BYTES_MAX)]
+    """The body as the client sent it."""
+    tenant: Annotated[str, Meta(max_length=64)]
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)]
+    seed: Annotated[int, Meta(ge=0, le=_INT63_MAX)]
+    """For a body that names none."""
+    created_s: Annotated[int, Meta(ge=0, le=_INT63_MAX)]
+
+    def encode(self) -> bytes:
+        return _encoder.encode(self)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Origin)
+
+
+def decode_origin(data: bytes) -> Origin:
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadOrigin(f"not the origin of a request: {error}") from None

@@ -1,0 +1,312 @@
+"""`baton chaos`: faults at random under load, and every answer compared with the undisturbed one.
+
+    1. a fleet is started; each case is asked once while nothing happens to it: the undisturbed answers
+    2. clients ask cases at random without a pause, streamed and whole, while instances are killed, stopped, drained,
+       restarted and cut off; a new fault as soon as each role has a ready spare again
+    3. judged: every answer complete and equal, and nothing held by the router against an instance that was left alone
+
+Calm instead of chaos is the same load without faults, for so long: then the router may hold nothing against anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from baton.bench.chaos_ask import Answer, ask, differences
+from baton.bench.chaos_cases import Case, draw_cases
+from baton.bench.chaos_faults import HELD_AGAINST, PASSING, Fault, FaultKind, Faults, Said
+from baton.bench.chaos_fleet import LOOK_EVERY_S, Fleet, FleetLost, running_fleet
+from baton.bench.chaos_hands import NoSuchVictim, can_cut, hurt, wake
+from baton.bench.client import first_model, open_http
+from baton.bench.stats import Distribution, describe
+from baton.bench.tiny import make_tiny
+
+TINY = "tiny"
+ANSWER_S_MAX = 120.0
+HEAL_S_MAX = 120.0
+REST_S_MAX = 30.0
+RECORDING_AT_ONCE = 4
+JITTER_S = 0.5
+"""Between the moment a fault is possible and the fault."""
+SHOWN_DIFFERENCES = 20
+
+
+class ChaosFailed(Exception):
+    """It could not be carried out, which is another matter than a difference found; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    model: str = TINY
+    faults: int = 100
+    requests: int = 1000
+    prefill: int = 2
+    decode: int = 2
+    mixed: int = 0
+    seed: int = 1
+    concurrency: int = 12
+    cases: int = 100
+    calm_minutes: float | None = None
+    limit_minutes: float = 60.0
+    is_scripted: bool = False
+    fleet_options: tuple[str, ...] = ()
+    log: Path | None = None
+    """Where the fleet's log is left."""
+
+    @property
+    def by_role(self) -> dict[str, int]:
+        counts = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
+        return {role: count for role, count in counts.items() if count}
+
+
+class ChaosReport(msgspec.Struct, frozen=True):
+    faults: dict[str, int]
+    """By kind."""
+    asked_for: int
+    """Faults."""
+    requests: int
+    least_requests: int
+    streamed: int
+    moved: int
+    """Requests of which a choice went on elsewhere."""
+    moves: int
+    differences: list[str]
+    gaps_s: Distribution | None
+    """The longest of each stream."""
+    moved_gaps_s: Distribution | None
+    """The longest of each stream that moved."""
+    held: dict[str, int]
+    """What the router held against instances, each for a reason."""
+    false: list[str]
+    """And without."""
+    cut_short: str | None
+    took_s: float
+
+    @property
+    def is_clean(self) -> bool:
+        done = sum(self.faults.values()) >= self.asked_for and self.requests >= self.least_requests
+        return done and not self.differences and not self.false and self.cut_short is None
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the clients saw."""
+
+    requests: int = 0
+    streamed: int = 0
+    moved: int = 0
+    moves: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+    moved_gaps_s: list[float] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+
+    def add(self, case: Case, answer: Answer, found: list[str]) -> None:
+        self.requests += 1
+        self.moved += bool(answer.moved)
+        self.moves += answer.moved
+        if case.is_streamed and answer.fault is None:
+            self.streamed += 1
+            self.gaps_s.append(answer.longest_gap_s)
+            if answer.moved:
+                self.moved_gaps_s.append(answer.longest_gap_s)
+        self.differences += [f"case {case.number} ({case.path}): {what}" for what in found]
+
+
+@dataclass(slots=True)
+class Voice:
+    """Who is told how it goes."""
+
+    doing: Callable[[str], None] = lambda _what: None
+    done: Callable[[int, int], None] = lambda _faults, _requests: None
+    """Faults and requests so far."""
+
+
+async def run_chaos(options: ChaosOptions, voice: Voice) -> ChaosReport:
+    with _model(options, voice) as model:
+        async with open_http(options.concurrency + 8) as http:
+            voice.doing("starting the fleet")
+            roles = ("--prefill", options.prefill, "--decode", options.decode, "--mixed", options.mixed)
+            command = (*model, *map(str, roles), "--restart-delay-max", "0.2", "--drain-timeout", "10")
+            async with running_fleet((*command, *options.fleet_options), sum(options.by_role.values()), http) as fleet:
+                try:
+                    return await _Chaos(options, voice, http, fleet).run()
+                finally:
+                    if options.log is not None:
+                        options.log.write_text(fleet.child.output())
+
+
+@contextlib.contextmanager
+def _model(options: ChaosOptions, voice: Voice) -> Iterator[tuple[str, ...]]:
+    """The model as `baton up` is to be told."""
+    if options.is_scripted:
+        yield ("--executor", "scripted")
+    elif options.model != TINY:
+        yield (options.model,)
+    else:
+        with tempfile.TemporaryDirectory(prefix="baton-tiny-") as folder:
+            voice.doing("making a tiny model")
+            make_tiny(Path(folder) / TINY)
+            yield (str(Path(folder) / TINY), "--dtype", "float64", "--kv-memory", "64M")
+
+
+class _Chaos:
+    def __init__(self, options: ChaosOptions, voice: Voice, http: aiohttp.ClientSession, fleet: Fleet) -> None:
+        self._options = options
+        self._voice = voice
+        self._http = http
+        self._fleet = fleet
+        draws = random.Random(options.seed)
+        kinds = tuple(kind for kind in FaultKind if kind is not FaultKind.CUT or can_cut())
+        self._faults = Faults(draws, kinds, options.by_role)
+        self._tally = Tally()
+        self._undisturbed: list[tuple[Case, Answer]] = []
+        self._over = asyncio.Event()
+        """Clients ask nothing new."""
+        self._wakings: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> ChaosReport:
+        self._voice.doing("recording undisturbed answers")
+        await self._record()
+        began_s, first_event = time.monotonic(), self._fleet.last_event
+        cut_short = None
+        clients = [asyncio.create_task(self._ask_on(number)) for number in range(self._options.concurrency)]
+        try:
+            async with asyncio.timeout(self._options.limit_minutes * 60):
+                await self._calm() if self._options.calm_minutes is not None else await self._chaos()
+        except TimeoutError:
+            cut_short = f"the time was up ({self._options.limit_minutes:g} minutes)"
+        except FleetLost as lost:
+            cut_short = str(lost)
+        finally:
+            self._over.set()
+            await asyncio.gather(*clients)
+            await asyncio.gather(*self._wakings)
+        if cut_short is None:
+            cut_short = await self._at_rest()
+        held = [said for said in self._fleet.events if said.number > first_event and said.what in HELD_AGAINST]
+        return self._report(held, cut_short, time.monotonic() - began_s)
+
+    # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _record(self) -> None:
+        options = self._options
+        model = await first_model(self._http, self._fleet.url)
+        at_once = asyncio.Semaphore(RECORDING_AT_ONCE)
+
+        async def record(case: Case) -> tuple[Case, Answer]:
+            async with at_once:
+                answer = await ask(self._http, self._fleet.url, case, ANSWER_S_MAX)
+                if case.wants_stop and answer.fault is None:
+                    case = case.stopped_at(answer.spoken[0].text)
+                    answer = await ask(self._http, self._fleet.url, case, ANSWER_S_MAX)
+            if answer.fault is not None:
+                raise ChaosFailed(f"case {case.number} fails before anything is done to the fleet: {answer.fault}")
+            return case, answer
+
+        cases = draw_cases(options.cases, options.seed, model, logprobs=not options.is_scripted)
+        self._undisturbed = list(await asyncio.gather(*(record(case) for case in cases)))
+        await self._fleet.look()
+
+    async def _ask_on(self, client: int) -> None:
+        draws = random.Random(self._options.seed * 1000 + client)
+        while not self._over.is_set():
+            case, undisturbed = draws.choice(self._undisturbed)
+            answer = await ask(self._http, self._fleet.url, case, ANSWER_S_MAX)
+            self._tally.add(case, answer, differences(undisturbed, answer))
+            self._voice.done(len(self._faults.done), self._tally.requests)
+
+    # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _chaos(self) -> None:
+        options, since_s = self._options, time.monotonic()
+        while len(self._faults.done) < options.faults or self._faults.open or self._tally.requests < options.requests:
+            await self._look()
+            if len(self._faults.done) < options.faults:
+                fault = self._faults.draw(self._fleet.instances, self._fleet.last_event)
+                if fault is not None:
+                    await self._do(fault)
+                    since_s = time.monotonic()
+            if self._faults.open and time.monotonic() - since_s > HEAL_S_MAX:
+                named = ", ".join(f"{fault.victim.name} ({fault.kind})" for fault in self._faults.open)
+                raise FleetLost(f"not back within {HEAL_S_MAX:g} s: {named}\n{self._fleet.child.last_lines()}")
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _calm(self) -> None:
+        end_s = time.monotonic() + (self._options.calm_minutes or 0) * 60
+        self._voice.doing("calm: full load, no faults")
+        while time.monotonic() < end_s or self._tally.requests < self._options.requests:
+            await self._look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _look(self) -> None:
+        self._fleet.child.check_alive()
+        await self._fleet.look()
+        self._faults.heal(self._fleet.instances, self._fleet.last_event, time.monotonic())
+
+    async def _do(self, fault: Fault) -> None:
+        await asyncio.sleep(self._faults.draws.uniform(0, JITTER_S))
+        self._voice.doing(f"{fault.kind} → {fault.victim.name}")
+        try:
+            if fault.kind is FaultKind.DRAIN:
+                await self._fleet.drain(fault.victim.name)
+            else:
+                await asyncio.to_thread(hurt, fault.kind, fault.victim)
+        except NoSuchVictim:
+            return  # it ended while we waited: drawn anew
+        self._faults.done.append(fault)
+        fault.over_s = time.monotonic()
+        if fault.kind in PASSING and fault.kind is not FaultKind.CUT:
+            fault.over_s = None
+            waking = asyncio.create_task(self._wake(fault))
+            self._wakings.add(waking)
+            waking.add_done_callback(self._wakings.discard)
+
+    async def _wake(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.pause_s)
+        wake(fault.victim)
+        fault.over_s = time.monotonic()
+
+    # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _at_rest(self) -> str | None:
+        """With no client left nothing may be open anywhere; what is, if so."""
+        try:
+            async with asyncio.timeout(REST_S_MAX):
+                while True:
+                    await self._look()
+                    if not self._fleet.open_requests:
+                        return None
+                    await asyncio.sleep(LOOK_EVERY_S)
+        except TimeoutError:
+            return f"{self._fleet.open_requests} requests are open with no client left"
+
+    def _report(self, held: list[Said], cut_short: str | None, took_s: float) -> ChaosReport:
+        tally, options = self._tally, self._options
+        calm = options.calm_minutes is not None
+        return ChaosReport(
+            faults=dict(Counter(str(fault.kind) for fault in self._faults.done)),
+            asked_for=0 if calm else options.faults,
+            requests=tally.requests,
+            least_requests=options.requests,
+            streamed=tally.streamed,
+            moved=tally.moved,
+            moves=tally.moves,
+            differences=tally.differences,
+            gaps_s=describe(tally.gaps_s),
+            moved_gaps_s=describe(tally.moved_gaps_s),
+            held=dict(Counter(said.what for said in held if self._faults.explain(said))),
+            false=[f"{said.name} {said.what}: {said.why}" for said in held if not self._faults.explain(said)],
+            cut_short=cut_short,
+            took_s=took_s,
+        )

@@ -1,0 +1,253 @@
+"""One request under chaos: asked, read to its end, and compared with the undisturbed answer.
+
+Owns what "the same answer" means: tokens, text, finish reason and log-probabilities of every choice, and the counts of the
+usage; a stream ends with exactly one [DONE] and nothing after it. What the network or the server does wrong is a value here,
+never an exception: each is a difference to be shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import aiohttp
+import msgspec
+
+from baton.bench.chaos_cases import Case
+from baton.bench.sse import SseEvent, SseOverflow, SseParser
+
+SHOWN_CHARS = 300
+LOGPROB_SLACK = 1e-6
+"""A batch of another size sums in another order; in float64 that shows far behind this."""
+
+
+# The part of the answers that is compared; both endpoints, streamed and whole.
+class _Entry(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Entry] | None = None
+    tokens: list[str] = []
+    token_logprobs: list[float] = []
+    text_offset: list[int] = []
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    text: str | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Bill(msgspec.Struct):
+    attempts: int = 0
+    preemptions: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    baton: _Bill | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_CHUNKS = msgspec.json.Decoder(_Chunk)
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class Spoken:
+    """A choice, gathered."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    pieces: list[str] = field(default_factory=list)
+    """Tokens as the log-probabilities name them."""
+    logprobs: list[float] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    heard_s: float | None = None
+    """When tokens came last."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one client saw."""
+
+    status: int = 0
+    spoken: dict[int, Spoken] = field(default_factory=dict)
+    usage: _Usage | None = None
+    dones: int = 0
+    fault: str | None = None
+    """Why it is no answer."""
+    longest_gap_s: float = 0.0
+    """Between two events that brought tokens of one choice; streams only."""
+    took_s: float = 0.0
+
+    @property
+    def moved(self) -> int:
+        """How often choices of it went on elsewhere."""
+        if self.usage is None or self.usage.baton is None:
+            return 0
+        return max(0, self.usage.baton.attempts - len(self.spoken))
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(spoken.tokens) for spoken in self.spoken.values())
+
+    def take(self, chunk: _Chunk, now_s: float) -> None:
+        if chunk.error != msgspec.Raw(b"null"):
+            self.fault = self.fault or f"error: {bytes(chunk.error)[:SHOWN_CHARS].decode(errors='replace')}"
+        if chunk.usage is not None:
+            self.usage = chunk.usage
+        for choice in chunk.choices:
+            self._take_choice(choice, now_s)
+
+    def _take_choice(self, choice: _Choice, now_s: float) -> None:
+        spoken = self.spoken.setdefault(choice.index, Spoken())
+        if spoken.finish is not None:
+            self.fault = self.fault or f"choice {choice.index} went on after its end"
+        part = choice.delta or choice.message
+        spoken.text += (part.content if part is not None else choice.text) or ""
+        spoken.tokens += choice.token_ids or []
+        if choice.token_ids:
+            if spoken.heard_s is not None:
+                self.longest_gap_s = max(self.longest_gap_s, now_s - spoken.heard_s)
+            spoken.heard_s = now_s
+        spoken.finish = choice.finish_reason
+        if choice.logprobs is not None:
+            entries = choice.logprobs.content or []
+            spoken.pieces += [entry.token for entry in entries] + choice.logprobs.tokens
+            spoken.logprobs += [entry.logprob for entry in entries] + choice.logprobs.token_logprobs
+            spoken.offsets += choice.logprobs.text_offset
+
+
+async def ask(http: aiohttp.ClientSession, url: str, case: Case, limit_s: float) -> Answer:
+    answer, begin_s = Answer(), perf_counter()
+    try:
+        async with asyncio.timeout(limit_s):
+            await _send(http, url, case, answer)
+    except TimeoutError:
+        answer.fault = f"no end within {limit_s:g} s"
+    except (aiohttp.ClientError, ConnectionError) as error:
+        answer.fault = f"{type(error).__name__}: {error}"
+    except (msgspec.DecodeError, SseOverflow) as error:
+        answer.fault = f"not what was agreed on: {error}"
+    answer.took_s = perf_counter() - begin_s
+    if answer.fault is None:
+        answer.fault = _incomplete(case, answer)
+    return answer
+
+
+async def _send(http: aiohttp.ClientSession, url: str, case: Case, answer: Answer) -> None:
+    headers = {"Content-Type": "application/json"}
+    async with http.post(url + case.path, data=_encode(case.body), headers=headers) as response:
+        answer.status = response.status
+        if response.status != 200:
+            answer.fault = f"{response.status}: {(await response.content.read(SHOWN_CHARS)).decode(errors='replace')}"
+        elif case.is_streamed:
+            await _read_stream(response, answer)
+        else:
+            answer.take(_CHUNKS.decode(await response.read()), perf_counter())
+
+
+async def _read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None:
+    parser = SseParser()
+    async for piece in response.content.iter_any():
+        for event in parser.feed(piece):
+            _take_event(answer, event)
+    for event in parser.close():
+        _take_event(answer, event)
+
+
+def _take_event(answer: Answer, event: SseEvent) -> None:
+    if answer.dones:
+        answer.fault = answer.fault or "something came after [DONE]"
+    if event.data.strip() == b"[DONE]":
+        answer.dones += 1
+    else:
+        answer.take(_CHUNKS.decode(event.data), perf_counter())
+
+
+def _incomplete(case: Case, answer: Answer) -> str | None:
+    """What an answer that came without noise lacks; None where nothing."""
+    if case.is_streamed and answer.dones != 1:
+        return f"{answer.dones} times [DONE]"
+    if len(answer.spoken) != case.choices:
+        return f"{len(answer.spoken)} choices of {case.choices}"
+    if open_ones := [index for index, spoken in answer.spoken.items() if spoken.finish is None]:
+        return f"choices without an end: {open_ones}"
+    if answer.usage is None:
+        return "no usage"
+    if answer.usage.completion_tokens != answer.tokens:
+        return f"usage says {answer.usage.completion_tokens} tokens, {answer.tokens} came"
+    return None
+
+
+def differences(undisturbed: Answer, answer: Answer) -> list[str]:
+    """In which ways an answer is not the undisturbed one; none where it is the same."""
+    if answer.fault is not None:
+        return [answer.fault]
+    found: list[str] = []
+    for index, expected in sorted(undisturbed.spoken.items()):
+        if index not in answer.spoken:
+            found.append(f"choice {index} is missing")
+        else:
+            found += [f"choice {index}: {what}" for what in _differ(expected, answer.spoken[index])]
+    before, after = _counts(undisturbed.usage), _counts(answer.usage)
+    if before != after:
+        found.append(f"usage {after}, undisturbed {before}")
+    return found
+
+
+def _differ(expected: Spoken, spoken: Spoken) -> list[str]:
+    found: list[str] = []
+    if spoken.tokens != expected.tokens:
+        found.append(f"tokens differ from number {_first_difference(expected.tokens, spoken.tokens)} on")
+    if spoken.text != expected.text:
+        at = _first_difference(expected.text, spoken.text)
+        window = slice(max(0, at - 10), at + 10)
+        found.append(f"text differs at character {at}: {spoken.text[window]!r}, undisturbed {expected.text[window]!r}")
+    if spoken.finish != expected.finish:
+        found.append(f"finish reason {spoken.finish}, undisturbed {expected.finish}")
+    aligned = spoken.pieces == expected.pieces and spoken.offsets == expected.offsets
+    if not aligned or not _close(expected.logprobs, spoken.logprobs):
+        found.append("log-probabilities differ" if aligned else "log-probabilities are not aligned")
+    return found
+
+
+def _first_difference(expected: list[int] | str, found: list[int] | str) -> int:
+    pairs = enumerate(zip(expected, found, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(expected), len(found)))
+
+
+def _close(expected: list[float], found: list[float]) -> bool:
+    same = len(expected) == len(found)
+    return same and all(
+        math.isclose(one, other, rel_tol=LOGPROB_SLACK, abs_tol=LOGPROB_SLACK)
+        for one, other in zip(expected, found, strict=True)
+    )
+
+
+def _counts(usage: _Usage | None) -> Mapping[str, int] | None:
+    if usage is None:
+        return None
+    return {"prompt": usage.prompt_tokens, "completion": usage.completion_tokens, "total": usage.total_tokens}

@@ -1,0 +1,110 @@
+"""The fleet under chaos: a `baton up` of our own, and what its router tells of it.
+
+Owns the process and the watching. Events of the router are kept by their numbers, each once, so that none is missed between
+two looks or counted twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from baton.bench.chaos_faults import READY, Said, Seen
+from baton.bench.children import Child, ChildFailed, started
+
+LOOK_EVERY_S = 0.1
+START_S_MAX = 300.0
+_API = re.compile(r"^\s*API\s+(http://\S+)/v1\s*$", re.MULTILINE)
+
+
+class FleetLost(Exception):
+    """The router does not answer, or the fleet did not come back; the message says which."""
+
+
+class _Instance(msgspec.Struct):
+    name: str
+    role: str
+    state: str
+    pid: int
+    incarnation: int
+    open: int = 0
+
+
+class _Event(msgspec.Struct):
+    number: int
+    name: str
+    what: str
+    why: str = ""
+
+
+class _Listing(msgspec.Struct):
+    data: list[_Instance]
+    events: list[_Event] = []
+
+
+@dataclass(slots=True)
+class Fleet:
+    """As the router sees it, as of the last look."""
+
+    url: str
+    child: Child
+    http: aiohttp.ClientSession
+    instances: list[Seen] = field(default_factory=list)
+    events: list[Said] = field(default_factory=list)
+    open_requests: int = 0
+
+    @property
+    def last_event(self) -> int:
+        return self.events[-1].number if self.events else 0
+
+    async def look(self) -> None:
+        try:
+            async with asyncio.timeout(30), self.http.get(f"{self.url}/v1/instances") as response:
+                listing = msgspec.json.decode(await response.read(), type=_Listing)
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            raise FleetLost(f"the router does not tell of its instances: {error}\n{self.child.last_lines()}") from error
+        self.instances = [Seen(one.name, one.role, one.state, one.pid, one.incarnation) for one in listing.data]
+        self.open_requests = sum(one.open for one in listing.data)
+        last = self.last_event
+        fresh = sorted((event for event in listing.events if event.number > last), key=lambda event: event.number)
+        self.events += [Said(event.number, event.name, event.what, event.why) for event in fresh]
+
+    async def drain(self, name: str) -> None:
+        async with asyncio.timeout(30), self.http.post(f"{self.url}/v1/instances/{name}/drain") as response:
+            if response.status >= 400:
+                raise FleetLost(f"draining {name} was answered {response.status}: {await response.text()}")
+
+    @property
+    def ready(self) -> int:
+        return sum(seen.state == READY for seen in self.instances)
+
+
+@contextlib.asynccontextmanager
+async def running_fleet(options: Sequence[str], instances: int, http: aiohttp.ClientSession) -> AsyncIterator[Fleet]:
+    """A fleet of which all are ready; stopped at the end, whatever ends the block."""
+    command = (sys.executable, "-m", "baton", "up", "--router-port", "0", *options)
+    with started("baton up", command, {"NO_COLOR": "1"}) as child:
+        fleet = Fleet(await _address(child), child, http)
+        while fleet.ready < instances:
+            await fleet.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+        yield fleet
+
+
+async def _address(child: Child) -> str:
+    """Of the API, which the banner names when all are ready."""
+    deadline_s = time.monotonic() + START_S_MAX
+    while (found := _API.search(child.output())) is None:
+        child.check_alive()
+        if time.monotonic() > deadline_s:
+            raise ChildFailed(f"the fleet was not ready within {START_S_MAX:g} s\n{child.last_lines()}")
+        await asyncio.sleep(LOOK_EVERY_S)
+    return found[1]

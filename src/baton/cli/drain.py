@@ -1,0 +1,91 @@
+"""`baton drain`: an instance gets nothing new from its router, finishes what it has, and ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+from urllib.parse import quote, urlsplit
+
+import typer
+from rich.console import Console
+
+from baton.cli.options import option
+from baton.core.errors import BatonError
+
+console = Console(stderr=True, highlight=False)
+
+LOOK_S = 0.2
+
+Name = Annotated[str, typer.Argument(help="The instance, by the name under which the router lists it.")]
+Url = Annotated[str, option("url", "Drain", "Address of the router.")]
+ApiKey = Annotated[str | None, option("api-key", "Drain", "The router's API key, where it has one.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the instance is gone.", rich_help_panel="Drain")]
+
+
+class CannotDrain(BatonError):
+    """The router was not reached, or said no."""
+
+
+class RouterAt:
+    """A router's API, as far as this command needs it."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._parts = urlsplit(url)
+        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
+            raise CannotDrain(f"{url} is not an address such as http://127.0.0.1:8000")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    def call(self, method: str, path: str) -> Any:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=30)
+        try:
+            connection.request(method, self._parts.path.rstrip("/") + path, headers=self._headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise CannotDrain(f"no router answers at {self._parts.netloc}: {error}") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise CannotDrain(answer.get("error", {}).get("message", f"the router answered {response.status}"))
+        return answer
+
+
+def drain(name: Name, url: Url = "http://127.0.0.1:8000", api_key: ApiKey = None, wait: Wait = True) -> None:
+    """Empty an instance: its router gives it nothing new, and it ends when it has finished what it has.
+
+    [dim]baton drain decode-1[/dim] waits until it is gone; what is still open after the router's --drain-timeout goes on at
+    another instance.
+    """
+    try:
+        at = RouterAt(url, api_key)
+        life = _life_of(at, name)
+        at.call("POST", f"/v1/instances/{quote(name, safe='')}/drain")
+        if wait:
+            _wait(at, name, life, lambda left: console.print(f"{name} drains: {left} open", style="dim", markup=False))
+    except BatonError as error:
+        console.print(f"baton drain: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    console.print(f"{name} is {'gone' if wait else 'draining'}", style="dim", markup=False)
+
+
+def _wait(at: RouterAt, name: str, life: int | None, say: Callable[[int], None]) -> None:
+    """Until this life of it is gone; a supervisor may start the next one at once."""
+    told: int | None = None
+    while life is not None and (view := _view(at, name)) is not None and view["incarnation"] == life:
+        if view["open"] != told:
+            told = view["open"]
+            say(view["open"])
+        time.sleep(LOOK_S)
+
+
+def _life_of(at: RouterAt, name: str) -> int | None:
+    view = _view(at, name)
+    return None if view is None else int(view["incarnation"])
+
+
+def _view(at: RouterAt, name: str) -> Any:
+    return next((one for one in at.call("GET", "/v1/instances")["data"] if one["name"] == name), None)

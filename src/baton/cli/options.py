@@ -1,0 +1,44 @@
+"""How options of our commands are made: each can also be set as BATON_<NAME>, and in a TOML file given with --config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from baton.cli.config import Command, read_options
+
+
+def option(name: str, panel: str, text: str, least: float | None = None, most: float | None = None) -> Any:
+    return typer.Option(
+        f"--{name}", help=text, envvar=variable(name), show_envvar=False, rich_help_panel=panel, min=least, max=most
+    )
+
+
+def switch(name: str, panel: str, text: str) -> Any:
+    return typer.Option(f"--{name}/--no-{name}", help=text, envvar=variable(name), show_envvar=False, rich_help_panel=panel)
+
+
+def config_file(command: Callable[[], Command]) -> Any:
+    """`command` is asked for late: it takes this very option."""
+
+    def read(context: typer.Context, path: Path | None) -> Path | None:
+        if path is not None:
+            context.default_map = {**(context.default_map or {}), **read_options(path, command(), reserved="config")}
+        return path
+
+    return typer.Option(
+        "--config",
+        help="A TOML file of options, such as max-num-seqs = 64. Flags and the environment go before it.",
+        envvar=variable("config"),
+        show_envvar=False,
+        callback=read,
+        is_eager=True,  # so that the file's values are defaults before any other option is looked at
+        metavar="FILE",
+    )
+
+
+def variable(name: str) -> str:
+    return "BATON_" + name.upper().replace("-", "_")

@@ -1,0 +1,113 @@
+"""`baton up`: a router and instances on this machine, as one command.
+
+Owns which options go to whom. Those of `baton serve` and `baton router` can all be given; what this command decides itself
+(ports, roles, names, the key between them) cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from baton.cli.passing import given_for, taking_options_of
+from baton.cli.router import router
+from baton.cli.serve import ExecutorKind, Model, serve
+from baton.core.errors import BatonError
+
+if TYPE_CHECKING:
+    from baton.up.fleet import FleetPlan
+
+FLEET = "Fleet"
+
+DECIDED = frozenset(
+    ["model", "port", "role", "name", "router", "peer", "peer_port", "join_host", "join_port", "cluster_key",
+     "cluster_key_file"]
+)  # fmt: skip
+"""Options of the others that are not the caller's to give."""
+HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout"])
+OF_THE_ROUTER = frozenset(["host", "max_waiting", "chat_template"])
+"""The API is the router's: instances stay on loopback, and what they let wait is for the router to know."""
+QUIET = ("--log-level", "warning")
+"""Instances speak up when something is wrong; what happens to requests the router says."""
+
+
+def _option(name: str, text: str, least: float | None = None, most: float | None = None) -> Any:
+    return typer.Option(f"--{name}", help=text, rich_help_panel=FLEET, min=least, max=most)
+
+
+Prefill = Annotated[int, _option("prefill", "Instances that prefill for those that decode.", 0)]
+Decode = Annotated[int, _option("decode", "Instances that decode.", 0)]
+Mixed = Annotated[int | None, _option("mixed", "Instances that do both. Default: 1 where there are no others.", 0)]
+RouterPort = Annotated[int, _option("router-port", "Port of the API and the dashboard; 0 picks a free one.", 0, 65535)]
+Demo = Annotated[
+    bool, typer.Option("--demo", help="One that prefills, two that decode, and a button to kill one.", rich_help_panel=FLEET)
+]
+Threads = Annotated[int | None, _option("threads", "CPU threads of each instance. Default: its share of the cores.", 1)]
+DrainTimeout = Annotated[float, _option("drain-timeout", "Seconds that open requests get to finish after Ctrl-C.", 0)]
+RestartDelay = Annotated[
+    float, _option("restart-delay-max", "Longest pause in seconds before a process that keeps ending starts again.", 0)
+]
+
+
+def _up(
+    context: typer.Context,
+    model: Model = "smollm2",
+    prefill: Prefill = 0,
+    decode: Decode = 0,
+    mixed: Mixed = None,
+    router_port: RouterPort = 8000,
+    demo: Demo = False,
+    threads: Threads = None,
+    drain_timeout: DrainTimeout = 30.0,
+    restart_delay_max: RestartDelay = 10.0,
+) -> None:
+    """Serve a model by several instances on this machine behind one router.
+
+    [dim]baton up --demo[/dim] shows it with the built-in model: one instance prefills, two decode, and a button on the
+    dashboard kills the one that serves you; [dim]baton up ./my-model --prefill 1 --decode 3 --dtype float32[/dim] serves
+    a folder of safetensors.
+
+    What ends is started again. Every option of [dim]baton serve[/dim] and [dim]baton router[/dim] can be given too.
+    """
+    # Imported late: `baton --help` must not wait for them.
+    from baton.up.fleet import FleetPlan
+
+    if demo and (prefill, decode, mixed) == (0, 0, None):
+        prefill, decode = 1, 2
+    if mixed is None:
+        mixed = 0 if prefill or decode else 1
+    to_instances = given_for(context, serve, HANDLED | OF_THE_ROUTER)
+    to_router = given_for(context, router, HANDLED | {"config"})
+    quiet = () if "--log-level" in to_instances else QUIET
+    try:
+        plan = FleetPlan(
+            model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
+            threads, demo, next(iter(context.params["api_key"] or ()), None), drain_timeout, round(restart_delay_max * 1e6),
+        )  # fmt: skip
+        code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
+    except BatonError as error:
+        Console(stderr=True, highlight=False).print(f"baton up: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(code)
+
+
+def _run(plan: FleetPlan, needs_model: bool) -> int:
+    from baton.node.models import resolve_model
+    from baton.up.log import FleetLog
+    from baton.up.supervisor import ROUTER, Supervisor
+
+    with FleetLog((ROUTER, *(member.name for member in plan.members))) as log:
+        if needs_model:
+            resolve_model(plan.model, log.say)  # once, and not by all of them at the same time
+
+        async def supervise() -> int:
+            return await Supervisor(plan, log, cores=len(os.sched_getaffinity(0))).run()
+
+        return asyncio.run(supervise())
+
+
+up = taking_options_of(_up, (serve, router), leave_out=DECIDED)

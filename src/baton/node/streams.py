@@ -1,0 +1,62 @@
+"""Streams of tokens, between those who hear of them and those who read them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from baton.api.engine import Burst, EngineDead, TokenLogprob
+from baton.wire.messages import LogprobLine
+
+
+class Source(Protocol):
+    """Whoever the tokens come from; knows each stream by a number."""
+
+    def stop(self, number: int, keep: int) -> None: ...
+
+    def abort(self, number: int) -> None: ...
+
+
+class Stream:
+    """The tokens of one accepted request. Unread bursts are bounded by the request's own token limit."""
+
+    def __init__(self, source: Source, number: int) -> None:
+        self._source = source
+        self._number = number
+        self._bursts: deque[Burst] = deque()
+        self._death: str | None = None
+        self._news = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[Burst]:
+        while True:
+            while self._bursts:
+                burst = self._bursts.popleft()
+                yield burst
+                if burst.ended is not None:
+                    return
+            if self._death is not None:
+                raise EngineDead(self._death)
+            self._news.clear()
+            await self._news.wait()
+
+    def stop(self, keep: int) -> None:
+        self._source.stop(self._number, keep)
+
+    def abort(self) -> None:
+        self._source.abort(self._number)
+
+    def push(self, burst: Burst) -> None:
+        self._bursts.append(burst)
+        self._news.set()
+
+    def fail(self, reason: str) -> None:
+        self._death = reason
+        self._news.set()
+
+
+def logprobs_of(tokens: Sequence[int], lines: Sequence[LogprobLine] | None) -> tuple[TokenLogprob, ...]:
+    if lines is None:
+        return ()
+    return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))

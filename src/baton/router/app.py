@@ -1,0 +1,102 @@
+"""The HTTP surface of a router: that of an instance, and what only a fleet has.
+
+GET    /v1/instances                who is there, and what came of them lately
+POST   /v1/instances/{name}/drain   give one nothing new; it ends when it is empty
+GET    /v1/requests/{id}/stream     go on with an answer whose router was lost
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fastapi import FastAPI, Request
+from starlette.middleware import Middleware
+from starlette.responses import Response
+
+from baton.api.app import Extras, create_app
+from baton.api.errors import ApiError
+from baton.api.metrics import Metrics
+from baton.api.settings import ApiSettings
+from baton.api.text import ModelText
+from baton.api.writing import encode
+from baton.core.config import ROLES
+from baton.core.fleet import InstanceView
+from baton.router.chronicle import Chronicle
+from baton.router.dashboard import OPEN_PATHS, Dashboard
+from baton.router.fleet_engine import FleetEngine
+from baton.router.idempotency import Idempotency
+from baton.router.sessions import Sessions
+
+
+def create_router_app(
+    engine: FleetEngine,
+    sessions: Sessions,
+    chronicle: Chronicle,
+    dashboard: Dashboard,
+    text: ModelText,
+    settings: ApiSettings,
+    metrics: Metrics,
+    orphan_grace_s: float,
+) -> FastAPI:
+    idempotency = Middleware(Idempotency, grace_s=orphan_grace_s, body_bytes_max=settings.body_bytes_max)
+    extras = Extras(
+        orphanage=engine,
+        missing=lambda: missing(engine.views()),
+        inner=(idempotency,),
+        open_paths=frozenset(OPEN_PATHS),
+    )
+    metrics.add(chronicle)
+    app = create_app(engine, text, settings, metrics, extras)
+    _add_routes(app, engine, sessions, chronicle)
+    dashboard.install(app)
+    return app
+
+
+def _add_routes(app: FastAPI, engine: FleetEngine, sessions: Sessions, chronicle: Chronicle) -> None:
+    async def instances() -> Response:
+        data = [shown(view) for view in engine.views()]
+        return _json({"object": "list", "data": data, "events": chronicle.events()})
+
+    async def drain(name: str, request: Request) -> Response:  # noqa: ARG001
+        if not any(view.facts.name == name for view in engine.views()):
+            known = ", ".join(view.facts.name for view in engine.views()) or "none"
+            message = f"No instance is called '{name[:128]}'; those of this router are: {known}"
+            raise ApiError(404, message, param="name", code="not_found")
+        sessions.drain(name)
+        return _json({"name": name, "object": "instance", "draining": True})
+
+    app.add_api_route("/v1/instances", instances, methods=["GET"], response_model=None, response_class=Response)
+    app.add_api_route("/v1/instances/{name}/drain", drain, methods=["POST"], response_model=None, response_class=Response)
+
+
+def shown(view: InstanceView) -> dict[str, object]:
+    facts = view.facts
+    return {
+        "name": facts.name,
+        "object": "instance",
+        "role": facts.role,
+        "state": view.state,
+        "pid": facts.pid,
+        "incarnation": facts.incarnation,
+        "url": facts.url,
+        "peer_address": facts.peer_address,
+        "slots": facts.slots,
+        "blocks": facts.blocks,
+        "block_size": facts.block_size,
+        "context_tokens": facts.context_tokens,
+        "open": view.open,
+        "heard_ago_ms": view.heard_ago_us / 1000,
+        "ledger": asdict(view.ledger),
+    }
+
+
+def missing(views: list[InstanceView]) -> str | None:
+    """What a router lacks to be ready; None when it is."""
+    if any(view.state == "ready" and ROLES[view.facts.role].serves for view in views):
+        return None
+    there = ", ".join(f"{view.facts.name} ({view.facts.role}, {view.state})" for view in views) or "nobody"
+    return f"No instance of the role mixed or decode is ready; there is {there}"
+
+
+def _json(content: object) -> Response:
+    return Response(encode(content), media_type="application/json")

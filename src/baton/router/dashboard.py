@@ -1,0 +1,182 @@
+"""The dashboard: a page, its parts, the state that it polls, and, for demonstrations only, a way to kill an instance.
+
+    GET  /dashboard              the page; nothing of it comes from anywhere else, no script is inline
+    GET  /dashboard/static/…     its parts
+    GET  /dashboard/state        what has changed since a revision, as JSON
+    POST /dashboard/kill         only where the router was started for a demonstration
+
+The page and its parts hold no data and are open; state and kill need an API key wherever one is set. A kill comes from this
+machine, to a name of this machine, from a page that this router has served (its token, its origin), and ends a process only
+if that is an instance's, on this machine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterable
+from importlib import resources
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from baton.api.errors import ApiError, invalid
+from baton.api.limits import read_json_body
+from baton.api.writing import encode
+from baton.router.state import InstanceView, RouterState
+
+log = logging.getLogger("baton.router")
+
+PAGE = "/dashboard"
+STATIC = "/dashboard/static/"
+TOKEN_HEADER = "X-Baton-Token"  # noqa: S105 -- the name of a header
+KILL_BYTES_MAX = 1024
+_KINDS = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
+          ".svg": "image/svg+xml"}  # fmt: skip
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+def _packed() -> dict[str, bytes]:
+    """The parts of the page, as they were packed with us."""
+    folder = resources.files("baton.router") / "static"
+    return {part.name: part.read_bytes() for part in folder.iterdir() if Path(part.name).suffix in _KINDS}
+
+
+_PARTS = _packed()
+OPEN_PATHS = frozenset({PAGE, *(STATIC + name for name in _PARTS)})
+"""What is served without a key."""
+
+
+class _Kill(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    incarnation: str
+    """As the state showed it: whoever has come back since is not meant."""
+
+
+class Dashboard:
+    def __init__(
+        self,
+        state: RouterState,
+        clock_us: Callable[[], int],
+        instances: Callable[[], Iterable[InstanceView]],
+        demo: bool = False,
+    ) -> None:
+        self._state = state
+        self._clock_us = clock_us
+        self._instances = instances
+        self._demo = demo
+        self._token = secrets.token_urlsafe(32)
+        page = _PARTS["index.html"].replace(b"{{token}}", self._token.encode() if demo else b"")
+        self._page = page.replace(b"{{demo}}", b"demo" if demo else b"")
+
+    def install(self, app: FastAPI) -> None:
+        for path, method, endpoint in (
+            (PAGE, "GET", self.page),
+            (STATIC + "{name}", "GET", self.part),
+            ("/dashboard/state", "GET", self.state),
+            ("/dashboard/kill", "POST", self.kill),
+        ):
+            app.add_api_route(path, endpoint, methods=[method], include_in_schema=False, response_model=None)
+
+    async def page(self) -> Response:
+        return Response(self._page, headers=_HEADERS, media_type=_KINDS[".html"])
+
+    async def part(self, name: str) -> Response:
+        if name not in _PARTS:
+            raise ApiError(404, "There is no such part of the dashboard", code="not_found")
+        return Response(_PARTS[name], headers=_HEADERS, media_type=_KINDS[Path(name).suffix])
+
+    async def state(self, since: int = 0, epoch: str = "") -> Response:
+        snapshot = self._state.snapshot(self._clock_us(), since, epoch)
+        return Response(encode(snapshot), headers={"Cache-Control": "no-store"}, media_type="application/json")
+
+    async def kill(self, request: Request) -> Response:
+        self._check_killer(request)
+        raw = await read_json_body(request, KILL_BYTES_MAX)
+        try:
+            wanted = msgspec.json.decode(raw, type=_Kill)
+        except msgspec.MsgspecError as error:
+            raise invalid(None, f"Not an instance to kill: {error}") from None
+        pid = self._pid_of(wanted)
+        _end(pid)
+        log.warning("killed %s, process %d, as the dashboard asked", wanted.name, pid)
+        return Response(encode({"killed": wanted.name, "pid": pid}), media_type="application/json")
+
+    def _check_killer(self, request: Request) -> None:
+        """Not by another site's script, not from another machine, not under a name that somebody pointed here."""
+        if not self._demo:
+            raise ApiError(404, "Instances can be killed only where the router runs with --demo", code="not_found")
+        host = request.headers.get("host", "")
+        origin = request.headers.get("origin", "")
+        if request.client is None or not is_loopback(request.client.host) or not is_loopback(_hostname(host)):
+            raise _forbidden("Only from this machine, under a loopback name")
+        if origin != f"{request.url.scheme}://{host}":
+            raise _forbidden("Only from the page of this router")
+        if not hmac.compare_digest(request.headers.get(TOKEN_HEADER, "").encode(), self._token.encode()):
+            raise _forbidden("The page is of another run of this router; load it again")
+
+    def _pid_of(self, wanted: _Kill) -> int:
+        for view in self._instances():
+            facts = view.facts
+            if facts.name == wanted.name and str(facts.incarnation) == wanted.incarnation:
+                if not is_loopback(_hostname(urlsplit(facts.url).netloc)) or not _is_an_instance(facts.pid):
+                    raise _forbidden(f"{wanted.name} does not run on this machine")
+                return facts.pid
+        raise ApiError(404, f"{wanted.name} has gone meanwhile", code="not_found")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _hostname(netloc: str) -> str:
+    try:
+        return urlsplit(f"//{netloc}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_an_instance(pid: int) -> bool:
+    """A pid is what somebody said of itself, and may be another's by now: look at what runs there."""
+    if pid <= 1 or pid == os.getpid():
+        return False
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"serve" in words and any(b"baton" in word for word in words)
+
+
+def _end(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        raise ApiError(404, "It has ended meanwhile", code="not_found") from None
+    except PermissionError:
+        raise _forbidden("It belongs to another user") from None
+
+
+def _forbidden(message: str) -> ApiError:
+    return ApiError(403, message, "permission_error", code="forbidden")

@@ -1,0 +1,389 @@
+"""A whole fleet as one engine: what the HTTP surface submits is carried by whichever instances there are.
+
+Implements `api.engine.Engine` and `api.resuming.Orphanage`. Owns the bodies of clients of this router, each with one stream
+a choice, and the orphans of a router before it. Where a choice runs and what becomes of it when an instance is lost, the
+switch and its router decide: here tokens become bursts, and wishes of clients become orders. All on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.api.engine import UNKNOWN_CONTEXT, Bill, Burst, Ended, EngineInfo, Fault, Gauges, Handovers, TokenStream
+from baton.api.origin import BadOrigin, Origin, decode_origin
+from baton.api.resuming import Orphan as FoundOrphan
+from baton.api.sampling import Asker
+from baton.core.config import ROLES
+from baton.core.errors import InvariantViolated, Refusal, RefusalCode, Refused
+from baton.core.fleet import InstanceView
+from baton.core.peers import PdFault
+from baton.core.request import FinishReason, Submission
+from baton.core.routing import (
+    Body,
+    Declined,
+    Delivered,
+    FleetChanged,
+    Opened,
+    Orphan,
+    OrphanDropped,
+    Outcome,
+)
+from baton.node.streams import Stream, logprobs_of
+from baton.router.sessions import Sessions
+from baton.router.state import RouterState
+from baton.wire.messages import LogprobLine
+from baton.wire.switch import Act
+
+log = logging.getLogger("baton.router")
+
+SETTLE_US = 3_000_000
+"""How long after its start a router waits for its instances to say what they hold, before it denies a request's id."""
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A body that is not over."""
+
+    body: Body
+    asker: Asker
+    first: int
+    """Number of its first stream; the others follow."""
+    streams: list[Stream]
+    opening: asyncio.Future[None] | None
+    """Somebody waits to hear whether it is accepted."""
+    ends: list[FinishReason | None]
+    """By choice: how it will end for its reader, once that is decided here (cut or aborted); None while it runs."""
+    over: list[bool]
+    """By choice: its reader has the last burst."""
+
+
+@dataclass(slots=True, eq=False)
+class _Orphaned:
+    open: _Open
+    found: FoundOrphan
+
+
+@dataclass(slots=True)
+class _Books:
+    by_body: dict[Body, _Open] = field(default_factory=dict)
+    by_number: dict[int, tuple[_Open, int]] = field(default_factory=dict)
+    """By a stream's number: its body and its choice."""
+    orphans: dict[Asker, _Orphaned] = field(default_factory=dict)
+
+
+class FleetEngine:
+    def __init__(self, sessions: Sessions, state: RouterState, vocabulary: int) -> None:
+        """`vocabulary` is the tokenizer's: what prompts are checked against before any instance has joined."""
+        self._sessions = sessions
+        self._state = state
+        self._books = _Books()
+        self._numbers = 0
+        self._began_us = sessions.clock_us()
+        self.info = EngineInfo(UNKNOWN_CONTEXT, vocabulary, slots=0, blocks=0, block_size=0, carries=True)
+        self._found = asyncio.Event()
+        self._fewer = asyncio.Event()
+        self.draining = False
+        sessions.watch(self._take)
+
+    # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def death(self) -> str | None:
+        return None
+
+    @property
+    def gauges(self) -> Gauges:
+        router, views = self._sessions.switch.router, self.views()
+        ledgers = [view.ledger for view in views]
+        return Gauges(
+            running=sum(one.running for one in ledgers),
+            waiting=sum(one.waiting for one in ledgers) + router.waiting,
+            blocks={
+                "free": sum(one.free for one in ledgers),
+                "evictable": sum(one.evictable for one in ledgers),
+                "running": sum(one.used for one in ledgers),
+                "leased": sum(one.leased for one in ledgers),
+                "receiving": sum(one.receiving for one in ledgers),
+            },
+            prefix_queries=sum(one.prefix_queries for one in ledgers),
+            prefix_hits=sum(one.prefix_hits for one in ledgers),
+            steps=sum(one.steps for one in ledgers),
+            preemptions={"any": sum(one.preemptions for one in ledgers)},
+            role="router",
+            handovers=Handovers(made=sum(one.handovers for one in ledgers)),
+        )
+
+    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
+        if origin is None:
+            raise InvariantViolated("a router cannot carry a request whose origin it does not know")
+        asker = Asker(origin.tenant, origin.request_id)
+        self._check(asker)
+        opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        made: list[_Open] = []
+
+        def told(body: Body, now_us: int) -> None:
+            made.append(self._begin(body, asker, len(group), opening))
+            prompt_tokens = sum(len(one.prompt) for one in group if one.leader is None)
+            self._state.asked(body, origin.request_id, origin.path, prompt_tokens, len(group), now_us)
+
+        self._sessions.submit(origin.tenant, group, origin.encode(), told)
+        try:
+            await opening
+        except asyncio.CancelledError:
+            self._leave(made[0])
+            raise
+        return list[TokenStream](made[0].streams)
+
+    def _check(self, asker: Asker) -> None:
+        if self.draining:
+            raise Refused(Refusal(RefusalCode.DRAINING, "this router is being stopped", retry_after_s=1))
+        if asker in self._books.orphans:
+            message = f"the request id '{asker.request_id}' is in use: its answer waits to be resumed"
+            raise Refused(Refusal(RefusalCode.DUPLICATE_ID, message))
+
+    # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stop(self, number: int, keep: int) -> None:
+        entry, choice = self._books.by_number.get(number, (None, 0))
+        if entry is not None and entry.ends[choice] is None:
+            entry.ends[choice] = FinishReason.STOP
+            self._sessions.cut(entry.body, choice, keep)
+
+    def abort(self, number: int) -> None:
+        """When nobody reads any choice of a body any more, it is left."""
+        entry, choice = self._books.by_number.get(number, (None, 0))
+        if entry is None or entry.over[choice]:
+            return
+        if entry.ends[choice] is None:
+            entry.ends[choice] = FinishReason.ABORT
+        if all(over or end is not None for over, end in zip(entry.over, entry.ends, strict=True)):
+            self._leave(entry)
+
+    def _leave(self, entry: _Open) -> None:
+        if entry.body in self._books.by_body:
+            self._sessions.leave(entry.body)
+            self._drop(entry)
+
+    def _drop(self, entry: _Open) -> None:
+        """Nothing more is heard of it: whoever still reads hears an end."""
+        for stream, over, end in zip(entry.streams, entry.over, entry.ends, strict=True):
+            if not over:
+                stream.push(Burst((), (), Ended(end or FinishReason.ABORT, 0)))
+        self._close(entry)
+
+    # ── what the switch tells ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, act: Act, now_us: int) -> None:
+        self._state.take(act, now_us)
+        match act:
+            case Delivered():
+                self._delivered(act)
+            case Opened(body):
+                entry = self._books.by_body.get(body)
+                if entry is not None and entry.opening is not None and not entry.opening.done():
+                    entry.opening.set_result(None)
+            case Declined(body, refusal):
+                self._declined(body, refusal)
+            case Orphan():
+                self._orphaned(act)
+            case OrphanDropped(body):
+                self._orphan_dropped(body)
+            case FleetChanged():
+                self.info = info_of(self.views(), self.info)
+            case _:
+                pass
+
+    def _begin(self, body: Body, asker: Asker, choices: int, opening: asyncio.Future[None] | None) -> _Open:
+        first, self._numbers = self._numbers, self._numbers + choices
+        streams = [Stream(self, first + choice) for choice in range(choices)]
+        entry = _Open(body, asker, first, streams, opening, [None] * choices, [False] * choices)
+        self._books.by_number.update({first + choice: (entry, choice) for choice in range(choices)})
+        self._books.by_body[body] = entry
+        return entry
+
+    def _close(self, entry: _Open) -> None:
+        self._books.by_body.pop(entry.body, None)
+        for choice in range(len(entry.streams)):
+            self._books.by_number.pop(entry.first + choice, None)
+        self._fewer.set()
+
+    def _delivered(self, act: Delivered) -> None:
+        entry = self._books.by_body.get(act.body)
+        if entry is None:
+            return
+        burst = burst_of(act)
+        entry.streams[act.choice].push(burst)
+        if burst.ended is not None:
+            entry.over[act.choice] = True
+            if all(entry.over) and self._books.orphans.get(entry.asker) is None:
+                self._close(entry)
+
+    def _declined(self, body: Body, refusal: Refusal) -> None:
+        entry = self._books.by_body.get(body)
+        if entry is None or entry.opening is None:
+            return
+        self._close(entry)
+        if not entry.opening.done():
+            entry.opening.set_exception(Refused(refusal))
+
+    # ── the Orphanage protocol ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def find(self, asker: Asker) -> FoundOrphan | None:
+        while asker not in self._books.orphans:
+            left_us = self._began_us + SETTLE_US - self._sessions.clock_us()
+            if left_us <= 0:
+                return None
+            self._found.clear()
+            try:
+                await asyncio.wait_for(self._found.wait(), left_us / 1e6)
+            except TimeoutError:
+                return None
+        return self._books.orphans[asker].found
+
+    def claim(self, asker: Asker) -> list[TokenStream]:
+        orphan = self._books.orphans.pop(asker, None)
+        if orphan is None:
+            raise Refused(Refusal(RefusalCode.DUPLICATE_ID, "somebody else has just come for it"))
+        entry = orphan.open
+        self._sessions.claim(entry.body)
+        if all(entry.over):
+            self._close(entry)
+        return list[TokenStream](entry.streams)
+
+    def drop(self, asker: Asker) -> bool:
+        orphan = self._books.orphans.pop(asker, None)
+        if orphan is None:
+            return False
+        self._leave(orphan.open)
+        return True
+
+    def _orphaned(self, act: Orphan) -> None:
+        try:
+            origin = decode_origin(act.origin)
+        except BadOrigin as error:
+            log.error("an instance holds a request that cannot be resumed: %s", error)
+            asyncio.get_running_loop().call_soon(self._sessions.leave, act.body)
+            return
+        asker = Asker(origin.tenant, origin.request_id)
+        known = self._books.by_body.get(act.body)
+        if known is not None:
+            self._close(known)
+        entry = self._begin(act.body, asker, len(act.delivered), None)
+        for choice, stream in enumerate(entry.streams):
+            entry.over[choice] = act.outcomes[choice] is not None
+            for burst in history_of(act, choice):
+                stream.push(burst)
+        self._books.orphans[asker] = _Orphaned(entry, FoundOrphan(origin, _logprobs_from(act)))
+        self._found.set()
+
+    def _orphan_dropped(self, body: Body) -> None:
+        entry = self._books.by_body.get(body)
+        if entry is not None:
+            self._books.orphans.pop(entry.asker, None)
+            self._drop(entry)
+
+    # ── for the router around it ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def views(self) -> list[InstanceView]:
+        return self._sessions.switch.router.views()
+
+    @property
+    def orphans(self) -> int:
+        return len(self._books.orphans)
+
+    @property
+    def open_bodies(self) -> int:
+        """Those with a client."""
+        return len(self._books.by_body) - len(self._books.orphans)
+
+    async def wait_idle(self) -> None:
+        while self.open_bodies:
+            self._fewer.clear()
+            await self._fewer.wait()
+
+    def give_up(self) -> None:
+        """This router ends now: whoever still reads hears so. Nothing is cancelled."""
+        for entry in list(self._books.by_body.values()):
+            if entry.opening is not None and not entry.opening.done():
+                entry.opening.set_exception(Refused(Refusal(RefusalCode.DRAINING, "this router was stopped", 1)))
+            for stream, over in zip(entry.streams, entry.over, strict=True):
+                if not over:
+                    stream.fail("this router was stopped")
+        self._books = _Books()
+        self._fewer.set()
+
+
+# ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def info_of(views: Sequence[InstanceView], before: EngineInfo) -> EngineInfo:
+    """What every serving instance can do; while there is none, what was known before."""
+    serving = [view.facts for view in views if ROLES[view.facts.role].serves]
+    if not serving:
+        return before
+    return EngineInfo(
+        context_tokens=min(facts.context_tokens for facts in serving),
+        vocabulary=serving[0].vocabulary,
+        slots=sum(facts.slots for facts in serving),
+        blocks=sum(facts.blocks for facts in serving),
+        block_size=serving[0].block_size,
+        carries=True,
+    )
+
+
+def burst_of(act: Delivered) -> Burst:
+    tokens = tuple(act.tokens)
+    ended = None if act.outcome is None else ended_of(act.outcome)
+    return Burst(tokens, logprobs_of(tokens, _lines(act.extras)), ended, act.cached_tokens)
+
+
+def _lines(extras: object) -> Sequence[LogprobLine] | None:
+    """What the switch gives with tokens is a list of log-probabilities or nothing."""
+    return extras if isinstance(extras, Sequence) and len(extras) else None
+
+
+def history_of(act: Orphan, choice: int) -> list[Burst]:
+    """Everything from the first token on; those without their log-probabilities apart from those with."""
+    tokens, extras, outcome = act.delivered[choice] or (), act.extras[choice], act.outcomes[choice]
+    ended, cached = None if outcome is None else ended_of(outcome), act.cached_tokens[choice]
+    first = len(tokens) - len(extras)
+    bursts = [Burst(tokens[:first], (), None, cached)] if first else []
+    if extras:
+        bursts.append(Burst(tokens[first:], logprobs_of(tokens[first:], _lines(extras)), None, cached))
+    if ended is not None:
+        bursts.append(Burst((), (), ended, cached))
+    return bursts
+
+
+def _logprobs_from(act: Orphan) -> list[int]:
+    """Only where they were asked for: then at least the last token has some, or there is no token yet."""
+    return [
+        len(tokens or ()) - len(extras) if extras else 0 for tokens, extras in zip(act.delivered, act.extras, strict=True)
+    ]
+
+
+def ended_of(outcome: Outcome) -> Ended:
+    bill = outcome.bill
+    return Ended(
+        outcome.reason,
+        bill.cached_tokens,
+        Bill(
+            cached_tokens=bill.cached_tokens,
+            computed_tokens=bill.computed_tokens,
+            recomputed_tokens=bill.recomputed_tokens,
+            preemptions=bill.preemptions,
+            attempts=bill.attempts,
+            queue_ms=bill.queue_us / 1000,
+            prefill_ms=bill.prefill_us / 1000,
+            transfer_ms=bill.transfer_us / 1000,
+            decode_ms=bill.decode_us / 1000,
+        ),
+        _fault_of(outcome.fault),
+    )
+
+
+def _fault_of(fault: PdFault | None) -> Fault | None:
+    return None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message)

@@ -1,0 +1,171 @@
+"""The router's process: where clients come in, where instances come in, and what happens when it should stop.
+
+signal → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
+
+It starts with nobody there and needs no disk: what is open when it is killed, its instances keep for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from baton.api.metrics import Metrics
+from baton.api.settings import ApiSettings
+from baton.api.text import ModelText, load_text, read_template
+from baton.core.router import Router
+from baton.core.routing import RouterConfig
+from baton.node.hosting import (
+    HttpServer,
+    Say,
+    StopSignals,
+    address_of,
+    bind,
+    check_host,
+    door_key,
+    model_name,
+    state_logged,
+    url_of,
+)
+from baton.node.models import resolve_model
+from baton.node.scripted_text import write_byte_tokenizer
+from baton.node.secrets import shared_prefix_secret
+from baton.router.app import create_router_app
+from baton.router.chronicle import Chronicle
+from baton.router.dashboard import Dashboard
+from baton.router.fleet_engine import FleetEngine
+from baton.router.sessions import Sessions, monotonic_us
+from baton.router.state import RouterState
+from baton.wire.switch import Switch
+
+SAMPLE_S = 1.0
+"""Between two points of the dashboard's curves."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    model: str = "smollm2"
+    """For its tokeniser and chat template; no weights are loaded."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    join_host: str = "127.0.0.1"
+    join_port: int = 8200
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    chat_template: str | None = None
+    drain_timeout_s: float = 30.0
+    scripted: bool = False
+    cluster_key: str | None = None
+    cluster_key_file: str | None = None
+    demo: bool = False
+    config: RouterConfig = field(default_factory=RouterConfig)
+
+    def __post_init__(self) -> None:
+        check_host(self.host, self.api_keys)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.served_model_names or (model_name(self.model),)
+
+
+def route(settings: RouterSettings, say: Say) -> None:
+    """Route until told to stop. Raises CannotServe, or what else is wrong with the settings, where it cannot."""
+    template = settings.chat_template
+    api = ApiSettings(
+        served_model_names=settings.names,
+        api_keys=settings.api_keys,
+        chat_template=None if template is None else read_template(template),
+    )
+    key = door_key(settings.join_host, settings.cluster_key, settings.cluster_key_file)
+    clients = bind(settings.host, settings.port, "--port")
+    try:
+        instances = bind(settings.join_host, settings.join_port, "--join-port")
+        try:
+            with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
+                folder = _text_folder(settings, Path(scratch), say)
+                asyncio.run(_Process(settings, api, key, say).run(clients, instances, folder))
+        finally:
+            instances.close()
+    finally:
+        clients.close()
+
+
+def _text_folder(settings: RouterSettings, scratch: Path, say: Say) -> Path:
+    if not settings.scripted:
+        return resolve_model(settings.model, say)
+    write_byte_tokenizer(scratch)
+    return scratch
+
+
+class _Process:
+    def __init__(self, settings: RouterSettings, api: ApiSettings, key: bytes, say: Say) -> None:
+        self._settings = settings
+        self._api = api
+        self._key = key
+        self._say = say
+        self._signals = StopSignals()
+
+    async def run(self, clients: socket.socket, instances: socket.socket, text_folder: Path) -> None:
+        self._signals.listen()
+        text = await asyncio.to_thread(load_text, text_folder)
+        router = Router(self._settings.config, shared_prefix_secret(self._key), secrets.randbits(63))
+        name = f"{address_of(instances)}"
+        sessions = Sessions(Switch(router, name), self._key, name)
+        state = RouterState(monotonic_us())
+        engine = FleetEngine(sessions, state, text.vocabulary)
+        metrics = Metrics(engine, self._settings.names[0])
+        http = HttpServer(self._app(engine, sessions, state, text, metrics))
+        await sessions.open(instances)
+        serving = http.start(clients)
+        self._say(self._banner(clients, instances))
+        sampling = asyncio.create_task(_sample(state, sessions))
+        async with state_logged(engine, metrics):
+            await self._until_over(engine, serving)
+        sampling.cancel()
+        engine.give_up()  # whoever is still open hears so instead of being cut off
+        http.should_exit = True
+        await serving
+        sessions.close("this router was stopped")
+
+    def _app(
+        self, engine: FleetEngine, sessions: Sessions, state: RouterState, text: ModelText, metrics: Metrics
+    ) -> FastAPI:
+        dashboard = Dashboard(state, monotonic_us, engine.views, demo=self._settings.demo)
+        chronicle = Chronicle(sessions, engine)
+        grace_s = self._settings.config.orphan_grace_us / 1e6
+        return create_router_app(engine, sessions, chronicle, dashboard, text, self._api, metrics, grace_s)
+
+    async def _until_over(self, engine: FleetEngine, serving: asyncio.Task[None]) -> None:
+        stop = asyncio.ensure_future(self._signals.stop.wait())
+        await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        engine.draining = True
+        if engine.open_bodies:
+            self._say(f"draining: {engine.open_bodies} requests open (once more to stop at once)")
+        idle, at_once = asyncio.ensure_future(engine.wait_idle()), asyncio.ensure_future(self._signals.at_once.wait())
+        await asyncio.wait((idle, at_once), timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if engine.open_bodies:
+            self._say(f"stopping with {engine.open_bodies} requests open")
+        idle.cancel()
+        at_once.cancel()
+
+    def _banner(self, clients: socket.socket, instances: socket.socket) -> str:
+        url, at = url_of(clients), address_of(instances)
+        return (
+            f"{self._settings.names[0]} is served at {url}\n"
+            f"instances join at {at}, with: baton serve … --router {at}\n"
+            f"watch it at {url}/dashboard, talk to it with: baton chat --url {url}"
+        )
+
+
+async def _sample(state: RouterState, sessions: Sessions) -> None:
+    router = sessions.switch.router
+    while True:
+        await asyncio.sleep(SAMPLE_S)
+        state.sample(router.views(), router.waiting, monotonic_us())

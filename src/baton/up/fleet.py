@@ -1,0 +1,87 @@
+"""Which processes a fleet is made of, and their command lines. No process is started here.
+
+baton router MODEL --port 8000 --join-port 0                     first; its banner tells where instances join
+baton serve MODEL --role decode --name decode-1 --router 127.0.0.1:41234
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from baton.core.errors import BatonError
+
+LOOPBACK = "127.0.0.1"
+INSTANCES_MAX = 64
+ROLES = ("prefill", "decode", "mixed")
+SERVING_ROLES = ("decode", "mixed")
+"""Roles that a router can send a request to."""
+
+
+class BadFleet(BatonError):
+    """A fleet that could never serve; the message names the options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where a router listens. Zero in a plan: any free one."""
+
+    http: int
+    join: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An instance of the fleet."""
+
+    name: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    model: str
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0
+    serve_options: tuple[str, ...] = ()
+    router_options: tuple[str, ...] = ()
+    router_port: int = 8000
+    threads: int | None = None
+    """Of each instance; None shares the cores out."""
+    demo: bool = False
+    api_key: str | None = field(default=None, repr=False)
+    """To ask the router how the fleet is."""
+    drain_timeout_s: float = 30.0
+    restart_delay_us_max: int = 10_000_000
+
+    def __post_init__(self) -> None:
+        if self.decode + self.mixed == 0:
+            raise BadFleet("nobody would answer: give --decode or --mixed at least 1")
+        if self.prefill and not self.decode:
+            raise BadFleet("--prefill instances work for --decode ones, and there are none")
+        if self.prefill + self.decode + self.mixed > INSTANCES_MAX:
+            raise BadFleet(f"that is more than {INSTANCES_MAX} instances on one machine")
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        counts = zip(ROLES, (self.prefill, self.decode, self.mixed), strict=True)
+        return tuple(Member(f"{role}-{number}", role) for role, count in counts for number in range(1, count + 1))
+
+    def router_command(self, ports: Ports) -> list[str]:
+        listens = ("--port", str(ports.http), "--join-port", str(ports.join))
+        demo = ("--demo",) if self.demo else ()
+        return [*_BATON, "router", self.model, *listens, *demo, *self._drain, *self.router_options]
+
+    def member_command(self, member: Member, join: str, cores: int) -> list[str]:
+        place = ("--role", member.role, "--name", member.name, "--router", join, "--port", "0")
+        peers = ("--peer-port", "0") if member.role == "prefill" else ()
+        threads = ("--threads", str(self.threads or max(1, cores // len(self.members))))
+        return [*_BATON, "serve", self.model, *place, *peers, *threads, *self._drain, *self.serve_options]
+
+    @property
+    def _drain(self) -> tuple[str, ...]:
+        return "--drain-timeout", f"{self.drain_timeout_s:g}"
+
+
+_BATON = (sys.executable, "-m", "baton")

@@ -1,0 +1,362 @@
+"""Runs a fleet: starts its processes, starts them again when they end, and stops them all together.
+
+    start    the router, and when it listens, the instances; the banner when all are in the router's books
+    signal   drain: the router takes nothing new and ends when the last answer has; then the instances (a second: at once)
+    over     also when the router cannot be started, or nobody is left that could answer: then with a code that is not 0
+
+Promises that no process outlives it: children are stopped on every way out, and the kernel ends them if this process is
+killed. When a process is started again `up.restarts` decides; what is started `up.fleet` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from baton.node.lifeline import bound_to
+from baton.up.fleet import SERVING_ROLES, FleetPlan, Member, Ports
+from baton.up.log import FleetLog, LineCutter
+from baton.up.restarts import Again, GiveUp, Restarts
+
+ROUTER = "router"
+KEY_VARIABLE = "BATON_CLUSTER_KEY"
+HELD_LINES_MAX = 40
+READ_BYTES = 64 * 1024
+LOOK_EVERY_S = 0.1
+LAST_LINES_S = 1.0
+"""How long the last output of an ended process is waited for."""
+STOP_GRACE_S = 10.0
+"""Beyond the time that requests get; who has not ended by then is killed."""
+EXIT_FAILED, EXIT_AT_ONCE = 1, 130
+
+_SERVED = re.compile(r"^(\S+) is served at (http://\S+)", re.MULTILINE)
+_JOIN = re.compile(r"instances join at (\S+:\d+)")
+_NOISE = re.compile(r"^(loading |talk to it with|ask it through|instances join at|watch it at|for the router at)")
+"""What processes say of themselves as they start; the banner says it better."""
+
+
+@dataclass(slots=True)
+class Post:
+    """A place in the fleet, and the process that fills it now."""
+
+    name: str
+    serves: bool
+    command: Callable[[], list[str]]
+    restarts: Restarts
+    process: asyncio.subprocess.Process | None = None
+    given_up: bool = False
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=HELD_LINES_MAX))
+    """Its lines since it was started, held back until it is clear whether the start goes well."""
+    keeping: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.restarts.is_ready
+
+
+class Supervisor:
+    def __init__(self, plan: FleetPlan, log: FleetLog, cores: int) -> None:
+        self._plan = plan
+        self._log = log
+        self._cores = cores
+        self._environment = {**os.environ, KEY_VARIABLE: secrets.token_hex(32), "COLUMNS": "500"}
+        self._bound = bound_to(os.getpid())
+        self._ports = Ports(plan.router_port)
+        self._join = self._served = ""
+        self.url = ""
+        """Of the API, when the router is up."""
+        self._router = self._post(ROUTER, False, lambda: plan.router_command(self._ports))
+        self._members = [self._member_post(member) for member in plan.members]
+        self._stopping = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self._told = False
+        """The instances were told to end; what they then say of each other is no news."""
+        self._news = asyncio.Event()
+        """Something changed that may end a wait."""
+        self._readers: set[asyncio.Task[None]] = set()
+
+    def _post(self, name: str, serves: bool, command: Callable[[], list[str]]) -> Post:
+        return Post(name, serves, command, Restarts(self._plan.restart_delay_us_max))
+
+    def _member_post(self, member: Member) -> Post:
+        return self._post(
+            member.name,
+            member.role in SERVING_ROLES,
+            lambda: self._plan.member_command(member, self._join, self._cores),
+        )
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self) -> int:
+        """Until told to stop, or until nothing serves; the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            await self._open()
+            await self._until(lambda: self._failure() is not None)
+            failure = self._failure()
+            if failure is not None:
+                self._log.say(f"baton up: {failure}")
+                return EXIT_FAILED
+            return await self._drain()
+        finally:
+            await self._end_all()
+
+    def stop(self) -> None:
+        """Drain; called again, end at once."""
+        if self._stopping.is_set():
+            self._at_once.set()
+        self._stopping.set()
+        self._news.set()
+
+    async def _open(self) -> None:
+        """Start everything, and say so when it serves; returns early where that is not to be."""
+        self._start(self._router)
+        await self._until(lambda: self._router.is_up or self._router.given_up)
+        if self._stopping.is_set() or self._failure():
+            return
+        for post in self._members:
+            self._start(post)
+        await self._until(lambda: all(post.is_up or post.given_up for post in self._members))
+        if not self._stopping.is_set() and not self._failure() and await self._fleet_answers():
+            self._log.say(banner(self._plan, self._served, self.url, [post.name for post in self._members if post.given_up]))
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Wait for it, or for a signal."""
+        while not holds() and not self._stopping.is_set():
+            self._news.clear()
+            await self._news.wait()
+
+    def _failure(self) -> str | None:
+        """Why nothing can be served any more, if so."""
+        if self._router.given_up:
+            return "the router cannot be started"
+        if all(post.given_up for post in self._members if post.serves):
+            return "none of the instances that answer requests can be started"
+        return None
+
+    async def _fleet_answers(self) -> bool:
+        """True when the router has all who live in its books; False where a signal came first."""
+        headers = {} if self._plan.api_key is None else {"Authorization": f"Bearer {self._plan.api_key}"}
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers) as http:
+            while not self._stopping.is_set() and not self._failure():
+                ready = await _ready_instances(http, self.url)
+                if all(post.name in ready for post in self._members if not post.given_up):
+                    return True
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), LOOK_EVERY_S)
+        return False
+
+    # ── stopping ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _drain(self) -> int:
+        self._log.say("draining: open requests finish, new ones are refused (once more to stop at once)")
+        for posts in ([self._router], self._members):
+            self._told = posts is self._members
+            running = [post.process for post in posts if post.process is not None and post.process.returncode is None]
+            for process in running:
+                _signal(process, signal.SIGCONT)
+                _signal(process, signal.SIGTERM)
+            await self._ended(running)
+            if self._at_once.is_set():
+                return EXIT_AT_ONCE
+        return 0
+
+    async def _ended(self, processes: list[asyncio.subprocess.Process]) -> None:
+        """All of them have ended, or the time is up, or there was a second signal."""
+        ends = [asyncio.ensure_future(process.wait()) for process in processes]
+        at_once = asyncio.ensure_future(self._at_once.wait())
+        together = asyncio.ensure_future(asyncio.gather(*ends))
+        limit_s = self._plan.drain_timeout_s + STOP_GRACE_S
+        await asyncio.wait((together, at_once), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (together, at_once):
+            waiting.cancel()
+        await asyncio.gather(together, at_once, return_exceptions=True)
+
+    async def _end_all(self) -> None:
+        self._stopping.set()
+        self._news.set()
+        keeping = [post.keeping for post in (self._router, *self._members) if post.keeping is not None]
+        for post in (self._router, *self._members):
+            if post.process is not None and post.process.returncode is None:
+                _signal(post.process, signal.SIGKILL)
+        await asyncio.gather(*keeping, return_exceptions=True)
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=LAST_LINES_S)
+        for reader in self._readers:
+            reader.cancel()
+
+    # ── one process ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self, post: Post) -> None:
+        post.keeping = asyncio.create_task(self._keep(post))
+        post.keeping.add_done_callback(self._on_keeper_end)
+
+    def _on_keeper_end(self, task: asyncio.Task[None]) -> None:
+        """A fault of our own must not leave a place empty for ever: it ends the whole fleet, loudly."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.say(f"baton up: {type(error).__name__}: {error}")
+            self.stop()
+
+    async def _keep(self, post: Post) -> None:
+        """Life after life."""
+        while not self._stopping.is_set():
+            code = await self._live(post)
+            if self._stopping.is_set():
+                return
+            first_of_router = post is self._router and not self.url
+            verdict = post.restarts.ended(code, _now_us())
+            self._explain(post)
+            if isinstance(verdict, GiveUp) or first_of_router:
+                self._log.note(post.name, f"{_ending(code)} before it was ready: given up")
+                post.given_up = True
+                self._news.set()
+                return
+            await self._pause(post, code, verdict)
+
+    async def _pause(self, post: Post, code: int, verdict: Again) -> None:
+        delay_s = max(0.0, (verdict.at_us - _now_us()) / 1e6)
+        when = f"in {delay_s:.1f} s" if delay_s > 0.05 else "now"
+        self._log.note(post.name, f"{_ending(code)}; started again {when}")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    async def _live(self, post: Post) -> int:
+        """One life; its exit code."""
+        post.said.clear()
+        post.restarts.started()
+        process = await asyncio.create_subprocess_exec(
+            *post.command(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C is for us alone: we know in which order to stop
+            preexec_fn=self._bound,
+        )
+        post.process = process
+        if self._stopping.is_set():
+            _signal(process, signal.SIGKILL)  # whoever stops us may have looked before this one was there
+        reader = asyncio.create_task(self._read(post, process))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        code = await process.wait()
+        # Its engine may hold the pipe a moment longer, and what it says last explains the end.
+        await asyncio.wait((reader,), timeout=LAST_LINES_S)
+        return code
+
+    async def _read(self, post: Post, process: asyncio.subprocess.Process) -> None:
+        if process.stdout is None:
+            raise RuntimeError(f"{post.name} was started without a pipe to read")
+        cutter = LineCutter()
+        while piece := await process.stdout.read(READ_BYTES):
+            for line in cutter.feed(piece):
+                self._hear(post, process, line)
+        for line in cutter.close():
+            self._hear(post, process, line)
+
+    def _hear(self, post: Post, process: asyncio.subprocess.Process, line: str) -> None:
+        if post.is_up or process is not post.process:
+            if _NOISE.match(line) is None and (" ERROR " in line or not self._told):
+                self._log.line(post.name, line)
+            return
+        post.said.append(line)
+        if post is self._router:
+            self._hear_router(line)
+        elif _SERVED.search(line):
+            self._is_ready(post)
+
+    def _hear_router(self, line: str) -> None:
+        if found := _JOIN.search(line):
+            self._join = found[1]
+        if found := _SERVED.search(line):
+            self._served, self.url = found[1], found[2]
+        heard = "\n".join(self._router.said)
+        if _SERVED.search(heard) and _JOIN.search(heard):
+            self._ports = Ports(int(self.url.rpartition(":")[2]), int(self._join.rpartition(":")[2]))
+            self._is_ready(self._router)
+
+    def _is_ready(self, post: Post) -> None:
+        for line in post.said:
+            if " WARNING " in line or " ERROR " in line:
+                self._log.line(post.name, line)
+        post.said.clear()
+        post.restarts.ready(_now_us())
+        pid = post.process.pid if post.process is not None else 0
+        again = f", life {post.restarts.lives}" if post.restarts.lives > 1 else ""
+        self._log.note(post.name, f"ready (pid {pid}{again})")
+        self._news.set()
+
+    def _explain(self, post: Post) -> None:
+        """What an unready process said before it ended."""
+        for line in post.said:
+            self._log.line(post.name, line)
+        post.said.clear()
+
+
+def banner(plan: FleetPlan, served: str, url: str, missing: list[str]) -> str:
+    counts = (("prefill", plan.prefill), ("decode", plan.decode), ("mixed", plan.mixed))
+    made_of = ", ".join(f"{count} {role}" for role, count in counts if count)
+    one = next(member.name for member in plan.members if member.role in SERVING_ROLES)
+    lines = [
+        "",
+        f"  {served} is served by a router and {made_of}" + (f" — without {', '.join(missing)}" if missing else ""),
+        "",
+        f"  API        {url}/v1",
+        f"  Dashboard  {url}/dashboard",
+        f"  Chat       baton chat --url {url}",
+        f"  Drain one  baton drain {one} --url {url}",
+        "  Stop       Ctrl-C: open requests finish (twice: at once)",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+class _Listed(msgspec.Struct):
+    name: str
+    state: str
+
+
+class _Instances(msgspec.Struct):
+    data: list[_Listed]
+
+
+async def _ready_instances(http: aiohttp.ClientSession, url: str) -> list[str]:
+    """Names of those that the router would send work to; none while it does not answer."""
+    try:
+        async with http.get(f"{url}/v1/instances") as response:
+            found = msgspec.json.decode(await response.read(), type=_Instances)
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+        return []
+    return [one.name for one in found.data if one.state == "ready"]
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}" if code else "ended"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """To all of its session, so that nothing that it started is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000

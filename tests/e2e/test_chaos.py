@@ -1,0 +1,22 @@
+"""A short `baton chaos`: kills, stops, drains and restarts under load, and not one answer differs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+FAULTS = os.environ.get("BATON_TEST_FAULTS", "6")
+SEED = os.environ.get("BATON_TEST_SEED", "1")
+
+
+def test_answers_survive_what_happens_to_instances() -> None:
+    command = (
+        sys.executable, "-m", "baton", "chaos", "--executor", "scripted", "--step-ms", "4",
+        "--prefill", "2", "--decode", "2",
+        "--faults", FAULTS, "--requests", "60", "--cases", "24", "--concurrency", "8", "--seed", SEED, "--minutes-max", "5",
+    )  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    print(run.stdout)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"chaos: {FAULTS} faults" in run.stdout

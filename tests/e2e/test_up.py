@@ -1,0 +1,91 @@
+"""`baton up`: a fleet that serves, replaces what dies, drains on Ctrl-C and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+
+from baton.core.request import Sampling
+from baton.executor.scripted import undisturbed
+from baton.node.scripted_text import BYTE_VOCABULARY
+from tests.support.cluster import wait_until
+from tests.support.fleet import FleetProcess, baton_up
+
+SCRIPTED = ("--executor", "scripted", "--step-ms", "2")
+
+
+def instance_of(fleet: FleetProcess, name: str) -> int:
+    return next(pid for pid, words in fleet.commands().items() if "serve" in words and name in words)
+
+
+def expected(tokens: int) -> list[int]:
+    return undisturbed([104, 101, 108, 108, 111], Sampling(seed=0, temperature=0.0), tokens, BYTE_VOCABULARY)
+
+
+def test_a_fleet_serves_replaces_what_dies_and_drains_on_ctrl_c() -> None:
+    with baton_up(*SCRIPTED, "--prefill", "1", "--decode", "2") as fleet:
+        lines = [" ".join(words) for words in fleet.commands().values()]
+        for name, role in (("prefill-1", "prefill"), ("decode-1", "decode"), ("decode-2", "decode")):
+            assert any("serve" in line and f"--role {role} --name {name}" in line for line in lines), lines
+        key = next(line for line in _environment(instance_of(fleet, "decode-1")) if line.startswith("BATON_CLUSTER_KEY="))
+        assert not any(key.partition("=")[2] in line for line in lines)
+        assert httpx.get(f"{fleet.url}/dashboard").status_code == 200
+        assert fleet.complete(ignore_eos=True).json()["choices"][0]["token_ids"] == expected(24)
+
+        victim = instance_of(fleet, "decode-1")
+        before = fleet.instances()["decode-1"]["incarnation"]
+        os.kill(victim, signal.SIGKILL)
+        fleet.until(lambda: _is_back(fleet, "decode-1", before), "another life of decode-1")
+        assert "decode-1  │ ── was ended by SIGKILL; started again now" in fleet.output()
+
+        with ThreadPoolExecutor(1) as client:
+            answer = client.submit(fleet.complete, max_tokens=400, ignore_eos=True)
+            fleet.until(lambda: sum(one["open"] for one in fleet.instances().values()) == 1, "the request at an instance")
+            fleet.process.send_signal(signal.SIGINT)
+            assert answer.result(60).json()["choices"][0]["token_ids"] == expected(400)
+        assert fleet.process.wait(60) == 0, fleet.output()
+        assert fleet.commands() == {}
+
+
+def _is_back(fleet: FleetProcess, name: str, before: int) -> bool:
+    found = fleet.instances().get(name)
+    return found is not None and found["state"] == "ready" and found["incarnation"] > before
+
+
+def _environment(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return file.read().decode().split("\0")
+
+
+def test_a_killed_supervisor_takes_everybody_along_even_who_is_stopped() -> None:
+    with baton_up(*SCRIPTED, "--mixed", "1") as fleet:
+        engine = next(pid for pid, words in fleet.commands().items() if "baton.node.engine" in words)
+        os.kill(engine, signal.SIGSTOP)
+        fleet.process.kill()
+        fleet.process.wait()
+        wait_until(lambda: not fleet.commands(), "nobody left")
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with baton_up(*SCRIPTED, "--mixed", "1") as fleet, ThreadPoolExecutor(1) as client:
+        answer = client.submit(fleet.complete, max_tokens=8000, ignore_eos=True)
+        fleet.until(lambda: sum(one["open"] for one in fleet.instances().values()) == 1, "the request at an instance")
+        fleet.process.send_signal(signal.SIGINT)
+        fleet.until(lambda: "draining" in fleet.output(), "the first to be heard")
+        fleet.process.send_signal(signal.SIGINT)
+        assert fleet.process.wait(30) == 130
+        assert fleet.commands() == {}
+        assert answer.exception(30) is not None or answer.result().status_code != 200
+
+
+def test_a_port_in_use_is_told_once_and_ends_it() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        baton_up(*SCRIPTED, "--router-port", str(taken.getsockname()[1]), wait=False) as fleet,
+    ):
+        assert fleet.process.wait(60) == 1
+        assert fleet.output().count("cannot listen on") == 1

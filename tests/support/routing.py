@@ -1,0 +1,160 @@
+"""Drives a Router by hand: instances, bodies and time, with what it answered kept by kind."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from baton.core.errors import Refusal, RefusalCode
+from baton.core.peers import PdCode, PdFault, PdStage
+from baton.core.records import Bill
+from baton.core.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
+from baton.core.router import Router
+from baton.core.routing import (
+    Arrived,
+    Beaten,
+    Body,
+    Came,
+    ChoiceEnd,
+    Delivered,
+    Due,
+    Facts,
+    HeldChoice,
+    Instance,
+    Joined,
+    Ledger,
+    Leg,
+    LegRefused,
+    LegTaken,
+    Names,
+    RouterConfig,
+    RouterEffect,
+    RouterEvent,
+    Send,
+    Session,
+    Sign,
+)
+
+Kind = TypeVar("Kind", bound=RouterEffect)
+PREEMPTED = PdFault(PdCode.PREEMPTED, PdStage.DECODE, "no blocks")
+SECRET = b"prefixes"
+BLOCK_SIZE = 16
+
+
+def facts(
+    name: str, role: str = "mixed", incarnation: int = 1, *, slots: int = 4, context: int = 1024, blocks: int = 256
+) -> Facts:
+    peer = f"{name}:7000" if role == "prefill" else ""
+    return Facts(Instance(name), incarnation, role, b"model", "", peer, slots, blocks, BLOCK_SIZE, context, 1000)
+
+
+def submission(
+    name: str, tokens: int = 40, *, first: int = 0, max_tokens: int | None = 100, choice: int = 0, priority: int = 0,
+    leader: str | None = None, stops: tuple[int, ...] = (), min_tokens: int = 0,
+) -> Submission:  # fmt: skip
+    sampling = Sampling(seed=1, choice=choice, stop_token_ids=stops, min_tokens=min_tokens)
+    prompt = frozen_tokens(range(first, first + tokens))
+    leads = None if leader is None else RequestId(leader)
+    return Submission(RequestId(name), prompt, sampling, max_tokens, b"", priority, leads)
+
+
+def choices(name: str, count: int, **more: int) -> tuple[Submission, ...]:
+    return tuple(
+        submission(f"{name}/{number}", choice=number, leader=f"{name}/0" if number else None, **more)
+        for number in range(count)
+    )
+
+
+def ended(reason: FinishReason, fault: PdFault | None = None, bill: Bill | None = None) -> ChoiceEnd:
+    return ChoiceEnd(reason, 0, bill or Bill(), fault)
+
+
+class Bench:
+    def __init__(self, config: RouterConfig | None = None) -> None:
+        self.config = config or RouterConfig()
+        self.router = Router(self.config, SECRET, seed=7)
+        self.now_us = 1_000_000
+        self.last: list[RouterEffect] = []
+        self.all: list[RouterEffect] = []
+        self.sessions: dict[str, Session] = {}
+        self._numbers = 0
+        self._bodies = 0
+
+    def tell(self, event: RouterEvent) -> list[RouterEffect]:
+        self.last = self.router.handle(event, self.now_us)
+        self.all += self.last
+        return self.last
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Those of the last event."""
+        return [effect for effect in self.last if isinstance(effect, kind)]
+
+    def ever(self, kind: type[Kind]) -> list[Kind]:
+        return [effect for effect in self.all if isinstance(effect, kind)]
+
+    def join(self, facts: Facts, *held: HeldChoice, draining: bool = False) -> Session:
+        self._numbers += 1
+        session = self.sessions[facts.name] = Session(self._numbers)
+        self.tell(Joined(session, facts, draining, held))
+        return session
+
+    def arrive(self, *group: Submission, tenant: str = "t", origin: bytes | None = None) -> Body:
+        self._bodies += 1
+        body = Body(self._bodies)
+        self.tell(Arrived(body, tenant, group, f"origin {body}".encode() if origin is None else origin))
+        return body
+
+    def sent(self) -> Send:
+        """The last leg that was sent, which must be of the last event."""
+        (send,) = self.of(Send)
+        return send
+
+    def open(self, *group: Submission) -> tuple[Body, Send]:
+        body = self.arrive(*group)
+        send = self.sent()
+        self.take(send)
+        return body, send
+
+    def take(self, send: Send) -> None:
+        self.tell(LegTaken(send.session, send.leg))
+
+    def refuse(self, send: Send, code: RefusalCode) -> None:
+        self.tell(LegRefused(send.session, send.leg, Refusal(code, code.value)))
+
+    def came(
+        self, send: Send, *tokens: int, place: int = 0, end: ChoiceEnd | None = None, cached: int | None = None
+    ) -> None:
+        self.tell(Came(send.session, send.leg, place, list(tokens), None, cached, end))
+
+    def delivered(self, body: Body, choice: int = 0) -> list[int]:
+        rows = [item for item in self.ever(Delivered) if (item.body, item.choice) == (body, choice)]
+        return [token for row in rows for token in row.tokens]
+
+    def beat(self, *left_out: str, computing: bool = False, steps: int = 0, silent_us: int = 0) -> None:
+        for name, session in self.sessions.items():
+            if name not in left_out and session in self.router.fleet.members:
+                self.tell(Beaten(session, Sign(Ledger(free=256, steps=steps), silent_us, computing)))
+
+    def named(self, name: str, *keys: bytes) -> None:
+        self.tell(Beaten(self.sessions[name], Sign(Ledger(free=256), 0, False, Names(False, keys))))
+
+    def run_to(self, until_us: int, *silent: str) -> list[RouterEffect]:
+        """Time passes; all but the silent ones give signs of life. Everything that was answered."""
+        said: list[RouterEffect] = []
+        while True:
+            due_us = self.router.next_deadline()
+            if due_us is None or due_us > until_us:
+                break
+            self.now_us = max(self.now_us, due_us)
+            for name in self.sessions:
+                if name not in silent and self.sessions[name] in self.router.fleet.members:
+                    said += self.tell(Beaten(self.sessions[name], Sign(Ledger(free=256), 0, False)))
+            said += self.tell(Due())
+        self.now_us = max(self.now_us, until_us)
+        self.last = said
+        return said
+
+    def pass_us(self, time_us: int, *silent: str) -> list[RouterEffect]:
+        return self.run_to(self.now_us + time_us, *silent)
+
+    def leg_of(self, number: int) -> Leg:
+        return Leg(number)

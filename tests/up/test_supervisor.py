@@ -1,0 +1,199 @@
+"""A fleet of stand-ins: what is started, started again, given up and stopped, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.up.fleet import FleetPlan, Member, Ports
+from baton.up.log import FleetLog
+from baton.up.restarts import FAILED_STARTS_MAX
+from baton.up.supervisor import EXIT_AT_ONCE, EXIT_FAILED, ROUTER, Supervisor
+
+WAIT_S = 20.0
+
+ROUTER_STAND_IN = """
+import json, signal, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+names, port, notes = sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3]
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"data": [{"name": name, "state": "ready", "more": 1} for name in names]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_): pass
+def end(*_):
+    open(notes, "a").write("router told\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+server = HTTPServer(("127.0.0.1", port), Answer)
+at = server.server_address[1]
+print(f"m is served at http://127.0.0.1:{at}\\ninstances join at 127.0.0.1:{at}", flush=True)
+server.serve_forever()
+"""
+
+MEMBER_STAND_IN = """
+import signal, sys
+name, notes, how = sys.argv[1:]
+def end(*_):
+    open(notes, "a").write(f"{name} told\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "deaf" else end)
+open(notes, "a").write(f"{name} started\\n")
+if how == "broken":
+    sys.exit("the disk is on fire")
+print("loading\\nm is served at http://127.0.0.1:1\\ntalk to it with: nothing", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StandIns(FleetPlan):
+    """The same fleet, of small scripts."""
+
+    notes: Path = Path()
+    how: dict[str, str] = field(default_factory=dict)
+
+    def router_command(self, ports: Ports) -> list[str]:
+        names = ",".join(member.name for member in self.members)
+        script = "import sys; sys.exit('no such port')" if self.how.get(ROUTER) == "broken" else ROUTER_STAND_IN
+        return [sys.executable, "-S", "-c", script, names, str(ports.http), str(self.notes)]
+
+    def member_command(self, member: Member, join: str, cores: int) -> list[str]:
+        how = self.how.get(member.name, "well")
+        return [sys.executable, "-S", "-c", MEMBER_STAND_IN, member.name, str(self.notes), how]
+
+
+@dataclass
+class Running:
+    supervisor: Supervisor
+    log: io.StringIO
+    notes: Path
+    run: asyncio.Task[int]
+
+    async def until(self, holds: Callable[[], bool], what: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not holds():
+                assert not self.run.done() or holds(), f"it ended before: {what}\n{self.log.getvalue()}"
+                await asyncio.sleep(0.01)
+
+    async def code(self) -> int:
+        async with asyncio.timeout(WAIT_S):
+            return await self.run
+
+    def started(self, name: str) -> int:
+        return self.notes.read_text().split("\n").count(f"{name} started") if self.notes.exists() else 0
+
+    def pids(self) -> list[int]:
+        text = self.log.getvalue()
+        return [int(part.split(",")[0].split(")")[0]) for part in text.split("(pid ")[1:]]
+
+
+@asynccontextmanager
+async def fleet(folder: Path, *, decode: int = 2, how: dict[str, str] | None = None) -> AsyncIterator[Running]:
+    plan = StandIns("m", decode=decode, router_port=0, notes=folder / "notes", how=how or {}, restart_delay_us_max=0)
+    out = io.StringIO()
+    with FleetLog((ROUTER, *(member.name for member in plan.members)), out, colours=False) as log:
+        supervisor = Supervisor(plan, log, cores=2)
+        running = Running(supervisor, out, plan.notes, asyncio.create_task(supervisor.run()))
+        try:
+            yield running
+        finally:
+            supervisor.stop()
+            supervisor.stop()
+            await running.run
+    assert not [pid for pid in running.pids() if _lives(pid)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_the_banner_comes_when_all_are_there_and_names_what_to_do_next(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        text = running.log.getvalue()
+        assert "m is served by a router and 2 decode" in text
+        assert f"{running.supervisor.url}/dashboard" in text
+        assert "baton drain decode-1" in text
+        assert "loading" not in text
+        assert "talk to it with" not in text
+
+
+async def test_what_is_killed_is_started_again_the_router_at_its_old_port(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        url, (router, first, _) = running.supervisor.url, running.pids()
+        os.kill(first, signal.SIGKILL)
+        os.kill(router, signal.SIGKILL)
+        await running.until(lambda: running.log.getvalue().count("life 2)") == 2, "both again")
+        assert running.supervisor.url == url
+        assert "was ended by SIGKILL; started again now" in running.log.getvalue()
+
+
+async def test_one_that_left_by_itself_is_replaced(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        os.kill(running.pids()[1], signal.SIGTERM)
+        await running.until(lambda: "life 2)" in running.log.getvalue(), "another in its place")
+        assert "ended; started again" in running.log.getvalue()
+
+
+async def test_one_that_cannot_start_is_given_up_and_the_others_serve(tmp_path: Path) -> None:
+    async with fleet(tmp_path, how={"decode-1": "broken"}) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        assert running.started("decode-1") == FAILED_STARTS_MAX
+        assert "decode-1 │ the disk is on fire" in running.log.getvalue()
+        assert "without decode-1" in running.log.getvalue()
+
+
+async def test_when_none_that_answers_can_start_it_ends_with_a_code(tmp_path: Path) -> None:
+    async with fleet(tmp_path, how={"decode-1": "broken", "decode-2": "broken"}) as running:
+        assert await running.code() == EXIT_FAILED
+
+
+async def test_a_router_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
+    async with fleet(tmp_path, how={ROUTER: "broken"}) as running:
+        assert await running.code() == EXIT_FAILED
+    assert running.log.getvalue().count("no such port") == 1
+    assert running.started("decode-1") == 0
+
+
+async def test_stopping_lets_the_router_end_before_the_instances_are_told(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        running.supervisor.stop()
+        assert await running.code() == 0
+    told = [line for line in running.notes.read_text().splitlines() if line.endswith("told")]
+    assert told[0] == "router told"
+    assert sorted(told[1:]) == ["decode-1 told", "decode-2 told"]
+
+
+async def test_a_second_word_ends_those_who_do_not_listen(tmp_path: Path) -> None:
+    async with fleet(tmp_path, how={"decode-1": "deaf"}) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        running.supervisor.stop()
+        await running.until(lambda: "decode-2 told" in running.notes.read_text(), "the instances told")
+        running.supervisor.stop()
+        assert await running.code() == EXIT_AT_ONCE
+
+
+async def test_a_stop_while_everything_starts_leaves_nothing(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as running:
+        await running.until(lambda: running.started("decode-1") > 0, "the first instance")
+        running.supervisor.stop()
+        assert await running.code() == 0
