@@ -130,6 +130,8 @@ class Client:
         self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: Ended | None
     ) -> None:
         answer = self._answers[place]
+        if answer.over and self._resumed:
+            return  # it has had this choice from a router before this one
         tokens = answer.new_of(tokens[begin:end])
         if answer.cut_again and answer.keep is not None and answer.position >= answer.keep and self._booking is not None:
             answer.cut_again = False
