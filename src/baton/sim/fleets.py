@@ -87,3 +87,6 @@ class Fleet:
         for switch in (*self.gate.former, self.gate.switch):
             judge.took_moves("carrying", switch.router.moves())
             judge.took_moves("member", switch.router.fleet.moves())
+        for relay in (*self._upheaval.relays(), *(relay for seat in self._seats for relay in seat.relays)):
+            judge.took_moves("relay", relay.moves())
+            judge.took_moves("standing", relay.turns())

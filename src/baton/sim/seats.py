@@ -20,7 +20,7 @@ from baton.sim.network import Network
 from baton.sim.transfer import Fabric
 from baton.sim.world import Host, World
 from baton.wire.link import LinkConfig
-from baton.wire.relay import RelayOut
+from baton.wire.relay import Relay, RelayOut
 
 FRONT = "front"
 
@@ -60,6 +60,8 @@ class Seat:
         self.counter = counter
         self.member: Member | None = None
         """The front end of the present life, under a router."""
+        self.relays: list[Relay] = []
+        """Of all lives."""
         self.host = Host(world, self.name)
         self.front = Host(world, f"front of {spec.number}")
         self._grace_us = grace_us
@@ -214,6 +216,7 @@ class Seat:
         self.member = member = Member(self.front, self._network, life, self._link, self._grace_us)
         self.line = member.line
         self.lines.append(self.line)
+        self.relays.append(member.relay)
         member.when_told = self._told
         self.front.run(member.start)
 

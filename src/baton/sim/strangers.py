@@ -52,7 +52,7 @@ class OldLife:
         self.host = Host(world, f"old life {number}")
         self._gate = gate
         self._join = join
-        self._relay = Relay(join)
+        self.relay = Relay(join)
         self._outbox: deque[bytes] = deque()
         self.line = initiator(self.host, network, *line_names(number), self, link)
 
@@ -64,16 +64,16 @@ class OldLife:
         self.host.crash()
 
     def opened(self) -> None:
-        for message in self._relay.opened(self.host.world.now_us):
+        for message in self.relay.opened(self.host.world.now_us):
             self._say(message)
 
     def lost(self, reason: str) -> None:
         self._outbox.clear()
-        self._relay.lost(reason, self.host.world.now_us)
+        self.relay.lost(reason, self.host.world.now_us)
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
-            self._carry_out(self._relay.heard(decode_from_router(frame), self.host.world.now_us))
+            self._carry_out(self.relay.heard(decode_from_router(frame), self.host.world.now_us))
         self._post()
 
     def _carry_out(self, out: RelayOut) -> None:
@@ -81,12 +81,12 @@ class OldLife:
         if out.fenced is not None:
             self.host.world.fire(Fault.OUTLIVED, self.host.name)
             self.line.close("fenced")
-            self._relay.lost("fenced", now_us)
+            self.relay.lost("fenced", now_us)
             return
         for order in out.orders:
             if isinstance(order, Submit):  # it was welcomed: the router knew nothing of the later life
                 no = Refusal(RefusalCode.DRAINING, "an old life takes nothing")
-                self._carry_out(self._relay.take(refused(order.ticket, no), now_us))
+                self._carry_out(self.relay.take(refused(order.ticket, no), now_us))
         for message in out.says:
             self._say(message)
         if out.turned_away is not None:

@@ -18,7 +18,7 @@ from baton.sim.strangers import OldLife, forged, forged_by_a_member
 from baton.sim.world import World
 from baton.wire.link import LinkConfig
 from baton.wire.membership import Join
-from baton.wire.relay import RelayOut
+from baton.wire.relay import Relay, RelayOut
 
 BY_MEMBER_SHARE = 0.3
 BY_ROUTER_SHARE = 0.5
@@ -70,6 +70,9 @@ class Upheaval:
                 self._world.at(stream.randrange(self._span_us // 2), self._join_late, seat)
             else:
                 seat.boot()
+
+    def relays(self) -> list[Relay]:
+        return [old.relay for old in self._old_lives]
 
     def heal(self) -> None:
         self._over = True
