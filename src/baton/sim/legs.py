@@ -32,6 +32,7 @@ from baton.sim.laws import (
     DESERVED_END,
     DESERVED_LOSS,
     DESERVED_SUSPICION,
+    DRAINS_IN_TIME,
     ENDS_AT_ONCE,
     ENDS_ONCE,
     FENCED,
@@ -43,6 +44,7 @@ from baton.sim.laws import (
     SUSPECTED_IN_TIME,
     TRUE_BILL,
     TRUE_NAMES,
+    WAITS_IN_TIME,
     LawBroken,
 )
 from baton.wire.membership import (
@@ -117,6 +119,12 @@ class _Hop:
     stopped: bool = False
     forgotten: bool = False
 
+    @property
+    def is_open(self) -> bool:
+        if self.called_back or self.ended is not None or self.body.over:
+            return False
+        return self.choice.hop is self and self.choice.outcome is None
+
 
 @dataclass(slots=True, eq=False)
 class _Leg:
@@ -130,6 +138,8 @@ class _Session:
     join: Join | None = None
     welcomed: bool = False
     drains: bool = False
+    drains_us: int = 0
+    """Since when."""
     over: bool = False
     sign_us: int = 0
     tickets: dict[int, _Leg] = field(default_factory=dict)
@@ -141,6 +151,15 @@ class _Session:
     said: set[bytes] = field(default_factory=set)
     """Names of prefixes that it has cached."""
     legs: int = 0
+
+    def drain(self, now_us: int) -> None:
+        if not self.drains:
+            self.drains, self.drains_us = True, now_us
+
+    def open_hops(self) -> list[_Hop]:
+        """Those whose choice is here, and that somebody waits for."""
+        hops = [*self.serials.values(), *(hop for leg in self.tickets.values() for hop in leg.hops)]
+        return [hop for hop in hops if hop.is_open]
 
     @property
     def name(self) -> str:
@@ -172,6 +191,8 @@ class _Choice:
     max_tokens: int | None = None
     bills: list[WireBill] = field(default_factory=list)
     outcome: Outcome | None = None
+    cut: bool = False
+    """Its client has everything it wants of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,11 +228,16 @@ class LegBook:
         self._touched: dict[bytes, _Body] = {}
         self._dead: list[_Session] = []
         """Since everything was last looked at."""
+        self._left_behind: list[_Hop] = []
+        """Where choices were that have been found elsewhere."""
         self._looks = 0
         self._joining: _Session | None = None
         """Just welcomed: what it holds and nobody wants is about to be said."""
         self._served_us = now_us
         """When somebody last served."""
+        self._served_us_before = now_us
+        """Since when somebody has."""
+        self._woke_us = now_us
 
     def members(self) -> dict[int, set[bytes]]:
         """By instance: what it says that it has cached."""
@@ -221,6 +247,7 @@ class LegBook:
 
     def woke(self, now_us: int) -> None:
         """The router was not awake: in that time it could suspect nobody."""
+        self._woke_us = now_us
         for session in self._sessions.values():
             session.sign_us = now_us
 
@@ -237,6 +264,10 @@ class LegBook:
     def left(self, body: Body) -> None:
         self._bodies[body].left = True
         self._over(self._bodies[body])
+
+    def cut(self, body: Body, choice: int) -> None:
+        self._bodies[body].choices[choice].cut = True
+        self._touched[self._bodies[body].origin] = self._bodies[body]
 
     def claimed(self, body: Body) -> None:
         self._bodies[body].claimed = True
@@ -260,7 +291,7 @@ class LegBook:
 
     def heard(self, number: Session, message: FromInstance, now_us: int) -> None:
         session = self._sessions.get(number)
-        if session is None:
+        if session is None or (session.welcomed and isinstance(message, Join | HeldGroup | Settled)):
             return
         match message:
             case StepOutput():
@@ -289,13 +320,15 @@ class LegBook:
                 if code is RefusalCode.QUEUE_FULL:
                     self._witness.fire(Fault.LEG_REFUSED, session.name)
             case Join():
-                session.join, session.sign_us, session.drains = message, now_us, message.draining
+                session.join, session.sign_us = message, now_us
+                if message.draining:
+                    session.drain(now_us)
             case HeldGroup():
                 self._holds(session, message)
             case Settled():
                 session.sign_us = now_us
             case Leaving():
-                session.drains = True
+                session.drain(now_us)
 
     def _names(self, session: _Session, beat: Beat) -> None:
         if beat.fresh:
@@ -320,6 +353,7 @@ class LegBook:
             self._witness.fire(Fault.LEG_YIELDED, session.name)
         elif ended.reason in (FinishReason.RESCHEDULE, FinishReason.ERROR, FinishReason.ABORT):
             choice.losses += 1
+            choice.turned_down_by = session.name
 
     def _holds(self, session: _Session, message: HeldGroup) -> None:
         body = self._origins.get(message.origin)
@@ -377,7 +411,7 @@ class LegBook:
             case Welcome():
                 self._welcomed(session)
             case Drain():
-                session.drains = True
+                session.drain(now_us)
 
     def _welcomed(self, session: _Session) -> None:
         join = session.join
@@ -389,14 +423,18 @@ class LegBook:
 
     def _gives(self, address: str) -> None:
         """Somebody is to prefill there, and will have that cached."""
-        for session in self._sessions.values():
-            if session.join is not None and session.join.peer_address == address:
-                session.legs += 1
+        givers = [s for s in self._sessions.values() if s.join is not None and s.join.peer_address == address and s.welcomed]
+        for session in givers:
+            session.legs += 1
+        if not givers:
+            raise LawBroken(RIGHT_PLACE, f"{address} shall prefill, and is not there")
 
     def _placed(self, session: _Session, place: Place, now_us: int) -> None:
         body = self._origins[place.origin]
         if not session.serves:
             raise LawBroken(RIGHT_PLACE, f"a leg of {body.origin!r} goes to {session.name}: {session.join}")
+        if session.join is not None and len(session.open_hops()) >= self._config.ahead * session.join.slots:
+            raise LawBroken(RIGHT_PLACE, f"{len(session.open_hops())} choices are open at {session.name}, and more come")
         leg = session.tickets[place.ticket] = _Leg()
         leaders: dict[str, bytes] = {}
         for item, index in zip(place.group, place.choices, strict=True):
@@ -513,6 +551,8 @@ class LegBook:
 
     def _orphan(self, act: Orphan, now_us: int) -> None:
         body = self._origins[act.origin]
+        if body.over:
+            raise LawBroken(ENDS_ONCE, f"{act.origin!r} is over, and is found again as {act.body}")
         body.body, body.arrived_us = act.body, now_us
         self._bodies[act.body] = body
         for choice, tokens, outcome in zip(body.choices, act.delivered, act.outcomes, strict=True):
@@ -538,32 +578,61 @@ class LegBook:
     def looked(self, view: View, now_us: int) -> None:
         touched, self._touched = self._touched, {}
         dead, self._dead = self._dead, []
+        left_behind, self._left_behind = self._left_behind, []
+        for hop in left_behind:
+            if hop.ended is None and not hop.called_back and hop.choice.hop is not hop:
+                raise LawBroken(ONE_PLACE, f"{hop.choice.name} goes on elsewhere, and is still open at {hop.session.name}")
         self._looks += 1
         if self._joining is not None:
             self._found_where_they_were(self._joining)
         if not self._looks % COUNT_EVERY:
             self._counted(view)
+            self._waits_in_time(now_us)
         for session in dead:
             self._forgets_names(session, view)
         for session in self._sessions.values():
-            if session.serves:
-                self._served_us = now_us
             if session.welcomed:
                 self._in_time(session, now_us)
+        if any(session.serves for session in self._sessions.values()):
+            self._served_us = now_us
+        else:
+            self._served_us_before = now_us
         for body in touched.values():
             if body.over:
                 self._let_go(body)
+            for hop in (choice.hop for choice in body.choices if choice.cut):
+                if hop is not None and hop.is_open and hop.serial is not None and not hop.stopped:
+                    raise LawBroken(ENDS_AT_ONCE, f"{hop.choice.name} was cut, and {hop.session.name} still computes it")
 
     def _counted(self, view: View) -> None:
         ours = {session.number: 0 for session in self._sessions.values() if session.welcomed}
         for body in self._bodies.values():
-            for choice in body.choices if not body.over else ():
-                hop = choice.hop
-                if hop is not None and choice.outcome is None and hop.ended is None and not hop.called_back:
-                    ours[hop.session.number] += 1
+            for choice in body.choices:
+                if choice.hop is not None and choice.hop.is_open:
+                    ours[choice.hop.session.number] += 1
         theirs = view.open_at()
         if ours != theirs:
             raise LawBroken(OPEN_COUNTS, f"the router counts {theirs}, and it is {ours}")
+
+    def _waits_in_time(self, now_us: int) -> None:
+        config, late_us = self._config, self._config.beat_us + SLACK_US
+        serves = any(session.serves for session in self._sessions.values())
+        for body in self._bodies.values():
+            if body.over or (body.found and not body.claimed):
+                continue
+            old_us = now_us - max(body.arrived_us, self._woke_us)
+            if old_us > config.deadline_us + late_us:
+                raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} is {old_us} µs old")
+            alone_us = now_us - max(body.arrived_us, self._served_us, self._woke_us)
+            if not serves and not body.found and alone_us > config.absent_us + late_us:
+                if not any(choice.delivered or (choice.hop is not None and choice.hop.is_open) for choice in body.choices):
+                    raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} has waited for {alone_us} µs, and nobody serves")
+        for session in self._sessions.values():
+            drains_us = now_us - max(session.drains_us, self._woke_us, self._served_us_before)
+            if session.welcomed and session.drains and serves and drains_us > config.drain_us + late_us:
+                hop = next((hop for hop in session.open_hops() if hop.serial is not None and not hop.stopped), None)
+                if hop is not None:
+                    raise LawBroken(DRAINS_IN_TIME, f"{hop.choice.name} is still at {session.name} after {drains_us} µs")
 
     def _forgets_names(self, dead: _Session, view: View) -> None:
         for key in sorted(dead.said)[:KEYS_LOOKED_AT]:
@@ -590,8 +659,8 @@ class LegBook:
                 choice.bills.append(hop.ended.bill)
             else:
                 choice.losses = max(0, choice.losses - 1)  # it was not lost after all
-            if before is not None and before.ended is None and not before.called_back:
-                raise LawBroken(ONE_PLACE, f"{choice.name} is open at {before.session.name} and at {session.name} too")
+            if before is not None:
+                self._left_behind.append(before)
             choice.hop = hop
 
     def _let_go(self, body: _Body) -> None:

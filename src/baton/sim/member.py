@@ -12,7 +12,7 @@ from collections.abc import Callable
 from baton.core.config import Role
 from baton.sim.faults import Fault
 from baton.sim.instance import Instance
-from baton.sim.laws import LINE_BOUND, LawBroken
+from baton.sim.laws import FORGOTTEN, LINE_BOUND, LawBroken
 from baton.sim.lines import initiator
 from baton.sim.network import Network
 from baton.sim.world import Alarm, Host
@@ -30,7 +30,7 @@ from baton.wire.messages import (
     decode_from_engine,
     encode_to_engine,
 )
-from baton.wire.relay import Relay, RelayOut
+from baton.wire.relay import Relay, RelayOut, Standing
 
 ROUTER = "router"
 OUTBOX_MAX = 2_000
@@ -38,6 +38,8 @@ OUTBOX_MAX = 2_000
 SESSIONS_A_LIFE = 1_000_000
 """Numbers of sessions must rise over the lives of whoever opens them."""
 LEAST_BEAT_US = 10_000
+KEPT_US = 50_000
+"""Beyond the grace, until nothing is kept any more."""
 
 
 def line_names(number: int) -> tuple[str, str]:
@@ -76,6 +78,9 @@ class Member:
         ends = line_names(life.spec.number)
         self.line = initiator(front, network, *ends, self, link, life.life * SESSIONS_A_LIFE + 1)
         self._outbox: deque[bytes] = deque()
+        self._grace_us = grace_us
+        self._away_us: int | None = None
+        """Since when no router has welcomed it."""
         self._engine_us = front.world.now_us
         """When the engine last gave a sign of life."""
         self._beat_us = LEAST_BEAT_US
@@ -141,6 +146,14 @@ class Member:
         self._beats.set(None)
         self.relay.lost(reason, self._front.world.now_us)
         self._ticks.set(self.relay.next_deadline())
+        if self._away_us is None:
+            self._away_us = self._front.world.now_us
+            self._front.after(self._grace_us + KEPT_US, self._keeps_nothing, self._away_us)
+
+    def _keeps_nothing(self, away_us: int) -> None:
+        """No router has been there for so long that nobody will ask for what was open."""
+        if self._away_us == away_us and self.relay.kept_choices and self.relay.standing is Standing.AWAY:
+            raise LawBroken(FORGOTTEN, f"{self.life.host.name} keeps {self.relay.kept_choices} choices for a lost router")
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
@@ -152,6 +165,8 @@ class Member:
     def _carry_out(self, out: RelayOut) -> None:
         if out.welcomed is not None:
             self.serves = True
+            self._away_us = None
+            self._grace_us = out.welcomed.orphan_grace_us
             self._beat_us = out.welcomed.beat_us
             self._beat()
         for order in out.orders:

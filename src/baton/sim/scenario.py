@@ -400,7 +400,9 @@ class Run:
     def may_be_lost(self, instance: int, accepted: bool) -> bool:
         now_us = self.world.now_us
         noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + self._noticed_us
-        return noisy or now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + self._noticed_us
+        if noisy or instance >= len(self.seats):  # some are strangers
+            return True
+        return now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + self._noticed_us
 
     def may_be_suspected(self, instance: int) -> bool:
         now_us = self.world.now_us

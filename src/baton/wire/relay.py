@@ -327,6 +327,11 @@ class Relay:
         return len(self._open) + sum(len(group.lines) for group in self._asked.values())
 
     @property
+    def kept_choices(self) -> int:
+        """Choices of which a router will be told when it is there again."""
+        return sum(line.state in KEPT for group in self._groups.values() for line in group.lines)
+
+    @property
     def held_choices(self) -> int:
         """Choices of which something is kept."""
         return sum(len(group.lines) for group in self._groups.values())
