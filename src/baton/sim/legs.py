@@ -600,9 +600,10 @@ class LegBook:
         for body in touched.values():
             if body.over:
                 self._let_go(body)
-            for hop in (choice.hop for choice in body.choices if choice.cut):
-                if hop is not None and hop.is_open and hop.serial is not None and not hop.stopped:
-                    raise LawBroken(ENDS_AT_ONCE, f"{hop.choice.name} was cut, and {hop.session.name} still computes it")
+            for choice in body.choices:
+                at = choice.hop if choice.cut else None
+                if at is not None and at.is_open and at.serial is not None and not at.stopped:
+                    raise LawBroken(ENDS_AT_ONCE, f"{choice.name} was cut, and {at.session.name} still computes it")
 
     def _counted(self, view: View) -> None:
         ours = {session.number: 0 for session in self._sessions.values() if session.welcomed}
