@@ -308,6 +308,8 @@ class LegBook:
                     hop.serial = serial
                     session.serials[serial] = hop
                     self._touch(hop)
+                    if hop.choice.hop is not hop:  # it was found elsewhere meanwhile
+                        self._left_behind.append(hop)
             case RefusedWith(ticket, code):
                 leg = session.tickets.pop(ticket, None)
                 for hop in leg.hops if leg is not None else ():
@@ -580,7 +582,7 @@ class LegBook:
         dead, self._dead = self._dead, []
         left_behind, self._left_behind = self._left_behind, []
         for hop in left_behind:
-            if hop.ended is None and not hop.called_back and hop.choice.hop is not hop:
+            if hop.serial is not None and hop.ended is None and not hop.called_back and hop.choice.hop is not hop:
                 raise LawBroken(ONE_PLACE, f"{hop.choice.name} goes on elsewhere, and is still open at {hop.session.name}")
         self._looks += 1
         if self._joining is not None:
