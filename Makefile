@@ -54,6 +54,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mooncake]'  # not on every platform
 	tools/mooncake-libraries.sh $(CURDIR)/$(VENV)
+	tools/browser.sh
 	touch $@
 
 clean:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,25 @@ def test_a_folder_gives_tokenizer_template_ends_and_defaults(folder: Path) -> No
     assert text.encode("<|end|>hi", add_special_tokens=False) == [end, 104, 105]
     long = "a long text, beyond the length that the folder names"
     assert text.decode(text.encode(long)) == long
+
+
+def test_while_a_long_text_is_made_tokens_other_threads_run(folder: Path) -> None:
+    text, done, naps = load_text(folder), threading.Event(), 0
+
+    def live() -> None:
+        nonlocal naps
+        while not done.wait(0.001):
+            naps += 1
+
+    other = threading.Thread(target=live)
+    other.start()
+    before = naps
+    count = len(text.encode("a long text " * 100_000))
+    during = naps - before
+    done.set()
+    other.join()
+    assert count == 1_200_000
+    assert during > 20, "in a second that takes"
 
 
 def test_a_folder_without_generation_config_has_neutral_defaults(folder: Path) -> None:

@@ -135,6 +135,13 @@ def test_nobody_is_hurt_while_a_role_has_no_spare() -> None:
     assert drawn.victim.role == "decode"  # there is only one of the other role
 
 
+def test_every_kind_comes_once_before_one_comes_again() -> None:
+    book = faults()
+    drawn = [book.draw(FLEET, 0) for _ in range(2 * len(FaultKind))]
+    kinds = [fault.kind for fault in drawn if fault is not None]
+    assert set(kinds[: len(FaultKind)]) == set(kinds[len(FaultKind) :]) == set(FaultKind)
+
+
 def test_who_is_hurt_is_no_spare_until_it_is_back() -> None:
     book = faults(FaultKind.KILL)
     first = book.draw(FLEET, 0)

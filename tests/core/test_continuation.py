@@ -137,6 +137,23 @@ def test_choices_that_got_differently_far_share_the_prompt_and_nothing_else(cuts
     assert follower.computed >= 8, "the follower did not find the leader's prompt"
 
 
+def test_a_follower_names_its_blocks_after_its_own_outputs() -> None:
+    """Whoever has the leader's outputs and then the follower's must not find the follower's block behind the leader's."""
+    driver, prompt = Driver(config()), list(range(1, 12))
+    samplings = [Sampling(seed=3, choice=choice) for choice in range(2)]
+    ahead, behind = (whole(sampling, 20, prompt) for sampling in samplings)
+    driver.submit(
+        submission(prompt, 20, name="0", sampling=samplings[0], generated=ahead[:9]),
+        submission(prompt, 20, name="1", sampling=samplings[1], leader="0"),
+    )
+    driver.run()
+    mixed = [*prompt, ahead[0], *behind[1:6]]
+    (serial,) = driver.submit(submission(mixed, 6))
+    driver.run()
+    assert driver.outputs[serial] == whole(Sampling(seed=0, temperature=0.0), 6, mixed)
+    assert driver.ended[serial].cached_tokens == 12, "prompt and the leader's first output, as one more block"
+
+
 @st.composite
 def _configs(draw: st.DrawFn) -> WorkerConfig:
     return config(

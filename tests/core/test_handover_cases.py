@@ -161,12 +161,13 @@ def test_a_giver_that_declines_is_asked_again_when_there_is_no_other_or_a_while_
     d.send(Heard(other, Offer(99, 1, 50, queued_tokens=1_000_000)))
 
     def asked() -> PeerId:
-        d.submit(submission(range(40), 4))
-        while True:
-            for act in d.send(Tick()):
-                if isinstance(act, Tell) and isinstance(act.message, Ask):
-                    return act.peer
+        d.submit(submission([len(d.outputs)] * 40, 4))
+        for _ in range(20):
+            asks = [act.peer for act in d.send(Tick()) if isinstance(act, Tell) and isinstance(act.message, Ask)]
+            if asks:
+                return asks[0]
             d.settle_one()
+        raise AssertionError("nobody was asked")
 
     assert asked() == PEER
     hear(d, Decline(0, 1, PdCode.TIMEOUT, "the instance is draining"))

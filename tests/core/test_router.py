@@ -517,6 +517,31 @@ def test_what_is_late_is_counted_and_means_nothing() -> None:
     assert bench.router.counts.late == len(late)
 
 
+def test_a_leg_that_was_taken_cannot_be_refused() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    body, send = bench.open(submission("x"))
+    bench.refuse(send, RefusalCode.QUEUE_FULL)
+    assert bench.last == []
+    bench.came(send, 1, end=STOP)
+    assert bench.delivered(body) == [1]
+    assert bench.of(Forget)
+
+
+def test_a_leg_that_is_refused_after_its_choices_were_cut_has_nothing_to_forget() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    body, first = bench.open(*choices("x", 2))
+    bench.came(first, 1, place=0, end=ended(FinishReason.ERROR))
+    again = bench.sent()
+    bench.tell(Cut(body, 0, 1))
+    assert bench.of(CallBack) == [CallBack(again.session, again.leg, (0,))]
+    bench.refuse(again, RefusalCode.QUEUE_FULL)
+    bench.came(first, 1, place=1, end=STOP)
+    assert bench.of(Forget) == [Forget(first.session, first.leg)]
+
+
 def test_a_body_arrives_once() -> None:
     bench = Bench()
     bench.arrive(submission("x"))

@@ -123,6 +123,8 @@ class Life:
     asked: list[Send] = field(default_factory=list)
     """Legs without an answer."""
     seats: dict[tuple[Leg, int], Seat] = field(default_factory=dict)
+    legs: list[Leg] = field(default_factory=list)
+    """Of this session, neither refused nor forgotten."""
     beats: bool = True
     drains: bool = False
     serials: int = 0
@@ -179,7 +181,6 @@ class World:
         self.sessions = 0
         self.bodies = 0
         self.incarnations = 0
-        self.preempted: Counter[tuple[Body, int]] = Counter()
         self.healing = False
 
     def run(self) -> None:
@@ -214,7 +215,7 @@ class World:
     def arrive(self) -> None:
         draws, number = self.draws, self.bodies
         self.bodies += 1
-        prompt, choices = frozen_tokens(range(draws.randrange(3), draws.randrange(4, 40))), draws.choice([1, 1, 2, 3])
+        prompt, choices = frozen_tokens(range(draws.randrange(3), draws.choice([8, 40, 90]))), draws.choice([1, 1, 2, 3])
         limit = draws.choice([None, 1, draws.randrange(2, 30)])
         group = tuple(
             Submission(
@@ -240,15 +241,17 @@ class World:
             return
         life, send = self.draws.choice(asked)
         life.asked.remove(send)
-        assert life.session is not None
-        if life.facts.context_tokens < len(send.group[0].prompt) + (send.group[0].max_tokens or 0):
-            self.tell(LegRefused(life.session, send.leg, Refusal(RefusalCode.CONTEXT_EXCEEDED, "too long")))
-        elif self.draws.random() < (0 if self.healing else 0.15):
+        session = life.session
+        assert session is not None
+        longest = max(len(item.prompt) + (item.max_tokens or 0) for item in send.group)
+        if longest > life.facts.context_tokens or self.draws.random() < (0 if self.healing else 0.15):
+            code = RefusalCode.CONTEXT_EXCEEDED if longest > life.facts.context_tokens else self.draws.choice(TURNED_DOWN)
             self.seen["refusals"] += 1
-            self.tell(LegRefused(life.session, send.leg, Refusal(self.draws.choice(TURNED_DOWN), "not now")))
+            life.legs.remove(send.leg)
+            self.tell(LegRefused(session, send.leg, Refusal(code, "not here, or not now")))
         else:
             life.take(send)
-            self.tell(LegTaken(life.session, send.leg))
+            self.tell(LegTaken(session, send.leg))
 
     def step(self) -> None:
         running = [(life, s) for life in self.lives.values() for s in life.seats.values() if s.end is None]
@@ -313,7 +316,7 @@ class World:
 
     def join(self, life: Life) -> None:
         self.sessions += 1
-        life.session, life.asked, life.beats = Session(self.sessions), [], True
+        life.session, life.asked, life.legs, life.beats = Session(self.sessions), [], [], True
         self.tell(Joined(life.session, life.facts, life.drains, life.held()))
 
     def part(self) -> None:
@@ -426,11 +429,13 @@ class World:
                 assert life.facts.role != "prefill"
                 self.check_group(effect)
                 life.asked.append(effect)
+                life.legs.append(effect.leg)
             case CallBack(session, leg, places):
                 life = self.of(session)
-                for place in places if life is not None else ():
-                    if life is not None:
-                        life.seats.pop((leg, place), None)
+                assert life is not None
+                assert leg in life.legs
+                for place in places:
+                    life.seats.pop((leg, place), None)
             case CutShort(session, leg, place, keep):
                 life = self.of(session)
                 assert life is not None
@@ -438,6 +443,7 @@ class World:
             case Forget(session, leg):
                 life = self.of(session)
                 assert life is not None
+                life.legs.remove(leg)
                 life.seats = {key: seat for key, seat in life.seats.items() if key[0] != leg}
                 life.asked = [send for send in life.asked if send.leg != leg]
             case TurnAway(session) | HangUp(session):
@@ -469,9 +475,7 @@ class World:
     def cut_short(self, life: Life, seat: Seat, keep: int) -> None:
         if seat.end is None and self.draws.random() < 0.7 and life.session is not None:
             seat.end = ChoiceEnd(FinishReason.STOP, keep, BILL)
-            self.later = Came(life.session, seat.leg, seat.place, [], None, None, seat.end)
-            for effect in self.router.handle(self.later, self.now_us):
-                self.obey(effect)
+            self.tell(Came(life.session, seat.leg, seat.place, [], None, None, seat.end))
 
     def admitted(self, session: Session, keep: tuple[tuple[int, Leg, int], ...], cancel: tuple[int, ...]) -> None:
         life = self.of(session)
@@ -482,6 +486,7 @@ class World:
         for serial, leg, place in keep:
             seats[serial].leg, seats[serial].place = leg, place
             life.seats[leg, place] = seats[serial]
+            life.legs.append(leg)
             self.seen["kept at a join"] += 1
 
     def hear(self, effect: Opened | Declined | Delivered | Orphan | OrphanDropped) -> None:
@@ -506,10 +511,15 @@ class World:
                 assert client.opened or effect.body < 0
                 assert client.outcomes[choice] is None, "something came after the end"
                 assert not (client.left and tokens) or effect.body < 0
-                assert extras is None or list(extras)[-len(tokens) :] == tokens[-len(list(extras)) :] or effect.body < 0  # type: ignore[call-overload]
+                self.check_extras(tokens, extras)
                 client.tokens[choice] += tokens
                 if outcome is not None:
                     self.over(client, choice, outcome)
+
+    def check_extras(self, tokens: list[int], extras: object) -> None:
+        """They are of the last tokens; here each is the token itself."""
+        if isinstance(extras, list) and extras:
+            assert tokens[-len(extras) :] == extras
 
     def found(self, orphan: Orphan) -> None:
         self.seen["orphans"] += 1
@@ -602,6 +612,7 @@ class World:
         assert self.router.waiting == 0
         for life in self.connected():
             assert not life.seats, "an instance keeps what nobody wants"
+            assert not life.legs, "a leg was not forgotten"
         self.count_moves()
 
     def count_moves(self) -> None:

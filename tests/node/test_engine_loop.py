@@ -12,13 +12,24 @@ import zmq
 from baton.core.config import DECODE, Role, WorkerConfig
 from baton.core.peers import Heard, Offer, PeerEffect, PeerId, PeerOpened, Refuse, Release, Tell
 from baton.core.plan import StepPlan, StepResult
-from baton.core.prefix import PrefixIndex
+from baton.core.prefix import KEY_BYTES, PrefixIndex
 from baton.core.worker import Worker
 from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.engine import EngineLoop, end_with_threads
 from baton.node.inbox import Broken, Inbox
-from baton.wire.messages import FromEngine, PeerTraffic, StepOutput, decode_from_engine, encode_to_engine, submit
+from baton.wire.messages import (
+    AcceptedAs,
+    FromEngine,
+    Peers,
+    PeerTraffic,
+    Pulse,
+    StepOutput,
+    TellNames,
+    decode_from_engine,
+    encode_to_engine,
+    submit,
+)
 from tests.support.driver import submission
 
 DEADLINE_S = 20
@@ -61,6 +72,7 @@ class Orders:
     def __init__(self) -> None:
         self.told: list[PeerEffect] = []
         self.steps: list[int] = []
+        self.calls: list[tuple[str, ...]] = []
         self.news = threading.Condition()
 
     def carry_out(self, effect: PeerEffect) -> None:
@@ -70,6 +82,11 @@ class Orders:
 
     def step_done(self, step: int) -> None:
         self.steps.append(step)
+
+    def call(self, addresses: tuple[str, ...]) -> None:
+        with self.news:
+            self.calls.append(addresses)
+            self.news.notify()
 
     def traffic(self) -> PeerTraffic:
         return PeerTraffic({}, 0)
@@ -112,6 +129,11 @@ class Bench:
     def hear(self) -> FromEngine:
         return decode_from_engine(self.front.recv())
 
+    def pulse(self) -> Pulse:
+        while not isinstance(message := self.hear(), Pulse):
+            pass
+        return message
+
     def close(self) -> None:
         self.executor.gate.release(10_000)
         self.inbox.put(Broken(KeyboardInterrupt()))
@@ -150,6 +172,54 @@ def test_peers_are_heard_and_answered_while_a_step_computes(benches: list[Bench]
     (told,) = bench.orders.told
     assert isinstance(told, Tell)
     assert isinstance(told.message, Refuse | Release)
+
+
+@pytest.mark.parametrize("role", [None, DECODE])
+def test_the_front_end_feels_a_pulse_while_a_step_computes_and_while_nothing_happens(
+    benches: list[Bench], role: Role | None
+) -> None:
+    bench = Bench(role)
+    benches.append(bench)
+    bench.front.send(encode_to_engine(TellNames()))
+    first, second = bench.pulse(), bench.pulse()
+    assert (first.fresh, second.fresh, second.computing) == (True, False, False)
+    bench.ask([1, 2, 3, 4, 5], 2)
+    assert bench.executor.computing.wait(DEADLINE_S)
+    bench.pulse()  # it may be from before
+    assert [bench.pulse().computing for _ in range(3)] == [True] * 3
+    assert bench.executor.steps == 0
+    bench.executor.gate.release(100)
+    pulses: list[Pulse] = []
+    while not pulses or pulses[-1].computing:
+        pulses.append(bench.pulse())
+    assert sum(len(pulse.named) for pulse in pulses) == KEY_BYTES, "one whole block"
+    assert [phase for pulse in pulses for _, phase, _ in pulse.notes][-1] == "FINISHED"
+    assert pulses[-1].gauges.steps >= 2
+
+
+def test_without_being_asked_for_there_is_no_pulse(benches: list[Bench]) -> None:
+    bench = Bench()
+    benches.append(bench)
+    bench.executor.gate.release(100)
+    bench.ask([1, 2, 3], 2)
+    while True:
+        message = bench.hear()
+        assert not isinstance(message, Pulse)
+        if isinstance(message, StepOutput) and message.ended:
+            break
+    assert not bench.front.poll(0)
+
+
+def test_whom_to_call_is_passed_on(benches: list[Bench]) -> None:
+    bench, alone = Bench(DECODE), Bench()
+    benches += [bench, alone]
+    for addresses in (("a:1", "b:2"), ()):
+        bench.front.send(encode_to_engine(Peers(addresses)))
+    with bench.orders.news:
+        assert bench.orders.news.wait_for(lambda: bench.orders.calls == [("a:1", "b:2"), ()], DEADLINE_S)
+    alone.front.send(encode_to_engine(Peers(("a:1",))))
+    alone.ask([1, 2, 3], 2)
+    assert isinstance(alone.hear(), AcceptedAs), "one that needs no peer is not told of any"
 
 
 def test_transfers_are_told_of_every_step_that_is_over(benches: list[Bench]) -> None:

@@ -17,9 +17,11 @@ import pytest
 from baton.core.config import DECODE, MIXED, PREFILL, Role
 from baton.core.peers import Adopted, Ask, Heard, PeerId, PeerLost, PeerOpened, Renew
 from baton.kv.contract import KvLayout
+from baton.node import line as line_module
 from baton.node import peers as peers_module
 from baton.node import sessions as sessions_module
 from baton.node.inbox import Inbox, Item
+from baton.node.line import LineFault
 from baton.node.peers import Peers, listen
 from baton.node.sessions import Refused, Self
 from baton.wire.link import Initiator
@@ -130,6 +132,35 @@ def test_a_peer_that_went_away_is_lost_at_once_and_called_again(make: Make) -> N
     assert taker.next() == PeerOpened(PeerId(giver.address))
     peers.close()
     back.close()
+
+
+def test_whom_to_call_can_change_at_any_time(make: Make) -> None:
+    givers = [make(PREFILL, f"p{n}") for n in range(3)]
+    names = [PeerId(giver.address) for giver in givers]
+    taker = make(DECODE, "d")
+    taker.peers.call((names[0], names[1]))
+    assert {taker.next(), taker.next()} == {PeerOpened(names[0]), PeerOpened(names[1])}
+    taker.peers.call((names[1], names[2], names[2], "nonsense", "host:", ":7", "host:70000", "host:-1"))
+    after = {taker.next(), taker.next()}
+    assert after == {PeerLost(names[0], "it is not one of our peers any more"), PeerOpened(names[2])}
+    assert [type(givers[0].next()) for _ in range(2)] == [PeerOpened, PeerLost]
+    taker.peers.tell(names[1], Adopted(1, 1))
+    assert [givers[1].next() for _ in range(2)] == [PeerOpened(PeerId("d")), Heard(PeerId("d"), Adopted(1, 1))]
+    taker.peers.call(tuple(names))
+    assert taker.next() == PeerOpened(names[0])
+    taker.peers.call(())
+    assert {type(taker.next()) for _ in range(3)} == {PeerLost}
+
+
+def test_one_that_could_not_be_reached_is_called_no_more_once_it_is_not_a_peer(make: Make) -> None:
+    """Its address may be another's by then."""
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    giver = make(PREFILL, "p")
+    taker = make(DECODE, "d", (f"127.0.0.1:{port}",))
+    taker.peers.call((giver.address,))
+    assert taker.next() == PeerOpened(PeerId(giver.address))
+    assert list(taker.peers._calls) == [giver.address]
 
 
 def test_who_opens_a_second_session_ends_its_first(make: Make) -> None:
@@ -304,7 +335,7 @@ def test_a_message_that_is_none_ends_the_session(make: Make, call: Call, frame: 
     assert giver.next() == PeerOpened(PeerId("caller"))
     caller.say(frame)
     assert caller.is_hung_up()
-    assert giver.peers.refused[Refused.MALFORMED] == 1
+    assert giver.peers.refused[LineFault.MALFORMED] == 1
     assert isinstance(giver.next(), PeerLost)
     still_serves(make, giver)
 
@@ -315,7 +346,7 @@ def test_a_token_outside_of_the_vocabulary_does_not_reach_the_engine(make: Make,
     assert giver.next() == PeerOpened(PeerId("caller"))
     caller.say(encode_peer(Ask(1, 1, submission([1, 100]))))
     assert caller.is_hung_up()
-    assert giver.peers.refused[Refused.MALFORMED] == 1
+    assert giver.peers.refused[LineFault.MALFORMED] == 1
     assert isinstance(giver.next(), PeerLost)
 
 
@@ -325,19 +356,19 @@ def test_nothing_is_heard_of_who_has_not_registered(make: Make, call: Call) -> N
     caller.post(caller.link.open(0))
     caller.say(encode_peer(Adopted(1, 1)))
     assert caller.is_hung_up()
-    assert giver.peers.refused[Refused.MALFORMED] == 1
+    assert giver.peers.refused[LineFault.MALFORMED] == 1
     assert not giver.inbox.take()
 
 
 def test_a_peer_that_does_not_read_is_hung_up(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "UNREAD_BYTES_MAX", 1 << 16)
+    monkeypatch.setattr(line_module, "UNREAD_BYTES_MAX", 1 << 16)
     giver = make(PREFILL, "p")
     call(giver).register()
     assert giver.next() == PeerOpened(PeerId("caller"))
     for number in range(5000):
         giver.peers.tell(PeerId("caller"), Renew(number, 1))
     assert isinstance(giver.next(), PeerLost)
-    assert giver.peers.refused[Refused.NOT_READING] == 1
+    assert giver.peers.refused[LineFault.NOT_READING] == 1
     still_serves(make, giver)
 
 
@@ -360,6 +391,6 @@ def test_strangers_are_bounded_and_keep_nobody_out(make: Make, call: Call, monke
     giver = make(PREFILL, "p")
     waiting = [call(giver) for _ in range(4)]
     assert waiting[0].is_hung_up()
-    assert giver.peers.refused[Refused.TOO_MANY] == 1
+    assert giver.peers.refused[LineFault.TOO_MANY] == 1
     still_serves(make, giver)
-    assert giver.peers.refused[Refused.TOO_MANY] == 2
+    assert giver.peers.refused[LineFault.TOO_MANY] == 2

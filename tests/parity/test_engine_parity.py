@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.core.config import ReservePolicy, WorkerConfig
-from baton.core.request import FinishReason, Sampling
+from baton.core.request import FinishReason, Sampling, frozen_tokens
+from baton.core.worker import Deliver, Effect
 from baton.executor.torch_cpu import TorchCpuExecutor
 from tests.support.driver import Driver, submission
 
@@ -42,6 +45,12 @@ def executors(model: tuple[Path, LlamaForCausalLM]) -> Iterator[list[TorchCpuExe
 
 
 def engine(folder: Path, made: list[TorchCpuExecutor], step_tokens: int = 64, slots: int = SLOTS) -> Driver:
+    return Driver(*engine_parts(folder, made, step_tokens, slots))
+
+
+def engine_parts(
+    folder: Path, made: list[TorchCpuExecutor], step_tokens: int = 64, slots: int = SLOTS
+) -> tuple[WorkerConfig, TorchCpuExecutor]:
     executor = TorchCpuExecutor.load(
         folder, dtype="float64", slots=slots, block_size=BLOCK_SIZE, blocks=BLOCKS, context_tokens=CONTEXT
     )
@@ -49,7 +58,7 @@ def engine(folder: Path, made: list[TorchCpuExecutor], step_tokens: int = 64, sl
     config = WorkerConfig(
         slots=slots, blocks=BLOCKS, block_size=BLOCK_SIZE, context_tokens=CONTEXT, step_tokens=step_tokens, depth=2
     )
-    return Driver(config, executor)
+    return config, executor
 
 
 def generate(reference: LlamaForCausalLM, prompt: list[int], tokens: int) -> list[int]:
@@ -124,6 +133,57 @@ def test_choices_of_one_prompt_differ_from_each_other_and_equal_themselves_alone
         (serial,) = lone.submit(submission(prompt, 16, sampling=sampling))
         lone.run()
         assert lone.outputs[serial] == tokens
+
+
+class Listening(Driver):
+    """Keeps the log-probabilities too."""
+
+    def _take(self, effect: Effect) -> None:
+        super()._take(effect)
+        if isinstance(effect, Deliver):
+            for line in effect.settled.logprobs:
+                self.logprobs.setdefault(int(effect.settled.serials[line.row]), []).extend(line.chosen.tolist())
+
+    @cached_property
+    def logprobs(self) -> dict[int, list[float]]:
+        return {}
+
+
+def test_an_answer_cut_at_any_token_goes_on_exactly_with_sampling_penalties_and_log_probabilities(
+    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor]
+) -> None:
+    """Each choice of a body is cut where it likes, and found at another instance among the others that were."""
+    folder, _ = model
+    prompt, tokens = prompts()[0], 14
+    shaped = [
+        Sampling(seed=4, repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.5, logprobs=2),
+        Sampling(seed=4, choice=1, temperature=0.8, top_k=30, stop_token_ids=tuple(range(150)), min_tokens=9, logprobs=0),
+    ]
+    whole = Listening(*engine_parts(folder, executors))
+    group = [submission(prompt, tokens, name=f"{n}", sampling=s, leader="0" if n else None) for n, s in enumerate(shaped)]
+    serials = whole.submit(*group)
+    whole.run()
+    answers = [whole.outputs[serial] for serial in serials]
+    assert len(answers[0]) == tokens > len(answers[1]) >= 10, "the second one ends with the first stop token it may draw"
+    resumed = Listening(*engine_parts(folder, executors))
+    asked = {}
+    for cut in range(1, tokens):
+        cuts = (cut, cut % (len(answers[1]) - 1))
+        asked[cut] = (
+            cuts,
+            resumed.submit(
+                *(
+                    replace(item, generated=frozen_tokens(answer[:at]))
+                    for item, answer, at in zip(group, answers, cuts, strict=True)
+                )
+            ),
+        )
+    resumed.run()
+    for cuts, resumed_serials in asked.values():
+        for serial, first, answer, at in zip(resumed_serials, serials, answers, cuts, strict=True):
+            assert resumed.outputs[serial] == answer[at:]
+            assert resumed.logprobs[serial] == pytest.approx(whole.logprobs[first][at:])
+            assert resumed.ended[serial].reason is whole.ended[first].reason
 
 
 def test_an_abort_in_flight_leaves_others_exact(

@@ -10,10 +10,24 @@ from typing import Any
 
 import pytest
 
+from baton.api.origin import Origin
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.records import Bill
 from baton.core.request import FinishReason
-from baton.core.routing import Body, Declined, Delivered, Facts, FleetChanged, Instance, Ledger, Noted, Outcome, Stage
+from baton.core.routing import (
+    Body,
+    Declined,
+    Delivered,
+    Facts,
+    FleetChanged,
+    Instance,
+    Ledger,
+    Noted,
+    Orphan,
+    OrphanDropped,
+    Outcome,
+    Stage,
+)
 from baton.router import lanes, state
 from baton.router.lanes import Lane
 from baton.router.state import RouterState
@@ -99,18 +113,30 @@ def test_notes_that_come_with_a_late_beat_are_put_where_they_belong() -> None:
     router.take(noted(Stage.PLACED, "d1", 1 * S), 1 * S)
     router.take(delivered(1), 5 * S)  # before anybody has said that it decodes
     assert stages(router) == [("placed", "d1"), ("decode", "d1")]
-    router.take(noted(Stage.PREFILL, "d1", 2 * S), 6 * S)
+    router.take(noted(Stage.HANDOVER, "d1", 2 * S), 6 * S)
     router.take(noted(Stage.DECODE, "d1", 3 * S), 6 * S)
-    assert stages(router) == [("placed", "d1"), ("prefill", "d1"), ("decode", "d1")]
+    told = [("placed", "d1"), ("handover", "d1"), ("decode", "d1")]
+    assert stages(router) == told
     [request] = shown(router)["requests"]
     assert [start for _, _, start, *_ in request["lanes"][0]["segments"]] == [1 * S, 2 * S, 3 * S]
 
     router.take(delivered(1, end=FinishReason.STOP), 7 * S)
     router.take(noted(Stage.PREEMPTED, "d1", 6 * S), 8 * S)
-    router.take(noted(Stage.DECODE, "d1", 8 * S), 8 * S)
-    assert stages(router) == [("placed", "d1"), ("prefill", "d1"), ("decode", "d1"), ("preempted", "d1")], (
-        "not after its end"
-    )
+    router.take(noted(Stage.PLACED, "d2", 8 * S), 8 * S)
+    assert stages(router) == [*told, ("preempted", "d1")], "nothing after its end"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["notes first", "token first"])
+def test_a_prefill_lasts_until_its_token_though_an_instance_calls_it_decoding_from_its_last_plan_on(late: bool) -> None:
+    lane = Lane()
+    lane.note(Stage.PLACED, "d1", 1)
+    if late:
+        lane.delivered(1, 9)
+    lane.note(Stage.PREFILL, "d1", 2)
+    lane.note(Stage.DECODE, "d1", 2)
+    if not late:
+        lane.delivered(1, 9)
+    assert [(note.stage, note.at_us) for note in lane.notes] == [(Stage.PLACED, 1), (Stage.PREFILL, 2), (Stage.DECODE, 9)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -158,6 +184,25 @@ def test_a_declined_request_ends_with_the_reason() -> None:
     router.take(Declined(Body(1), Refusal(RefusalCode.QUEUE_FULL, "full")), 1 * S)
     [request] = shown(router)["requests"]
     assert [lane["finish"] for lane in request["lanes"]] == ["declined: queue_full"] * 2
+
+
+def test_a_request_of_a_router_that_was_lost_is_shown_as_the_one_it_was() -> None:
+    router = RouterState(0)
+    origin = Origin("/v1/completions", b"{}", "", "the-one", 1, 2).encode()
+    router.take(noted(Stage.RESUMED, "d1", 1 * S), 1 * S)
+    router.take(Orphan(Body(1), origin, ((5, 6, 7), None), ((), ()), (None, None), (None, None)), 1 * S)
+    router.take(delivered(1), 2 * S)
+    router.take(delivered(1, choice=1, end=FinishReason.STOP), 3 * S)
+    [request] = shown(router)["requests"]
+    assert (request["id"], request["choices"], request["prompt_tokens"]) == ("the-one", 2, None)
+    assert [(lane["tokens"], lane["first_us"]) for lane in request["lanes"]] == [(4, None), (1, None)]
+    assert stages(router) == [("resumed", "d1"), ("decode", "d1")]
+    router.take(OrphanDropped(Body(1)), 4 * S)
+    [request] = shown(router)["requests"]
+    assert [lane["finish"][:7] for lane in request["lanes"]] == ["dropped", "stop"]
+
+    router.take(Orphan(Body(2), b"no origin", ((),), ((),), (None,), (None,)), 1 * S)
+    assert [request["body"] for request in shown(router)["requests"]] == [1]
 
 
 # ── bounds ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ from baton.wire.membership import (
 from baton.wire.messages import AcceptedAs, Rows, StepOutput, WireEnded, wire_submission
 
 KEY_TEXT = "a key for the tests"
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 NO_TOKENS = frozen_tokens([])
 
 _Said = TypeVar("_Said", bound=FromInstance)

@@ -16,7 +16,7 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import Refusal
 from baton.core.plan import Logprobs, StepPlan, StepResult
 from baton.core.prefix import PrefixIndex
-from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
 from baton.core.router import Router
 from baton.core.routing import (
     Body,
@@ -68,8 +68,8 @@ PULSE_US = 100_000
 class LogprobExecutor(ScriptedExecutor):
     """Reports a log-probability for each token that asked for it: minus the token, so that a wrong line is seen."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        super().__init__(shape_of(config), VOCABULARY)
+    def __init__(self, config: WorkerConfig, vocabulary: int = VOCABULARY) -> None:
+        super().__init__(shape_of(config), vocabulary)
         self._plans: deque[StepPlan] = deque()
         self._wants: dict[int, bool] = {}
 
@@ -227,6 +227,8 @@ class Asked:
     cached: list[int | None]
     opened: int = 0
     declined: Refusal | None = None
+    keep: dict[int, int] = field(default_factory=dict)
+    """By choice: after how many tokens it was cut."""
 
     @property
     def over(self) -> bool:
@@ -254,6 +256,8 @@ class World:
         """What happens instead of the n-th message: see `_break`."""
         self.broken: list[str] = []
         self.resubmitted = 0
+        self._waiting: list[Asked] = []
+        """Clients of a router that is gone."""
 
     def _router(self) -> Switch:
         return Switch(Router(self.config, SECRET, seed=1), "router")
@@ -353,13 +357,11 @@ class World:
             member.hang_up("reset")
         self.lines.clear()
         self.switch = self._router()
-        self._waiting = [asked for asked in self.asked.values() if not asked.over]
+        self._waiting += [asked for asked in self.asked.values() if asked.group and not asked.over]
         self.asked = {}
         self.orphans = {}
 
-    _waiting: list[Asked] = []  # noqa: RUF012  clients of a router that is gone
-
-    def claim_all(self) -> None:
+    def _claim_all(self) -> None:
         """Clients come for what was theirs; what nobody holds is asked for anew."""
         waiting, self._waiting = self._waiting, []
         for asked in waiting:
@@ -373,7 +375,7 @@ class World:
             for had, known in zip(asked.tokens, found.tokens, strict=True):
                 shorter = min(len(had), len(known))
                 assert had[:shorter] == known[:shorter], "what was found is another answer"
-            found.group = asked.group
+            found.group, found.keep = asked.group, asked.keep
             self.do(self.switch.claim(found.body, self.now_us, found.group))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -443,11 +445,24 @@ class World:
                 raise RuntimeError(
                     f"did not finish: {[asked for asked in self.asked.values() if not asked.over]}, {self.broken}"
                 )
-            if not self.turn():
-                self._sleep()
-            elif self._waiting and all(m.relay.standing is Standing.SERVING for m in self.members if not m.dead):
-                self.claim_all()
-            self.now_us += TURN_US
+            self.go_on()
+
+    def go_on(self) -> None:
+        if not self.turn():
+            self._sleep()
+        elif self._waiting and all(m.relay.standing is Standing.SERVING for m in self.members if not m.dead):
+            self._claim_all()
+        self.now_us += TURN_US
+
+    def leave(self, asked: Asked) -> None:
+        """Its client is gone."""
+        self.do(self.switch.leave(asked.body, self.now_us))
+        self.asked.pop(asked.body, None)
+
+    def cut(self, asked: Asked, choice: int, keep: int) -> None:
+        """Its client needs no more than so many tokens."""
+        asked.keep[choice] = keep
+        self.do(self.switch.cut(asked.body, choice, keep, self.now_us))
 
     def quiet(self) -> bool:
         clients = all(asked.over for asked in self.asked.values()) and not self._waiting and not self.orphans
@@ -475,10 +490,7 @@ class World:
         for asked in self.asked.values():
             assert asked.declined is None, asked.declined
             for choice, item in enumerate(asked.group):
-                assert asked.tokens[choice] == asked.expected(choice), (asked.origin, choice, self.broken)
-                outcome = asked.outcomes[choice]
-                assert outcome is not None
-                assert outcome.generated_tokens == len(asked.tokens[choice])
+                self._judge_choice(asked, choice)
                 if item.sampling.logprobs is not None:
                     values = [-float(token) for token in asked.tokens[choice]]
                     got = [line[0] for line in asked.extras[choice]]  # type: ignore[index]
@@ -488,6 +500,16 @@ class World:
                 assert member.relay.open_requests == member.relay.held_choices == 0
                 assert member.worker.is_idle
         assert self.switch.router.open_bodies == 0
+
+    def _judge_choice(self, asked: Asked, choice: int) -> None:
+        outcome, tokens, expected = asked.outcomes[choice], asked.tokens[choice], asked.expected(choice)
+        assert outcome is not None
+        if outcome.reason is FinishReason.STOP:  # it was cut; what came before its instance knew is of the same answer
+            assert tokens == expected[: len(tokens)], (asked.origin, choice, self.broken)
+            assert outcome.generated_tokens == asked.keep[choice], (asked.origin, choice, self.broken)
+        else:
+            assert tokens == expected, (asked.origin, choice, self.broken)
+            assert outcome.generated_tokens == len(tokens)
 
 
 def prompt_of(name: str, size: int = 6) -> list[int]:

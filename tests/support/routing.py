@@ -22,7 +22,6 @@ from baton.core.routing import (
     Instance,
     Joined,
     Ledger,
-    Leg,
     LegRefused,
     LegTaken,
     Names,
@@ -155,6 +154,3 @@ class Bench:
 
     def pass_us(self, time_us: int, *silent: str) -> list[RouterEffect]:
         return self.run_to(self.now_us + time_us, *silent)
-
-    def leg_of(self, number: int) -> Leg:
-        return Leg(number)

@@ -23,6 +23,8 @@ class ServerProcess:
         self.process = process
         self.log = log
         self.url = ""
+        self.join = ""
+        """A router's: where instances join."""
 
     def output(self) -> str:
         return self.log.read_text()
@@ -45,6 +47,8 @@ class ServerProcess:
                     raise RuntimeError(f"the server ended:\n{self.output()}")
             else:
                 raise RuntimeError(f"the server was not ready in {READY_S_MAX} s:\n{self.output()}")
+            found = re.search(r"instances join at (\S+),", self.output())
+            self.join = found[1] if found else ""
 
     def engine_pid(self) -> int:
         pid = self.process.pid
@@ -64,13 +68,21 @@ class ServerProcess:
         return self.process.wait(timeout_s)
 
 
+def baton_serve(*options: str, wait: bool = True) -> contextlib.AbstractContextManager[ServerProcess]:
+    return baton_process("serve", "--port", "0", *options, wait=wait)
+
+
+def baton_router(*options: str, wait: bool = True) -> contextlib.AbstractContextManager[ServerProcess]:
+    return baton_process("router", "--port", "0", "--join-port", "0", *options, wait=wait)
+
+
 @contextlib.contextmanager
-def baton_serve(*options: str, wait: bool = True) -> Iterator[ServerProcess]:
+def baton_process(*arguments: str, wait: bool = True) -> Iterator[ServerProcess]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                [sys.executable, "-m", "baton", "serve", "--port", "0", *options],
+                [sys.executable, "-m", "baton", *arguments],
                 stdout=sink, stderr=sink, env={**os.environ, "COLUMNS": "300"},
             )  # fmt: skip
         server = ServerProcess(process, log)

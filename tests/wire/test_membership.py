@@ -251,6 +251,10 @@ def _with_line(**changes: object) -> HeldGroup:
 _LOGPROBS = _held().lines[0].logprobs
 
 
+def test_a_held_choice_may_be_without_the_log_probabilities_that_it_asked_for() -> None:
+    assert held_of(_with_line(logprobs=()), JOIN)[0].extras == ()
+
+
 def _int32s(*numbers: int) -> bytes:
     return np.array(numbers, "<i4").tobytes()
 
@@ -266,7 +270,6 @@ def _int32s(*numbers: int) -> bytes:
         _with_line(tokens=_int32s(5, 6, VOCABULARY)),
         _with_line(tokens=_int32s(5, 6, -1)),
         _with_line(tokens=_int32s(*[1] * 99), counts=_int32s(99), logprobs=()),
-        _with_line(logprobs=()),
         _with_line(logprobs=_LOGPROBS[:1]),
         _with_line(logprobs=_LOGPROBS[:1] * 2),
         _with_line(logprobs=tuple(reversed([_replace(item, row=1 - item.row) for item in _LOGPROBS]))),

@@ -55,9 +55,15 @@ samplings = st.builds(
     sampling=samplings,
     max_tokens=st.one_of(st.none(), st.integers(1, 2**40)),
     salt=st.binary(max_size=40),
+    generated=st.lists(st.integers(0, 2**31 - 1), max_size=50),
+    prefill_at=st.text(max_size=40),
 )
-def test_a_submission_survives_the_wire(prompt: list[int], sampling: Sampling, max_tokens: int | None, salt: bytes) -> None:
-    leader = Submission(RequestId("r"), frozen_tokens(prompt), sampling, max_tokens, salt, 3)
+def test_a_submission_survives_the_wire(
+    prompt: list[int], sampling: Sampling, max_tokens: int | None, salt: bytes, generated: list[int], prefill_at: str
+) -> None:
+    leader = Submission(
+        RequestId("r"), frozen_tokens(prompt), sampling, max_tokens, salt, 3, None, frozen_tokens(generated), prefill_at
+    )
     follower = Submission(RequestId("s"), leader.prompt, sampling, max_tokens, salt, 3, RequestId("r"))
     decoded = messages.decode_to_engine(messages.encode_to_engine(messages.submit(7, [leader, follower])))
     assert isinstance(decoded, messages.Submit)
@@ -66,6 +72,7 @@ def test_a_submission_survives_the_wire(prompt: list[int], sampling: Sampling, m
         assert back.prompt.tolist() == prompt
         assert (back.request_id, back.leader) == (item.request_id, item.leader)
         assert (back.sampling, back.max_tokens, back.salt, back.priority) == (sampling, max_tokens, salt, 3)
+        assert (back.generated.tolist(), back.prefill_at) == (item.generated.tolist(), item.prefill_at)
 
 
 def test_the_prompt_of_many_choices_travels_once() -> None:

@@ -24,6 +24,7 @@ from baton.core.routing import (
     Declined,
     Delivered,
     Forget,
+    HangUp,
     Joined,
     Leg,
     LegRefused,
@@ -115,6 +116,36 @@ def test_two_faults_in_a_row_are_not_seen_either() -> None:
         world.judge()
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_clients_that_come_leave_and_cut_during_any_faults_get_what_is_theirs(seed: int) -> None:
+    draw = random.Random(seed)
+    world = World(draw.choice((1, 2, 3)))
+    at = 0
+    for _ in range(draw.randrange(1, 7)):
+        at += draw.randrange(1, 25)
+        world.break_at[at] = draw.choice(("reset", "away", "half", "router"))
+    names = [f"b{number}" for number in range(draw.randrange(2, 9))]
+    while names or not world.quiet():
+        assert world.now_us < 60_000_000
+        if names and draw.random() < 0.3:
+            world.ask(body(names.pop(), draw.choice((1, 1, 2, 3)), draw.randrange(1, 12), draw.choice((None, 1))))
+        _let_somebody_act(world, draw)
+        world.go_on()
+    world.judge()
+
+
+def _let_somebody_act(world: World, draw: random.Random) -> None:
+    waiting = [asked for asked in world.asked.values() if asked.group and not asked.over]
+    if not waiting or draw.random() > 0.08:
+        return
+    asked = draw.choice(waiting)
+    choice = draw.randrange(len(asked.group))
+    if draw.random() < 0.3:
+        world.leave(asked)
+    elif asked.opened and asked.tokens[choice] and asked.outcomes[choice] is None and choice not in asked.keep:
+        world.cut(asked, choice, draw.randrange(1, len(asked.tokens[choice]) + 1))
+
+
 def test_a_choice_whose_line_was_lost_goes_on_where_it_was() -> None:
     """One instance: after a reset it tells what it holds, and nothing is computed twice."""
     world = busy()
@@ -181,8 +212,7 @@ def test_a_client_that_leaves_at_any_time_leaves_nothing_behind(turns: int) -> N
     stays = world.ask(body("xyz"))
     for _ in range(turns):
         world.turn()
-    world.do(world.switch.leave(asked.body, world.now_us))
-    del world.asked[asked.body]
+    world.leave(asked)
     world.run()
     world.judge()
     assert stays.over
@@ -194,7 +224,7 @@ def test_a_choice_that_is_cut_ends_after_what_was_kept(what: str | None) -> None
     asked = world.ask(body("abc", 2, max_tokens=20))
     while len(asked.tokens[0]) < 3:
         world.turn()
-    world.do(world.switch.cut(asked.body, 0, 2, world.now_us))
+    world.cut(asked, 0, 2)
     had = len(asked.tokens[0])
     if what is not None:
         world.break_at = {world.delivered + 1: what}
@@ -543,7 +573,6 @@ NEGATIVE = msgspec.structs.replace(step(ended=[8]).ended[0], generated_tokens=-1
         step([(8, [-1])]),
         step([(8, [1]), (8, [2])]),
         step([(8, [1] * 5)]),
-        step([(9, [1])]),
         step([(9, [1, 2])], logprobs=(line(0, -1.0),)),
         step([(30, [1])]),
         step(ended=[30]),
@@ -579,10 +608,53 @@ def test_tokens_are_counted_over_all_steps_and_legs() -> None:
         hand.hear(step([(8, [1])]))
 
 
+def test_tokens_that_were_held_are_counted_too() -> None:
+    hand = Hand(held_group(3), keep=[(3, 1, 0)])
+    hand.hear(step([(3, [1] * 3)]))
+    with pytest.raises(WireError, match="serial 3"):
+        hand.hear(step([(3, [1])]))
+
+
+def test_a_row_of_fewer_tokens_than_none_is_an_error() -> None:
+    hand = Hand()
+    hand.open_as(5, body("abc", 2), 8, 9)
+    with pytest.raises(WireError, match="-1 tokens of serial 9"):
+        hand.hear(msgspec.structs.replace(step([(8, [1]), (9, [])]), counts=np.array([2, -1], "<i4").tobytes()))
+    assert hand.news() == []
+
+
+def test_when_the_router_hangs_up_over_a_row_the_rows_after_it_are_not_heard() -> None:
+    hand = Hand()
+    hand.open_as(5, body("abc", 2), 8, 9)
+    assert hand.hear(step([(8, [1]), (9, [2])]), HangUp(hand.session, "stuck")) == [Close(hand.session, "stuck")]
+    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
+
+
+def test_where_a_request_was_is_remembered_for_its_last_notes_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.wire.switch.RECENT_MAX", 2)
+    hand = Hand()
+    for serial in range(3):
+        hand.open_as(serial, body(f"r{serial}"), serial)
+        hand.hear(step(ended=[serial]))
+        hand.news()
+    notes = tuple((serial, "FINISHED", 1) for serial in range(3))
+    hand.hear(Beat(wire_gauges(GAUGES), 0, True, False, b"", b"", notes))
+    (beaten,) = hand.news()
+    assert isinstance(beaten, Beaten)
+    assert [note.leg for note in beaten.sign.notes] == [1, 2]
+
+
 def test_log_probabilities_that_nobody_asked_for_are_left_out() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
     hand.hear(step([(8, [1])], logprobs=(line(0, -1.0),)))
+    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
+
+
+def test_who_asked_for_log_probabilities_gets_tokens_from_an_executor_that_has_none() -> None:
+    hand = Hand()
+    hand.open_as(5, body("abc", 1, logprobs=1), 8)
+    hand.hear(step([(8, [1])]))
     assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
 
 

@@ -23,6 +23,7 @@ from baton.api.origin import Origin
 from baton.api.reader import Delta
 from baton.api.sampling import Asker
 from baton.api.writing import Writer
+from baton.core.request import Submission
 
 LAST_EVENT_ID = "Last-Event-ID"
 _CHARS_MAX = 1 << 16
@@ -164,7 +165,7 @@ class Orphan:
     """A request whose router was lost, with everything that was generated for it."""
 
     origin: Origin
-    logprobs_from: Sequence[int]
+    logprobs_from: list[int]
     """By choice: the token from which on log-probabilities are known."""
 
     def check(self, marks: Marks) -> None:
@@ -184,8 +185,11 @@ class Orphanage(Protocol):
     async def find(self, asker: Asker) -> Orphan | None:
         """May take a while as long as this router is new: its instances have yet to say what they hold."""
 
-    def claim(self, asker: Asker) -> list[TokenStream]:
-        """Its streams, each from its first token on. It is no orphan any more."""
+    def claim(self, asker: Asker, group: Sequence[Submission]) -> list[TokenStream]:
+        """Its streams, each from its first token on. It is no orphan any more.
+
+        `group` is what was asked for: a choice that was lost together with its router begins anew.
+        """
 
     def drop(self, asker: Asker) -> bool:
         """Nobody will come for it. False where there is no such orphan."""

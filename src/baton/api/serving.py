@@ -92,7 +92,7 @@ async def _log_late(finished: Finished, run: Run) -> None:
 
 
 async def _claimed(prepared: Prepared, marks: Marks, orphanage: Orphanage) -> list[TokenStream]:
-    streams = orphanage.claim(prepared.asker)
+    streams = orphanage.claim(prepared.asker, prepared.group)
     return [CutStream(stream, mark) for stream, mark in zip(streams, marks.choices, strict=True)]
 
 

@@ -114,7 +114,9 @@ class ModelText:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: only then do the other threads of this process run meanwhile, and a long text takes seconds.
+        (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of a whole sequence, by the same rule as when it is streamed."""

@@ -280,16 +280,16 @@ class _Chaos:
     # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _at_rest(self) -> str | None:
-        """With no client left nothing may be open anywhere; what is, if so."""
+        """With no client left nobody may do or hold anything; what is left, if so."""
         try:
             async with asyncio.timeout(REST_S_MAX):
                 while True:
                     await self._look()
-                    if not self._fleet.open_requests:
+                    if not self._fleet.unrest:
                         return None
                     await asyncio.sleep(LOOK_EVERY_S)
         except TimeoutError:
-            return f"{self._fleet.open_requests} requests are open with no client left"
+            return f"with no client left: {self._fleet.unrest}"
 
     def _report(self, held: list[Said], cut_short: str | None, took_s: float) -> ChaosReport:
         tally, options = self._tally, self._options

@@ -81,6 +81,8 @@ class Faults:
     planned: Mapping[str, int]
     """Instances by role."""
     done: list[Fault] = field(default_factory=list)
+    _deck: list[FaultKind] = field(default_factory=list)
+    """Kinds still to come in this round: each comes once, so that few faults are of many kinds."""
 
     def draw(self, fleet: Sequence[Seen], last_event: int) -> Fault | None:
         """The next fault; None while a role has no spare."""
@@ -92,7 +94,9 @@ class Faults:
             return None
         role = self.draws.choice(spared)
         victim = self.draws.choice([seen for seen in well if seen.role == role])
-        return Fault(self.draws.choice(self.kinds), victim, self.draws.uniform(*PAUSE_S), after=last_event)
+        if not self._deck:
+            self._deck = self.draws.sample(self.kinds, len(self.kinds))
+        return Fault(self._deck.pop(), victim, self.draws.uniform(*PAUSE_S), after=last_event)
 
     def heal(self, fleet: Sequence[Seen], last_event: int, now_s: float) -> None:
         """Close the faults whose victims are back."""

@@ -29,13 +29,28 @@ class FleetLost(Exception):
     """The router does not answer, or the fleet did not come back; the message says which."""
 
 
+class _Ledger(msgspec.Struct):
+    running: int = 0
+    waiting: int = 0
+    used: int = 0
+    leased: int = 0
+    receiving: int = 0
+
+
 class _Instance(msgspec.Struct):
     name: str
     role: str
     state: str
     pid: int
     incarnation: int
-    open: int = 0
+    open: int
+    ledger: _Ledger
+
+    @property
+    def unrest(self) -> str:
+        """What it still does or holds; empty where nothing."""
+        held = {"open": self.open, **msgspec.structs.asdict(self.ledger)}
+        return ", ".join(f"{count} {what}" for what, count in held.items() if count)
 
 
 class _Event(msgspec.Struct):
@@ -59,7 +74,8 @@ class Fleet:
     http: aiohttp.ClientSession
     instances: list[Seen] = field(default_factory=list)
     events: list[Said] = field(default_factory=list)
-    open_requests: int = 0
+    unrest: str = ""
+    """What instances do or hold, by name; empty where nothing."""
 
     @property
     def last_event(self) -> int:
@@ -72,7 +88,7 @@ class Fleet:
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             raise FleetLost(f"the router does not tell of its instances: {error}\n{self.child.last_lines()}") from error
         self.instances = [Seen(one.name, one.role, one.state, one.pid, one.incarnation) for one in listing.data]
-        self.open_requests = sum(one.open for one in listing.data)
+        self.unrest = "; ".join(f"{one.name}: {one.unrest}" for one in listing.data if one.unrest)
         last = self.last_event
         fresh = sorted((event for event in listing.events if event.number > last), key=lambda event: event.number)
         self.events += [Said(event.number, event.name, event.what, event.why) for event in fresh]

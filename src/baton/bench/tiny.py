@@ -18,7 +18,9 @@ def make_tiny(folder: Path) -> None:
     # Imported here because they take seconds, and most commands do without.
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # written before a bar could be read
     torch.manual_seed(_SEED)
     config = LlamaConfig(
         vocab_size=BYTE_VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,

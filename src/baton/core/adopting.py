@@ -123,6 +123,7 @@ class Adoption:
     def _resume(self, choice: Choice, journey: Journey) -> None:
         """It was not lost after all."""
         carrier = self._carrier
+        journey.taken = True
         carrier.move(choice, CarryMove.RESUME)
         carrier.board(choice, journey, 0)
         choice.losses = max(0, choice.losses - 1)

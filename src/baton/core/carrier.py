@@ -301,6 +301,7 @@ class Carrier:
         sent = self._sent(event.session, event.leg)
         for choice in sent:
             self.move(choice, CarryMove.TAKE)
+            self._legs[event.leg].taken = True
             choice.refusals, choice.turned_down_by = 0, None
             self.opened(choice.body)
             if choice.attempts > 1 and choice.leg is not None:
@@ -316,6 +317,9 @@ class Carrier:
     def refused(self, event: LegRefused) -> None:
         sent = self._sent(event.session, event.leg)
         journey = self._legs.get(event.leg)
+        if journey is not None and journey.member.session == event.session and not journey.taken:
+            del self._legs[event.leg]
+            journey.body.legs.remove(journey)  # there is nothing to call back or to forget
         if journey is None or not sent:
             self.counts.late += 1
             return
@@ -325,9 +329,6 @@ class Carrier:
             return
         for choice in sent:
             self.carry_on(choice, Cause.REFUSED if about_instance else Cause.UNFIT, fault_of_refusal(event.refusal))
-        if event.leg in self._legs:
-            del self._legs[event.leg]
-            journey.body.legs.remove(journey)
 
     def _at(self, session: Session, leg: Leg, place: int) -> Choice | None:
         """The choice that is at that place of a leg, if the leg still has it."""
@@ -447,13 +448,15 @@ class Carrier:
             choice.prefill = None
 
     def call_back(self, choices: Iterable[Choice]) -> None:
-        """Instances need not go on with these."""
+        """Instances that are still there need not go on with these."""
         places: dict[Leg, list[int]] = {}
         for choice in choices:
-            if choice.leg is not None:
+            if choice.leg is not None and choice.leg.leg in self._legs:
                 places.setdefault(choice.leg.leg, []).append(choice.place)
         for leg, numbers in places.items():
-            self.effects.append(CallBack(self._legs[leg].member.session, leg, tuple(numbers)))
+            session = self._legs[leg].member.session
+            if session in self.fleet.members:
+                self.effects.append(CallBack(session, leg, tuple(numbers)))
 
     def _where(self, choice: Choice) -> Instance | None:
         return None if choice.leg is None else choice.leg.member.name

@@ -133,6 +133,7 @@ class Journey:
     member: Member
     body: Carried
     choices: list[Choice]
+    taken: bool = False
     began: list[int] = field(default_factory=list)
     """Places that the instance has begun with."""
     givers: dict[int, Instance] = field(default_factory=dict)

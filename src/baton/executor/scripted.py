@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Chunk, Int32s, Outcome, Start, StepPlan, StepResult
+from baton.core.plan import Chunk, Int32s, Logprobs, Outcome, Start, StepPlan, StepResult
 from baton.core.request import Sampling, Tokens
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, spans, zeroed
 
@@ -170,6 +170,7 @@ class ScriptedExecutor:
             token = self._next_token(slot)
             slot.tokens.append(token)
             rows.add(chunk.slot, chunk.epoch, Outcome.TOKENS, [token], len(slot.tokens))
+            self._report(slot, rows)
 
     def _run_decode(self, slot_id: int, epoch: int, rows: _Rows) -> None:
         slot = self._slots.get(slot_id)
@@ -185,6 +186,12 @@ class ScriptedExecutor:
                 break
         outcome = Outcome.TOKENS if yielded else Outcome.NOTHING_OUT_OF_BLOCKS
         rows.add(slot_id, epoch, outcome, yielded, len(slot.tokens))
+        self._report(slot, rows)
+
+    def _report(self, slot: _Slot, rows: _Rows) -> None:
+        """Where log-probabilities are asked for: minus the token for itself, so that one out of its place is seen."""
+        if slot.sampling.logprobs is not None:
+            rows.add_logprobs(slot.sampling.logprobs, self.vocabulary)
 
     def _write(self, slot: _Slot, begin: int, end: int) -> bool:
         """Fill the cells of positions [begin, end); False, and nothing written, where a block is missing."""
@@ -225,6 +232,7 @@ class _Rows:
         self._counts: list[int] = []
         self._known: list[int] = []
         self._tokens: list[int] = []
+        self._logprobs: list[Logprobs] = []
 
     def add(self, slot: int, epoch: int, outcome: Outcome, tokens: list[int], known: int) -> None:
         self._slots.append(slot)
@@ -233,6 +241,16 @@ class _Rows:
         self._counts.append(len(tokens))
         self._known.append(known)
         self._tokens.extend(tokens)
+
+    def add_logprobs(self, alternatives: int, vocabulary: int) -> None:
+        """Of the row that was added last."""
+        count = self._counts[-1]
+        if count:
+            tokens = np.array(self._tokens[-count:], dtype=np.int32)
+            after = np.arange(min(alternatives, vocabulary), dtype=np.int32)
+            chosen = -tokens.astype(np.float32)
+            top_ids = (tokens[:, None] + after) % vocabulary
+            self._logprobs.append(Logprobs(len(self._counts) - 1, chosen, top_ids, chosen[:, None] - after))
 
     def result(self, step: int) -> StepResult:
         slots: Int32s = np.array(self._slots, dtype=np.int32)
@@ -245,4 +263,5 @@ class _Rows:
             counts=np.array(self._counts, dtype=np.int32),
             tokens=tokens,
             known=np.array(self._known, dtype=np.int64),
+            logprobs=tuple(self._logprobs),
         )

@@ -37,6 +37,7 @@ from baton.node.building import build_executor, worker_config
 from baton.node.handovers import PoolMemory, open_handovers
 from baton.node.inbox import Broken, Inbox, Item
 from baton.node.lifeline import die_with_parent
+from baton.node.pauses import spare_what_is_there
 from baton.node.settings import EngineSettings
 from baton.wire.dispatch import event_of, message_of
 from baton.wire.messages import (
@@ -247,6 +248,7 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
         peer_address="" if handovers is None else handovers.address,
     )
     socket.send(encode_from_engine(ready))
+    spare_what_is_there()
     EngineLoop(worker, executor, socket, inbox, handovers).run()
 
 

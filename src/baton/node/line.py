@@ -84,11 +84,19 @@ class House(Protocol):
 
 class Line(asyncio.Protocol):
     def __init__(
-        self, key: bytes, name: str, house: House, *, calls: str | None = None, handshake_s: float = HANDSHAKE_S
+        self,
+        key: bytes,
+        name: str,
+        house: House,
+        *,
+        calls: str | None = None,
+        handshake_s: float = HANDSHAKE_S,
+        frame_bytes_max: int = FRAME_BYTES_MAX,
     ) -> None:
         """`calls` is whom we call, for the log; None when we are called."""
         make = Seal.accept if calls is None else Seal.connect
-        self._seal = make(key, name, secrets.token_bytes(NONCE_BYTES), FRAME_BYTES_MAX)
+        self._seal = make(key, name, secrets.token_bytes(NONCE_BYTES), frame_bytes_max)
+        self._frame_bytes_max = frame_bytes_max
         self._house = house
         self._handshake_s = handshake_s
         self._transport: asyncio.Transport | None = None
@@ -96,6 +104,7 @@ class Line(asyncio.Protocol):
         self.stage = Stage.STRANGER
         self.where = calls or ""
         """For the log: from where, or whom we call."""
+        self.same_host = False
         self.over: asyncio.Future[LineEnd] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         """Set when the connection is closed, last words included: after a parting that is later than `over`."""
@@ -112,7 +121,9 @@ class Line(asyncio.Protocol):
             raise TypeError(f"a stream was expected, not {transport}")
         self._transport = transport
         _set_options(transport.get_extra_info("socket"))
-        if not self._is_ours and (theirs := transport.get_extra_info("peername")):
+        ours, theirs = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
+        self.same_host = bool(ours and theirs and ours[0] == theirs[0])
+        if not self._is_ours and theirs:
             self.where = f"{theirs[0]}:{theirs[1]}"
         asyncio.get_running_loop().call_later(self._handshake_s, self._demand_proof)
         self._house.arrived(self)
@@ -153,8 +164,8 @@ class Line(asyncio.Protocol):
             return
         frames = list(frames)
         for frame in frames:
-            if len(frame) > FRAME_BYTES_MAX:  # before any is sealed: what has a number must be sent
-                raise WireError(f"a frame of {len(frame)} bytes is over the limit of {FRAME_BYTES_MAX}")
+            if len(frame) > self._frame_bytes_max:  # before any is sealed: what has a number must be sent
+                raise WireError(f"a frame of {len(frame)} bytes is over the limit of {self._frame_bytes_max}")
         self._write(b"".join(map(self._seal.seal, frames)))
 
     def end(self, fault: str | None, reason: str) -> None:
@@ -162,10 +173,10 @@ class Line(asyncio.Protocol):
         if self._finish(fault, reason) and self._transport is not None:
             self._transport.abort()
 
-    def part(self, reason: str) -> None:
+    def part(self, reason: str, fault: str | None = None) -> None:
         """Hang up after the other side has read what was written, if it does so soon. Nothing more is heard."""
         transport = self._transport
-        if self._finish(None, reason) and transport is not None:
+        if self._finish(fault, reason) and transport is not None:
             # Half of it stays open: closing with something unread would have the last words thrown away at the other end.
             if transport.can_write_eof() and not transport.is_closing():
                 transport.write_eof()

@@ -23,6 +23,7 @@ from baton.core.errors import BatonError
 from baton.core.peers import Heard, PeerId, PeerLost, PeerMessage, PeerOpened
 from baton.kv.contract import KvLayout
 from baton.node.inbox import Broken, Inbox
+from baton.node.line import LineFault
 from baton.node.sessions import CONNECT_S, End, Refused, Self, Session, Stage
 from baton.wire.peering import Register
 
@@ -131,7 +132,7 @@ class Peers:
 
     async def _answer(self) -> None:
         if self._listener is not None:
-            server = await self._loop.create_server(lambda: Session(self._me, self, None), sock=self._listener)
+            server = await self._loop.create_server(lambda: Session(self._me, self, None).line, sock=self._listener)
             await server.serve_forever()
         await self._until_stopped()
 
@@ -185,7 +186,7 @@ class Peers:
         session = Session(self._me, self, peer)
         try:
             async with asyncio.timeout(CONNECT_S):
-                await self._loop.create_connection(lambda: session, host, port)
+                await self._loop.create_connection(lambda: session.line, host, port)
         except (OSError, TimeoutError) as error:
             return End(Stage.STRANGER, None, str(error) or "no answer")
         try:
@@ -202,11 +203,11 @@ class Peers:
             # Those who only wait must not keep out one that holds the key: its handshake is a matter of milliseconds.
             silent = (one for one in self._strangers if one.stage is Stage.STRANGER)
             oldest = next(silent, next(iter(self._strangers)))
-            oldest.end(Refused.TOO_MANY, "too many connections that have not registered")
+            oldest.end(LineFault.TOO_MANY, "too many connections that have not registered")
         self._strangers[session] = None
 
     def transfers_for(self, session: Session) -> tuple[str, ...]:
-        return self._ways.offer(session.peer, session.same_host)
+        return self._ways.offer(session.peer, session.line.same_host)
 
     def unfit(self, session: Session, register: Register) -> str | None:
         theirs = ROLES.get(register.role)
@@ -256,4 +257,4 @@ class Peers:
             if len(self._logged_s) >= STRANGERS_MAX:
                 self._logged_s.clear()
             self._logged_s[key] = now_s
-            log.error("refused a connection from %s: %s", session.where, end.reason)
+            log.error("refused a connection from %s: %s", session.line.where, end.reason)

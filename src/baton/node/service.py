@@ -30,6 +30,7 @@ from baton.node.hosting import CannotServe, HttpServer, Say, StopSignals, bind, 
 from baton.node.joining import Fenced, Membership, RouterAt
 from baton.node.models import resolve_model
 from baton.node.pairing import check_pairing, cluster_key, split_address
+from baton.node.pauses import spare_what_is_there
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret
 from baton.node.settings import EngineSettings
@@ -138,6 +139,7 @@ class _Instance:
         metrics = Metrics(engine, self._settings.names[0])
         http = HttpServer(create_app(engine, text, self._api, metrics))
         serving = http.start(listener)
+        spare_what_is_there()
         self._say(self._banner(engine, listener))
         membership = self._membership(engine, listener)
         async with state_logged(engine, metrics):

@@ -1,16 +1,15 @@
 """One connection with a peer: from strangers to a session in which messages go both ways, and its end.
 
-    TCP bytes ── wire.seal ── wire.link ── registration, then peer messages
+    TCP bytes ── node.line ── wire.link ── registration, then peer messages
 
-Owns the connection and what may be said in it when. Promises that nothing is heard before the other side has proved that it
-holds the cluster key and both have found that their KV fits, that everything said is bounded, and that whatever else arrives
-ends the connection with a reason, and nothing but the connection. All of it runs on one event loop.
+Owns what may be said in a connection when. Promises that nothing is heard before the other side has proved that it holds the
+cluster key and both have found that their KV fits, that everything said is bounded, and that whatever else arrives ends the
+connection with a reason, and nothing but the connection. All of it runs on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -19,7 +18,8 @@ from typing import Protocol
 from baton.core.config import Role
 from baton.core.peers import Ask, Commit, PeerId, PeerMessage
 from baton.kv.contract import KvLayout
-from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkFull, Lost, Opened, Replaced, Took
+from baton.node.line import Line, LineEnd, LineFault
+from baton.wire.link import PACKET_BYTES_MAX, Acceptor, Initiator, LinkConfig, LinkFull, Lost, Opened, Replaced, Took
 from baton.wire.messages import WireError
 from baton.wire.peering import (
     Register,
@@ -32,7 +32,6 @@ from baton.wire.peering import (
     encode_peer,
     encode_registration,
 )
-from baton.wire.seal import NONCE_BYTES, Seal, SealBroken
 
 LINK = LinkConfig(
     heartbeat_us=500_000, silent_us=2_500_000, acceptor_silent_us=2_500_000, resend_us=1_000_000, resend_us_max=2_000_000
@@ -42,19 +41,12 @@ TICK_S = 0.1
 CONNECT_S = 5.0
 REGISTER_S = 5.0
 """How long a connection may take to become a session."""
-UNREAD_BYTES_MAX = 128 << 20
-"""Bytes that a peer has not read; more than any one frame."""
 
 
 class Refused(StrEnum):
-    """Why a connection ended that should not have, beside the faults of a seal."""
+    """Why a connection ended that should not have, beside the faults of a seal and of a line."""
 
     UNFIT = "unfit"
-    MALFORMED = "malformed_message"
-    TOO_LATE = "too_late"
-    """It did not register in time."""
-    NOT_READING = "not_reading"
-    TOO_MANY = "too_many"
     FLOODING = "flooding"
     """It says more than the engine takes."""
 
@@ -111,67 +103,50 @@ def now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-class Session(asyncio.Protocol):
+class Session:
     def __init__(self, me: Self, house: House, called: PeerId | None) -> None:
         """`called` is whom we called; None when we were called."""
         self.stage = Stage.STRANGER
-        self.same_host = False
         self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.called = called
-        self.where = "" if called is None else str(called)
-        """For the log: from where, or whom we called."""
+        self.line = Line(
+            me.cluster_key, me.name, self, calls=called, handshake_s=REGISTER_S, frame_bytes_max=PACKET_BYTES_MAX
+        )
         self._me = me
         self._house = house
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        if called is None:
-            self._seal = Seal.accept(me.cluster_key, me.name, nonce)
-        else:
-            self._seal = Seal.connect(me.cluster_key, me.name, nonce)
         self._link = Initiator(now_us(), LINK) if called is not None else Acceptor(me.incarnation, LINK)
-        self._transport: asyncio.Transport | None = None
         self.peer = called or PeerId("")
         """What this instance calls the other side; of one that called us, once it has proved itself."""
         self._fits = self._is_accepted = False
         """We have accepted them; they have accepted us."""
 
-    # ── the event loop calls ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"a stream was expected, not {transport}")
-        self._transport = transport
-        ours, theirs = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
-        self.same_host = bool(ours and theirs and ours[0] == theirs[0])
-        if self.called is None and theirs:
-            self.where = f"{theirs[0]}:{theirs[1]}"
+    def arrived(self, line: Line) -> None:  # noqa: ARG002
         self._house.arrived(self)
         loop = asyncio.get_running_loop()
         loop.call_later(REGISTER_S, self._demand_registration)
         loop.call_later(TICK_S, self._tick)
-        self._write(self._seal.outgoing())
 
-    def data_received(self, data: bytes) -> None:
-        if self.stage is Stage.OVER:
-            return
+    def opened(self, line: Line) -> None:
+        self.stage = Stage.REGISTERING
+        if self.called is None:
+            self.peer = PeerId(line.peer)
+        if isinstance(self._link, Initiator):
+            self._post(self._link.open(now_us()))
+            self._register()
+
+    def heard(self, line: Line, frame: bytes) -> None:
         try:
-            frames = self._seal.take(data)
-            self._write(self._seal.outgoing())
-            if self.stage is Stage.STRANGER and self._seal.is_open:
-                self._begin()
-            for frame in frames:
-                self._act(self._link.take(frame, now_us()))
-        except SealBroken as broken:
-            self.end(broken.fault, str(broken))
-        except WireError as error:
-            self.end(Refused.MALFORMED, str(error))
+            self._act(self._link.take(frame, now_us()))
         except LinkFull as full:
-            self.end(Refused.NOT_READING, str(full))
+            line.end(LineFault.NOT_READING, str(full))
 
-    def connection_lost(self, error: Exception | None) -> None:
-        reason = "the connection was closed" if error is None else f"the connection broke: {error}"
-        if self.stage is Stage.STRANGER:
-            reason += " before the handshake was over (is it a peer, and is the cluster key the same on both sides?)"
-        self.end(None, reason)
+    def ended(self, line: Line, end: LineEnd) -> None:  # noqa: ARG002
+        was, self.stage = self.stage, Stage.OVER
+        final = End(was, end.fault, end.reason)
+        self._house.ended(self, final)
+        self.over.set_result(final)
 
     # ── what we say ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,29 +155,14 @@ class Session(asyncio.Protocol):
             try:
                 self._push(encode_peer(message))
             except LinkFull as full:
-                self.end(Refused.NOT_READING, str(full))
+                self.end(LineFault.NOT_READING, str(full))
 
     def end(self, fault: str | None, reason: str) -> None:
         """Close the connection. What was written is waited for only where it says why."""
-        if self.stage is Stage.OVER:
-            return
-        was, self.stage = self.stage, Stage.OVER
-        if self._transport is not None:
-            if fault is Refused.UNFIT:
-                self._transport.close()
-            else:
-                self._transport.abort()
-        end = End(was, fault, reason)
-        self._house.ended(self, end)
-        self.over.set_result(end)
-
-    def _begin(self) -> None:
-        self.stage = Stage.REGISTERING
-        if self.called is None:
-            self.peer = PeerId(self._seal.peer_name)
-        if isinstance(self._link, Initiator):
-            self._post(self._link.open(now_us()))
-            self._register()
+        if fault is Refused.UNFIT:
+            self.line.part(reason, fault)
+        else:
+            self.line.end(fault, reason)
 
     def _register(self) -> None:
         me, layout = self._me, self._me.layout
@@ -226,14 +186,7 @@ class Session(asyncio.Protocol):
         self._post(self._link.send(frame, now_us()))
 
     def _post(self, packets: list[bytes]) -> None:
-        for packet in packets:
-            self._write(self._seal.seal(packet))
-
-    def _write(self, data: bytes) -> None:
-        if data and self._transport is not None and self.stage is not Stage.OVER:
-            self._transport.write(data)
-            if self._transport.get_write_buffer_size() > UNREAD_BYTES_MAX:
-                self.end(Refused.NOT_READING, f"it has not read {UNREAD_BYTES_MAX >> 20} MiB")
+        self.line.send(packets)
 
     # ── what we hear ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -247,7 +200,7 @@ class Session(asyncio.Protocol):
                     self._post(took.packets)
                     self.end(None, reason)
                 case Replaced():
-                    self.end(Refused.MALFORMED, "a second session in one connection")
+                    self.end(LineFault.MALFORMED, "a second session in one connection")
         self._post(took.packets)
         for frame in took.frames:
             if self.stage is Stage.REGISTERING:
@@ -290,7 +243,7 @@ class Session(asyncio.Protocol):
 
     def _demand_registration(self) -> None:
         if self.stage in (Stage.STRANGER, Stage.REGISTERING):
-            self.end(Refused.TOO_LATE, f"it did not register within {REGISTER_S:g} s")
+            self.end(LineFault.TOO_LATE, f"it did not register within {REGISTER_S:g} s")
 
 
 def _check_tokens(message: PeerMessage, vocabulary: int) -> None:

@@ -214,11 +214,19 @@ class FleetEngine:
         entry = self._books.by_body.get(act.body)
         if entry is None:
             return
-        burst = burst_of(act)
-        entry.streams[act.choice].push(burst)
-        if burst.ended is not None:
+        stream, orphan = entry.streams[act.choice], self._books.orphans.get(entry.asker)
+        lines = _lines(act.extras)
+        if lines is not None and len(lines) < len(act.tokens):
+            # Found late, at an instance to which it had moved: what was computed before that is known by its ids alone.
+            if orphan is None:
+                stream.fail("log-probabilities were lost with an instance")
+                return
+            orphan.found.logprobs_from[act.choice] = len(act.tokens) - len(lines)
+        for burst in bursts_of(tuple(act.tokens), lines, act.cached_tokens, act.outcome):
+            stream.push(burst)
+        if act.outcome is not None:
             entry.over[act.choice] = True
-            if all(entry.over) and self._books.orphans.get(entry.asker) is None:
+            if all(entry.over) and orphan is None:
                 self._close(entry)
 
     def _declined(self, body: Body, refusal: Refusal) -> None:
@@ -243,12 +251,12 @@ class FleetEngine:
                 return None
         return self._books.orphans[asker].found
 
-    def claim(self, asker: Asker) -> list[TokenStream]:
+    def claim(self, asker: Asker, group: Sequence[Submission]) -> list[TokenStream]:
         orphan = self._books.orphans.pop(asker, None)
         if orphan is None:
             raise Refused(Refusal(RefusalCode.DUPLICATE_ID, "somebody else has just come for it"))
         entry = orphan.open
-        self._sessions.claim(entry.body)
+        self._sessions.claim(entry.body, group)
         if all(entry.over):
             self._close(entry)
         return list[TokenStream](entry.streams)
@@ -334,10 +342,14 @@ def info_of(views: Sequence[InstanceView], before: EngineInfo) -> EngineInfo:
     )
 
 
-def burst_of(act: Delivered) -> Burst:
-    tokens = tuple(act.tokens)
-    ended = None if act.outcome is None else ended_of(act.outcome)
-    return Burst(tokens, logprobs_of(tokens, _lines(act.extras)), ended, act.cached_tokens)
+def bursts_of(
+    tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: Outcome | None
+) -> list[Burst]:
+    """Usually one. Tokens whose log-probabilities are not known any more come before and apart from those with."""
+    ended = None if outcome is None else ended_of(outcome)
+    bare = 0 if lines is None else len(tokens) - len(lines)
+    rest = Burst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
+    return [Burst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
 
 
 def _lines(extras: object) -> Sequence[LogprobLine] | None:
@@ -346,16 +358,9 @@ def _lines(extras: object) -> Sequence[LogprobLine] | None:
 
 
 def history_of(act: Orphan, choice: int) -> list[Burst]:
-    """Everything from the first token on; those without their log-probabilities apart from those with."""
-    tokens, extras, outcome = act.delivered[choice] or (), act.extras[choice], act.outcomes[choice]
-    ended, cached = None if outcome is None else ended_of(outcome), act.cached_tokens[choice]
-    first = len(tokens) - len(extras)
-    bursts = [Burst(tokens[:first], (), None, cached)] if first else []
-    if extras:
-        bursts.append(Burst(tokens[first:], logprobs_of(tokens[first:], _lines(extras)), None, cached))
-    if ended is not None:
-        bursts.append(Burst((), (), ended, cached))
-    return bursts
+    """Everything from the first token on."""
+    tokens, cached, outcome = act.delivered[choice], act.cached_tokens[choice], act.outcomes[choice]
+    return [] if tokens is None else bursts_of(tokens, _lines(act.extras[choice]), cached, outcome)
 
 
 def _logprobs_from(act: Orphan) -> list[int]:

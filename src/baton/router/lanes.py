@@ -51,22 +51,25 @@ class Lane:
         at = len(self.notes)
         while at > 0 and self.notes[at - 1].at_us > at_us:
             at -= 1
+        if stage is Stage.DECODE and at > 0 and self.notes[at - 1].stage is Stage.PREFILL:
+            return False  # the last chunk of the prefill was planned, not computed: its token will show when that is done
         if self._is_known(stage, where, at, at_us):
             return False
-        self.notes.insert(at, LaneNote(stage, where, at_us, self.tokens, why[:WHY_MAX]))
-        if len(self.notes) > NOTES_MAX:
-            del self.notes[NOTES_OF_THE_BEGINNING]
-            self.left_out += 1
+        self._put(at, LaneNote(stage, where, at_us, self.tokens, why[:WHY_MAX]))
         return True
 
     def delivered(self, tokens: int, at_us: int) -> None:
         """Tokens came, so it decodes: nobody has to wait for the beat that says so."""
         if self.notes and self.notes[-1].stage in BEFORE_A_TOKEN:
-            self.note(Stage.DECODE, self.place, at_us)
-        if self.first_token_us is None:
+            self._put(len(self.notes), LaneNote(Stage.DECODE, self.place, at_us, self.tokens, ""))
+        if self.last_token_us is None:
             self.first_token_us = at_us
         self.last_token_us = at_us
         self.tokens += tokens
+
+    def found(self, tokens: int, at_us: int) -> None:
+        """It had come so far with a router that was lost; when its first token came is not known."""
+        self.tokens, self.last_token_us = tokens, at_us
 
     def end(self, at_us: int, finish: str) -> bool:
         if self.ended_us is not None:
@@ -97,6 +100,12 @@ class Lane:
             [note.stage.value, note.where, note.at_us, end, note.tokens, note.why]
             for note, end in zip(self.notes, ends, strict=False)
         ]
+
+    def _put(self, at: int, note: LaneNote) -> None:
+        self.notes.insert(at, note)
+        if len(self.notes) > NOTES_MAX:
+            del self.notes[NOTES_OF_THE_BEGINNING]
+            self.left_out += 1
 
     def _is_known(self, stage: Stage, where: str, at: int, at_us: int) -> bool:
         """The note before says the same; or the one after does, which then began earlier than was thought."""

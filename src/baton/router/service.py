@@ -34,6 +34,7 @@ from baton.node.hosting import (
     url_of,
 )
 from baton.node.models import resolve_model
+from baton.node.pauses import spare_what_is_there
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import shared_prefix_secret
 from baton.router.app import create_router_app
@@ -123,6 +124,7 @@ class _Process:
         http = HttpServer(self._app(engine, sessions, state, text, metrics))
         await sessions.open(instances)
         serving = http.start(clients)
+        spare_what_is_there()
         self._say(self._banner(clients, instances))
         sampling = asyncio.create_task(_sample(state, sessions))
         async with state_logged(engine, metrics):
@@ -158,8 +160,8 @@ class _Process:
     def _banner(self, clients: socket.socket, instances: socket.socket) -> str:
         url, at = url_of(clients), address_of(instances)
         return (
-            f"{self._settings.names[0]} is served at {url}\n"
             f"instances join at {at}, with: baton serve … --router {at}\n"
+            f"{self._settings.names[0]} is served at {url}\n"
             f"watch it at {url}/dashboard, talk to it with: baton chat --url {url}"
         )
 

@@ -88,9 +88,9 @@ class Sessions:
         now_us = self.clock_us()
         self._perform(self.switch.cut(body, choice, keep, now_us), now_us)
 
-    def claim(self, body: Body) -> None:
+    def claim(self, body: Body, group: Sequence[Submission]) -> None:
         now_us = self.clock_us()
-        self._perform(self.switch.claim(body, now_us), now_us)
+        self._perform(self.switch.claim(body, now_us, group), now_us)
 
     def drain(self, name: str) -> None:
         now_us = self.clock_us()

@@ -11,7 +11,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from baton.core.routing import Body, Declined, Delivered, Facts, FleetChanged, Ledger, Noted, Stage
+from baton.api.origin import BadOrigin, decode_origin
+from baton.core.routing import (
+    Body,
+    Declined,
+    Delivered,
+    Facts,
+    FleetChanged,
+    Ledger,
+    Noted,
+    Orphan,
+    OrphanDropped,
+    Stage,
+)
 from baton.router.lanes import Lane
 from baton.router.window import Window
 
@@ -50,7 +62,8 @@ class _Request:
     body: Body
     request_id: str
     path: str
-    prompt_tokens: int
+    prompt_tokens: int | None
+    """None: it was asked of a router that was lost."""
     choices: int
     began_us: int
     lanes: list[Lane]
@@ -144,6 +157,10 @@ class RouterState:
                 self._fleet_changed(act, now_us)
             case Declined(body, refusal):
                 self._end_all(body, f"declined: {refusal.code.value}", now_us)
+            case Orphan():
+                self._found(act, now_us)
+            case OrphanDropped(body):
+                self._end_all(body, "dropped: its router was lost, and nobody came for it", now_us)
             case _:
                 pass
 
@@ -198,6 +215,29 @@ class RouterState:
         request.rev = self._next()
         self._requests[request.body] = request
 
+    def _found(self, orphan: Orphan, now_us: int) -> None:
+        try:
+            origin = decode_origin(orphan.origin)
+        except BadOrigin:
+            return
+        choices = len(orphan.delivered)
+        request = self._requests.get(orphan.body)
+        if request is None:
+            self._follow(request := _Request(orphan.body, "", "", None, choices, now_us, _lanes(choices)))
+        more = _lanes(choices)[len(request.lanes) :]
+        request.lanes += more
+        request.open_lanes += len(more)
+        request.request_id, request.path, request.choices, request.rev = (
+            origin.request_id,
+            origin.path,
+            choices,
+            self._next(),
+        )
+        for lane, tokens, outcome in zip(request.lanes, orphan.delivered, orphan.outcomes, strict=False):
+            lane.found(len(tokens or ()), now_us)
+            if outcome is not None and lane.end(now_us, outcome.reason.value):
+                self._lane_ended(request)
+
     def _delivered(self, act: Delivered, now_us: int) -> None:
         count = len(act.tokens)
         self._totals["tokens"] += count
@@ -219,6 +259,10 @@ class RouterState:
         if note.stage in COUNTED:
             self._totals[COUNTED[note.stage]] += 1
         request = self._requests.get(note.body)
+        if request is None and note.stage is Stage.RESUMED and note.choice < LANES_MAX:
+            # Of a router that was lost. Whose it is, and how many choices it has, is told when all of it is found.
+            request = _Request(note.body, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
+            self._follow(request)
         if request is None or note.choice >= len(request.lanes):
             return
         lane = request.lanes[note.choice]

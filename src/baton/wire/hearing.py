@@ -149,6 +149,8 @@ def _held_choice(message: HeldGroup, line: HeldLine, submission: Submission, joi
 
 
 def _extras(line: HeldLine, counts: list[int], vocabulary: int) -> tuple[object, ...]:
+    if not line.logprobs:
+        return ()  # an executor may have none
     rows: list[list[LogprobLine]] = [[] for _ in counts]
     for item in line.logprobs:
         if not 0 <= item.row < len(rows) or rows[item.row]:

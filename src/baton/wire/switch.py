@@ -462,10 +462,10 @@ def _news(seat: _Seat, step: Step) -> list[Came]:
         run = runs[serial]
         run.left -= end - begin
         if begin > end or run.left < 0:
-            raise WireError(f"{end - begin} tokens of serial {serial}, {-run.left} more than it may have")
+            raise WireError(f"{end - begin} tokens of serial {serial}, which may have {run.left + end - begin}")
         lines = extras.get(row) if run.logprobs else None
-        if run.logprobs:
-            check_lines(lines or [], end - begin, vocabulary)
+        if lines is not None:  # an executor may have none
+            check_lines(lines, end - begin, vocabulary)
         if run.heard:
             hit = checked_cached(cached[serial]) if serial in cached else None
             news.append(Came(session, run.trip.leg, run.place, tokens[begin:end], lines, hit, ends.pop(serial, None)))

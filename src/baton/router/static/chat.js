@@ -3,9 +3,10 @@
 import { call, isDemo, kill, post, reason } from "./api.js";
 import { byId, icon, make, setText } from "./dom.js";
 import { eventsOf } from "./sse.js";
-import { count, duration, moveText, movesOf, placeOf } from "./words.js";
+import { count, duration, giverOf, moveText, movesOf, placeOf } from "./words.js";
 
-const RESUME_MS = 15_000;
+const AWAY_MS = 60_000; // how long a router may be away
+const BACK_MS = 5_000; // how long one that is back may not know of the answer: its instances have yet to join
 const RESUME_PAUSE_MS = 400;
 
 class Answer {
@@ -24,6 +25,7 @@ class Answer {
     this.element = make("div", { class: "said assistant", "aria-busy": "true" }, this.body, this.foot);
     this.done = false;
     this.stopped = false;
+    this.away = false;
     this.started = performance.now();
     this.firstMs = null;
   }
@@ -124,6 +126,7 @@ export class Chat {
     } finally {
       this.messages.push({ role: "assistant", content: answer.text });
       answer.done = true;
+      answer.away = false;
       answer.element.setAttribute("aria-busy", "false");
       this.#busy(false);
       this.render();
@@ -160,16 +163,21 @@ export class Chat {
 
   async #resumed(answer) {
     if (answer.lastEvent === null) throw new Error("The connection was lost before the answer began");
-    const deadline = performance.now() + RESUME_MS;
-    setText(answer.foot, "The router is away; the answer is kept for a while. Trying to go on…");
+    let deadline = performance.now() + AWAY_MS;
+    let isBack = false;
+    answer.away = true;
+    this.#foot(answer);
     for (;;) {
       await new Promise((resolve) => setTimeout(resolve, RESUME_PAUSE_MS));
       try {
         const headers = { "Last-Event-ID": answer.lastEvent };
         const response = await call(`/v1/requests/${answer.id}/stream`, { headers, signal: this.abort.signal });
-        if (response.ok || performance.now() > deadline) return response;
+        if (!isBack) deadline = performance.now() + BACK_MS;
+        isBack = true;
+        answer.away = !response.ok && performance.now() < deadline;
+        if (!answer.away) return response;
       } catch (error) {
-        if (error.name === "AbortError" || performance.now() > deadline) throw error;
+        if (!(error instanceof TypeError) || performance.now() > deadline) throw error;
       }
     }
   }
@@ -215,7 +223,7 @@ export class Chat {
     const parts = [count(answer.tokens, "token")];
     if (answer.firstMs !== null) parts.push(`first after ${duration(answer.firstMs * 1000)}`);
     if (answer.stopped) parts.push("stopped");
-    setText(answer.foot, parts.join(" · "));
+    setText(answer.foot, answer.away ? "The router is away; instances keep the answer for a while. Trying to go on…" : parts.join(" · "));
   }
 
   render() {
@@ -243,7 +251,7 @@ export class Chat {
       return make("span", {}, ...(place ? ["Answered by ", make("b", {}, place), "."] : ["Answered."]));
     }
     if (!serving) return make("span", {}, "Waiting for an instance…");
-    const giver = lane.segments.findLast(([stage]) => stage === "handover")?.[5].match(/^from (.+)$/)?.[1];
+    const giver = lane.segments.map(giverOf).findLast(Boolean);
     const by = giver ? `, prefilled by ${giver}` : "";
     return make("span", {}, "Served by ", make("b", {}, serving), `${by}.`);
   }

@@ -28,7 +28,7 @@ export class Detail {
     this.drawn = drawn;
     byId("detail-title").textContent = `Request ${request.id || request.body}`;
     byId("detail-body").replaceChildren(
-      summary([["Asked at", request.path], ["Prompt", count(request.prompt_tokens, "token")], ["Choices", String(request.choices)]]),
+      summary([["Asked at", request.path], ["Prompt", request.prompt_tokens === null ? "–" : count(request.prompt_tokens, "token")], ["Choices", String(request.choices)]]),
       ...request.lanes.map((lane, i) => laneDetail(lane, i, request)),
     );
   }
@@ -41,12 +41,12 @@ function summary(pairs) {
 }
 
 function laneDetail(lane, index, request) {
-  const perToken = lane.tokens > 1 ? (lane.last_us - lane.first_us) / (lane.tokens - 1) : null;
+  const perToken = lane.tokens > 1 && lane.first_us !== null ? (lane.last_us - lane.first_us) / (lane.tokens - 1) : null;
   const figures = summary([
     ["State", standing(lane)[1]],
     ["Answer", count(lane.tokens, "token")],
     ["First token after", duration(lane.first_us === null ? null : lane.first_us - request.began_us)],
-    ["A token each", duration(perToken)],
+    ["Time per token", duration(perToken)],
     ["Whole", duration(lane.ended_us === null ? null : lane.ended_us - request.began_us)],
     ["Moves", movesOf(lane).map(moveText).join("; ") || "none"],
   ]);

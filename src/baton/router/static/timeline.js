@@ -2,7 +2,7 @@
 
 import { byId, icon, keyed, make, setText } from "./dom.js";
 import { refreshTip } from "./tip.js";
-import { ago, count, duration, moveText, movesOf, stageOf, standing } from "./words.js";
+import { ago, count, duration, giverOf, moveText, movesOf, stageOf, standing } from "./words.js";
 
 const LEGEND = [
   // [look of its piece, its mark, name]
@@ -113,12 +113,14 @@ function track(lane, view) {
   return element;
 }
 
-function piece([stage, where, start, end, , why], stop, view) {
+function piece(segment, stop, view) {
+  const [stage, where, start, end, , why] = segment;
   const { look, name } = stageOf(stage);
+  const label = stage === "moved" ? "" : [giverOf(segment), where].filter(Boolean).join(" → ");
   const left = Math.max(0, (start - view.start) / view.span);
   const share = Math.max(0, (stop - view.start) / view.span - left);
-  const fits = where && stage !== "moved" && share * view.width > where.length * LABEL_PX + 10;
-  const element = make("span", { class: `seg s-${look}${end === null ? " open" : ""}` }, fits ? where : "");
+  const fits = label && share * view.width > label.length * LABEL_PX + 10;
+  const element = make("span", { class: `seg s-${look}${end === null ? " open" : ""}` }, fits ? label : "");
   element.style.left = `${100 * left}%`;
   element.style.width = `${100 * share}%`;
   if (!fits) element.style.padding = "0";

@@ -86,6 +86,9 @@ export function moveText(move) {
   return move.to ? `moved from ${move.from} to ${move.to} ${after}` : `left ${move.from} ${after}, looking for a place`;
 }
 
+/** Who prefilled what was handed over in a segment, where that is known. */
+export const giverOf = ([stage, , , , , why]) => (stage === "handover" ? (why.match(/^from (.+)$/)?.[1] ?? "") : "");
+
 /** Where a lane is served now, or was last. */
 export function placeOf(lane) {
   return lane.segments.findLast(([stage]) => stage === "placed" || stage === "resumed")?.[1] ?? "";

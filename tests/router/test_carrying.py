@@ -1,0 +1,284 @@
+"""Answers through a router: the same as from one instance, whatever becomes of the instances meanwhile."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from baton.api.settings import ApiSettings
+from baton.api.text import ModelText
+from baton.core.routing import RouterConfig
+from tests.api.conftest import Reply, Served
+from tests.router.fleet import ROUTER, Fleet
+from tests.router.fleet import fleet as running
+
+Eventually = Callable[[Callable[[], bool]], None]
+ASK: dict[str, Any] = {"prompt": "hello world, 你好", "max_tokens": 40, "seed": 7, "ignore_eos": True}
+
+
+def data_of(reply: Reply) -> list[Any]:
+    """Events of a stream, without their ids."""
+    lines = [line.removeprefix("data: ") for line in reply.body.decode().split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def ids_of(reply: Reply) -> list[str]:
+    return [line.removeprefix("id: ") for line in reply.body.decode().split("\n") if line.startswith("id: ")]
+
+
+def comparable(answer: Any) -> Any:
+    """Without what is another for each request."""
+    return {key: value for key, value in answer.items() if key not in ("id", "created")}
+
+
+def joined(events: list[Any], chat: bool) -> tuple[dict[int, str], dict[int, list[int]], dict[int, str], Any]:
+    """Text, tokens and finish by choice, and the usage."""
+    texts: dict[int, str] = {}
+    tokens: dict[int, list[int]] = {}
+    finish: dict[int, str] = {}
+    usage = None
+    for event in events[:-1]:
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + (choice["delta"].get("content", "") if chat else choice["text"])
+            tokens.setdefault(index, []).extend(choice["token_ids"])
+            if choice["finish_reason"]:
+                assert index not in finish
+                finish[index] = choice["finish_reason"]
+    return texts, tokens, finish, usage
+
+
+def ask(served: Served, chat: bool, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
+    body = ASK | fields
+    if not chat:
+        return served.complete(headers, **body)
+    return served.chat(headers, messages=[{"role": "user", "content": body.pop("prompt")}], **body)
+
+
+@contextmanager
+def asking(served: Served, chat: bool = False, headers: dict[str, str] | None = None, **fields: Any) -> Iterator[Any]:
+    """A request that is open: yields the response once its head is there."""
+    body = ASK | {"model": "tiny"} | fields
+    if chat:
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    try:
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"} | (headers or {}))
+        yield connection
+    finally:
+        connection.close()
+
+
+def finished(connection: http.client.HTTPConnection) -> Reply:
+    response = connection.getresponse()
+    return Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_goes_on_when_its_instance_is_killed(fleet: Fleet, chat: bool, n: int, eventually: Eventually) -> None:
+    asked = {"stream": True, "n": n, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    fleet.add("a")
+    undisturbed = joined(data_of(ask(fleet.served, chat, **asked)), chat)
+    fleet.members["a"].allowed = fleet.members["a"].given + 11
+    with asking(fleet.served, chat, **asked) as connection:
+        eventually(lambda: fleet.members["a"].given >= fleet.members["a"].allowed)
+        fleet.add("b")
+        fleet.kill("a")
+        reply = finished(connection)
+    events = data_of(reply)
+    texts, tokens, finish, usage = joined(events, chat)
+    assert events.count("[DONE]") == 1
+    assert (texts, tokens, finish) == undisturbed[:3]
+    assert {key: usage[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")} == {
+        key: undisturbed[3][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")
+    }
+    assert fleet.router.counts.retries["lost"] == n
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+def test_a_whole_answer_with_logprobs_is_the_same_after_a_kill(fleet: Fleet, chat: bool, eventually: Eventually) -> None:
+    asked = {"n": 2, "logprobs": True if chat else 1, "return_token_ids": True}
+    fleet.add("a")
+    undisturbed = comparable(ask(fleet.served, chat, **asked).json())
+    fleet.kill("a")
+    fleet.add("b", allowed=13)
+    with asking(fleet.served, chat, **asked) as connection:
+        eventually(lambda: fleet.members["b"].given >= 13)
+        fleet.add("c")
+        fleet.kill("b")
+        again = comparable(finished(connection).json())
+    assert again == undisturbed
+    content = again["choices"][1]["logprobs"]
+    assert len(content["content"] if chat else content["token_logprobs"]) == 40
+
+
+def test_a_stop_string_that_spans_a_move_ends_the_answer_where_it_does(fleet: Fleet, eventually: Eventually) -> None:
+    fleet.add("a")
+    whole = ask(fleet.served, False, return_token_ids=True).json()["choices"][0]
+    stop = whole["text"][17:21]
+    expected = comparable(ask(fleet.served, False, stop=[stop], return_token_ids=True).json())
+    assert expected["choices"][0]["finish_reason"] == "stop"
+    cut = len(expected["choices"][0]["token_ids"]) - 2
+    fleet.members["a"].allowed = fleet.members["a"].given + cut
+    with asking(fleet.served, stop=[stop], return_token_ids=True) as connection:
+        eventually(lambda: fleet.members["a"].given >= fleet.members["a"].allowed)
+        fleet.add("b")
+        fleet.kill("a")
+        again = comparable(finished(connection).json())
+    again["usage"].pop("prompt_tokens_details")
+    expected["usage"].pop("prompt_tokens_details")
+    assert again == expected
+
+
+@pytest.fixture
+def impatient(text: ModelText) -> Iterator[Fleet]:
+    """Carries nothing on."""
+    config = RouterConfig(beat_us=ROUTER.beat_us, suspect_us=ROUTER.suspect_us, loss_retry_count=0, absent_us=0)
+    with running(text, ApiSettings(served_model_names=("tiny",)), config) as made:
+        yield made
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_when_retries_run_out_a_whole_answer_is_a_structured_error(
+    impatient: Fleet, eventually: Eventually, with_ids: bool
+) -> None:
+    impatient.add("a", allowed=9)
+    with asking(impatient.served, return_token_ids=with_ids) as connection:
+        eventually(lambda: impatient.members["a"].given >= 9)
+        impatient.kill("a")
+        reply = finished(connection)
+    error = reply.json()["error"]
+    assert reply.status == 503
+    assert error["message"].startswith("PD Error 501")
+    assert (error["code"], error["stage"], error["retryable"]) == (501, "decode", True)
+    assert [len(ids) for ids in error["generated_token_ids"]] == [9] if with_ids else "generated_token_ids" not in error
+
+
+def test_when_retries_run_out_a_stream_ends_with_one_error_event_and_no_done(
+    impatient: Fleet, eventually: Eventually
+) -> None:
+    impatient.add("a", allowed=9)
+    with asking(impatient.served, stream=True) as connection:
+        eventually(lambda: impatient.members["a"].given >= 9)
+        impatient.kill("a")
+        events = data_of(finished(connection))
+    assert ["error" in event for event in events].count(True) == 1
+    assert events[-1]["error"]["message"].startswith("PD Error")
+    assert all(choice["finish_reason"] is None for event in events[:-1] for choice in event["choices"])
+
+
+def test_without_an_instance_a_request_is_a_503_and_ready_says_what_is_missing(impatient: Fleet) -> None:
+    ready = impatient.served.call("GET", "/ready")
+    assert (ready.status, ready.error["code"]) == (503, "no_instance")
+    assert "mixed or decode" in ready.error["message"]
+    refused = ask(impatient.served, False)
+    assert (refused.status, refused.error["code"]) == (503, "no_instance")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert impatient.served.call("GET", "/health").status == 200
+    impatient.add("a")
+    assert impatient.served.call("GET", "/ready").status == 200
+
+
+def test_a_request_waits_for_its_first_instance(fleet: Fleet, eventually: Eventually) -> None:
+    with asking(fleet.served) as connection:
+        eventually(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
+        fleet.add("a")
+        assert finished(connection).status == 200
+
+
+def test_a_client_that_leaves_the_queue_is_gone_from_it(fleet: Fleet, eventually: Eventually) -> None:
+    with asking(fleet.served):
+        eventually(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
+    eventually(lambda: fleet.do(lambda: fleet.router.waiting) == 0)
+    assert fleet.do(lambda: fleet.engine.open_bodies) == 0
+
+
+def test_a_queued_request_can_be_cancelled_by_its_id(fleet: Fleet, eventually: Eventually) -> None:
+    with asking(fleet.served, headers={"X-Request-Id": "mine"}) as connection:
+        eventually(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
+        assert fleet.served.call("DELETE", "/v1/requests/mine").status == 200
+        (choice,) = finished(connection).json()["choices"]
+    assert (choice["finish_reason"], choice["text"]) == ("abort", "")
+    assert fleet.do(lambda: fleet.router.waiting) == 0
+
+
+def test_a_client_that_hangs_up_cancels_at_the_instance(fleet: Fleet, eventually: Eventually) -> None:
+    member = fleet.add("a", allowed=5)
+    with asking(fleet.served, stream=True):
+        eventually(lambda: member.given >= 5)
+    eventually(lambda: fleet.do(lambda: fleet.engine.open_bodies) == 0)
+    member.allowed = None
+    eventually(lambda: fleet.do(lambda: member.worker.is_idle))
+
+
+def test_limits_of_a_key_are_a_429(text: ModelText, eventually: Eventually) -> None:
+    config = RouterConfig(beat_us=ROUTER.beat_us, suspect_us=ROUTER.suspect_us, key_concurrency=1)
+    with running(text, ApiSettings(served_model_names=("tiny",)), config) as fleet:
+        member = fleet.add("a", allowed=3)
+        with asking(fleet.served) as first:
+            eventually(lambda: member.given >= 3)
+            refused = ask(fleet.served, False)
+            assert (refused.status, refused.error["code"]) == (429, "rate_limited")
+            assert int(refused.headers["retry-after"]) >= 1
+            member.allowed = None
+            assert finished(first).status == 200
+
+
+def test_a_reader_that_does_not_read_costs_no_more_than_its_own_tokens(fleet: Fleet, eventually: Eventually) -> None:
+    """The instance is not held up, and what is unread is at most the answer."""
+    fleet.add("a")
+    with asking(fleet.served, stream=True, max_tokens=400, logprobs=1) as slow:
+        eventually(lambda: fleet.members["a"].given >= 400)
+        assert ask(fleet.served, False).status == 200
+        events = data_of(finished(slow))
+    assert events[-1] == "[DONE]"
+    eventually(lambda: fleet.do(lambda: fleet.engine.open_bodies) == 0)
+
+
+def test_drain_moves_nothing_and_gives_nothing_new(fleet: Fleet, eventually: Eventually) -> None:
+    first = fleet.add("a", allowed=4)
+    with asking(fleet.served) as open_one:
+        eventually(lambda: first.given >= 4)
+        fleet.add("b")
+        assert fleet.served.call("POST", "/v1/instances/a/drain").json() == {
+            "name": "a", "object": "instance", "draining": True,
+        }  # fmt: skip
+        eventually(lambda: first.drained)
+        assert ask(fleet.served, False).status == 200
+        first.allowed = None
+        assert finished(open_one).status == 200
+    states = {one["name"]: one["state"] for one in fleet.served.call("GET", "/v1/instances").json()["data"]}
+    assert states == {"a": "draining", "b": "ready"}
+    assert fleet.members["b"].given == 40
+    assert fleet.served.call("POST", "/v1/instances/nobody/drain").status == 404
+
+
+def test_metrics_tell_of_instances_moves_and_refused_fields(fleet: Fleet, eventually: Eventually) -> None:
+    fleet.add("a", allowed=3)
+    with asking(fleet.served) as connection:
+        eventually(lambda: fleet.members["a"].given >= 3)
+        fleet.add("b")
+        fleet.kill("a")
+        assert finished(connection).status == 200
+    assert ask(fleet.served, False, origin="x").status == 400
+    page = fleet.served.call("GET", "/metrics").body.decode()
+    for line in (
+        'baton_instances{role="mixed",state="ready"} 1.0',
+        'baton_retries_total{cause="lost"} 1.0',
+        'baton_instance_events_total{what="joined"} 2.0',
+        'baton_instance_events_total{what="lost"} 1.0',
+        'baton_refused_fields_total{field="origin"} 1.0',
+        "baton_moved_tokens_total 3.0",
+    ):
+        assert line in page
+    events = fleet.served.call("GET", "/v1/instances").json()["events"]
+    assert [(event["name"], event["what"]) for event in events] == [("a", "joined"), ("b", "joined"), ("a", "lost")]
+    assert [event["number"] for event in events] == [1, 2, 3]
