@@ -22,7 +22,7 @@ from baton.core.quota import Quota
 from baton.core.records import Bill
 from baton.core.request import NO_TOKENS, RequestId, Submission, frozen_tokens
 from baton.core.router import Router
-from baton.core.routing import Facts, HeldChoice, Instance, LegRefused, Names, Neighbours, Session, Sign
+from baton.core.routing import Body, Facts, HeldChoice, Instance, LegRefused, Names, Neighbours, Session, Sign
 from baton.core.waiting import WaitingRoom
 from baton.wire import switch
 from baton.wire.desk import Desk
@@ -167,12 +167,22 @@ def send_beyond_the_limit(patch: Patch) -> None:
 
 @core("a body has no deadline")
 def wait_beyond_the_deadline(patch: Patch) -> None:
-    patch.set(Carrier, "_end_overdue", lambda self: None)
+    open_then = Carrier.open_body
+
+    def open_body(self: Carrier, number: Body, tenant: str | None, origin: bytes, choices: int) -> Carried:
+        body = open_then(self, number, tenant, origin, choices)
+        body.deadline_us += LONG_US
+        return body
+
+    patch.set(Carrier, "open_body", open_body)
 
 
 @core("where no instance serves, newcomers wait for one for ever")
 def wait_for_an_instance_for_ever(patch: Patch) -> None:
-    patch.set(Carrier, "_give_up_absent", lambda self: None)
+    def give_up_absent(self: Carrier) -> None:
+        self._absent_due_us = None
+
+    patch.set(Carrier, "_give_up_absent", give_up_absent)
 
 
 @core("what a tenant has open is never taken off its account")
@@ -302,7 +312,15 @@ def never_call_back(patch: Patch) -> None:
 
 @core("an orphan that nobody comes for is carried for ever")
 def keep_orphans(patch: Patch) -> None:
-    patch.set(Adoption, "expire", lambda self: None)
+    body_then = Adoption._body_of
+
+    def body_of(self: Adoption, item: HeldChoice) -> Carried | None:
+        body = body_then(self, item)
+        if body is not None and body.grace_us is not None:
+            body.grace_us = LONG_US
+        return body
+
+    patch.set(Adoption, "_body_of", body_of)
 
 
 @core("a client that has come back is not noticed, and its answer is dropped when the grace is over")
