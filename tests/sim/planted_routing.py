@@ -27,7 +27,7 @@ from baton.core.waiting import WaitingRoom
 from baton.wire import switch
 from baton.wire.desk import Desk
 from baton.wire.membership import FromInstance
-from baton.wire.messages import AcceptedAs, StepOutput
+from baton.wire.messages import StepOutput
 from baton.wire.relay import Relay, RelayOut, State
 from tests.sim.planted import Patch, core, wire
 from tests.sim.planted_peers import BUGS
@@ -43,9 +43,7 @@ LONG_US = 10**12
 def _regrouped(patch: Patch, change: Any) -> None:
     group_then = carrier.group_of
 
-    def group_of(
-        choices: Sequence[tuple[Choice, Submission]], prefill_at: dict[RequestId, str]
-    ) -> tuple[Submission, ...]:
+    def group_of(choices: Sequence[tuple[Choice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
         return tuple(change(item, asked) for item, (_, asked) in zip(group_then(choices, prefill_at), choices, strict=True))
 
     patch.set(carrier, "group_of", group_of)
@@ -392,19 +390,6 @@ def forget_to_take_up_what_was_held(patch: Patch) -> None:
     patch.set(Desk, "adopt", lambda self, serial, wanted=True: None)
 
 
-@wire("a message of an instance that has not joined counts as if it had")
-def listen_to_strangers(patch: Patch) -> None:
-    joins_then = switch.Switch._joins
-
-    def joins(self: switch.Switch, seat: Any, message: FromInstance, now_us: int) -> Any:
-        if isinstance(message, AcceptedAs | StepOutput):
-            seat.standing = switch.Standing.ADMITTED
-            return self.heard(seat.session, message, now_us)
-        return joins_then(self, seat, message, now_us)
-
-    patch.set(switch.Switch, "_joins", joins)
-
-
 # ── wire: the instance's end ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -446,7 +431,7 @@ def tell_of_what_nobody_knows(patch: Patch) -> None:
     patch.set(Relay, "_audible", lambda self, output, serials: output)
 
 
-@wire("a second router's order to cancel is not passed on to the engine")
+@wire("a router's order to cancel is not passed on to the engine")
 def never_pass_on_a_cancel(patch: Patch) -> None:
     dropped_then = Relay._dropped
 

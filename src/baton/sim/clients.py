@@ -27,7 +27,7 @@ RETRY_US = 30_000
 RESUME_SHARE = 0.75
 """Of the clients that lose their router in the middle of an answer; the others give up."""
 RESUME_EVERY_US = 40_000
-RESUME_PATIENCE_US = 3_000_000
+RESUME_PATIENCE_US = 1_500_000
 NOTICED_US = 400_000
 """A client that has lost its router comes back within so long."""
 
@@ -126,9 +126,7 @@ class Client:
         self.judge.refused(self.name, refusal, self.ask.impossible)
         self._end_all()
 
-    def progress(
-        self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: Ended | None
-    ) -> None:
+    def progress(self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: Ended | None) -> None:
         answer = self._answers[place]
         if answer.over and self._resumed:
             return  # it has had this choice from a router before this one
@@ -231,7 +229,9 @@ class Client:
             self.judge.ended(
                 answer.name, ended, answer.submission, answer.expected, len(answer.got), answer.keep, self._left
             )
-            self.judge.bill(answer.name, answer.submission, ended, answer.cached_tokens, self._user.preemptions_max, self._resumed)
+            self.judge.bill(
+                answer.name, answer.submission, ended, answer.cached_tokens, self._user.preemptions_max, self._resumed
+            )
             self._end(answer)
 
     def _look_for_stop(self, place: int, answer: _Answer) -> None:

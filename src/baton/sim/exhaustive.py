@@ -72,7 +72,7 @@ def small_world(*, pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> Sce
     )
 
 
-def world_with_router(roles: tuple[Role, ...], loss_retry_count: int = 2) -> Scenario:
+def fleet_world(roles: tuple[Role, ...], loss_retry_count: int = 2) -> Scenario:
     """The same load, behind a router that gives up soon."""
     small = small_world(pulls=False, on_preempt=OnPreempt.RESCHEDULE, path=PrefillPath.SHORT)
     router = RouterConfig(
@@ -128,7 +128,7 @@ def strikes(scenario: Scenario, every: int = 1) -> Iterator[Strike]:
 
 def struck(scenario: Scenario, strike: Strike, *, tell_story: bool = False) -> Verdict:
     run = Run(scenario, tell_story=tell_story)
-    hit = _hit_router if strike.seat == scenario.instances else _hit_instance
+    hit = _hit_gate if strike.seat == scenario.instances else _hit_instance
     run.world.ambush(strike.event, lambda: hit(run, strike))
     return run.verdict()
 
@@ -144,10 +144,10 @@ def _hit_instance(run: Run, strike: Strike) -> None:
         seat.pause()
         world.after(ASLEEP_US, seat.resume)
     if strike.then_router:
-        world.after(SHORTLY_US, _hit_router, run, replace(strike, blow=Blow.CRASH, then_router=False))
+        world.after(SHORTLY_US, _hit_gate, run, replace(strike, blow=Blow.CRASH, then_router=False))
 
 
-def _hit_router(run: Run, strike: Strike) -> None:
+def _hit_gate(run: Run, strike: Strike) -> None:
     if run.fleet is None:
         raise RuntimeError("there is no router in this world")
     world, gate = run.world, run.fleet.gate

@@ -13,7 +13,6 @@ from baton.sim.laws import FORGOTTEN, LIVENESS, TRUE_NAMES, LawBroken
 from baton.sim.seats import Seat
 from baton.sim.upheaval import Upheaval
 
-
 RESUMED_WITHIN_US = 5_000_000
 CLAIMED_WITHIN_US = 500_000
 """A client may take so long to notice and to come back."""
@@ -32,7 +31,7 @@ class Fleet:
     @property
     def noticed_us(self) -> int:
         """After so long the router knows who is there; whoever is not, has been told when it spoke."""
-        return self.gate.config.suspect_us + 2 * self.gate.config.beat_us + 500_000
+        return self.gate.config.suspect_us + 2 * self.gate.config.beat_us + 200_000
 
     def heal(self) -> None:
         self._upheaval.heal()
@@ -58,7 +57,9 @@ class Fleet:
             raise LawBroken(LIVENESS, f"the router still has {router.open_bodies} bodies, {router.waiting} choices wait")
         for seat in self._seats:
             if seat.member is not None and seat.member.relay.held_choices:
-                raise LawBroken(FORGOTTEN, f"{seat.name} keeps {seat.member.relay.held_choices} choices of bodies that are over")
+                raise LawBroken(
+                    FORGOTTEN, f"{seat.name} keeps {seat.member.relay.held_choices} choices of bodies that are over"
+                )
         said = self.gate.book.members()
         for seat in self._seats:
             if seat.instance is not None:

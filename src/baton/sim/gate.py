@@ -27,6 +27,7 @@ from baton.core.routing import (
     Outcome,
     RouterConfig,
     Session,
+    Stage,
 )
 from baton.sim.laws import LINE_BOUND, STRANGERS, LawBroken
 from baton.sim.legs import LegBook
@@ -39,6 +40,8 @@ from baton.wire.membership import FromRouter, decode_from_instance, encode_membe
 from baton.wire.messages import WireError
 from baton.wire.switch import Act, Close, Say, Switch
 
+TOLD = (Stage.PLACED, Stage.PREEMPTED, Stage.MOVED, Stage.ENDED)
+"""What the story says of a choice; the rest is in what its instance and its client do."""
 OUTBOX_MAX = 2_000
 """Messages that wait for room on one line; an instance that takes none is given up before there are so many."""
 
@@ -289,6 +292,7 @@ class Gate:
         self.disturbed_us = self.host.world.now_us
         self.book.woke(self.host.world.now_us)
         self.host.resume()
+        self._tick()  # before anything that came meanwhile is read
 
     def drain(self, name: str) -> None:
         """As `baton drain` orders it."""
@@ -355,7 +359,8 @@ class Gate:
             case FleetChanged(name, incarnation, what, why):
                 self._note(f"sees {name}, life {incarnation}: {what}, {why}")
             case Noted(body, choice, stage, where, _, why):
-                self._note(f"body {body}.{choice} {stage.value} {where or ''} {why}")
+                if stage in TOLD:
+                    self._note(f"body {body}.{choice} {stage.value} {where or ''} {why}")
 
     def _deliver(self, body: Body, choice: int, tokens: list[int], cached: int | None, outcome: Outcome | None) -> None:
         passage, found = self._passages.get(body), self._orphans.get(body)

@@ -57,7 +57,6 @@ from baton.wire.messages import (
     WIRE_VERSION,
     Failed,
     FromEngine,
-    Peers as PeersMessage,
     Ready,
     TellNames,
     ToEngine,
@@ -65,6 +64,9 @@ from baton.wire.messages import (
     encode_from_engine,
     pulse,
     wire_gauges,
+)
+from baton.wire.messages import (
+    Peers as PeersMessage,
 )
 
 KEY_FILE = "prefix.key"

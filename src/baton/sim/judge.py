@@ -105,7 +105,6 @@ class Causes(Protocol):
         A restart after a drain excuses no request that was accepted: everything open ends before it.
         """
 
-
     def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
         """Whether something happened since then to whoever has kept what a lost router was asked for."""
 

@@ -114,6 +114,8 @@ class _Hop:
     leg: _Leg
     serial: int | None = None
     ended: WireEnded | None = None
+    opened_us: int = 0
+    """When the instance said that it had taken it."""
     called_back: bool = False
     """Cancelled, or refused, or its session is over: the choice may be elsewhere."""
     stopped: bool = False
@@ -305,7 +307,7 @@ class LegBook:
             case AcceptedAs(ticket, serials):
                 leg = session.tickets.pop(ticket, None)
                 for hop, serial in zip(leg.hops if leg is not None else (), serials, strict=False):
-                    hop.serial = serial
+                    hop.serial, hop.opened_us = serial, now_us
                     session.serials[serial] = hop
                     self._touch(hop)
                     if hop.choice.hop is not hop:  # it was found elsewhere meanwhile
@@ -479,9 +481,13 @@ class LegBook:
         if hop is not None and hop.ended is None and not hop.called_back:
             raise LawBroken(ONE_PLACE, f"{choice.name} is open at {hop.session.name} and goes to {session.name}")
         if choice.yields > config.preempt_retry_count or choice.losses > config.loss_retry_count:
-            raise LawBroken(DESERVED_END, f"{choice.name}: {choice.yields} times no room, {choice.losses} losses, and goes on")
+            raise LawBroken(
+                DESERVED_END, f"{choice.name}: {choice.yields} times no room, {choice.losses} losses, and goes on"
+            )
         if choice.no_room_us is not None and now_us < choice.no_room_us + config.backoff_us // 2:
-            raise LawBroken(BACK_OFF, f"{choice.name} goes to {session.name} {now_us - choice.no_room_us} µs after a refusal")
+            raise LawBroken(
+                BACK_OFF, f"{choice.name} goes to {session.name} {now_us - choice.no_room_us} µs after a refusal"
+            )
         choice.no_room_us = None
 
     def _avoids(self, choice: _Choice, session: _Session) -> None:
@@ -515,7 +521,9 @@ class LegBook:
     def _turned_down(self, body: _Body, refusal: Refusal, now_us: int) -> None:
         if refusal.code is RefusalCode.NO_INSTANCE:
             if not any(self._gave_out(body, choice, now_us) for choice in body.choices):
-                raise LawBroken(DESERVED_END, f"{body.origin!r}, {now_us - body.arrived_us} µs old, is turned down: {refusal}")
+                raise LawBroken(
+                    DESERVED_END, f"{body.origin!r}, {now_us - body.arrived_us} µs old, is turned down: {refusal}"
+                )
         elif any(choice.delivered for choice in body.choices):
             raise LawBroken(DESERVED_END, f"{body.origin!r} has begun, and is turned down: {refusal}")
         self._over(body)
@@ -631,23 +639,30 @@ class LegBook:
                 if not any(choice.delivered or (choice.hop is not None and choice.hop.is_open) for choice in body.choices):
                     raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} has waited for {alone_us} µs, and nobody serves")
         for session in self._sessions.values():
-            drains_us = now_us - max(session.drains_us, self._woke_us, self._served_us_before)
-            if session.welcomed and session.drains and serves and drains_us > config.drain_us + late_us:
-                hop = next((hop for hop in session.open_hops() if hop.serial is not None and not hop.stopped), None)
-                if hop is not None:
-                    raise LawBroken(DRAINS_IN_TIME, f"{hop.choice.name} is still at {session.name} after {drains_us} µs")
+            due_us = max(session.drains_us + config.drain_us, self._woke_us, self._served_us_before)
+            if not (session.welcomed and session.drains and serves):
+                continue
+            for hop in session.open_hops():
+                if hop.serial is not None and not hop.stopped and now_us > max(due_us, hop.opened_us) + late_us:
+                    raise LawBroken(
+                        DRAINS_IN_TIME, f"{hop.choice.name} is still at {session.name} since {session.drains_us}"
+                    )
 
     def _forgets_names(self, dead: _Session, view: View) -> None:
         for key in sorted(dead.said)[:KEYS_LOOKED_AT]:
             for number in view.holders(key):
                 holder = self._sessions.get(number)
                 if holder is None or (key not in holder.said and not holder.legs):
-                    raise LawBroken(TRUE_NAMES, f"{dead.name} is gone, and what it had cached is credited to session {number}")
+                    raise LawBroken(
+                        TRUE_NAMES, f"{dead.name} is gone, and what it had cached is credited to session {number}"
+                    )
 
     def _in_time(self, session: _Session, now_us: int) -> None:
         quiet_us = now_us - session.sign_us
         if session.doomed or quiet_us > self._config.suspect_us + self._config.beat_us + SLACK_US:
-            raise LawBroken(SUSPECTED_IN_TIME, f"{session.name} is still a member, {quiet_us} µs after its last sign of life")
+            raise LawBroken(
+                SUSPECTED_IN_TIME, f"{session.name} is still a member, {quiet_us} µs after its last sign of life"
+            )
 
     def _found_where_they_were(self, session: _Session) -> None:
         self._joining = None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from baton.core.config import Role
 from baton.sim.faults import Fault
 from baton.sim.instance import Instance
-from baton.sim.laws import FORGOTTEN, LINE_BOUND, LawBroken
+from baton.sim.laws import ENDS_AT_ONCE, FORGOTTEN, LINE_BOUND, LawBroken
 from baton.sim.lines import initiator
 from baton.sim.network import Network
 from baton.sim.world import Alarm, Host
@@ -20,6 +20,7 @@ from baton.wire.link import LinkConfig
 from baton.wire.membership import FromInstance, Join, decode_from_router, encode_membership
 from baton.wire.messages import (
     AcceptedAs,
+    Cancel,
     Drain,
     Failed,
     Peers,
@@ -78,6 +79,8 @@ class Member:
         ends = line_names(life.spec.number)
         self.line = initiator(front, network, *ends, self, link, life.life * SESSIONS_A_LIFE + 1)
         self._outbox: deque[bytes] = deque()
+        self._running: set[int] = set()
+        """What the engine has accepted, and neither ended nor was told to."""
         self._grace_us = grace_us
         self._away_us: int | None = None
         """Since when no router has welcomed it."""
@@ -118,9 +121,12 @@ class Member:
         self._engine_us = self._front.world.now_us
         match message:
             case AcceptedAs() | RefusedWith():
+                if isinstance(message, AcceptedAs):
+                    self._running.update(message.serials)
                 if self.relay.owns_ticket(message.ticket):
                     self._carry_out(self.relay.take(message, self._engine_us))
             case StepOutput():
+                self._running.difference_update(ended.serial for ended in message.ended)
                 ours, _ = self.relay.split(message)
                 if ours is not None:
                     self._carry_out(self.relay.take(ours, self._engine_us))
@@ -132,6 +138,8 @@ class Member:
                 pass
 
     def _order(self, order: ToEngine) -> None:
+        if isinstance(order, Cancel):
+            self._running.discard(order.serial)
         self.life.host.run(self.life.take, [encode_to_engine(order)])
 
     # ── the router's side ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -157,7 +165,11 @@ class Member:
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
-            self._carry_out(self.relay.heard(decode_from_router(frame), self._front.world.now_us))
+            message = decode_from_router(frame)
+            out = self.relay.heard(message, self._front.world.now_us)
+            if isinstance(message, Cancel) and message.serial in self._running and message not in out.orders:
+                raise LawBroken(ENDS_AT_ONCE, f"{self.life.host.name} was told to end {message.serial}, and does not")
+            self._carry_out(out)
         self._post()
         if self.life.is_leaving:
             self.life.host.run(self.life.take, [])

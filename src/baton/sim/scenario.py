@@ -35,8 +35,8 @@ from baton.sim.asks import VOCABULARY, Ask, draw_ask, probe_ask
 from baton.sim.chaos import Chaos
 from baton.sim.clients import Entrance, User
 from baton.sim.faults import CLASSES, Fault, Rates, draw_classes, draw_rates
-from baton.sim.front import Front, OneInstance
 from baton.sim.fleets import Fleet
+from baton.sim.front import Front, OneInstance
 from baton.sim.gate import Gate
 from baton.sim.instance import InstanceSpec
 from baton.sim.judge import Judge, as_law
@@ -202,11 +202,11 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
         link=_draw_line(seed, classes) if has_router else _draw_link(seed, classes),
         span_us=span_us,
         users=users,
-        router=_draw_router(seed, classes) if has_router else None,
+        router=_draw_carrying(seed, classes) if has_router else None,
     )
 
 
-def _draw_router(seed: int, classes: tuple[str, ...]) -> RouterConfig:
+def _draw_carrying(seed: int, classes: tuple[str, ...]) -> RouterConfig:
     stream = stream_of(seed, "router")
     crowded, ahead = stream.choice((4.0, 16.0)), stream.choice((0.5, 1.0, 2.0))
     return RouterConfig(

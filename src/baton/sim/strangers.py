@@ -46,7 +46,7 @@ TOLD_WITHIN_US = 5_000_000
 
 
 class OldLife:
-    """A process that a later one of the same name has replaced, and that was never told: its machine was cut off, or asleep."""
+    """A process that a later one of the same name has replaced, and that was never told: it was cut off, or asleep."""
 
     def __init__(self, world: World, network: Network, gate: Gate, join: Join, number: int, link: LinkConfig) -> None:
         self.host = Host(world, f"old life {number}")

@@ -134,7 +134,7 @@ class Upheaval:
         if self._over or not self._gate.host.up:
             return
         self._world.fire(Fault.ROUTER_CRASH, ROUTER)
-        down_us = log_uniform_us(stream, 300, 300_000)
+        down_us = log_uniform_us(stream, 300, 600_000)
         tells = stream.random() < self._rates.resets
         for seat in self._seats:
             seat.trouble(down_us, of_router=True)
