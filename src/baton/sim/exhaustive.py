@@ -1,8 +1,8 @@
 """One small world with a hand-over or a router in it, and in it a blow after every single event: nothing is left to a draw.
 
-Owns these worlds (one instance that prefills, one that decodes, a few requests; or such a pair, or two equals, behind a router)
-and the walk over their events. A world is run once undisturbed, which numbers its events; then once for each event and each
-blow, to each instance and to the router, and every law must hold.
+Owns these worlds (one instance that prefills, one that decodes, a few requests; or such a pair, or two equals, behind a
+router) and the walk over their events. A world is run once undisturbed, which numbers its events; then once for each event
+and each blow, to each instance and to the router, and every law must hold.
 """
 
 from __future__ import annotations

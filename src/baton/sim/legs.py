@@ -555,9 +555,9 @@ class LegBook:
         if bill.computed_tokens + bill.recomputed_tokens != fed or bill.attempts != choice.legs:
             raise LawBroken(TRUE_BILL, f"{choice.name} had {choice.legs} legs with {choice.bills}, and is billed {bill}")
         least = len(choice.prompt) // 4 + outcome.generated_tokens - 1
-        if choice.legs == len(choice.bills) == 1 and outcome.reason is FinishReason.LENGTH:
-            if bill.cached_tokens + bill.computed_tokens != least:
-                raise LawBroken(TRUE_BILL, f"{choice.name}: {least} tokens had to be fed: {bill}")
+        whole = choice.legs == len(choice.bills) == 1 and outcome.reason is FinishReason.LENGTH
+        if whole and bill.cached_tokens + bill.computed_tokens != least:
+            raise LawBroken(TRUE_BILL, f"{choice.name}: {least} tokens had to be fed: {bill}")
 
     def _orphan(self, act: Orphan, now_us: int) -> None:
         body = self._origins[act.origin]
@@ -635,9 +635,9 @@ class LegBook:
             if old_us > config.deadline_us + late_us:
                 raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} is {old_us} µs old")
             alone_us = now_us - max(body.arrived_us, self._served_us, self._woke_us)
-            if not serves and not body.found and alone_us > config.absent_us + late_us:
-                if not any(choice.delivered or (choice.hop is not None and choice.hop.is_open) for choice in body.choices):
-                    raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} has waited for {alone_us} µs, and nobody serves")
+            begun = body.found or any(c.delivered or (c.hop is not None and c.hop.is_open) for c in body.choices)
+            if not serves and not begun and alone_us > config.absent_us + late_us:
+                raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} has waited for {alone_us} µs, and nobody serves")
         for session in self._sessions.values():
             due_us = max(session.drains_us + config.drain_us, self._woke_us, self._served_us_before)
             if not (session.welcomed and session.drains and serves):
