@@ -1,8 +1,8 @@
 """The router's host: the production Switch and Router, behind one line for each instance, in front of all clients.
 
 Owns the lives of the router and who waits for which body. A life begins with nothing: what its predecessor knew is gone,
-less what instances have kept of it. Clients are on machines of their own: they notice a crash at once, and may come back for what
-they were in the middle of. It carries out what the switch says; all decisions are the production objects'.
+less what instances have kept of it. Clients are on machines of their own: they notice a crash at once, and may come back for
+what they were in the middle of. It carries out what the switch says; all decisions are the production objects'.
 """
 
 from __future__ import annotations
