@@ -22,9 +22,9 @@ from threading import Lock
 from types import FrameType
 
 from baton.sim.scenario import draw_scenario, run_seed
-from tests.sim import planted_peers
+from tests.sim import planted_peers, planted_routing
 from tests.sim.planted import Catch, read_catches, write_catches
-from tests.sim.planted_peers import BUGS
+from tests.sim.planted_routing import BUGS
 
 EVENTS_CHEAP = 6_000
 """An undisturbed world takes two to three thousand."""
@@ -67,9 +67,14 @@ def _time_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _has_peers(seed: int) -> bool:
-    """What is wrong between peers does not show where there are none."""
-    return any(role.takes for role in draw_scenario(seed).roles)
+def _can_show(name: str, seed: int) -> bool:
+    """What is wrong between peers, or with a router, does not show where there are none."""
+    match BUGS[name].plant.__module__:
+        case planted_peers.__name__:
+            return any(role.takes for role in draw_scenario(seed).roles)
+        case planted_routing.__name__:
+            return draw_scenario(seed).router is not None
+    return True
 
 
 def search(name: str, seeds: int) -> Found:
@@ -77,7 +82,7 @@ def search(name: str, seeds: int) -> Found:
     hung = tried = spent = 0
     for seed in range(seeds):
         tried = seed + 1
-        if BUGS[name].plant.__module__ == planted_peers.__name__ and not _has_peers(seed):
+        if not _can_show(name, seed):
             continue
         try:
             with _time_limit(), BUGS[name].planted():

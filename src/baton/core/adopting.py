@@ -95,6 +95,8 @@ class Adoption:
         elif item.end is not None and item.end.generated_tokens < len(choice.delivered):
             choice.keep = item.end.generated_tokens  # its client had cut it
         if reason is not None:
+            if item.end is not None and item.end.generated_tokens < len(choice.delivered):
+                choice.keep = item.end.generated_tokens  # it was cut before its router was lost
             carrier.end(choice, reason, None, missing, extras, cached)
             return journey.leg
         if choice.body.opened and (missing or cached is not None):

@@ -229,7 +229,8 @@ def add_bill(choice: Choice, bill: Bill) -> None:
 
 def outcome_of(choice: Choice, reason: FinishReason, fault: PdFault | None) -> Outcome:
     generated = len(choice.delivered) if choice.keep is None else choice.keep
-    cached = choice.bill.cached_tokens or choice.cached_tokens or 0
+    # What the client was told with its first token, whatever a leg before that had found.
+    cached = choice.bill.cached_tokens if choice.cached_tokens is None else choice.cached_tokens
     return Outcome(reason, generated, replace(choice.bill, attempts=choice.attempts, cached_tokens=cached), fault)
 
 
