@@ -195,8 +195,8 @@ def never_close_an_account(patch: Patch) -> None:
 def welcome_an_old_life(patch: Patch) -> None:
     objection_then = Fleet.objection
 
-    def objection(self: Fleet, facts: Facts) -> Any:
-        made = objection_then(self, facts)
+    def objection(self: Fleet, facts: Facts, now_us: int) -> Any:
+        made = objection_then(self, facts, now_us)
         return None if made is not None and made.fenced else made
 
     patch.set(Fleet, "objection", objection)

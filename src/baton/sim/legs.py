@@ -531,7 +531,8 @@ class LegBook:
     def _gave_out(self, body: _Body, choice: _Choice, now_us: int) -> bool:
         """Whether it was tried as often and as long as it may be."""
         config = self._config
-        ran_out = choice.yields > config.preempt_retry_count or choice.losses > config.loss_retry_count
+        losses_max = min(config.loss_retry_count, config.fruitless_loss_count - 1)
+        ran_out = choice.yields > config.preempt_retry_count or choice.losses > losses_max
         nobody = now_us >= self._served_us + config.absent_us and not any(s.serves for s in self._sessions.values())
         return ran_out or nobody or now_us >= body.arrived_us + config.deadline_us
 
@@ -632,7 +633,10 @@ class LegBook:
             if body.over or (body.found and not body.claimed):
                 continue
             old_us = now_us - max(body.arrived_us, self._woke_us)
-            if old_us > config.deadline_us + late_us:
+            waits = any(
+                c.outcome is None and not (c.delivered and c.hop is not None and c.hop.is_open) for c in body.choices
+            )
+            if waits and old_us > config.deadline_us + late_us:
                 raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} is {old_us} µs old")
             alone_us = now_us - max(body.arrived_us, self._served_us, self._woke_us)
             begun = body.found or any(c.delivered or (c.hop is not None and c.hop.is_open) for c in body.choices)
