@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Fault, Gauges, TokenLogprob
+from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Fault, Gauges, Sink, TokenLogprob
 from baton.api.origin import Origin
 from baton.core.errors import Refusal, Refused
 from baton.core.request import FinishReason, Submission
@@ -36,7 +36,17 @@ class ScriptedStream:
         self.aborted = self.aborted or not self.ended
         self._let_go.set()
 
-    async def __aiter__(self) -> AsyncIterator[Burst]:
+    def pour(self, sink: Sink) -> None:
+        self._pouring = asyncio.create_task(self._pour(sink))
+
+    async def _pour(self, sink: Sink) -> None:
+        try:
+            async for burst in self._bursts():
+                sink(burst)
+        except Exception as error:  # noqa: BLE001  whatever it is, the answer hears of it
+            sink(error)
+
+    async def _bursts(self) -> AsyncIterator[Burst]:
         tokens, reason = self._plan()
         engine, size = self._engine, self._engine.burst_tokens
         chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)] or [()]

@@ -25,7 +25,7 @@ from baton.node.scripted_text import BYTE_VOCABULARY
 from tests.support.cluster import complete, handed_over, in_session, is_at_rest, peer_address, wait_until
 from tests.support.server import ServerProcess, baton_serve
 
-KILLS = int(os.environ.get("BATON_TEST_KILLS", "4"))
+KILLS = int(os.environ.get("BATON_TEST_KILLS", "2"))
 SEED = int(os.environ.get("BATON_TEST_SEED", "1"))
 OPTIONS = (
     "--executor", "scripted", "--served-model-name", "m", "--step-ms", "4", "--max-num-batched-tokens", "48",

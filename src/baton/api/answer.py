@@ -2,9 +2,10 @@
 
 Everything that can happen to an answer comes through one mailbox: bursts of every choice, the end of a stream by an
 error, a cancel by id, the client hanging up. Promises that leaving the context aborts every stream that is not at its
-end, whatever the reason for leaving. The mailbox holds at most the tokens of the body's own answers.
+end, whatever the reason for leaving. The mailbox holds at most the tokens of the body's own answers, however slowly its
+client reads.
 
-A stream is read to its very end even when its answer was over before (a stop string, a cancel): the last burst has the
+A stream is heard to its very end even when its answer was over before (a stop string, a cancel): the last burst has the
 bill. `billed` and `settled` wait for that; `close` gives up on it.
 
 A cancelled body ends each open choice with the finish reason "abort" and the text so far; it is not an error. Both a cancel
@@ -14,10 +15,13 @@ and a client that hangs up also end the wait for an engine that has not accepted
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from functools import partial
 from typing import Any, Self
 
-from baton.api.engine import Burst, Ended, EngineDead, Fault, TokenStream
+from baton.api.engine import Burst, Ended, Fault, Sink, TokenStream
 from baton.api.reader import ChoiceReader, Delta
 from baton.core.request import FinishReason
 
@@ -50,8 +54,8 @@ class _Cancelled:
 class _NeverBegun:
     """The stream of a choice that was taken back before an engine had it."""
 
-    async def __aiter__(self) -> AsyncIterator[Burst]:
-        yield Burst((), (), Ended(FinishReason.ABORT, 0))
+    def pour(self, sink: Sink) -> None:
+        sink(Burst((), (), Ended(FinishReason.ABORT, 0)))
 
     def stop(self, keep: int) -> None:
         pass
@@ -69,8 +73,12 @@ class Answer:
         self.readers = readers
         self._carried = carried
         self._streams: Sequence[TokenStream] = ()
-        self._box: asyncio.Queue[_Item] = asyncio.Queue()
-        self._pumps: list[asyncio.Task[None]] = []
+        self._box: deque[_Item] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        """Somebody waits for the next item."""
+        self._unsettled = len(readers)
+        """Streams that may still bring something."""
+        self._settled = asyncio.Event()
         self._hangup: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
         """The client hung up or took the body back."""
@@ -102,12 +110,11 @@ class Answer:
     def attach(self, streams: Sequence[TokenStream]) -> None:
         """Start reading. Must be followed by the context, and that by `close`."""
         self._streams = streams
-        self._pumps = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(streams)]
-        for pump in self._pumps:
-            pump.add_done_callback(self._failed)
+        for index, stream in enumerate(streams):
+            stream.pour(partial(self._heard, index))
 
     def cancel(self) -> None:
-        self._box.put_nowait(_Cancelled())
+        self._put(_Cancelled())
         self._over.set()
 
     async def __aenter__(self) -> Self:
@@ -123,21 +130,23 @@ class Answer:
     @property
     def is_settled(self) -> bool:
         """Nothing more can come: each choice has its bill, or its stream broke."""
-        return all(pump.done() for pump in self._pumps)
+        return not self._unsettled
 
     async def billed(self) -> None:
         """Inside the context: until the engine has told every bill, or can no longer, or the client hung up."""
         if self._hangup is not None:
-            bills = asyncio.gather(*self._pumps, return_exceptions=True)
+            bills = asyncio.ensure_future(self._settled.wait())
             await asyncio.wait((bills, self._hangup), return_when=asyncio.FIRST_COMPLETED)
+            bills.cancel()
 
     async def settled(self, limit_s: float) -> None:
         """After the context: the same, with nobody waiting for it but the log."""
-        await asyncio.wait(self._pumps, timeout=limit_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), limit_s)
 
     def close(self) -> None:
-        for pump in self._pumps:
-            pump.cancel()
+        self._unsettled = 0
+        self._box.clear()
 
     def __aiter__(self) -> Self:
         return self
@@ -150,10 +159,17 @@ class Answer:
                 raise self._error
             if not self._open:
                 raise StopAsyncIteration
-            deltas += self._take(await self._box.get())
-            while not self._box.empty() and self._error is None:
-                deltas += self._take(self._box.get_nowait())
+            if not self._box:
+                self._waiting = asyncio.get_running_loop().create_future()
+                await self._waiting
+            while self._box and self._open and self._error is None:  # what comes after a whole answer does not spoil it
+                deltas += self._take(self._box.popleft())
         return deltas
+
+    def _put(self, item: _Item) -> None:
+        self._box.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def _take(self, item: _Item) -> list[Delta]:
         match item:
@@ -186,18 +202,23 @@ class Answer:
             self._open -= 1
         return [delta]
 
-    async def _pump(self, index: int, stream: TokenStream) -> None:
-        async for burst in stream:
-            self._box.put_nowait((index, burst))
-            if burst.ended is not None:
-                self.readers[index].bill = burst.ended.bill
+    def _heard(self, index: int, news: Burst | Exception) -> None:
+        if not self._unsettled:
+            return  # nobody wants to know any more
+        if isinstance(news, Exception):
+            self._put(news)
+        else:
+            self._put((index, news))
+            if news.ended is None:
                 return
-        if self.readers[index].finish is None:
-            raise EngineDead("a stream ended without saying how")
+            self.readers[index].bill = news.ended.bill
+        self._unsettled -= 1
+        if not self._unsettled:
+            self._settled.set()
 
     def _failed(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._box.put_nowait(error)
+            self._put(error)
             self._over.set()
 
 

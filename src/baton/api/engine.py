@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -78,15 +78,22 @@ class Burst:
     """As in `Ended`, but early: an answer that a stop string cut off need not wait for its `Ended`. None: not known yet."""
 
 
-class TokenStream(Protocol):
-    """The tokens of one submission. Dropping it without reading to the end must be followed by `abort`."""
+Sink = Callable[[Burst | Exception], None]
 
-    def __aiter__(self) -> AsyncIterator[Burst]: ...
+
+class TokenStream(Protocol):
+    """The tokens of one submission. Losing interest before the end must be followed by `abort`."""
+
+    def pour(self, sink: Sink) -> None:
+        """Give it every burst from the first one on, as it comes, up to the one with `ended`, or the error that ends it.
+
+        Called once. Not awaited for: a token that had to wake a task for each hop would cost more than all else done to it.
+        """
 
     def stop(self, keep: int) -> None:
         """A stop string was found: the answer ends after `keep` tokens. Idempotent.
 
-        Later bursts need not be read; whoever wants the bill reads on to the one with `ended`, which always comes.
+        Later bursts mean nothing but for the one with `ended`, which always comes and has the bill.
         """
 
     def abort(self) -> None:

@@ -13,11 +13,11 @@ the client has not heard. Does not know where the tokens come from.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.api.engine import Burst, TokenStream
+from baton.api.engine import Burst, Sink, TokenStream
 from baton.api.errors import ApiError, invalid
 from baton.api.origin import Origin
 from baton.api.reader import Delta
@@ -143,15 +143,22 @@ class CutStream:
         self._stream = stream
         self._mark = mark
 
-    async def __aiter__(self) -> AsyncIterator[Burst]:
+    def pour(self, sink: Sink) -> None:
         left = self._mark.tokens if self._mark.begun else 0
-        async for burst in self._stream:
+
+        def cut(burst: Burst | Exception) -> None:
+            nonlocal left
+            if not left or isinstance(burst, Exception):
+                sink(burst)
+                return
             known, left = left, max(0, left - len(burst.tokens))
-            if known and (known < len(burst.tokens) or (burst.ended is not None and not self._mark.finished)):
-                yield Burst(burst.tokens[:known], burst.logprobs[:known], None, burst.cached_tokens)
-                yield Burst(burst.tokens[known:], burst.logprobs[known:], burst.ended, burst.cached_tokens)
+            if known < len(burst.tokens) or (burst.ended is not None and not self._mark.finished):
+                sink(Burst(burst.tokens[:known], burst.logprobs[:known], None, burst.cached_tokens))
+                sink(Burst(burst.tokens[known:], burst.logprobs[known:], burst.ended, burst.cached_tokens))
             else:
-                yield burst
+                sink(burst)
+
+        self._stream.pour(cut)
 
     def stop(self, keep: int) -> None:
         self._stream.stop(keep)

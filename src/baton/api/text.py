@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 import jinja2
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton.api.detokenise import ByteDetokenizer, Detokenizer, WindowDetokenizer, pieces_of
 from baton.core.errors import BatonError
@@ -145,6 +143,8 @@ class ModelText:
     ) -> str:
         if self._chat_template is None:
             raise TemplateRefused("this model has no chat template; use /v1/completions or set one")
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         variables: dict[str, Any] = {**self._special_tokens, **extra}  # free-form: they are the template's own
         try:
             rendered: Sequence[object] = render_jinja_template(
@@ -173,6 +173,9 @@ def read_template(template: str | Path) -> str:
 
 
 def load_text(folder: Path) -> ModelText:
+    # Imported here, as in `render_chat`: it takes seconds, and whoever loads a text may first choose what comes along.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     wrapper = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     if not isinstance(wrapper, PreTrainedTokenizerFast):
         raise ModelTextError(f"the tokenizer of {folder.name} has no tokenizer.json form; only those are served")

@@ -39,6 +39,8 @@ REST_S_MAX = 30.0
 RECORDING_AT_ONCE = 4
 JITTER_S = 0.5
 """Between the moment a fault is possible and the fault."""
+AFTER_FAILURE_S = 0.2
+"""A client that failed asks no more often than that: it may fail at once, and each failure is kept."""
 SHOWN_DIFFERENCES = 20
 
 
@@ -63,6 +65,10 @@ class ChaosOptions:
     fleet_options: tuple[str, ...] = ()
     log: Path | None = None
     """Where the fleet's log is left."""
+
+    def __post_init__(self) -> None:
+        if self.faults and self.calm_minutes is None and max(self.by_role.values(), default=0) < 2:
+            raise ChaosFailed("no role has a spare, so nobody may be hurt: give --decode, --prefill or --mixed at least 2")
 
     @property
     def by_role(self) -> dict[str, int]:
@@ -182,7 +188,7 @@ class _Chaos:
         cut_short = None
         clients = [asyncio.create_task(self._ask_on(number)) for number in range(self._options.concurrency)]
         try:
-            async with asyncio.timeout(self._options.limit_minutes * 60):
+            async with asyncio.timeout((self._options.limit_minutes + (self._options.calm_minutes or 0)) * 60):
                 await self._calm() if self._options.calm_minutes is not None else await self._chaos()
         except TimeoutError:
             cut_short = f"the time was up ({self._options.limit_minutes:g} minutes)"
@@ -214,7 +220,7 @@ class _Chaos:
                 raise ChaosFailed(f"case {case.number} fails before anything is done to the fleet: {answer.fault}")
             return case, answer
 
-        cases = draw_cases(options.cases, options.seed, model, logprobs=not options.is_scripted)
+        cases = draw_cases(options.cases, options.seed, model)
         self._undisturbed = list(await asyncio.gather(*(record(case) for case in cases)))
         await self._fleet.look()
 
@@ -225,6 +231,8 @@ class _Chaos:
             answer = await ask(self._http, self._fleet.url, case, ANSWER_S_MAX)
             self._tally.add(case, answer, differences(undisturbed, answer))
             self._voice.done(len(self._faults.done), self._tally.requests)
+            if answer.fault is not None:
+                await asyncio.sleep(AFTER_FAILURE_S)
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -26,7 +26,7 @@ from baton.bench.load import Closed, Plan, RunResult, run_load
 from baton.bench.machine import OtherLoad, other_load
 from baton.bench.stats import percentile
 from baton.bench.turns import Voice
-from baton.bench.workload import Recipe, Round, Shape, TokenRange, fixed_sessions
+from baton.bench.workload import Endpoint, Recipe, Round, Shape, TokenRange, fixed_sessions
 
 SCRIPTED = ("--executor", "scripted")
 BYTES = TokenRange(1, 256)
@@ -120,7 +120,7 @@ async def _load_once(load: RoutedLoad, way: Way, urls: Sequence[str], between: C
 
 async def _half(load: RoutedLoad, url: str, parts: int, seed: int) -> RunResult:
     plan = Plan(
-        target=Target(url, MODEL),
+        target=Target(url, MODEL, Endpoint.CHAT),  # not every router takes token ids
         loop=Closed(load.concurrency // parts),
         recipe=Recipe(seed, BYTES),
         ask=Ask(),

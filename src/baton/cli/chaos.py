@@ -11,11 +11,14 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 from baton.cli.bench_screen import refuse, stop_servers_on_sigterm, wide_console
 from baton.cli.passing import given_for, taking_options_of
-from baton.cli.router import router
-from baton.cli.serve import ExecutorKind, serve
-from baton.cli.up import DECIDED
+from baton.cli.serve import ExecutorKind
+from baton.cli.up import up
 
 CHAOS = "Chaos"
+NOT_TAKEN = frozenset(["router_port", "host", "api_key", "demo", "drain_timeout", "restart_delay_max", "config"])
+"""Options of `baton up` that are settled here."""
+OWN = frozenset(["model", "prefill", "decode", "mixed", "executor"])
+"""Those that are passed on in another way."""
 
 
 def _option(name: str, text: str, least: float | None = None) -> Any:
@@ -68,11 +71,13 @@ def _chaos(
     console = wide_console()
     stop_servers_on_sigterm()
     is_scripted = context.params["executor"] is ExecutorKind.SCRIPTED
-    passed = dict.fromkeys((given_for(context, serve, PASSED_NOT), given_for(context, router, PASSED_NOT)))
-    options = ChaosOptions(
-        model, faults, requests, prefill, decode, mixed, seed, concurrency, cases, calm, minutes_max, is_scripted,
-        tuple(word for line in passed for word in line), fleet_log,
-    )  # fmt: skip
+    try:
+        options = ChaosOptions(
+            model, faults, requests, prefill, decode, mixed, seed, concurrency, cases, calm, minutes_max, is_scripted,
+            given_for(context, up, keep_back=OWN), fleet_log,
+        )  # fmt: skip
+    except ChaosFailed as error:
+        raise refuse(console, error) from None
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         injected = bar.add_task("faults", total=faults if calm is None else 0)
@@ -91,5 +96,4 @@ def _chaos(
     raise typer.Exit(0 if report.is_clean else 1)
 
 
-PASSED_NOT = DECIDED | {"executor"}
-chaos = taking_options_of(_chaos, (serve, router), leave_out=DECIDED)
+chaos = taking_options_of(_chaos, (up,), leave_out=NOT_TAKEN)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Protocol
+from typing import Protocol, cast
 
 from baton.wire.messages import FRAME_BYTES_MAX, WireError
 from baton.wire.seal import NONCE_BYTES, OVERHEAD_BYTES, Seal, SealBroken
@@ -117,9 +117,8 @@ class Line(asyncio.Protocol):
     # ── the event loop calls ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"a stream was expected, not {transport}")
-        self._transport = transport
+        # Always a stream: we are made for nothing else. Transports of other event loops are of no class of asyncio's.
+        self._transport = transport = cast("asyncio.Transport", transport)
         _set_options(transport.get_extra_info("socket"))
         ours, theirs = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
         self.same_host = bool(ours and theirs and ours[0] == theirs[0])

@@ -28,6 +28,7 @@ from baton.executor.cachedir import cache_folder
 from baton.node.client import EngineClient
 from baton.node.hosting import CannotServe, HttpServer, Say, StopSignals, bind, check_host, model_name, state_logged, url_of
 from baton.node.joining import Fenced, Membership, RouterAt
+from baton.node.lean import leave_torch_out
 from baton.node.models import resolve_model
 from baton.node.pairing import check_pairing, cluster_key, split_address
 from baton.node.pauses import spare_what_is_there
@@ -72,6 +73,7 @@ def serve(settings: ServeSettings, say: Say) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
             text_folder, engine = _prepare(settings, Path(scratch), say)
+            leave_torch_out()
             asyncio.run(_Instance(settings, api, engine, say).run(listener, text_folder))
     finally:
         listener.close()

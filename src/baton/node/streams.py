@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from baton.api.engine import Burst, EngineDead, TokenLogprob
+from baton.api.engine import Burst, EngineDead, Sink, TokenLogprob
 from baton.wire.messages import LogprobLine
 
 
@@ -20,7 +20,10 @@ class Source(Protocol):
 
 
 class Stream:
-    """The tokens of one accepted request. Unread bursts are bounded by the request's own token limit."""
+    """The tokens of one accepted request: poured into a sink, or read one burst after the other.
+
+    Unread bursts are bounded by the request's own token limit.
+    """
 
     def __init__(self, source: Source, number: int) -> None:
         self._source = source
@@ -28,6 +31,14 @@ class Stream:
         self._bursts: deque[Burst] = deque()
         self._death: str | None = None
         self._news = asyncio.Event()
+        self._sink: Sink | None = None
+
+    def pour(self, sink: Sink) -> None:
+        self._sink = sink
+        while self._bursts:
+            sink(self._bursts.popleft())
+        if self._death is not None:
+            sink(EngineDead(self._death))
 
     async def __aiter__(self) -> AsyncIterator[Burst]:
         while True:
@@ -48,10 +59,16 @@ class Stream:
         self._source.abort(self._number)
 
     def push(self, burst: Burst) -> None:
+        if self._sink is not None:
+            self._sink(burst)
+            return
         self._bursts.append(burst)
         self._news.set()
 
     def fail(self, reason: str) -> None:
+        if self._sink is not None:
+            self._sink(EngineDead(reason))
+            return
         self._death = reason
         self._news.set()
 

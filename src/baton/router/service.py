@@ -14,6 +14,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import uvloop
 from fastapi import FastAPI
 
 from baton.api.metrics import Metrics
@@ -33,6 +34,7 @@ from baton.node.hosting import (
     state_logged,
     url_of,
 )
+from baton.node.lean import leave_torch_out
 from baton.node.models import resolve_model
 from baton.node.pauses import spare_what_is_there
 from baton.node.scripted_text import write_byte_tokenizer
@@ -90,7 +92,8 @@ def route(settings: RouterSettings, say: Say) -> None:
         try:
             with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
                 folder = _text_folder(settings, Path(scratch), say)
-                asyncio.run(_Process(settings, api, key, say).run(clients, instances, folder))
+                leave_torch_out()
+                uvloop.run(_Process(settings, api, key, say).run(clients, instances, folder))
         finally:
             instances.close()
     finally:

@@ -80,8 +80,6 @@ class Supervisor:
         self._members = [self._member_post(member) for member in plan.members]
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
-        self._told = False
-        """The instances were told to end; what they then say of each other is no news."""
         self._news = asyncio.Event()
         """Something changed that may end a wait."""
         self._readers: set[asyncio.Task[None]] = set()
@@ -164,7 +162,6 @@ class Supervisor:
     async def _drain(self) -> int:
         self._log.say("draining: open requests finish, new ones are refused (once more to stop at once)")
         for posts in ([self._router], self._members):
-            self._told = posts is self._members
             running = [post.process for post in posts if post.process is not None and post.process.returncode is None]
             for process in running:
                 _signal(process, signal.SIGCONT)
@@ -237,15 +234,11 @@ class Supervisor:
         """One life; its exit code."""
         post.said.clear()
         post.restarts.started()
-        process = await asyncio.create_subprocess_exec(
-            *post.command(),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=self._environment,
-            start_new_session=True,  # Ctrl-C is for us alone: we know in which order to stop
-            preexec_fn=self._bound,
-        )
+        try:
+            process = await self._spawn(post.command())
+        except OSError as error:
+            post.said.append(f"cannot start a process: {error}")
+            return EXIT_FAILED
         post.process = process
         if self._stopping.is_set():
             _signal(process, signal.SIGKILL)  # whoever stops us may have looked before this one was there
@@ -256,6 +249,17 @@ class Supervisor:
         # Its engine may hold the pipe a moment longer, and what it says last explains the end.
         await asyncio.wait((reader,), timeout=LAST_LINES_S)
         return code
+
+    async def _spawn(self, command: list[str]) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C is for us alone: we know in which order to stop
+            preexec_fn=self._bound,
+        )
 
     async def _read(self, post: Post, process: asyncio.subprocess.Process) -> None:
         if process.stdout is None:
@@ -269,7 +273,7 @@ class Supervisor:
 
     def _hear(self, post: Post, process: asyncio.subprocess.Process, line: str) -> None:
         if post.is_up or process is not post.process:
-            if _NOISE.match(line) is None and (" ERROR " in line or not self._told):
+            if _NOISE.match(line) is None and not self._is_parting(post, line):
                 self._log.line(post.name, line)
             return
         post.said.append(line)
@@ -277,6 +281,10 @@ class Supervisor:
             self._hear_router(line)
         elif _SERVED.search(line):
             self._is_ready(post)
+
+    def _is_parting(self, post: Post, line: str) -> bool:
+        """When all are told to stop, what instances say of the others' going is no news."""
+        return self._stopping.is_set() and post is not self._router and " ERROR " not in line
 
     def _hear_router(self, line: str) -> None:
         if found := _JOIN.search(line):
@@ -310,12 +318,13 @@ def banner(plan: FleetPlan, served: str, url: str, missing: list[str]) -> str:
     counts = (("prefill", plan.prefill), ("decode", plan.decode), ("mixed", plan.mixed))
     made_of = ", ".join(f"{count} {role}" for role, count in counts if count)
     one = next(member.name for member in plan.members if member.role in SERVING_ROLES)
+    button = " (with a button that kills the instance serving you)" if plan.demo else ""
     lines = [
         "",
         f"  {served} is served by a router and {made_of}" + (f" — without {', '.join(missing)}" if missing else ""),
         "",
         f"  API        {url}/v1",
-        f"  Dashboard  {url}/dashboard",
+        f"  Dashboard  {url}/dashboard{button}",
         f"  Chat       baton chat --url {url}",
         f"  Drain one  baton drain {one} --url {url}",
         "  Stop       Ctrl-C: open requests finish (twice: at once)",

@@ -13,7 +13,7 @@ const TILES = [
   { title: "Throughput", values: (row) => row[TOKENS], say: (row) => [whole(row[TOKENS]), "tokens/s"], beside: totalLine },
   timeTile("Time to first token", TTFT50, TTFT95),
   timeTile("Time per token", TPOT50, TPOT95),
-  { title: "Moves", values: (row) => row[MOVES], say: (_, store) => [whole(store.totals.moves), ""], beside: lastMove },
+  { title: "Moves", values: (row) => row[MOVES], say: moves, beside: (_, store) => between(lastMove(store)) },
 ];
 
 function timeTile(title, median, high) {
@@ -23,7 +23,7 @@ function timeTile(title, median, high) {
     values: (row) => row[median],
     others: (row) => row[high],
     say: (row) => split(row[median]),
-    beside: (row) => (row[high] === null ? "nothing measured lately" : `median; 95 % within ${duration(row[high])}`),
+    beside: (row) => (row[high] === null ? "nothing measured lately" : `median · p95 ${duration(row[high])}`),
   };
 }
 
@@ -44,14 +44,21 @@ function totalLine(_, store) {
   return `${whole(store.totals.tokens)} in ${count(store.totals.requests, "request")}`;
 }
 
-function lastMove(_, store) {
+function moves(_, store) {
+  const last = lastMove(store);
+  return [whole(store.totals.moves), last ? `last ${ago(store.now - last.at)}` : ""];
+}
+
+const between = (move) => (move ? `${move.from} → ${move.to ?? "…"}` : "none lately");
+
+function lastMove(store) {
   let last = null;
   for (const request of store.requests.values()) {
     for (const lane of request.lanes) {
       for (const move of movesOf(lane)) if (!last || move.at > last.at) last = move;
     }
   }
-  return last ? `${last.from} → ${last.to ?? "…"}, ${ago(store.now - last.at)}` : "none yet";
+  return last;
 }
 
 export class Tiles {

@@ -119,7 +119,7 @@ function piece(segment, stop, view) {
   const label = stage === "moved" ? "" : [giverOf(segment), where].filter(Boolean).join(" → ");
   const left = Math.max(0, (start - view.start) / view.span);
   const share = Math.max(0, (stop - view.start) / view.span - left);
-  const fits = label && share * view.width > label.length * LABEL_PX + 10;
+  const fits = label && share * view.width > label.length * LABEL_PX + 14;
   const element = make("span", { class: `seg s-${look}${end === null ? " open" : ""}` }, fits ? label : "");
   element.style.left = `${100 * left}%`;
   element.style.width = `${100 * share}%`;
