@@ -398,3 +398,15 @@ def test_tokenize_and_detokenize(served: Served) -> None:
         ("/detokenize", {}, "tokens"),
     ]:
         assert is_refusal(served.call("POST", path, body), param), (path, body)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["generated_token_ids", "prefill_at", "bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params",
+     "disaggregated_params", "origin"],
+)  # fmt: skip
+def test_a_field_that_only_routers_may_set_is_refused_by_its_name_and_counted(served: Served, name: str) -> None:
+    for value in (None, [1, 2], "x"):
+        reply = served.complete(**{name: value})
+        assert (reply.status, reply.error["param"]) == (400, name)
+    assert f'baton_refused_fields_total{{field="{name}"}} 3.0' in served.call("GET", "/metrics").body.decode()

@@ -289,7 +289,7 @@ async def test_tokenising_does_not_hold_up_the_event_loop(
             return super().encode(text, add_special_tokens)
 
     slow = Slow(text._tokenizer, chat_template=TEMPLATE, eos_ids=text.eos_ids)
-    body = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
+    body = json.dumps({"prompt": "hi", "max_tokens": 1, "user": "x" * 4096}).encode()  # a long one: it goes to a thread
     messages = [{"type": "http.request", "body": body}]
     sent = []
 

@@ -53,7 +53,7 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
         "--api-key",
         "k",
         "--host",
-        "0.0.0.0",  # noqa: S104  only written down here
+        "10.0.0.5",
         "--kv-blocks=64",
     )
     instance = plans[0].member_command(Member("decode-1", "decode"), "127.0.0.1:9", cores=8)
@@ -66,7 +66,7 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
     assert "--host" not in instance
     assert "--policy" not in instance
     assert " ".join(router[3:]).startswith("router m --port 8000 --join-port 9")
-    assert "--host 0.0.0.0" in " ".join(router)
+    assert "--host 10.0.0.5" in " ".join(router)
     assert "--policy random" in " ".join(router)
     assert "--api-key k" in " ".join(router)
     assert "--dtype" not in router

@@ -99,6 +99,17 @@ def test_tokens_do_not_depend_on_batch_chunks_or_steps_in_flight(
     assert generate(make(), PROMPTS, 8, chunk_tokens=chunk_tokens, depth=depth) == alone
 
 
+def test_log_probabilities_that_were_asked_for_come_as_the_wire_takes_them(make_with_kv: Callable[[], Executor]) -> None:
+    planner = Planner(make_with_kv())
+    planner.add(PROMPTS[0], 3, sampling=replace(GREEDY, logprobs=2))
+    planner.run()
+    reported = [line for result in planner.results for line in result.logprobs]
+    assert len(reported) == 3
+    for line in reported:
+        assert (line.chosen.dtype, line.top_ids.dtype, line.top.dtype) == (np.float32, np.int32, np.float32)
+        assert line.top_ids.shape == line.top.shape == (1, 2)
+
+
 def test_a_restart_from_delivered_tokens_goes_on_as_if_nothing_had_happened(make: Callable[[], Executor]) -> None:
     whole = generate(make(), [PROMPTS[0]], 10)[0]
     planner = Planner(make())

@@ -12,9 +12,9 @@ SEED = os.environ.get("BATON_TEST_SEED", "1")
 
 def test_answers_survive_what_happens_to_instances() -> None:
     command = (
-        sys.executable, "-m", "baton", "chaos", "--executor", "scripted", "--step-ms", "4",
+        sys.executable, "-m", "baton", "chaos", "--executor", "scripted", "--step-ms", "10",
         "--prefill", "1", "--decode", "2", "--suspect-after", "2",  # a busy machine is no fault
-        "--faults", FAULTS, "--requests", "60", "--cases", "24", "--concurrency", "8", "--seed", SEED, "--minutes-max", "5",
+        "--faults", FAULTS, "--requests", "60", "--cases", "24", "--concurrency", "6", "--seed", SEED, "--minutes-max", "5",
     )  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     print(run.stdout)

@@ -25,6 +25,7 @@ from baton.core.prefix import PrefixIndex
 from baton.core.router import Router
 from baton.core.routing import RouterConfig
 from baton.core.worker import Launch, StepDone, Tick, Worker
+from baton.executor.scripted import ScriptedExecutor
 from baton.node.line import LineEnd, Stage
 from baton.router.app import create_router_app
 from baton.router.chronicle import Chronicle
@@ -38,7 +39,7 @@ from baton.wire.messages import AcceptedAs, Peers, RefusedWith, StepOutput
 from baton.wire.relay import Relay, RelayOut
 from baton.wire.switch import Switch
 from tests.api.conftest import Served, _ending
-from tests.support.routed import LogprobExecutor
+from tests.support.driver import shape_of
 
 T = TypeVar("T")
 SECRET = b"secret"
@@ -71,7 +72,7 @@ class MemoryLine:
 class MemoryMember:
     def __init__(self, name: str, text: ModelText, config: WorkerConfig, incarnation: int) -> None:
         self.name = name
-        self.executor = LogprobExecutor(config, text.vocabulary)
+        self.executor = ScriptedExecutor(shape_of(config), text.vocabulary)
         self.worker = Worker(config, PrefixIndex(SECRET, self.executor.fingerprint, config.blocks))
         self.relay = Relay(
             Join(

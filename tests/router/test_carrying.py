@@ -259,6 +259,7 @@ def test_drain_moves_nothing_and_gives_nothing_new(fleet: Fleet, eventually: Eve
     assert states == {"a": "draining", "b": "ready"}
     assert fleet.members["b"].given == 40
     assert fleet.served.call("POST", "/v1/instances/nobody/drain").status == 404
+    assert fleet.served.call("POST", "/v1/instances/b/drain", headers={"Origin": "http://a.example"}).status == 403
 
 
 def test_metrics_tell_of_instances_moves_and_refused_fields(fleet: Fleet, eventually: Eventually) -> None:

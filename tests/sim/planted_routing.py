@@ -22,7 +22,7 @@ from baton.core.quota import Quota
 from baton.core.records import Bill
 from baton.core.request import NO_TOKENS, RequestId, Submission, frozen_tokens
 from baton.core.router import Router
-from baton.core.routing import Body, Facts, HeldChoice, Instance, LegRefused, Names, Neighbours, Session, Sign
+from baton.core.routing import Body, HeldChoice, Instance, LegRefused, Names, Neighbours, Session, Sign
 from baton.core.waiting import WaitingRoom
 from baton.wire import switch
 from baton.wire.desk import Desk
@@ -195,8 +195,8 @@ def never_close_an_account(patch: Patch) -> None:
 def welcome_an_old_life(patch: Patch) -> None:
     objection_then = Fleet.objection
 
-    def objection(self: Fleet, facts: Facts, now_us: int) -> Any:
-        made = objection_then(self, facts, now_us)
+    def objection(self: Fleet, *given: Any) -> Any:
+        made = objection_then(self, *given)
         return None if made is not None and made.fenced else made
 
     patch.set(Fleet, "objection", objection)

@@ -68,8 +68,8 @@ PULSE_US = 100_000
 class LogprobExecutor(ScriptedExecutor):
     """Reports a log-probability for each token that asked for it: minus the token, so that a wrong line is seen."""
 
-    def __init__(self, config: WorkerConfig, vocabulary: int = VOCABULARY) -> None:
-        super().__init__(shape_of(config), vocabulary)
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(shape_of(config), VOCABULARY)
         self._plans: deque[StepPlan] = deque()
         self._wants: dict[int, bool] = {}
 

@@ -30,7 +30,7 @@ from baton.api.limits import read_json_body
 from baton.api.logs import refusals_logged
 from baton.api.metrics import Metrics
 from baton.api.origin import Origin
-from baton.api.preparing import CHAT_PATH, COMPLETION_PATH, Preparer
+from baton.api.preparing import CHAT_PATH, COMPLETION_PATH, Prepared, Preparer
 from baton.api.registry import not_open
 from baton.api.resuming import LAST_EVENT_ID, Orphanage, parse_marks
 from baton.api.sampling import Asker, Policy
@@ -39,6 +39,9 @@ from baton.api.serving import CLIENT_CLOSED, Server
 from baton.api.settings import ApiSettings
 from baton.api.text import ModelText
 from baton.api.writing import encode
+
+SMALL_BODY_BYTES = 2048
+"""A body that is tokenised in about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,15 @@ class Routes:
         with refusals_logged(self._engine, request.state.request_id, path):
             raw, asker = await self._body(request), asker_of(request)
             origin = Origin(path, raw, asker.tenant, asker.request_id, secrets.randbits(63), int(time.time()))
-            prepared = await asyncio.to_thread(self._preparer.prepare, origin)
+            prepared = await self._prepared(origin)
             run = await self._server.accept(prepared, request.receive)
         return await self._server.respond(run)
+
+    async def _prepared(self, origin: Origin) -> Prepared:
+        """In a thread, unless it is soon done: the way to another thread and back may take longer than that."""
+        if len(origin.raw) <= SMALL_BODY_BYTES:
+            return self._preparer.prepare(origin)
+        return await asyncio.to_thread(self._preparer.prepare, origin)
 
     async def resume(self, id: str, request: Request) -> Response:  # noqa: A002
         """Go on with an answer whose router was lost."""
@@ -86,7 +95,7 @@ class Routes:
         found = None if orphanage is None else await orphanage.find(asker)
         if found is None or orphanage is None:
             raise not_open(id)
-        prepared = await asyncio.to_thread(self._preparer.prepare, found.origin)
+        prepared = await self._prepared(found.origin)
         after = request.headers.get(LAST_EVENT_ID) or request.query_params.get("last_event_id", "")
         marks = parse_marks(after if prepared.stream else "", len(prepared.readers))
         found.check(marks)

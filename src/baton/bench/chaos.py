@@ -220,7 +220,7 @@ class _Chaos:
                 raise ChaosFailed(f"case {case.number} fails before anything is done to the fleet: {answer.fault}")
             return case, answer
 
-        cases = draw_cases(options.cases, options.seed, model, logprobs=not options.is_scripted)
+        cases = draw_cases(options.cases, options.seed, model)
         self._undisturbed = list(await asyncio.gather(*(record(case) for case in cases)))
         await self._fleet.look()
 

@@ -63,14 +63,13 @@ class Case:
         return replace(self, wants_stop=False, body={**self.body, "stop": [found, "never said"]})
 
 
-def draw_cases(count: int, seed: int, model: str, logprobs: bool) -> list[Case]:
-    """`logprobs` says whether the executor has any."""
+def draw_cases(count: int, seed: int, model: str) -> list[Case]:
     draws = random.Random(seed)
     opening = _prose(draws, 120)  # what a third of them begin with: a prefix worth keeping
-    return [_draw_case(number, draws, model, opening, logprobs) for number in range(count)]
+    return [_draw_case(number, draws, model, opening) for number in range(count)]
 
 
-def _draw_case(number: int, draws: random.Random, model: str, opening: str, logprobs: bool) -> Case:
+def _draw_case(number: int, draws: random.Random, model: str, opening: str) -> Case:
     is_chat = draws.random() < 0.5
     prompt = (opening if draws.random() < 0.33 else "") + _prose(draws, draws.randint(*PROMPT_CHARS))
     body: dict[str, object] = {
@@ -86,7 +85,7 @@ def _draw_case(number: int, draws: random.Random, model: str, opening: str, logp
         body["n"] = 2
     if draws.random() < 0.6:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    if logprobs and draws.random() < 0.3:
+    if draws.random() < 0.3:
         body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
     return Case(number, CHAT if is_chat else COMPLETIONS, body, wants_stop=draws.random() < 0.25)
 

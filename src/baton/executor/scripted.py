@@ -250,7 +250,8 @@ class _Rows:
             after = np.arange(min(alternatives, vocabulary), dtype=np.int32)
             chosen = -tokens.astype(np.float32)
             top_ids = (tokens[:, None] + after) % vocabulary
-            self._logprobs.append(Logprobs(len(self._counts) - 1, chosen, top_ids, chosen[:, None] - after))
+            top = chosen[:, None] - after.astype(np.float32)
+            self._logprobs.append(Logprobs(len(self._counts) - 1, chosen, top_ids, top))
 
     def result(self, step: int) -> StepResult:
         slots: Int32s = np.array(self._slots, dtype=np.int32)

@@ -57,7 +57,9 @@ def _add_routes(app: FastAPI, engine: FleetEngine, sessions: Sessions, chronicle
         data = [shown(view) for view in engine.views()]
         return _json({"object": "list", "data": data, "events": chronicle.events()})
 
-    async def drain(name: str, request: Request) -> Response:  # noqa: ARG001
+    async def drain(name: str, request: Request) -> Response:
+        if "origin" in request.headers:  # every browser says it; without a key any page could have sent this
+            raise ApiError(403, "Pages may not drain instances; use: baton drain", code="not_for_pages")
         if not any(view.facts.name == name for view in engine.views()):
             known = ", ".join(view.facts.name for view in engine.views()) or "none"
             message = f"No instance is called '{name[:128]}'; those of this router are: {known}"

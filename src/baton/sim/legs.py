@@ -574,15 +574,19 @@ class LegBook:
         life = act.name, act.incarnation
         if act.what == "joined" and life in self._suspected:
             self._witness.fire(Fault.ZOMBIE, act.name)
-        if act.what in ("suspected", "stuck"):
-            self._suspected.add(life)
+        if act.what not in ("suspected", "stuck", "lost"):
+            return
+        instance = next((s.instance for s in reversed(self._dead) if s.name == act.name and s.welcomed), None)
+        if instance is None:
             instance = next((s.instance for s in self._sessions.values() if s.name == act.name and s.welcomed), None)
-            if instance is not None and not self._witness.may_be_suspected(instance):
-                raise LawBroken(DESERVED_SUSPICION, f"{act.name}, life {act.incarnation}: {act.what}, {act.why}")
-        if act.what == "lost":
-            instance = next((s.instance for s in self._dead if s.name == act.name and s.welcomed), None)
-            if instance is not None and not self._witness.may_be_lost(instance, False):
-                raise LawBroken(DESERVED_LOSS, f"{act.name}, life {act.incarnation}: {act.why}")
+        if act.what != "lost":
+            self._suspected.add(life)
+        if instance is None:
+            return
+        if act.what == "lost" and not self._witness.may_be_lost(instance, False):
+            raise LawBroken(DESERVED_LOSS, f"{act.name}, life {act.incarnation}: {act.why}")
+        if act.what != "lost" and not self._witness.may_be_suspected(instance):
+            raise LawBroken(DESERVED_SUSPICION, f"{act.name}, life {act.incarnation}: {act.what}, {act.why}")
 
     # ── after everything was said ────────────────────────────────────────────────────────────────────────────────────────
 

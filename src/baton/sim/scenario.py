@@ -77,6 +77,8 @@ SPLITS = (
 HANDED_OVER_TOKENS = 20
 """A prompt that no instance prefills by itself where another does that for it."""
 UNBOUNDED = 1 << 30
+SUSPECTED_WITHIN_US = 200_000
+"""Beyond the time that a router waits for a sign of life: what was under way arrives late."""
 SAID_WITHIN_US = 350_000
 PROBE_FROM = 1_000_000
 """Indices of the questions that are asked when everything has healed."""
@@ -405,9 +407,12 @@ class Run:
         return now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + self._noticed_us
 
     def may_be_suspected(self, instance: int) -> bool:
-        now_us = self.world.now_us
-        noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + self._noticed_us
-        return noisy or instance >= len(self.seats) or now_us <= self.seats[instance].hurt_until_us() + self._noticed_us
+        router = self.scenario.router
+        if router is None or instance >= len(self.seats):  # some are strangers
+            return True
+        now_us, noticed_us = self.world.now_us, router.suspect_us + 2 * router.beat_us + SUSPECTED_WITHIN_US
+        noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + noticed_us
+        return noisy or now_us <= self.seats[instance].hurt_until_us() + noticed_us
 
     def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
         return self.fleet is None or self.fleet.may_be_forgotten(origin, lost_us)

@@ -118,7 +118,7 @@ class Seat:
 
     def boot(self) -> None:
         if not self._rolling:
-            self.trouble()
+            self.trouble(of_router=not self.host.lives)  # before its first life there was nobody to suspect
         self.host.restart()
         self.front.restart()
         life = Instance(self.host, self.disk, self._spec, self._watcher)
@@ -201,8 +201,9 @@ class Seat:
         if self._rolling:
             self._rolling = False
             self._rolled_until_us = self.host.world.now_us
+            self._hurt_until_us = max(self._hurt_until_us, self.host.world.now_us)
         else:
-            self.trouble()
+            self.trouble(of_router=not self.host.lives)
         if self._fabric is not None and self.peers:
             self._meet(life, self._fabric)
         if self.counter is None:
