@@ -235,6 +235,8 @@ class LegBook:
         self._looks = 0
         self._joining: _Session | None = None
         """Just welcomed: what it holds and nobody wants is about to be said."""
+        self._serves = False
+        """Whether somebody served when everything was last looked at."""
         self._served_us = now_us
         """When somebody last served."""
         self._served_us_before = now_us
@@ -602,16 +604,19 @@ class LegBook:
             self._found_where_they_were(self._joining)
         if not self._looks % COUNT_EVERY:
             self._counted(view)
-            self._waits_in_time(now_us)
         for session in dead:
             self._forgets_names(session, view)
         for session in self._sessions.values():
             if session.welcomed:
                 self._in_time(session, now_us)
-        if any(session.serves for session in self._sessions.values()):
+        serves = any(session.serves for session in self._sessions.values())
+        if serves or self._serves:
             self._served_us = now_us
-        else:
+        if not serves:
             self._served_us_before = now_us
+        self._serves = serves
+        if not serves or not self._looks % COUNT_EVERY:
+            self._waits_in_time(now_us)
         for body in touched.values():
             if body.over:
                 self._let_go(body)
@@ -644,7 +649,7 @@ class LegBook:
                 raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} is {old_us} µs old")
             alone_us = now_us - max(body.arrived_us, self._served_us, self._woke_us)
             begun = body.found or any(c.delivered or (c.hop is not None and c.hop.is_open) for c in body.choices)
-            if not serves and not begun and alone_us > config.absent_us + late_us:
+            if not serves and not begun and alone_us > config.absent_us + SLACK_US:
                 raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} has waited for {alone_us} µs, and nobody serves")
         for session in self._sessions.values():
             due_us = max(session.drains_us + config.drain_us, self._woke_us, self._served_us_before)

@@ -86,6 +86,8 @@ class Member:
         """Since when no router has welcomed it."""
         self._engine_us = front.world.now_us
         """When the engine last gave a sign of life."""
+        self._begun_us = front.world.now_us
+        """When the router last welcomed it."""
         self._beat_us = LEAST_BEAT_US
         self._beats = Alarm(front, self._beat)
         self._ticks = Alarm(front, self._tick)
@@ -180,7 +182,8 @@ class Member:
             self._away_us = None
             self._grace_us = out.welcomed.orphan_grace_us
             self._beat_us = out.welcomed.beat_us
-            self._beat()
+            self._begun_us = self._front.world.now_us
+            self._beats.set(self._begun_us + self._beat_us)
         for order in out.orders:
             self._order(order)
         for message in out.says:
@@ -199,7 +202,9 @@ class Member:
     def _beat(self, pulse: Pulse | None = None) -> None:
         """With every pulse of the engine, and without one when it is time."""
         now_us = self._front.world.now_us
-        beat = self.relay.beat(pulse, now_us - self._engine_us, now_us)
+        # Before it was asked for pulses, the engine had no reason to speak.
+        silent_us = min(now_us - self._engine_us, now_us - self._begun_us)
+        beat = self.relay.beat(pulse, silent_us, now_us)
         if beat is not None:
             self._say(beat)
             self._beats.set(now_us + self._beat_us)
