@@ -236,7 +236,7 @@ class Gate:
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def connected(self, door: Door) -> Session:
-        session = self.switch.connected()
+        session = self.switch.connected(self.host.world.now_us)
         self._by_session[session] = door
         self.book.connected(session, door.number)
         return session
@@ -271,7 +271,7 @@ class Gate:
     def strangers(self, frames: list[bytes]) -> None:
         """Somebody connects, says this, and hangs up."""
         before = self._lives()
-        session = self.switch.connected()
+        session = self.switch.connected(self.host.world.now_us)
         for frame in frames:
             try:
                 acts = self.switch.heard(session, decode_from_instance(frame), self.host.world.now_us)

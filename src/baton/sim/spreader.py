@@ -58,7 +58,7 @@ class Spreader:
         self._alarm = Alarm(host, self._tick)
 
     def connect(self, machine: Machine, peer_address: str) -> None:
-        session = self._switch.connected()
+        session = self._switch.connected(self._host.world.now_us)
         stand = _Stand(machine, peer_address)
         self._pipes[session] = PipeEnd(machine.host, self._network_us, stand.took)
         self._numbers[machine.host.name] = machine.spec.number
