@@ -91,7 +91,7 @@ class Routes:
     async def resume(self, id: str, request: Request) -> Response:  # noqa: A002
         """Go on with an answer whose router was lost."""
         orphanage, asker = self._extras.orphanage, Asker(request.state.tenant, id)
-        self._server.open.check_free(asker)
+        self._server.open.check_unread(asker)
         found = None if orphanage is None else await orphanage.find(asker)
         if found is None or orphanage is None:
             raise not_open(id)

@@ -272,7 +272,7 @@ async def _find_model(url: str, api_key: str | None) -> str:
 
 def chat(
     url: Annotated[str, typer.Option(help="Base address of any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Model [default: the first that the server lists].")] = None,
+    model: Annotated[str | None, typer.Option(help="Model. Default: the first that the server lists.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="Default: the server's.")] = None,

@@ -36,7 +36,7 @@ QUIET = ("--log-level", "warning")
 
 
 def _option(name: str, text: str, least: float | None = None, most: float | None = None) -> Any:
-    return typer.Option(f"--{name}", help=text, rich_help_panel=FLEET, min=least, max=most)
+    return typer.Option(f"--{name}", help=text, rich_help_panel=FLEET, min=least, max=most, metavar="N")
 
 
 Prefill = Annotated[int, _option("prefill", "Instances that prefill for those that decode.", 0)]
@@ -88,11 +88,19 @@ def _up(
             model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
             threads, demo, next(iter(context.params["api_key"] or ()), None), drain_timeout, round(restart_delay_max * 1e6),
         )  # fmt: skip
+        check_port(context.params["host"], router_port)
         code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
     except BatonError as error:
         Console(stderr=True, highlight=False).print(f"baton up: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     raise typer.Exit(code)
+
+
+def check_port(host: str, port: int) -> None:
+    """The router would say it too, but under the name that the option has there."""
+    from baton.node.hosting import bind
+
+    bind(host, port, "--router-port").close()
 
 
 def _run(plan: FleetPlan, needs_model: bool) -> int:

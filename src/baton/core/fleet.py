@@ -131,7 +131,7 @@ class Fleet:
 
     # ── coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def objection(self, facts: Facts) -> Objection | None:
+    def objection(self, facts: Facts, now_us: int) -> Objection | None:
         newest = self._lives.get(facts.name, 0)
         if facts.incarnation < newest:
             return Objection(
@@ -139,17 +139,32 @@ class Fleet:
             )
         if facts.role not in ROLES:
             return Objection(f"its role is {facts.role!r}, and roles are {', '.join(ROLES)}")
+        if (holder := self._living_holder(facts, now_us)) is not None:
+            return Objection(f"{facts.name} is there already, at {holder.facts.url}; give another --name")
         model = self.model
         if model is None:
             return None
         if facts.fingerprint != model.fingerprint:
             ours, its = model.fingerprint.hex(), facts.fingerprint.hex()
-            return Objection(f"the fingerprint of its model is {its}, and that of this fleet {ours}")
+            return Objection(
+                f"it serves another model than {model.name} at {model.url}: the fingerprint of its model is {its}, "
+                f"and that of this fleet {ours}"
+            )
         if facts.vocabulary != model.vocabulary:
             return Objection(f"its vocabulary has {facts.vocabulary} tokens, and that of this fleet {model.vocabulary}")
         if facts.block_size != model.block_size:
             return Objection(f"its blocks have {facts.block_size} tokens, and those of this fleet {model.block_size}")
         return None
+
+    def _living_holder(self, facts: Facts, now_us: int) -> Member | None:
+        """Another process that has this name and was heard lately: rather a mistake than an earlier life.
+
+        An earlier life is found to be gone soon, and the newcomer calls again.
+        """
+        holder = self.by_name.get(facts.name)
+        if holder is None or (holder.facts.pid, holder.facts.url) == (facts.pid, facts.url):
+            return None
+        return holder if now_us - holder.heard_us < self._config.suspect_us else None
 
     def forget_model(self) -> None:
         """Another model may come once nobody serves this one and nothing waits that was begun with it."""

@@ -478,7 +478,7 @@ class FleetChanged:
     name: Instance
     incarnation: int
     what: str
-    """joined, lost, suspected, stuck, draining, fenced, refused"""
+    """joined, draining, left (after draining, with nothing open), lost, suspected, stuck, fenced, refused"""
     why: str
 
 

@@ -108,6 +108,8 @@ class EngineClient:
         self._draining = False
         self._stopping = False
         self._gauges = Gauges()
+        self.tokens_made = 0
+        """Since the start, for whomever."""
         self._traffic = PeerTraffic({}, 0)
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
@@ -312,6 +314,8 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         self._heard_us = monotonic_us()
+        if isinstance(message, StepOutput):
+            self.tokens_made += len(message.tokens) // 4  # each has four bytes
         if isinstance(message, StepOutput | Pulse):
             self._gauges = _gauges_of(message.gauges, self._settings)
         elif isinstance(message, PeerTraffic):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from baton.api.engine import UNKNOWN_CONTEXT, Bill, Burst, Ended, EngineInfo, Fault, Gauges, Handovers, TokenStream
+from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, Bill, Burst, Ended, EngineInfo, Fault, Gauges, Handovers, TokenStream
 from baton.api.origin import BadOrigin, Origin, decode_origin
 from baton.api.resuming import Orphan as FoundOrphan
 from baton.api.sampling import Asker
@@ -26,10 +26,12 @@ from baton.core.routing import (
     Declined,
     Delivered,
     FleetChanged,
+    Noted,
     Opened,
     Orphan,
     OrphanDropped,
     Outcome,
+    Stage,
 )
 from baton.node.streams import Stream, logprobs_of
 from baton.router.sessions import Sessions
@@ -58,6 +60,8 @@ class _Open:
     """By choice: how it will end for its reader, once that is decided here (cut or aborted); None while it runs."""
     over: list[bool]
     """By choice: its reader has the last burst."""
+    places: list[tuple[str, ...]]
+    """By choice: the instances that had it, for the access log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +116,7 @@ class FleetEngine:
             prefix_hits=sum(one.prefix_hits for one in ledgers),
             steps=sum(one.steps for one in ledgers),
             preemptions={"any": sum(one.preemptions for one in ledgers)},
-            role="router",
+            role=ROUTER,
             handovers=Handovers(made=sum(one.handovers for one in ledgers)),
         )
 
@@ -169,9 +173,9 @@ class FleetEngine:
 
     def _drop(self, entry: _Open) -> None:
         """Nothing more is heard of it: whoever still reads hears an end."""
-        for stream, over, end in zip(entry.streams, entry.over, entry.ends, strict=True):
+        for stream, over, end, places in zip(entry.streams, entry.over, entry.ends, entry.places, strict=True):
             if not over:
-                stream.push(Burst((), (), Ended(end or FinishReason.ABORT, 0)))
+                stream.push(Burst((), (), Ended(end or FinishReason.ABORT, 0, places=places)))
         self._close(entry)
 
     # ── what the switch tells ────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,13 +197,17 @@ class FleetEngine:
                 self._orphan_dropped(body)
             case FleetChanged():
                 self.info = info_of(self.views(), self.info)
+            case Noted(body, choice, Stage.PLACED | Stage.RESUMED, where) if where is not None:
+                entry = self._books.by_body.get(body)
+                if entry is not None and entry.places[choice][-1:] != (where,):
+                    entry.places[choice] += (where,)
             case _:
                 pass
 
     def _begin(self, body: Body, asker: Asker, choices: int, opening: asyncio.Future[None] | None) -> _Open:
         first, self._numbers = self._numbers, self._numbers + choices
         streams = [Stream(self, first + choice) for choice in range(choices)]
-        entry = _Open(body, asker, first, streams, opening, [None] * choices, [False] * choices)
+        entry = _Open(body, asker, first, streams, opening, [None] * choices, [False] * choices, [()] * choices)
         self._books.by_number.update({first + choice: (entry, choice) for choice in range(choices)})
         self._books.by_body[body] = entry
         return entry
@@ -223,7 +231,7 @@ class FleetEngine:
                 return
             orphan.found.logprobs_from[act.choice] = len(act.tokens) - len(lines)
         for burst in bursts_of(tuple(act.tokens), lines, act.cached_tokens, act.outcome):
-            stream.push(burst)
+            stream.push(burst if burst.ended is None else _placed(burst, burst.ended, entry.places[act.choice]))
         if act.outcome is not None:
             entry.over[act.choice] = True
             if all(entry.over) and orphan is None:
@@ -350,6 +358,10 @@ def bursts_of(
     bare = 0 if lines is None else len(tokens) - len(lines)
     rest = Burst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
     return [Burst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
+
+
+def _placed(burst: Burst, ended: Ended, places: tuple[str, ...]) -> Burst:
+    return replace(burst, ended=replace(ended, places=places))
 
 
 def _lines(extras: object) -> Sequence[LogprobLine] | None:

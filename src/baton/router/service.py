@@ -130,7 +130,7 @@ class _Process:
         spare_what_is_there()
         self._say(self._banner(clients, instances))
         sampling = asyncio.create_task(_sample(state, sessions))
-        async with state_logged(engine, metrics):
+        async with state_logged(engine, lambda: metrics.tokens_given):
             await self._until_over(engine, serving)
         sampling.cancel()
         engine.give_up()  # whoever is still open hears so instead of being cut off

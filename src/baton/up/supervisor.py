@@ -326,7 +326,7 @@ def banner(plan: FleetPlan, served: str, url: str, missing: list[str]) -> str:
         f"  API        {url}/v1",
         f"  Dashboard  {url}/dashboard{button}",
         f"  Chat       baton chat --url {url}",
-        f"  Drain one  baton drain {one} --url {url}",
+        f"  Drain one  baton drain {one} --url {url}  (it is started again when it has ended)",
         "  Stop       Ctrl-C: open requests finish (twice: at once)",
         "",
     ]
