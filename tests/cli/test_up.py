@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from typer.testing import CliRunner
 
@@ -22,6 +24,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[FleetPlan]:
         return 0
 
     monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(command, "check_port", lambda host, port: None)
     return made
 
 
@@ -108,3 +111,11 @@ def test_what_makes_no_sense_is_told(plans: list[FleetPlan], options: tuple[str,
 
 def test_a_model_that_is_not_there_is_told_before_anything_starts() -> None:
     assert "there is no folder or file 'nowhere'" in up("nowhere").replace("\n", " ")
+
+
+def test_a_port_in_use_is_told_with_the_option_that_this_command_has() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        output = up("--executor", "scripted", "--router-port", str(port)).replace("\n", " ")
+    assert output.startswith(f"1: baton up: cannot listen on 127.0.0.1:{port}")
+    assert "--router-port" in output

@@ -9,6 +9,7 @@ hides it. Does not know where lines go: whoever starts a server decides that.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ _HEAD = "id=%s path=%s status=%d "
 _ENDED = _HEAD + "finish=%s prompt=%d completion=%d cached=%d %s %s"
 _REFUSED = _HEAD + "error=%s %s"
 _BILL = "preemptions=%d recomputed=%d queue_ms=%.1f prefill_ms=%.1f decode_ms=%.1f"
+FINISHES_MAX = 4
+"""Of more choices it is only said how many ended in which way."""
 _CARRIED = "instance=%s moves=%d"
 _NO_BILL = "preemptions=- recomputed=- queue_ms=- prefill_ms=- decode_ms=-"
 
@@ -63,6 +66,12 @@ def _state_of(gauges: Gauges) -> _State:
     )
 
 
+def _finishes(finishes: Sequence[str]) -> str:
+    if len(finishes) <= FINISHES_MAX:
+        return ",".join(finishes)
+    return ",".join(f"{finish}*{count}" for finish, count in Counter(finishes).items())
+
+
 def _whereabouts(places: Sequence[Sequence[str]]) -> str:
     """Who had a body's choices last, and how often one of them moved."""
     last = dict.fromkeys(visited[-1] for visited in places if visited)
@@ -96,7 +105,7 @@ class Finished:
             self.request_id,
             self.path,
             self.status,
-            ",".join(self.finishes),
+            _finishes(self.finishes),
             self.prompt_tokens,
             self.completion_tokens,
             self.cached_tokens,

@@ -141,14 +141,20 @@ class Fleet:
             return Objection(f"its role is {facts.role!r}, and roles are {', '.join(ROLES)}")
         if (holder := self._living_holder(facts, now_us)) is not None:
             return Objection(f"{facts.name} is there already, at {holder.facts.url}; give another --name")
+        if not facts.fingerprint.startswith(self._config.model_mark):
+            its, ours = facts.fingerprint.hex(), self._config.model_mark.hex()
+            return Objection(
+                f"its model is not {self._config.model}: the fingerprint of its model is {its}, "
+                f"and that of {self._config.model} begins with {ours}"
+            )
         model = self.model
         if model is None:
             return None
         if facts.fingerprint != model.fingerprint:
             ours, its = model.fingerprint.hex(), facts.fingerprint.hex()
             return Objection(
-                f"it serves another model than {model.name} at {model.url}: the fingerprint of its model is {its}, "
-                f"and that of this fleet {ours}"
+                f"it has another model, number format or attention than {model.name} at {model.url}: the fingerprint of its "
+                f"model is {its}, and that of this fleet {ours}"
             )
         if facts.vocabulary != model.vocabulary:
             return Objection(f"its vocabulary has {facts.vocabulary} tokens, and that of this fleet {model.vocabulary}")

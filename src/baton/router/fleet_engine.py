@@ -36,6 +36,7 @@ from baton.core.routing import (
 from baton.node.streams import Stream, logprobs_of
 from baton.router.sessions import Sessions
 from baton.router.state import RouterState
+from baton.router.totals import Totals
 from baton.wire.messages import LogprobLine
 from baton.wire.switch import Act
 
@@ -84,6 +85,7 @@ class FleetEngine:
         self._sessions = sessions
         self._state = state
         self._books = _Books()
+        self._totals = Totals()
         self._numbers = 0
         self._began_us = sessions.clock_us()
         self.info = EngineInfo(UNKNOWN_CONTEXT, vocabulary, slots=0, blocks=0, block_size=0, carries=True)
@@ -100,7 +102,7 @@ class FleetEngine:
 
     @property
     def gauges(self) -> Gauges:
-        router, views = self._sessions.switch.router, self.views()
+        router, views = self._sessions.switch.router, self.look()
         ledgers = [view.ledger for view in views]
         return Gauges(
             running=sum(one.running for one in ledgers),
@@ -112,12 +114,12 @@ class FleetEngine:
                 "leased": sum(one.leased for one in ledgers),
                 "receiving": sum(one.receiving for one in ledgers),
             },
-            prefix_queries=sum(one.prefix_queries for one in ledgers),
-            prefix_hits=sum(one.prefix_hits for one in ledgers),
-            steps=sum(one.steps for one in ledgers),
-            preemptions={"any": sum(one.preemptions for one in ledgers)},
+            prefix_queries=self._totals.of("prefix_queries"),
+            prefix_hits=self._totals.of("prefix_hits"),
+            steps=self._totals.of("steps"),
+            preemptions={"any": self._totals.of("preemptions")},
             role=ROUTER,
-            handovers=Handovers(made=sum(one.handovers for one in ledgers)),
+            handovers=Handovers(made=self._totals.of("handovers")),
         )
 
     async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
@@ -305,6 +307,11 @@ class FleetEngine:
 
     def views(self) -> list[InstanceView]:
         return self._sessions.switch.router.views()
+
+    def look(self) -> list[InstanceView]:
+        """The same, to be called now and then: of a life that was not looked at, nothing is counted when it is gone."""
+        self._totals.look(views := self.views())
+        return views
 
     @property
     def orphans(self) -> int:
