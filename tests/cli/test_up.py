@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -65,13 +66,13 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
     assert text.startswith("serve m --role decode --name decode-1 --router 127.0.0.1:9 --port 0 --threads 4")
     assert "--dtype float32" in text
     assert "--kv-blocks 64" in text
-    assert "--api-key k" in text
+    assert plans[0].api_keys == ("k",)
+    assert "--api-key" not in (*instance, *router), "command lines can be read by everybody"
     assert "--host" not in instance
     assert "--policy" not in instance
     assert " ".join(router[3:]).startswith("router m --port 8000 --join-port 9")
     assert "--host 10.0.0.5" in " ".join(router)
     assert "--policy random" in " ".join(router)
-    assert "--api-key k" in " ".join(router)
     assert "--dtype" not in router
 
 
@@ -119,3 +120,21 @@ def test_a_port_in_use_is_told_with_the_option_that_this_command_has() -> None:
         output = up("--executor", "scripted", "--router-port", str(port)).replace("\n", " ")
     assert output.startswith(f"1: baton up: cannot listen on 127.0.0.1:{port}")
     assert "--router-port" in output
+
+
+def test_a_file_may_have_the_options_of_all_of_them(plans: list[FleetPlan], tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(
+        'decode = 2\nrouter-port = 9799\nkv-blocks = 64\napi-key = ["one", "two"]\npolicy = "random"\nprefix-cache = false\n'
+    )
+    assert up("--config", str(file), "--kv-blocks", "32").startswith("0")
+    (plan,) = plans
+    assert ([member.name for member in plan.members], plan.router_port) == (["decode-1", "decode-2"], 9799)
+    instance = " ".join(plan.member_command(plan.members[0], "h:1", 2))
+    assert "--kv-blocks 32" in instance
+    assert "--no-prefix-cache" in instance
+    assert plan.api_keys == ("one", "two")
+    assert "--config" not in instance
+    assert "--policy random" in " ".join(plan.router_command(Ports(9799)))
+    file.write_text('name = "x"\n')
+    assert "'name' is not an option" in up("--config", str(file)).replace("\n", " ")

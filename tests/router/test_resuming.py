@@ -167,7 +167,7 @@ def test_an_orphan_can_be_cancelled_and_its_id_used_again(fleet: Fleet, eventual
     member.allowed = member.given
     fleet.join_all()
     eventually(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
-    assert ask(fleet.served, False, MINE).error["code"] == "still_read"
+    assert ask(fleet.served, False, MINE).error["code"] == "duplicate_id"
     assert fleet.served.call("DELETE", "/v1/requests/mine").status == 200
     assert fleet.do(lambda: fleet.engine.orphans) == 0
     member.allowed = None

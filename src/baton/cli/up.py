@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from baton.cli.options import config_file
 from baton.cli.passing import given_for, taking_options_of
 from baton.cli.router import router
 from baton.cli.serve import ExecutorKind, Model, serve
@@ -28,7 +30,7 @@ DECIDED = frozenset(
      "cluster_key_file"]
 )  # fmt: skip
 """Options of the others that are not the caller's to give."""
-HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout"])
+HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key"])
 OF_THE_ROUTER = frozenset(["host", "max_waiting", "chat_template"])
 """The API is the router's: instances stay on loopback, and what they let wait is for the router to know."""
 QUIET = ("--log-level", "warning")
@@ -52,6 +54,8 @@ RestartDelay = Annotated[
     float, _option("restart-delay-max", "Longest pause in seconds before a process that keeps ending starts again.", 0)
 ]
 
+Config = Annotated[Path | None, config_file(lambda: up)]
+
 
 def _up(
     context: typer.Context,
@@ -64,6 +68,7 @@ def _up(
     threads: Threads = None,
     drain_timeout: DrainTimeout = 30.0,
     restart_delay_max: RestartDelay = 10.0,
+    config: Config = None,  # noqa: ARG001  its callback has made it the defaults of all the others
 ) -> None:
     """Serve a model by several instances on this machine behind one router.
 
@@ -81,12 +86,12 @@ def _up(
     if mixed is None:
         mixed = 0 if prefill or decode else 1
     to_instances = given_for(context, serve, HANDLED | OF_THE_ROUTER)
-    to_router = given_for(context, router, HANDLED | {"config"})
+    to_router = given_for(context, router, HANDLED)
     quiet = () if "--log-level" in to_instances else QUIET
     try:
         plan = FleetPlan(
             model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
-            threads, demo, next(iter(context.params["api_key"] or ()), None), drain_timeout, round(restart_delay_max * 1e6),
+            threads, demo, tuple(context.params["api_key"] or ()), drain_timeout, round(restart_delay_max * 1e6),
         )  # fmt: skip
         check_port(context.params["host"], router_port)
         code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
