@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +18,7 @@ from baton.core.errors import InvariantViolated
 from baton.core.plan import Chunk, Outcome, Start, StepPlan, Stop
 from baton.core.request import Sampling, frozen_tokens
 from baton.executor.fingerprint import fingerprint_model, model_mark
-from baton.executor.torch_cpu import TorchCpuExecutor
+from baton.executor.torch_cpu import NICENESS, TorchCpuExecutor
 
 BLOCK_SIZE = 8
 
@@ -180,6 +184,37 @@ def test_logprobs_name_the_row_of_the_result(executor: TorchCpuExecutor) -> None
     (line,) = executor.collect().logprobs
     assert line.row == 2
     assert line.top_ids.shape == (1, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own here")
+def test_all_threads_that_compute_yield_to_those_that_answer(folder: Path) -> None:
+    before = _niceness()
+    made = TorchCpuExecutor.load(folder, dtype="float32", slots=4, blocks=40, block_size=BLOCK_SIZE)
+    made.launch(StepPlan(1, 0, starts=(start(0, 1, 90, list(range(12))),), chunks=(Chunk(0, 1, 0, 90, samples=True),)))
+    made.collect()
+    after = _niceness()
+    made.close()
+    own = after.pop(threading.get_native_id())
+    assert own == before.pop(threading.get_native_id()) == os.getpriority(os.PRIO_PROCESS, 0)
+    assert {nice for thread, nice in after.items() if thread not in before} == {min(19, own + NICENESS)}
+    assert all(after.get(thread, nice) == nice for thread, nice in before.items())
+
+
+def _niceness() -> dict[int, int]:
+    """Of each thread of this process."""
+    found: dict[int, int] = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # one that an earlier test has left may end just now
+            found[int(task.name)] = int((task / "stat").read_text().rpartition(")")[2].split()[16])
+    return found
+
+
+def test_a_system_that_does_not_allow_it_computes_all_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    TorchCpuExecutor.load(folder, dtype="float32", slots=4, blocks=40, block_size=BLOCK_SIZE).close()
 
 
 def test_the_shape_defaults_to_the_models_context_and_the_memory_given(folder: Path) -> None:

@@ -57,12 +57,15 @@ async def test_a_group_too_large_for_one_message_is_refused_and_the_engine_lives
     engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "FRAME_BYTES_MAX", 100)
+    engine._heard_us -= 60_000_001
     with pytest.raises(Refused, match="at most 100"):
         await engine.submit([ask()])
     assert engine.open_requests == 0
+    assert engine.silent_us > 60_000_000, "the engine has not said that"
     monkeypatch.undo()
     (stream,) = await engine.submit([ask()])
     assert [burst async for burst in stream]
+    assert engine.silent_us < 60_000_000
 
 
 async def test_giving_up_ends_open_requests_with_the_reason(engine: EngineClient) -> None:

@@ -20,10 +20,31 @@ from baton.core.request import FinishReason, frozen_tokens
 from baton.node import joining as joining_module
 from baton.node.engine import monotonic_us
 from baton.node.joining import Fenced, Membership, RouterAt
+from baton.node.line import UNREAD_BYTES_MAX
 from baton.node.service import default_name
-from baton.wire.membership import Beat, Forget, HeldGroup, Join, Leaving, Neighbours, Settled, TurnedAway, Welcome
+from baton.wire.membership import (
+    HELD_BYTES_MAX,
+    HELD_GROUPS_MAX,
+    Beat,
+    Forget,
+    HeldGroup,
+    Join,
+    Leaving,
+    Neighbours,
+    Settled,
+    TurnedAway,
+    Welcome,
+)
 from baton.wire.messages import AcceptedAs, Cancel, Drain, Peers, Pulse, Submit, TellNames, ToEngine
-from baton.wire.relay import NO_GAUGES, RELAY_TICKETS, Relay
+from baton.wire.relay import (
+    CHOICES_MAX,
+    ENDED_BYTES_MAX,
+    ENDED_CHOICES_MAX,
+    GROUP_BYTES_MAX,
+    NO_GAUGES,
+    RELAY_TICKETS,
+    Relay,
+)
 from tests.support.joining import DEADLINE_S, KEY_TEXT, RouterSide, ask, router_side
 from tests.support.server import ServerProcess, baton_serve
 
@@ -37,12 +58,13 @@ JOIN = Join("d1", 7, "decode", b"model", "http://here", "", 4, 64, 16, 1024, 100
 class QuietEngine:
     def __init__(self) -> None:
         self.orders: list[ToEngine] = []
-        self.heard_us = monotonic_us()
+        self.heard_us: int | None = None
+        """When it last spoke; None: it does all the time."""
         self.news = asyncio.Event()
 
     @property
     def silent_us(self) -> int:
-        return monotonic_us() - self.heard_us
+        return 0 if self.heard_us is None else monotonic_us() - self.heard_us
 
     def forward(self, message: ToEngine) -> None:
         self.orders.append(message)
@@ -129,12 +151,57 @@ async def _submitted(engine: QuietEngine) -> Submit:
 
 async def test_the_engines_silence_is_told_and_what_came_before_the_welcome_is_none(router: RouterSide) -> None:
     async with member(router.port) as one:
-        one.engine.heard_us -= 60_000_000
+        one.engine.heard_us = monotonic_us() - 60_000_000
         first = await router.next(Beat)
         assert first.engine_silent_us < 10_000_000
         beat = await router.beat_where(lambda beat: beat.engine_silent_us > 200_000)
         one.engine.heard_us = monotonic_us()
         await router.beat_where(lambda later: later.engine_silent_us < beat.engine_silent_us)
+
+
+async def test_the_engines_silence_goes_on_from_session_to_session(
+    router: RouterSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining_module, "ENGINE_SILENT_US", 60_000_000)  # so that it calls again all the same
+    async with member(router.port) as one:
+        one.engine.heard_us = monotonic_us() - 60_000_000
+        before = await router.beat_where(lambda beat: beat.engine_silent_us > 300_000)
+        since = len(router.messages)
+        router.hang_up()
+        await router.next(Join, since)
+        since = len(router.messages)
+        first = await router.next(Beat, since)
+        assert first.engine_silent_us > before.engine_silent_us
+
+
+async def test_an_engine_that_is_silent_is_not_offered_to_a_router_until_it_speaks(
+    router: RouterSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with member(router.port) as one:
+        one.engine.heard_us = monotonic_us()
+        await router.beat_where(lambda beat: beat.engine_silent_us > joining_module.ENGINE_SILENT_US)
+        router.hang_up()
+        await logged(caplog, "the engine is silent")
+        assert len(router.of(Join)) == 1
+        one.engine.heard_us = None
+        await router.until(lambda: len(router.of(Join)) == 2)
+
+
+async def test_a_router_that_does_not_answer_a_join_is_left_and_called_again(
+    router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining_module, "WELCOME_US", 50_000)
+    router.answers = [None]
+    async with member(router.port):
+        await router.next(Beat)
+    assert len(router.of(Join)) == 2
+    assert "has not answered the join" in caplog.text
+
+
+def test_all_that_may_be_held_can_be_written_in_one_go() -> None:
+    assert HELD_BYTES_MAX + GROUP_BYTES_MAX <= UNREAD_BYTES_MAX  # with room for the steps that come after it
+    assert ENDED_BYTES_MAX < HELD_BYTES_MAX
+    assert CHOICES_MAX + ENDED_CHOICES_MAX <= HELD_GROUPS_MAX
 
 
 async def test_while_this_process_was_held_up_the_engine_was_not_silent(

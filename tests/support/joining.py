@@ -36,8 +36,8 @@ class RouterSide:
 
     def __init__(self, key: bytes, port: int = 0, welcome: Welcome | None = None) -> None:
         self.welcome = welcome or Welcome("r", beat_us=50_000, orphan_grace_us=30_000_000)
-        self.answers: list[FromRouter] = []
-        """What the next joins are answered with; the welcome after that."""
+        self.answers: list[FromRouter | None] = []
+        """What the next joins are answered with, None: with nothing; the welcome after that."""
         self.lines: list[Line] = []
         self.ends: list[LineEnd] = []
         self.door = Door(key, "router r", self)
@@ -53,11 +53,14 @@ class RouterSide:
         message = decode_from_instance(frame)
         self.messages.append(message)
         if isinstance(message, Join):
-            answer = self.answers.pop(0) if self.answers else self.welcome
+            self._answer(line, self.answers.pop(0) if self.answers else self.welcome)
+        self._news.set()
+
+    def _answer(self, line: Line, answer: FromRouter | None) -> None:
+        if answer is not None:
             line.send([encode_membership(answer)])
             if not isinstance(answer, Welcome):
                 line.part("turned away")
-        self._news.set()
 
     def ended(self, line: Line, end: LineEnd) -> None:
         self.ends.append(end)

@@ -194,7 +194,7 @@ class Member:
             assert not messages, "it speaks to nobody"
 
     def dial(self) -> None:
-        self.line = Line(self.world.switch.connected())
+        self.line = Line(self.world.switch.connected(self.world.now_us))
         self.world.lines.append(self.line)
         self.say(self.relay.opened(self.world.now_us))
 

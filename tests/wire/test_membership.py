@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.api.schema import PROMPTS_MAX
 from baton.core.blocks import BlockGauges
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.peers import PdCode, PdFault, PdStage
@@ -41,6 +42,7 @@ from baton.wire.membership import (
     decode_from_instance,
     decode_from_router,
     encode_membership,
+    held_bytes,
 )
 from baton.wire.messages import (
     AcceptedAs,
@@ -183,6 +185,7 @@ _PLACE = FROM_ROUTER[2]
         _replace(_held(), choices=(1, 1)),
         _replace(_held(), choices=(0, 3)),
         _replace(_held(), group=()),
+        _replace(_held(), body_choices=membership.GROUP_MAX + 1),
         _replace(_held(), origin=b"o" * (membership.ORIGIN_BYTES_MAX + 1)),
         AcceptedAs(-1, (1,)),
         AcceptedAs(1, (-1,)),
@@ -207,6 +210,7 @@ def test_what_is_out_of_bounds_is_refused_from_an_instance(message: FromInstance
         _replace(_PLACE, choices=(0, 0)),
         _replace(_PLACE, choices=(0, 3)),
         _replace(_PLACE, body_choices=0),
+        _replace(_PLACE, body_choices=membership.GROUP_MAX + 1),
         Forget((-1,)),
         Cancel(2**64),
         StopAt(1, -1),
@@ -249,6 +253,32 @@ def _with_line(**changes: object) -> HeldGroup:
 
 
 _LOGPROBS = _held().lines[0].logprobs
+
+
+def _large() -> HeldGroup:
+    """Many of whatever there may be many of, each as small as it may be, and numbers and texts that take most bytes."""
+    text, huge = "\U0001f600" * 100, 2**62
+    sampling = _replace(_held().group[0].sampling, logit_bias=((2**31 - 1, 0.1),) * 99, stop_token_ids=(2**31 - 1,) * 99)
+    item = _replace(_held().group[0], request_id=text, leader=text, prefill_at=text, sampling=sampling, prompt=None)
+    end = _held().lines[1].ended
+    assert end is not None
+    assert end.fault is not None
+    bill = type(end.bill)(*[huge] * len(msgspec.structs.astuple(end.bill)))
+    end = _replace(end, serial=huge, generated_tokens=huge, bill=bill, fault=_replace(end.fault, reason=text))
+    rows = (_replace(_LOGPROBS[0], row=2**31 - 1, top_ids=b"", top=b""),) * 999
+    line = HeldLine(2**31 - 1, huge, b"", b"", rows, 2**31 - 1, end)
+    return HeldGroup((item,) * 256, (2**31 - 1,) * 256, 1, b"", (line,) * 256)
+
+
+@pytest.mark.parametrize("held", [_held(), _large(), _replace(_held(), origin=b"o" * 100_000, lines=())])
+def test_a_held_group_weighs_no_less_than_its_frame(held: HeldGroup) -> None:
+    assert len(encode_membership(held)) <= held_bytes(_replace(held, body_choices=0))
+
+
+def test_choices_that_a_router_has_to_make_records_for_weigh_too() -> None:
+    assert membership.GROUP_MAX == PROMPTS_MAX, "as many as the API makes of a body"
+    few, many = (held_bytes(_replace(_held(), body_choices=count)) for count in (1, membership.GROUP_MAX))
+    assert many - few == (membership.GROUP_MAX - 1) * membership.CHOICE_BYTES
 
 
 def test_a_held_choice_may_be_without_the_log_probabilities_that_it_asked_for() -> None:

@@ -118,6 +118,12 @@ def test_a_step_survives_the_wire() -> None:
     assert (output.gauges.free_blocks, output.gauges.steps) == (3, 9)
 
 
+def test_log_probabilities_are_the_same_on_the_wire_whatever_numbers_an_executor_counts_in() -> None:
+    narrow = _settled().logprobs[0]
+    wide = Logprobs(narrow.row, narrow.chosen.astype(np.float64), narrow.top_ids.astype(np.int64), narrow.top.astype(">f8"))
+    assert messages.wire_logprobs(wide) == messages.wire_logprobs(narrow)
+
+
 def _said_again(ended: EndedRequest, gauges: SchedulerGauges) -> messages.StepOutput:
     message = messages.decode_from_engine(messages.encode_from_engine(messages.ended_output(ended, gauges)))
     assert isinstance(message, messages.StepOutput)

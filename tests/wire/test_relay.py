@@ -208,13 +208,11 @@ def test_two_places_under_one_ticket_are_an_error() -> None:
 @pytest.mark.parametrize(
     "group",
     [
-        asks("a", prompt=(1, 64)),
-        asks("a", prompt=(-1,)),
         asks("x" * 2000),
         [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1, temperature=float("nan")), 5)],
         [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1), 2, generated=frozen_tokens([1, 2]))],
-        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1), 5, generated=frozen_tokens([64]))],
         [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1), 5, leader=RequestId("nobody"))],
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1, stop_token_ids=(-1,)), 5)],
     ],
 )
 def test_what_would_hurt_the_engine_never_reaches_it(group: list[Submission]) -> None:
@@ -222,6 +220,25 @@ def test_what_would_hurt_the_engine_never_reaches_it(group: list[Submission]) ->
     with pytest.raises(WireError):
         relay.heard(place(0, group), 0)
     assert relay.open_requests == relay.held_choices == 0
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        asks("a", prompt=(1, 64)),
+        asks("a", prompt=(-1,)),
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1), 5, generated=frozen_tokens([64]))],
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1, logit_bias=((64, 1.0),)), 5)],
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1, stop_token_ids=(64,)), 5)],
+    ],
+)
+def test_a_token_that_the_model_has_not_is_refused_here_and_nothing_else_suffers(group: list[Submission]) -> None:
+    relay = serving()
+    out = relay.heard(place(0, group), 0)
+    refusal = Refusal(RefusalCode.NOT_IN_VOCABULARY, "a token that is none of a vocabulary of 64")
+    assert out == RelayOut(says=[refused(0, refusal)])
+    assert relay.open_requests == relay.held_choices == 0
+    open_as(relay, asks("a"), 1, ticket=1)
 
 
 def test_more_choices_than_are_taken_are_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +461,7 @@ def test_of_what_has_ended_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_group_that_cannot_travel_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "GROUP_BYTES_MAX", 1_000)
+    monkeypatch.setattr(relays, "GROUP_BYTES_MAX", 2_000)
     relay = serving()
     relay.heard(place(0, asks("a"), b"o" * 2_000), 0)
     relay.take(AcceptedAs(RELAY_TICKETS, (1,)), 0)

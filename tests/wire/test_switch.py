@@ -51,11 +51,13 @@ from baton.wire.membership import (
     Settled,
     TurnedAway,
     Welcome,
+    encode_membership,
+    held_bytes,
 )
 from baton.wire.messages import AcceptedAs, Cancel, StopAt, Submit, WireError, refused, wire_gauges, wire_submission
 from baton.wire.switch import JOIN_US, Close, Say, Switch
 from tests.support.routed import World, body
-from tests.wire.test_relay import GAUGES, JOIN, line, step
+from tests.wire.test_relay import GAUGES, JOIN, asks, line, open_as, serving, step
 
 FULL = Refusal(RefusalCode.QUEUE_FULL, "full", 1)
 
@@ -316,7 +318,7 @@ class Hand:
     def __init__(self, *held: HeldGroup, keep: Sequence[tuple[int, int, int]] = ()) -> None:
         self.router = Script()
         self.switch = Switch(self.router, "router")  # type: ignore[arg-type]
-        self.session = self.switch.connected()
+        self.session = self.switch.connected(0)
         for message in (JOIN, *held):
             assert self.hear(message) == []
         kept = tuple((serial, Leg(leg), place) for serial, leg, place in keep)
@@ -457,7 +459,7 @@ def test_of_what_was_held_the_kept_goes_on_and_the_rest_is_ended_or_forgotten() 
 def test_the_router_hears_what_was_held_and_is_told_of_phases_by_leg() -> None:
     router = Script()
     switch = Switch(router, "router")  # type: ignore[arg-type]
-    session = switch.connected()
+    session = switch.connected(0)
     for message in (JOIN, held_group(3, 4)):
         switch.heard(session, message, 0)
     router.says.append(Admit(session, ((4, Leg(2), 1),)))
@@ -477,7 +479,7 @@ def test_the_router_hears_what_was_held_and_is_told_of_phases_by_leg() -> None:
 def test_who_is_turned_away_is_told_why_and_not_heard_any_more() -> None:
     router = Script()
     switch = Switch(router, "router")  # type: ignore[arg-type]
-    session = switch.connected()
+    session = switch.connected(0)
     switch.heard(session, JOIN, 0)
     router.says.append(TurnAway(session, "another model", False))
     assert switch.heard(session, Settled(), 0) == [
@@ -487,7 +489,7 @@ def test_who_is_turned_away_is_told_why_and_not_heard_any_more() -> None:
     router.heard.clear()
     assert switch.heard(session, Leaving(), 0) == switch.lost(session, "closed", 0) == []
     assert router.heard == []
-    assert switch.connected() != session
+    assert switch.connected(0) != session
 
 
 def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
@@ -519,7 +521,7 @@ def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
 def test_a_session_that_does_not_begin_as_it_should_is_an_error(said: list[FromInstance]) -> None:
     router = Script()
     switch = Switch(router, "router")  # type: ignore[arg-type]
-    session = switch.connected()
+    session = switch.connected(0)
     for message in said[:-1]:
         switch.heard(session, message, 0)
     with pytest.raises(WireError):
@@ -530,10 +532,10 @@ def test_a_session_that_does_not_begin_as_it_should_is_an_error(said: list[FromI
 
 def test_who_does_not_join_in_time_is_closed() -> None:
     switch = Switch(Script(), "router")  # type: ignore[arg-type]
-    silent, joined = switch.connected(), Hand()
-    assert switch.tick(5) == []
+    silent, joined = switch.connected(5), Hand()
     due_us = switch.next_deadline()
     assert due_us == 5 + JOIN_US
+    assert switch.tick(due_us - 1) == []
     assert [type(act) for act in switch.tick(due_us)] == [Close]
     assert switch.heard(silent, JOIN, due_us) == []
     assert switch.next_deadline() is None
@@ -541,16 +543,34 @@ def test_who_does_not_join_in_time_is_closed() -> None:
 
 
 def test_more_held_groups_than_may_be_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("HELD_GROUPS_MAX", 1), ("HELD_BYTES_MAX", 50)):
+    for name, value in (("HELD_GROUPS_MAX", 1), ("HELD_BYTES_MAX", held_bytes(held_group(3)))):
         with monkeypatch.context() as patch:
             patch.setattr(f"baton.wire.switch.{name}", value)
             switch = Switch(Script(), "router")  # type: ignore[arg-type]
-            session = switch.connected()
+            session = switch.connected(0)
             switch.heard(session, JOIN, 0)
             switch.heard(session, held_group(3), 0)
             with pytest.raises(WireError, match="held"):
                 switch.heard(session, held_group(4), 0)
     assert HELD_GROUPS_MAX > 1
+
+
+def test_whatever_an_instance_tells_that_it_holds_a_router_takes_and_a_line_carries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for where in ("relay", "switch"):
+        monkeypatch.setattr(f"baton.wire.{where}.HELD_BYTES_MAX", 20_000)
+    relay = serving()
+    for serial in range(20):
+        open_as(relay, asks(f"r{serial}", logprobs=1), serial, ticket=serial)
+        for _ in range(10):  # each row costs more than its numbers
+            relay.take(step([(serial, [7])], logprobs=(line(0, -1.0),)), 0)
+    relay.lost("cut", 0)
+    said = relay.opened(0)
+    assert 5 < len(said) < 20
+    assert sum(len(encode_membership(message)) for message in said) <= 20_000
+    hand = Hand(*(message for message in said if isinstance(message, HeldGroup)))
+    assert isinstance(hand.said[0], Welcome)
 
 
 NEGATIVE = msgspec.structs.replace(step(ended=[8]).ended[0], generated_tokens=-1)
@@ -674,7 +694,7 @@ def test_what_a_broken_instance_had_goes_on_elsewhere() -> None:
     switch = Switch(Router(RouterConfig(), b"secret", 1), "router")
     sessions: list[Session] = []
     for name in ("d0", "d1"):
-        sessions.append(switch.connected())
+        sessions.append(switch.connected(0))
         switch.heard(sessions[-1], msgspec.structs.replace(JOIN, name=name), 0)
         switch.heard(sessions[-1], Settled(), 0)
     number, acts = switch.submit("tenant", body("abc"), b"origin", 0)

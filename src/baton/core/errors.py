@@ -30,6 +30,7 @@ class RefusalCode(StrEnum):
     EMPTY_PROMPT = "empty_prompt"
     CONTEXT_EXCEEDED = "context_length_exceeded"
     POOL_EXCEEDED = "kv_pool_exceeded"
+    NOT_IN_VOCABULARY = "not_in_vocabulary"
     QUEUE_FULL = "queue_full"
     GROUP_TOO_LARGE = "group_too_large"
     TOO_MANY_CHOICES = "too_many_choices"

@@ -8,7 +8,11 @@ requests, caches or clients.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
+import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -37,6 +41,8 @@ log = logging.getLogger(__name__)
 
 ATTENTIONS = ("auto", "gather", "native")
 DEFAULT_KV_MEMORY_BYTES = 2 * 1024**3
+NICENESS = 5
+"""By how much computing yields to everything else."""
 NOTHING_RAN = 0
 """The `base_step` of the first plan an executor ever gets."""
 
@@ -282,8 +288,18 @@ def _prepare(path: Path, dtype: str, attention: str, block_size: int) -> tuple[L
     OpenMP keeps a pool of threads for each thread that ever computed in parallel. With two pools on the same cores it lets
     them sleep between operations, and every small operation then waits for a wake-up.
     """
+    _yield_to_others()  # before that pool is made: its threads are then as this one is
     loaded = load_model(path, dtype)
     return loaded, _choose_kernels(attention, loaded, block_size)
+
+
+def _yield_to_others() -> None:
+    """Computing takes all cores there are. What answers, here and in other processes, needs little and must not wait for it:
+    an engine, a front end or a router that cannot run for half a second is taken for lost."""
+    if sys.platform == "linux":  # elsewhere threads have no niceness of their own
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):  # where it is forbidden we compute as everybody else
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
 def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int) -> Kernels | None:

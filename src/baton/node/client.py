@@ -310,10 +310,11 @@ class EngineClient:
 
     async def _receive(self) -> None:
         while True:
-            self._take(decode_from_engine(await self._socket.recv()))
+            message = decode_from_engine(await self._socket.recv())
+            self._heard_us = monotonic_us()  # here: not all that is taken in came from the engine
+            self._take(message)
 
     def _take(self, message: FromEngine) -> None:
-        self._heard_us = monotonic_us()
         if isinstance(message, StepOutput):
             self.tokens_made += len(message.tokens) // 4  # each has four bytes
         if isinstance(message, StepOutput | Pulse):

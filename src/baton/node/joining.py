@@ -35,6 +35,10 @@ HELD_S = 2.0
 TURNED_AWAY_S, SOON_S, SOON_CALLS = 3.0, 0.15, 10
 """Between calls to a router that does not want us: it may be started again with another model. The first ones come sooner:
 an earlier life under this name may be in its books until its silence is noticed."""
+WELCOME_US = 10_000_000
+"""A router that has not answered a join by then never will; it gives an instance as long to join."""
+ENGINE_SILENT_US = 300_000
+"""An engine that has missed so much of its pulses is not offered to a router: it would be suspected as soon as it is in."""
 LOOK_US = 100_000
 """How often the clock is looked at where nothing is due before."""
 
@@ -74,7 +78,9 @@ class Membership:
         """The one that is open."""
         self._welcome: Welcome | None = None
         """Of the session that is on."""
-        self._begun_us = self._beat_due_us = 0
+        self._pulses_us: int | None = None
+        """Since when the engine pulses: it was told to with the first welcome, and goes on whatever becomes of sessions."""
+        self._opened_us = self._beat_due_us = 0
         self._turned_away: str | None = None
         self._fenced: str | None = None
         self._told = ""
@@ -127,8 +133,8 @@ class Membership:
         pass
 
     def opened(self, line: Line) -> None:
-        self._line = line
-        self._say(self._relay.opened(monotonic_us()))
+        self._line, self._opened_us = line, monotonic_us()
+        self._say(self._relay.opened(self._opened_us))
 
     def heard(self, line: Line, frame: bytes) -> None:
         self._carry_out(self._relay.heard(decode_from_router(frame), monotonic_us()))
@@ -161,8 +167,9 @@ class Membership:
 
     def _begin(self, welcome: Welcome) -> None:
         self._welcome = welcome
-        self._begun_us = monotonic_us()
-        self._beat_due_us = self._begun_us + welcome.beat_us  # with the engine's first pulse
+        now_us = monotonic_us()
+        self._pulses_us = now_us if self._pulses_us is None else self._pulses_us
+        self._beat_due_us = now_us + welcome.beat_us  # with the engine's first pulse
         self._told = ""
         log.info("joined the router at %s as %s", self._at, self._name)
 
@@ -173,6 +180,8 @@ class Membership:
             now_us = monotonic_us()
             if self._welcome is not None and self._beat_due_us <= now_us:
                 self._beat(now_us, self._welcome)
+            elif self._line is not None and self._welcome is None and self._opened_us + WELCOME_US <= now_us:
+                self._line.end(None, f"it has not answered the join within {WELCOME_US // 1_000_000} s")
             deadline_us = self._relay.next_deadline()
             if deadline_us is not None and deadline_us <= now_us:
                 self._carry_out(self._relay.tick(now_us))
@@ -185,16 +194,20 @@ class Membership:
         self._beat_due_us = now_us + welcome.beat_us
         if late_us > welcome.beat_us:
             log.warning("a beat was %d ms late: this process was held up", late_us // 1000)
-        # Before it was asked for pulses it had no reason to speak; while we were held up we heard nothing.
-        silent_us = min(self._engine.silent_us, now_us - self._begun_us) - late_us
-        beat = self._relay.beat(None, max(0, silent_us), now_us)
+        # While we were held up we heard nothing.
+        beat = self._relay.beat(None, max(0, self._engine_silent_us(now_us) - late_us), now_us)
         if beat is not None:
             self._say([beat])
+
+    def _engine_silent_us(self, now_us: int) -> int:
+        """Before it was asked for pulses it had no reason to speak."""
+        return 0 if self._pulses_us is None else min(self._engine.silent_us, now_us - self._pulses_us)
 
     async def _keep_calling(self) -> None:
         pause_s, times_away = CALL_AGAIN_S, 0
         loop = asyncio.get_running_loop()
         while True:
+            await self._engine_answers()
             called_s = loop.time()
             line = Line(self._at.cluster_key, f"instance {self._name}", self, calls=str(self._at), handshake_s=HANDSHAKE_S)
             end = await call(line, self._at.host, self._at.port, CONNECT_S)
@@ -208,6 +221,12 @@ class Membership:
                 pause_s = SOON_S if times_away <= SOON_CALLS else TURNED_AWAY_S
             # Jittered, so that a fleet does not come all at once.
             await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)  # noqa: S311
+
+    async def _engine_answers(self) -> None:
+        if self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:
+            log.warning("the engine is silent: the router at %s is not called until it speaks again", self._at)
+        while self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:  # noqa: ASYNC110  who is silent tells nobody
+            await asyncio.sleep(LOOK_US / 1e6)
 
     def _log_once(self, end: LineEnd, turned_away: str | None) -> None:
         reason = end.reason if turned_away is None else f"turned away: {turned_away}"

@@ -105,8 +105,9 @@ class Sessions:
     # ── what lines bring ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opened(self, line: Line) -> None:
-        session = self.switch.connected()
+        session = self.switch.connected(self.clock_us())
         self._lines[session], self._sessions[line] = line, session
+        self._arm()
 
     def heard(self, line: Line, frame: bytes) -> None:
         session = self._sessions.get(line)

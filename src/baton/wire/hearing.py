@@ -107,16 +107,6 @@ def tokens_left(submission: Submission, context_tokens: int) -> int:
 # ── held groups ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def held_bytes(message: HeldGroup) -> int:
-    asked = sum(len(item.prompt or b"") + len(item.generated) for item in message.group)
-    return len(message.origin) + asked + sum(_line_bytes(line) for line in message.lines)
-
-
-def _line_bytes(line: HeldLine) -> int:
-    logprobs = sum(len(item.chosen) + len(item.top_ids) + len(item.top) for item in line.logprobs)
-    return len(line.counts) + len(line.tokens) + logprobs
-
-
 def held_of(message: HeldGroup, join: Join) -> list[HeldChoice]:
     group = checked_group(message.group, join.vocabulary)
     places = [line.place for line in message.lines]

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.core.prefix import KEY_BYTES
-from baton.core.request import Submission, Tokens
+from baton.core.request import Submission, Tokens, frozen_tokens
 from baton.wire.messages import (
     AcceptedAs,
     Cancel,
@@ -44,10 +44,14 @@ INT32_MAX, INT63_MAX = 2**31 - 1, 2**63 - 1
 ORIGIN_BYTES_MAX = 8 << 20
 KEYS_A_BEAT_MAX = 4096
 NOTES_A_BEAT_MAX = 1024
-GROUP_MAX = 4096
-HELD_BYTES_MAX = 256 << 20
-"""All that an instance says of held groups as it joins."""
+GROUP_MAX = 256
+"""Choices of a body: as many as the API makes of one."""
+HELD_BYTES_MAX = 96 << 20
+"""All that an instance says of held groups as it joins, by `held_bytes`: it is written in one go, so it must be well below
+what a line may have unread."""
 HELD_GROUPS_MAX = 1 << 15
+CHOICE_BYTES = 512
+"""What a router spends on a choice of a body that it hears of, whether or not anything of it is held."""
 PLACE_BYTES_MAX = 24 << 20
 """Origin, prompts and outputs of a group: with its history it must be able to travel back as one frame."""
 ADDRESSES_MAX = 256
@@ -58,9 +62,15 @@ Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 Long = Annotated[int, Meta(ge=0, le=INT63_MAX)]
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Address = Annotated[str, Meta(max_length=512)]
+Choices = Annotated[int, Meta(ge=1, le=GROUP_MAX)]
 Reason = Annotated[str, Meta(max_length=512)]
 Keys = Annotated[bytes, Meta(max_length=KEY_BYTES * KEYS_A_BEAT_MAX)]
 """Block keys end to end."""
+
+
+class UnknownToken(WireError):
+    """It has an id that the model has no token for. That need not be a router's fault: before anybody has joined, it knows
+    the tokenizer's vocabulary only."""
 
 
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,7 +125,7 @@ class HeldGroup(_Said, tag="held", frozen=True):
     group: Annotated[tuple[WireSubmission, ...], Meta(min_length=1, max_length=GROUP_MAX)]
     choices: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=GROUP_MAX)]
     """Which choices of their body these are; one for each of the group."""
-    body_choices: Positive
+    body_choices: Choices
     origin: Annotated[bytes, Meta(max_length=ORIGIN_BYTES_MAX)]
     lines: Annotated[tuple[HeldLine, ...], Meta(max_length=GROUP_MAX)]
     """One for each choice that is still kept."""
@@ -164,7 +174,7 @@ class Place(_Said, tag="place", frozen=True):
     group: Annotated[tuple[WireSubmission, ...], Meta(min_length=1, max_length=GROUP_MAX)]
     choices: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=GROUP_MAX)]
     """Which choices of their body these are; one for each of the group."""
-    body_choices: Positive
+    body_choices: Choices
     origin: Annotated[bytes, Meta(max_length=ORIGIN_BYTES_MAX)]
 
 
@@ -271,14 +281,34 @@ def checked_group(group: tuple[WireSubmission, ...], vocabulary: int) -> tuple[S
     for submission in made:
         check_tokens(submission.prompt, vocabulary)
         check_tokens(submission.generated, vocabulary)
+        sampling = submission.sampling
+        check_tokens(frozen_tokens([*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]), vocabulary)
         had, most = len(submission.generated), submission.max_tokens
         _demand(not had or most is None or had < most, f"{had} outputs of at most {most}, and more to come")
     return made
 
 
+def held_bytes(held: HeldGroup) -> int:
+    """What a held group weighs, for both sides: no less than its bytes on the wire and what a router makes of them."""
+    asked, lines = sum(map(_asked_bytes, held.group)), sum(map(_line_bytes, held.lines))
+    return 64 + len(held.origin) + CHOICE_BYTES * held.body_choices + asked + lines
+
+
+def _asked_bytes(item: WireSubmission) -> int:
+    texts = len(item.request_id) + len(item.leader or "") + len(item.prefill_at)
+    listed = len(item.sampling.logit_bias) + len(item.sampling.stop_token_ids)
+    return 512 + len(item.prompt or b"") + len(item.generated) + len(item.salt) + 4 * texts + 32 * listed
+
+
+def _line_bytes(line: HeldLine) -> int:
+    logprobs = sum(32 + len(item.chosen) + len(item.top_ids) + len(item.top) for item in line.logprobs)
+    reason = 0 if line.ended is None or line.ended.fault is None else 4 * len(line.ended.fault.reason)
+    return 256 + len(line.counts) + len(line.tokens) + logprobs + reason
+
+
 def check_tokens(tokens: Tokens, vocabulary: int) -> None:
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        raise WireError(f"a token that is none of a vocabulary of {vocabulary}")
+        raise UnknownToken(f"a token that is none of a vocabulary of {vocabulary}")
 
 
 def _demand(holds: bool, otherwise: str) -> None:

@@ -348,7 +348,8 @@ def pulse(gauges: SchedulerGauges, computing: bool, changes: Changes) -> Pulse:
 
 
 def wire_logprobs(item: Logprobs) -> WireLogprobs:
-    return WireLogprobs(item.row, item.chosen.tobytes(), item.top_ids.tobytes(), item.top.tobytes())
+    chosen, top = (values.astype("<f4", copy=False).tobytes() for values in (item.chosen, item.top))
+    return WireLogprobs(item.row, chosen, item.top_ids.astype("<i4", copy=False).tobytes(), top)
 
 
 def _wire_ended(item: EndedRequest) -> WireEnded:

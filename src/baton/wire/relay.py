@@ -57,8 +57,10 @@ from baton.wire.membership import (
     Place,
     Settled,
     TurnedAway,
+    UnknownToken,
     Welcome,
     checked_group,
+    held_bytes,
 )
 from baton.wire.messages import (
     AcceptedAs,
@@ -85,7 +87,7 @@ RELAY_TICKETS = 1 << 40
 CHOICES_MAX = 1 << 14
 """That a router may have open here; the engine's own queue is shorter."""
 ENDED_CHOICES_MAX = 4096
-ENDED_BYTES_MAX = 128 << 20
+ENDED_BYTES_MAX = 64 << 20
 """Of the choices that have ended and that the router has not told us to forget."""
 GROUP_BYTES_MAX = 32 << 20
 """A held group must travel as one frame."""
@@ -239,6 +241,10 @@ def _place_bytes(place: Place) -> int:
     return len(place.origin) + prompts + 512 * len(place.group)
 
 
+def _held_group(place: Place, kept: list[_Line]) -> HeldGroup:
+    return HeldGroup(place.group, place.choices, place.body_choices, place.origin, tuple(line.held() for line in kept))
+
+
 class _Names:
     """Names of prefixes that wait for a beat. They start with the engine's answer to TellNames: what came before is void."""
 
@@ -336,24 +342,21 @@ class Relay:
             self._drop_all(group.lines)
         held, total = list[FromInstance](), 0
         for group in list(self._groups.values()):
-            size = _place_bytes(group.place) + sum(line.history_bytes() for line in group.lines)
-            if size > GROUP_BYTES_MAX or total + size > HELD_BYTES_MAX:
-                self._unsent += self._drop_all(group.lines)
-                continue
             kept = [line for line in group.lines if line.state in KEPT]
-            if kept:
-                total += size
-                held.append(self._told(group, kept))
+            if not kept:
+                continue
+            message = _held_group(group.place, kept)
+            size = held_bytes(message)
+            if size > GROUP_BYTES_MAX or total + size > HELD_BYTES_MAX:
+                self._unsent += self._drop_all(kept)
+                continue
+            total += size
+            held.append(message)
+            for line in kept:
+                line.session = self._session
         self._mute = sum(line.session != self._session for line in self._open.values())
         join = msgspec.structs.replace(self._join, draining=self._draining)
         return [join, *held, Settled()]
-
-    def _told(self, group: _Group, kept: list[_Line]) -> HeldGroup:
-        for line in kept:
-            line.session = self._session
-        place = group.place
-        lines = tuple(line.held() for line in kept)
-        return HeldGroup(place.group, place.choices, place.body_choices, place.origin, lines)
 
     def lost(self, reason: str, now_us: int) -> None:  # noqa: ARG002
         """The session is over. A second loss, or one before the welcome, does not make the grace longer."""
@@ -433,7 +436,10 @@ class Relay:
     def _place(self, place: Place) -> RelayOut:
         if any(group.ticket == place.ticket and group.session == self._session for group in self._asked.values()):
             raise WireError(f"ticket {place.ticket} waits for its answer already")
-        checked_group(place.group, self._join.vocabulary)
+        try:
+            checked_group(place.group, self._join.vocabulary)
+        except UnknownToken as error:
+            return RelayOut(says=[refused(place.ticket, Refusal(RefusalCode.NOT_IN_VOCABULARY, str(error)))])
         if self.open_requests + len(place.group) > CHOICES_MAX:
             refusal = Refusal(RefusalCode.QUEUE_FULL, f"{CHOICES_MAX} choices of this router are open here", 1)
             return RelayOut(says=[refused(place.ticket, refusal)])

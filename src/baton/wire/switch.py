@@ -1,6 +1,6 @@
 """The router's end of its sessions with instances: legs of `core.router` on one side, tickets and serials on the other.
 
-    session = switch.connected()                         somebody has dialled and proved the key
+    session = switch.connected(now)                      somebody has dialled and proved the key
     acts    = switch.heard(session, message, now)        what it said: messages to send, news for clients
     acts    = switch.submit(tenant, group, origin, now)  … and leave, cut, claim, drain, tick
 
@@ -71,7 +71,6 @@ from baton.wire.hearing import (
     checked_cached,
     end_of,
     facts_of,
-    held_bytes,
     held_of,
     sign_of,
     tokens_left,
@@ -93,6 +92,7 @@ from baton.wire.membership import (
     Settled,
     TurnedAway,
     Welcome,
+    held_bytes,
 )
 from baton.wire.messages import AcceptedAs, Cancel, Drain, RefusedWith, StepOutput, StopAt, ToEngine, WireError
 
@@ -163,9 +163,9 @@ class _Seat:
     """One session."""
 
     session: Session
-    standing: Standing = Standing.NEW
-    due_us: int | None = None
+    due_us: int
     """By when it must have joined."""
+    standing: Standing = Standing.NEW
     desk: Desk = field(default_factory=Desk)
     join: Join | None = None
     held: dict[int, HeldChoice] = field(default_factory=dict)
@@ -196,10 +196,10 @@ class Switch:
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def connected(self) -> Session:
+    def connected(self, now_us: int) -> Session:
         self._sessions += 1
         session = Session(self._sessions)
-        self._seats[session] = _Seat(session)
+        self._seats[session] = _Seat(session, now_us + JOIN_US)
         return session
 
     def lost(self, session: Session, reason: str, now_us: int) -> list[Act]:
@@ -292,14 +292,10 @@ class Switch:
         return min((time for time in (*times, self.router.next_deadline()) if time is not None), default=None)
 
     def _close_strangers(self, now_us: int) -> list[Act]:
-        """Whoever has not joined in time; the time runs from the first tick that finds it here."""
-        acts: list[Act] = []
-        for seat in [seat for seat in self._seats.values() if seat.standing is not Standing.ADMITTED]:
-            if seat.due_us is None:
-                seat.due_us = now_us + JOIN_US
-            elif seat.due_us <= now_us:
-                acts.append(self._close(seat, f"it has not joined within {JOIN_US // 1_000_000} s"))
-        return acts
+        """Whoever has not joined in time."""
+        strangers = [seat for seat in self._seats.values() if seat.standing is not Standing.ADMITTED]
+        late = [seat for seat in strangers if seat.due_us <= now_us]
+        return [self._close(seat, f"it has not joined within {JOIN_US // 1_000_000} s") for seat in late]
 
     # ── what an instance says of legs ────────────────────────────────────────────────────────────────────────────────────
 
