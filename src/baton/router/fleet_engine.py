@@ -12,15 +12,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, Bill, Burst, Ended, EngineInfo, Fault, Gauges, Handovers, TokenStream
+from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, Burst, Ended, EngineInfo, Gauges, Handovers, TokenStream
 from baton.api.origin import BadOrigin, Origin, decode_origin
 from baton.api.resuming import Orphan as FoundOrphan
 from baton.api.sampling import Asker
 from baton.core.config import ROLES
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode, Refused
 from baton.core.fleet import InstanceView
-from baton.core.peers import PdFault
 from baton.core.request import FinishReason, Submission
+from baton.core.router import SETTLE_US
 from baton.core.routing import (
     Body,
     Declined,
@@ -33,7 +33,7 @@ from baton.core.routing import (
     Outcome,
     Stage,
 )
-from baton.node.streams import Stream, logprobs_of
+from baton.node.streams import Stream, ended_of, logprobs_of
 from baton.router.sessions import Sessions
 from baton.router.state import RouterState
 from baton.router.totals import Totals
@@ -41,9 +41,6 @@ from baton.wire.messages import LogprobLine
 from baton.wire.switch import Act
 
 log = logging.getLogger("baton.router")
-
-SETTLE_US = 3_000_000
-"""How long after its start a router waits for its instances to say what they hold, before it denies a request's id."""
 
 
 @dataclass(slots=True, eq=False)
@@ -251,6 +248,7 @@ class FleetEngine:
 
     async def find(self, asker: Asker) -> FoundOrphan | None:
         while asker not in self._books.orphans:
+            # Before it denies the id of a request, those who may hold it must have had time to say so.
             left_us = self._began_us + SETTLE_US - self._sessions.clock_us()
             if left_us <= 0:
                 return None
@@ -361,7 +359,7 @@ def bursts_of(
     tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: Outcome | None
 ) -> list[Burst]:
     """Usually one. Tokens whose log-probabilities are not known any more come before and apart from those with."""
-    ended = None if outcome is None else ended_of(outcome)
+    ended = None if outcome is None else ended_of(outcome.reason, outcome.bill, outcome.fault)
     bare = 0 if lines is None else len(tokens) - len(lines)
     rest = Burst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
     return [Burst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
@@ -387,27 +385,3 @@ def _logprobs_from(act: Orphan) -> list[int]:
     return [
         len(tokens or ()) - len(extras) if extras else 0 for tokens, extras in zip(act.delivered, act.extras, strict=True)
     ]
-
-
-def ended_of(outcome: Outcome) -> Ended:
-    bill = outcome.bill
-    return Ended(
-        outcome.reason,
-        bill.cached_tokens,
-        Bill(
-            cached_tokens=bill.cached_tokens,
-            computed_tokens=bill.computed_tokens,
-            recomputed_tokens=bill.recomputed_tokens,
-            preemptions=bill.preemptions,
-            attempts=bill.attempts,
-            queue_ms=bill.queue_us / 1000,
-            prefill_ms=bill.prefill_us / 1000,
-            transfer_ms=bill.transfer_us / 1000,
-            decode_ms=bill.decode_us / 1000,
-        ),
-        _fault_of(outcome.fault),
-    )
-
-
-def _fault_of(fault: PdFault | None) -> Fault | None:
-    return None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message)
