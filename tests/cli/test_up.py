@@ -43,6 +43,10 @@ def test_the_demo_is_one_that_prefills_and_two_that_decode(plans: list[FleetPlan
     up("--demo")
     assert [member.name for member in plans[0].members] == ["prefill-1", "decode-1", "decode-2"]
     assert "--demo" in plans[0].router_command(Ports(8000))
+    up("--demo", "--kv-blocks", "64")
+    small, given = (" ".join(plan.member_command(plan.members[0], "h:1", 2)) for plan in plans)
+    assert "--kv-memory 128M" in small
+    assert "--kv-memory" not in given
 
 
 def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:

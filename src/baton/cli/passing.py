@@ -54,11 +54,15 @@ def given_for(context: typer.Context, command: Command, keep_back: Collection[st
     line: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        # By its name, since the enum's home is another with each version of typer.
-        if source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP") and name in known and name not in keep_back:
+        if source_of(context, name) in ("COMMANDLINE", "DEFAULT_MAP") and name in known and name not in keep_back:
             line += _as_given(parameter, context.params[name])
     return tuple(line)
+
+
+def source_of(context: typer.Context, name: str) -> str:
+    """By its name, since the enum's home is another with each version of typer."""
+    source = context.get_parameter_source(name)
+    return "" if source is None else source.name
 
 
 def _as_given(parameter: Any, value: Any) -> list[str]:

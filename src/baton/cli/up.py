@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from baton.cli.options import config_file
-from baton.cli.passing import given_for, taking_options_of
+from baton.cli.passing import given_for, source_of, taking_options_of
 from baton.cli.router import router
 from baton.cli.serve import ExecutorKind, Model, serve
 from baton.core.errors import BatonError
@@ -33,6 +33,8 @@ DECIDED = frozenset(
 HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key"])
 OF_THE_ROUTER = frozenset(["host", "max_waiting", "chat_template"])
 """The API is the router's: instances stay on loopback, and what they let wait is for the router to know."""
+DEMO_KV = "128M"
+"""So small a pool that the dashboard shows what one answer takes of it."""
 QUIET = ("--log-level", "warning")
 """Instances speak up when something is wrong; what happens to requests the router says."""
 
@@ -87,6 +89,8 @@ def _up(
         mixed = 0 if prefill or decode else 1
     to_instances = given_for(context, serve, HANDLED | OF_THE_ROUTER)
     to_router = given_for(context, router, HANDLED)
+    if demo and all(source_of(context, name) == "DEFAULT" for name in ("kv_memory", "kv_blocks")):
+        to_instances = ("--kv-memory", DEMO_KV, *to_instances)
     quiet = () if "--log-level" in to_instances else QUIET
     try:
         plan = FleetPlan(
