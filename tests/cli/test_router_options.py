@@ -74,3 +74,10 @@ def test_a_bad_option_is_told_by_its_name(options: tuple[str, ...], named: str, 
     assert code != 0
     assert named in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("command", ["router", "serve", "up", "drain", "chat"])
+def test_help_shows_the_names_of_all_options_whole(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120"}).output
+    assert "…" not in shown
+    assert command not in ("router", "up") or "--no-preempt-retry-exclude-decode" in shown

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -22,6 +25,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[FleetPlan]:
         return 0
 
     monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(command, "check_port", lambda host, port: None)
     return made
 
 
@@ -39,6 +43,10 @@ def test_the_demo_is_one_that_prefills_and_two_that_decode(plans: list[FleetPlan
     up("--demo")
     assert [member.name for member in plans[0].members] == ["prefill-1", "decode-1", "decode-2"]
     assert "--demo" in plans[0].router_command(Ports(8000))
+    up("--demo", "--kv-blocks", "64")
+    small, given = (" ".join(plan.member_command(plan.members[0], "h:1", 2)) for plan in plans)
+    assert "--kv-memory 128M" in small
+    assert "--kv-memory" not in given
 
 
 def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
@@ -62,13 +70,13 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
     assert text.startswith("serve m --role decode --name decode-1 --router 127.0.0.1:9 --port 0 --threads 4")
     assert "--dtype float32" in text
     assert "--kv-blocks 64" in text
-    assert "--api-key k" in text
+    assert plans[0].api_keys == ("k",)
+    assert "--api-key" not in (*instance, *router), "command lines can be read by everybody"
     assert "--host" not in instance
     assert "--policy" not in instance
     assert " ".join(router[3:]).startswith("router m --port 8000 --join-port 9")
     assert "--host 10.0.0.5" in " ".join(router)
     assert "--policy random" in " ".join(router)
-    assert "--api-key k" in " ".join(router)
     assert "--dtype" not in router
 
 
@@ -108,3 +116,29 @@ def test_what_makes_no_sense_is_told(plans: list[FleetPlan], options: tuple[str,
 
 def test_a_model_that_is_not_there_is_told_before_anything_starts() -> None:
     assert "there is no folder or file 'nowhere'" in up("nowhere").replace("\n", " ")
+
+
+def test_a_port_in_use_is_told_with_the_option_that_this_command_has() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        output = up("--executor", "scripted", "--router-port", str(port)).replace("\n", " ")
+    assert output.startswith(f"1: baton up: cannot listen on 127.0.0.1:{port}")
+    assert "--router-port" in output
+
+
+def test_a_file_may_have_the_options_of_all_of_them(plans: list[FleetPlan], tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(
+        'decode = 2\nrouter-port = 9799\nkv-blocks = 64\napi-key = ["one", "two"]\npolicy = "random"\nprefix-cache = false\n'
+    )
+    assert up("--config", str(file), "--kv-blocks", "32").startswith("0")
+    (plan,) = plans
+    assert ([member.name for member in plan.members], plan.router_port) == (["decode-1", "decode-2"], 9799)
+    instance = " ".join(plan.member_command(plan.members[0], "h:1", 2))
+    assert "--kv-blocks 32" in instance
+    assert "--no-prefix-cache" in instance
+    assert plan.api_keys == ("one", "two")
+    assert "--config" not in instance
+    assert "--policy random" in " ".join(plan.router_command(Ports(9799)))
+    file.write_text('name = "x"\n')
+    assert "'name' is not an option" in up("--config", str(file)).replace("\n", " ")

@@ -102,6 +102,42 @@ def test_an_older_life_is_fenced_also_when_the_newer_one_has_just_gone() -> None
     assert bench.of(Admit)
 
 
+@pytest.mark.parametrize("other", [{"pid": 2}, {"url": "http://elsewhere"}])
+def test_a_name_whose_holder_lives_is_not_given_to_another_process(other: dict[str, object]) -> None:
+    bench = Bench()
+    holder = bench.join(replace(facts("a"), pid=1, url="http://here"))
+    newcomer = replace(facts("a", incarnation=2), pid=1, url="http://here")
+    second = bench.join(replace(newcomer, **other))  # type: ignore[arg-type]
+    assert bench.of(TurnAway) == [TurnAway(second, "a is there already, at http://here; give another --name", fenced=False)]
+    assert list(bench.router.fleet.members) == [holder]
+    bench.sessions["a"] = holder
+    bench.pass_us(1_000_000)
+    assert list(bench.router.fleet.members) == [holder], "it beats"
+    bench.join(newcomer)
+    assert bench.of(Admit), "the same process, as far as anybody can tell"
+
+
+def test_a_restarted_instance_gets_its_name_when_its_old_life_has_been_silent_for_its_time() -> None:
+    bench = Bench()
+    bench.join(replace(facts("a"), pid=1))
+    waited_us = 0
+    bench.join(replace(facts("a", incarnation=2), pid=2))
+    while not bench.of(Admit):
+        assert bench.of(TurnAway)
+        bench.pass_us(100_000, "a")
+        waited_us += 100_000
+        bench.join(replace(facts("a", incarnation=2), pid=2))
+    assert waited_us <= RouterConfig().suspect_us + RouterConfig().beat_us
+
+
+def test_another_model_is_turned_away_also_when_nobody_is_there() -> None:
+    bench = Bench(RouterConfig(model="smollm2", model_mark=b"mod"))
+    bench.join(replace(facts("b"), fingerprint=b"other"))
+    assert "its model is not smollm2" in bench.of(TurnAway)[0].reason
+    bench.join(facts("a"))
+    assert bench.of(Admit)
+
+
 def test_after_a_while_an_older_life_is_one_whose_clock_was_set_back() -> None:
     bench = Bench()
     session = bench.join(facts("a", incarnation=5))
@@ -242,6 +278,22 @@ def test_what_a_draining_instance_does_not_finish_in_time_goes_on_elsewhere_and_
     assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
     assert bench.sent().group[0].generated.tolist() == [1]
     assert bench.router.counts.retries["drained"] == 1
+
+
+def test_who_goes_after_draining_has_left_and_who_goes_with_something_open_is_lost() -> None:
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.join(facts(name))
+    _, send = bench.open(submission("x"))
+    busy = bench.router.fleet.members[send.session]
+    (idle,) = [member for member in bench.router.fleet.members.values() if member is not busy]
+    bench.tell(Drains(idle.name))
+    bench.tell(Parted(idle.session, "closed"))
+    assert changes(bench) == [(idle.name, "left")]
+    bench.tell(Drains(busy.name))
+    assert "nobody else serves" in bench.of(FleetChanged)[0].why
+    bench.tell(Parted(busy.session, "closed"))
+    assert changes(bench) == [(busy.name, "lost")]
 
 
 def test_who_drains_as_it_joins_finishes_and_gets_nothing() -> None:

@@ -23,7 +23,8 @@ Command = Callable[..., None]
 
 def read_options(path: Path, command: Command, reserved: str) -> dict[str, Any]:
     """The file's values by parameter name, as a default map wants them. `reserved` is the option that names the file."""
-    options = {name.replace("_", "-"): hint for name, hint in get_type_hints(command, include_extras=True).items()}
+    hints = get_type_hints(command, include_extras=True)
+    options = {name.replace("_", "-"): hint for name, hint in hints.items() if hint is not typer.Context}
     del options["return"], options[reserved]
     given = _load(path)
     for key, value in given.items():

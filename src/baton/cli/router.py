@@ -45,8 +45,13 @@ ClusterKeyFile = Annotated[
 ]
 PolicyOption = Annotated[
     Policy,
-    option("policy", INSTANCES, "Who gets a request: cache-aware weighs the prefix that an instance has against its load."),
-]
+    option(
+        "policy", INSTANCES,
+        "Who gets a request: cache-aware (weighs the prefix that an instance has against its load), power-of-two, "
+        "round-robin or random.",
+        metavar="POLICY",
+    ),
+]  # fmt: skip
 SuspectAfter = Annotated[
     float, option("suspect-after", INSTANCES, "Seconds without a sign of life after which an instance is taken out.", 0.4)
 ]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from baton.cli.passing import given_for, taking_options_of
+from baton.cli.options import config_file
+from baton.cli.passing import given_for, source_of, taking_options_of
 from baton.cli.router import router
 from baton.cli.serve import ExecutorKind, Model, serve
 from baton.core.errors import BatonError
@@ -28,15 +30,17 @@ DECIDED = frozenset(
      "cluster_key_file"]
 )  # fmt: skip
 """Options of the others that are not the caller's to give."""
-HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout"])
+HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key"])
 OF_THE_ROUTER = frozenset(["host", "max_waiting", "chat_template"])
 """The API is the router's: instances stay on loopback, and what they let wait is for the router to know."""
+DEMO_KV = "128M"
+"""So small a pool that the dashboard shows what one answer takes of it."""
 QUIET = ("--log-level", "warning")
 """Instances speak up when something is wrong; what happens to requests the router says."""
 
 
 def _option(name: str, text: str, least: float | None = None, most: float | None = None) -> Any:
-    return typer.Option(f"--{name}", help=text, rich_help_panel=FLEET, min=least, max=most)
+    return typer.Option(f"--{name}", help=text, rich_help_panel=FLEET, min=least, max=most, metavar="N")
 
 
 Prefill = Annotated[int, _option("prefill", "Instances that prefill for those that decode.", 0)]
@@ -52,6 +56,8 @@ RestartDelay = Annotated[
     float, _option("restart-delay-max", "Longest pause in seconds before a process that keeps ending starts again.", 0)
 ]
 
+Config = Annotated[Path | None, config_file(lambda: up)]
+
 
 def _up(
     context: typer.Context,
@@ -64,6 +70,7 @@ def _up(
     threads: Threads = None,
     drain_timeout: DrainTimeout = 30.0,
     restart_delay_max: RestartDelay = 10.0,
+    config: Config = None,  # noqa: ARG001  its callback has made it the defaults of all the others
 ) -> None:
     """Serve a model by several instances on this machine behind one router.
 
@@ -81,18 +88,28 @@ def _up(
     if mixed is None:
         mixed = 0 if prefill or decode else 1
     to_instances = given_for(context, serve, HANDLED | OF_THE_ROUTER)
-    to_router = given_for(context, router, HANDLED | {"config"})
+    to_router = given_for(context, router, HANDLED)
+    if demo and all(source_of(context, name) == "DEFAULT" for name in ("kv_memory", "kv_blocks")):
+        to_instances = ("--kv-memory", DEMO_KV, *to_instances)
     quiet = () if "--log-level" in to_instances else QUIET
     try:
         plan = FleetPlan(
             model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
-            threads, demo, next(iter(context.params["api_key"] or ()), None), drain_timeout, round(restart_delay_max * 1e6),
+            threads, demo, tuple(context.params["api_key"] or ()), drain_timeout, round(restart_delay_max * 1e6),
         )  # fmt: skip
+        check_port(context.params["host"], router_port)
         code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
     except BatonError as error:
         Console(stderr=True, highlight=False).print(f"baton up: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     raise typer.Exit(code)
+
+
+def check_port(host: str, port: int) -> None:
+    """The router would say it too, but under the name that the option has there."""
+    from baton.node.hosting import bind
+
+    bind(host, port, "--router-port").close()
 
 
 def _run(plan: FleetPlan, needs_model: bool) -> int:

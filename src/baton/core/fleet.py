@@ -158,12 +158,23 @@ class Fleet:
             return Objection(f"{facts.name} of incarnation {facts.incarnation} is outlived: {newer}", fenced=True)
         if facts.role not in ROLES:
             return Objection(f"its role is {facts.role!r}, and roles are {', '.join(ROLES)}")
+        if (holder := self._living_holder(facts, now_us)) is not None:
+            return Objection(f"{facts.name} is there already, at {holder.facts.url}; give another --name")
+        if not facts.fingerprint.startswith(self._config.model_mark):
+            its, ours = facts.fingerprint.hex(), self._config.model_mark.hex()
+            return Objection(
+                f"its model is not {self._config.model}: the fingerprint of its model is {its}, "
+                f"and that of {self._config.model} begins with {ours}"
+            )
         model = self.model
         if model is None:
             return None
         if facts.fingerprint != model.fingerprint:
             ours, its = model.fingerprint.hex(), facts.fingerprint.hex()
-            return Objection(f"the fingerprint of its model is {its}, and that of this fleet {ours}")
+            return Objection(
+                f"it has another model, number format or attention than {model.name} at {model.url}: the fingerprint of its "
+                f"model is {its}, and that of this fleet {ours}"
+            )
         if facts.vocabulary != model.vocabulary:
             return Objection(f"its vocabulary has {facts.vocabulary} tokens, and that of this fleet {model.vocabulary}")
         if facts.block_size != model.block_size:
@@ -172,6 +183,16 @@ class Fleet:
 
     def _is_fresh(self, name: Instance, life: _Life, now_us: int) -> bool:
         return name in self.by_name or now_us < life.heard_us + FENCE_US
+
+    def _living_holder(self, facts: Facts, now_us: int) -> Member | None:
+        """Another process that has this name and was heard lately: rather a mistake than an earlier life.
+
+        An earlier life is found to be gone soon, and the newcomer calls again.
+        """
+        holder = self.by_name.get(facts.name)
+        if holder is None or (holder.facts.pid, holder.facts.url) == (facts.pid, facts.url):
+            return None
+        return holder if now_us - holder.heard_us < self._config.suspect_us else None
 
     def forget_model(self) -> None:
         """Another model may come once nobody serves this one and nothing waits that was begun with it."""

@@ -192,7 +192,8 @@ class Router:
         if member is None:
             self.counts.late += 1
         else:
-            self._lose(member, MemberMove.PART, "lost", reason)
+            in_order = member.state is MemberState.DRAINING and not member.aboard
+            self._lose(member, MemberMove.PART, "left" if in_order else "lost", reason)
 
     def _beaten(self, event: Beaten) -> None:
         member = self.fleet.members.get(event.session)
@@ -216,7 +217,8 @@ class Router:
             return
         self.fleet.drain(member, self._carrier.now_us)
         self._carrier.effects.append(OrderDrain(member.session))
-        self._carrier.effects.append(FleetChanged(name, member.facts.incarnation, "draining", "it takes nothing new"))
+        why = "it takes nothing new" if self.fleet.servers else "it takes nothing new, and nobody else serves"
+        self._carrier.effects.append(FleetChanged(name, member.facts.incarnation, "draining", why))
         self._regroup()
 
     def _suspect(self, member: Member, what: str, why: str) -> None:

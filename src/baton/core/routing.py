@@ -75,6 +75,10 @@ class RouterConfig:
     """Choices that one tenant may have open."""
     key_tokens_per_minute: int | None = None
     """Tokens, prompt and generated, that one tenant may use."""
+    model: str = "the model of this router"
+    """For people."""
+    model_mark: bytes = b""
+    """What the fingerprint of every instance begins with; empty where it is not known."""
 
     def __post_init__(self) -> None:
         positive = ("backoff_us", "backoff_us_max", "deadline_us", "waiting_max", "retry_burst", "beat_us", "suspect_us",
@@ -482,7 +486,7 @@ class FleetChanged:
     name: Instance
     incarnation: int
     what: str
-    """joined, lost, suspected, stuck, draining, fenced, refused"""
+    """joined, draining, left (after draining, with nothing open), lost, suspected, stuck, fenced, refused"""
     why: str
 
 

@@ -103,6 +103,8 @@ class EngineClient:
         self._draining = False
         self._stopping = False
         self._gauges = Gauges()
+        self.tokens_made = 0
+        """Since the start, for whomever."""
         self._traffic = PeerTraffic({}, 0)
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
@@ -308,6 +310,8 @@ class EngineClient:
             self._take(message)
 
     def _take(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutput):
+            self.tokens_made += len(message.tokens) // 4  # each has four bytes
         if isinstance(message, StepOutput | Pulse):
             self._gauges = _gauges_of(message.gauges, self._settings)
         elif isinstance(message, PeerTraffic):

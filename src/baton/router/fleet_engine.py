@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from baton.api.engine import UNKNOWN_CONTEXT, Burst, Ended, EngineInfo, Gauges, Handovers, TokenStream
+from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, Burst, Ended, EngineInfo, Gauges, Handovers, TokenStream
 from baton.api.origin import BadOrigin, Origin, decode_origin
 from baton.api.resuming import Orphan as FoundOrphan
 from baton.api.sampling import Asker
@@ -26,14 +26,17 @@ from baton.core.routing import (
     Declined,
     Delivered,
     FleetChanged,
+    Noted,
     Opened,
     Orphan,
     OrphanDropped,
     Outcome,
+    Stage,
 )
 from baton.node.streams import Stream, ended_of, logprobs_of
 from baton.router.sessions import Sessions
 from baton.router.state import RouterState
+from baton.router.totals import Totals
 from baton.wire.messages import LogprobLine
 from baton.wire.switch import Act
 
@@ -55,6 +58,8 @@ class _Open:
     """By choice: how it will end for its reader, once that is decided here (cut or aborted); None while it runs."""
     over: list[bool]
     """By choice: its reader has the last burst."""
+    places: list[tuple[str, ...]]
+    """By choice: the instances that had it, for the access log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +82,7 @@ class FleetEngine:
         self._sessions = sessions
         self._state = state
         self._books = _Books()
+        self._totals = Totals()
         self._numbers = 0
         self._began_us = sessions.clock_us()
         self.info = EngineInfo(UNKNOWN_CONTEXT, vocabulary, slots=0, blocks=0, block_size=0, carries=True)
@@ -93,7 +99,7 @@ class FleetEngine:
 
     @property
     def gauges(self) -> Gauges:
-        router, views = self._sessions.switch.router, self.views()
+        router, views = self._sessions.switch.router, self.look()
         ledgers = [view.ledger for view in views]
         return Gauges(
             running=sum(one.running for one in ledgers),
@@ -105,12 +111,12 @@ class FleetEngine:
                 "leased": sum(one.leased for one in ledgers),
                 "receiving": sum(one.receiving for one in ledgers),
             },
-            prefix_queries=sum(one.prefix_queries for one in ledgers),
-            prefix_hits=sum(one.prefix_hits for one in ledgers),
-            steps=sum(one.steps for one in ledgers),
-            preemptions={"any": sum(one.preemptions for one in ledgers)},
-            role="router",
-            handovers=Handovers(made=sum(one.handovers for one in ledgers)),
+            prefix_queries=self._totals.of("prefix_queries"),
+            prefix_hits=self._totals.of("prefix_hits"),
+            steps=self._totals.of("steps"),
+            preemptions={"any": self._totals.of("preemptions")},
+            role=ROUTER,
+            handovers=Handovers(made=self._totals.of("handovers")),
         )
 
     async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
@@ -166,9 +172,9 @@ class FleetEngine:
 
     def _drop(self, entry: _Open) -> None:
         """Nothing more is heard of it: whoever still reads hears an end."""
-        for stream, over, end in zip(entry.streams, entry.over, entry.ends, strict=True):
+        for stream, over, end, places in zip(entry.streams, entry.over, entry.ends, entry.places, strict=True):
             if not over:
-                stream.push(Burst((), (), Ended(end or FinishReason.ABORT, 0)))
+                stream.push(Burst((), (), Ended(end or FinishReason.ABORT, 0, places=places)))
         self._close(entry)
 
     # ── what the switch tells ────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,13 +196,17 @@ class FleetEngine:
                 self._orphan_dropped(body)
             case FleetChanged():
                 self.info = info_of(self.views(), self.info)
+            case Noted(body, choice, Stage.PLACED | Stage.RESUMED, where) if where is not None:
+                entry = self._books.by_body.get(body)
+                if entry is not None and entry.places[choice][-1:] != (where,):
+                    entry.places[choice] += (where,)
             case _:
                 pass
 
     def _begin(self, body: Body, asker: Asker, choices: int, opening: asyncio.Future[None] | None) -> _Open:
         first, self._numbers = self._numbers, self._numbers + choices
         streams = [Stream(self, first + choice) for choice in range(choices)]
-        entry = _Open(body, asker, first, streams, opening, [None] * choices, [False] * choices)
+        entry = _Open(body, asker, first, streams, opening, [None] * choices, [False] * choices, [()] * choices)
         self._books.by_number.update({first + choice: (entry, choice) for choice in range(choices)})
         self._books.by_body[body] = entry
         return entry
@@ -220,7 +230,7 @@ class FleetEngine:
                 return
             orphan.found.logprobs_from[act.choice] = len(act.tokens) - len(lines)
         for burst in bursts_of(tuple(act.tokens), lines, act.cached_tokens, act.outcome):
-            stream.push(burst)
+            stream.push(burst if burst.ended is None else _placed(burst, burst.ended, entry.places[act.choice]))
         if act.outcome is not None:
             entry.over[act.choice] = True
             if all(entry.over) and orphan is None:
@@ -296,6 +306,11 @@ class FleetEngine:
     def views(self) -> list[InstanceView]:
         return self._sessions.switch.router.views()
 
+    def look(self) -> list[InstanceView]:
+        """The same, to be called now and then: of a life that was not looked at, nothing is counted when it is gone."""
+        self._totals.look(views := self.views())
+        return views
+
     @property
     def orphans(self) -> int:
         return len(self._books.orphans)
@@ -348,6 +363,10 @@ def bursts_of(
     bare = 0 if lines is None else len(tokens) - len(lines)
     rest = Burst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
     return [Burst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
+
+
+def _placed(burst: Burst, ended: Ended, places: tuple[str, ...]) -> Burst:
+    return replace(burst, ended=replace(ended, places=places))
 
 
 def _lines(extras: object) -> Sequence[LogprobLine] | None:

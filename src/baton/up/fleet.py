@@ -50,14 +50,16 @@ class FleetPlan:
     threads: int | None = None
     """Of each instance; None shares the cores out."""
     demo: bool = False
-    api_key: str | None = field(default=None, repr=False)
-    """To ask the router how the fleet is."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """They go to all of them in the environment: everybody on the machine can read command lines."""
     drain_timeout_s: float = 30.0
     restart_delay_us_max: int = 10_000_000
 
     def __post_init__(self) -> None:
         if self.decode + self.mixed == 0:
             raise BadFleet("nobody would answer: give --decode or --mixed at least 1")
+        if any(len(key.split()) != 1 for key in self.api_keys):
+            raise BadFleet("an API key must not be empty or have spaces in it")
         if self.prefill and not self.decode:
             raise BadFleet("--prefill instances work for --decode ones, and there are none")
         if self.prefill + self.decode + self.mixed > INSTANCES_MAX:
