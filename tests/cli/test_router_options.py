@@ -31,8 +31,8 @@ def test_options_become_settings(routed: list[service.RouterSettings]) -> None:
     options = (
         "--executor", "scripted", "--policy", "round-robin", "--preempt-retry-count", "5",
         "--no-preempt-retry-exclude-decode", "--request-timeout", "30", "--orphan-grace", "2.5", "--key-concurrency", "7",
-        "--key-tokens-per-minute", "1000", "--max-waiting", "9", "--join-port", "0", "--served-model-name", "m",
-        "--admin-key", "operator", *KEY,
+        "--key-tokens-per-minute", "1000", "--max-waiting", "9", "--join-port", "0", "--fruitless-loss-count", "6",
+        "--served-model-name", "m", "--admin-key", "operator", *KEY,
     )  # fmt: skip
     assert call(*options)[0] == 0
     (settings,) = routed
@@ -42,7 +42,15 @@ def test_options_become_settings(routed: list[service.RouterSettings]) -> None:
     assert "operator" not in repr(settings)
     assert (config.policy, config.preempt_retry_count, config.preempt_retry_exclude_decode) == (Policy.ROUND_ROBIN, 5, False)
     assert (config.deadline_us, config.orphan_grace_us, config.waiting_max) == (30_000_000, 2_500_000, 9)
-    assert (config.key_concurrency, config.key_tokens_per_minute) == (7, 1000)
+    assert (config.key_concurrency, config.key_tokens_per_minute, config.fruitless_loss_count) == (7, 1000, 6)
+
+
+@pytest.mark.parametrize(("timeout", "limit_us"), [("30", 28_000_000), ("3", 1_500_000), ("0", 1_000)])
+def test_requests_are_moved_before_a_draining_instance_stops_by_itself(
+    routed: list[service.RouterSettings], timeout: str, limit_us: int
+) -> None:
+    assert call("--executor", "scripted", "--drain-timeout", timeout, *KEY)[0] == 0
+    assert (routed[0].drain_timeout_s, routed[0].config.drain_us) == (float(timeout), limit_us)
 
 
 def test_a_file_gives_defaults(routed: list[service.RouterSettings], tmp_path: Path) -> None:
@@ -70,3 +78,10 @@ def test_a_bad_option_is_told_by_its_name(options: tuple[str, ...], named: str, 
     assert code != 0
     assert named in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("command", ["router", "serve", "up", "drain", "chat"])
+def test_help_shows_the_names_of_all_options_whole(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120"}).output
+    assert "…" not in shown
+    assert command not in ("router", "up") or "--no-preempt-retry-exclude-decode" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[FleetPlan]:
         return 0
 
     monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(command, "check_port", lambda host, port: None)
     return made
 
 
@@ -41,6 +43,10 @@ def test_the_demo_is_one_that_prefills_and_two_that_decode(plans: list[FleetPlan
     up("--demo")
     assert [member.name for member in plans[0].members] == ["prefill-1", "decode-1", "decode-2"]
     assert "--demo" in plans[0].router_command(Ports(8000))
+    up("--demo", "--kv-blocks", "64")
+    small, given = (" ".join(plan.member_command(plan.members[0], "h:1", 2)) for plan in plans)
+    assert "--kv-memory 128M" in small
+    assert "--kv-memory" not in given
 
 
 def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
@@ -64,101 +70,14 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
     assert text.startswith("serve m --role decode --name decode-1 --router 127.0.0.1:9 --port 0 --threads 4")
     assert "--dtype float32" in text
     assert "--kv-blocks 64" in text
+    assert plans[0].api_keys == ("k",)
+    assert "--api-key" not in (*instance, *router), "command lines can be read by everybody"
     assert "--host" not in instance
     assert "--policy" not in instance
     assert " ".join(router[3:]).startswith("router m --port 8000 --join-port 9")
     assert "--host 10.0.0.5" in " ".join(router)
     assert "--policy random" in " ".join(router)
     assert "--dtype" not in router
-
-
-def test_keys_go_by_the_environment_which_others_cannot_read(plans: list[FleetPlan]) -> None:
-    up("--api-key", "alpha", "--api-key", "beta", "--admin-key", "gamma")
-    (plan,) = plans
-    assert dict(plan.environment) == {"BATON_API_KEY": "alpha beta", "BATON_ADMIN_KEY": "gamma"}
-    assert plan.api_key == "gamma"
-    lines = [*plan.router_command(Ports(8000)), *plan.member_command(plan.members[0], "h:1", 2)]
-    assert not {"alpha", "beta", "gamma"} & set(lines)
-    assert "alpha" not in repr(plan)
-
-
-FILE = """
-model = "m"
-decode = 2
-prefill = 1
-router-port = 9799
-executor = "scripted"
-api-key = ["file-key-1", "file-key-2"]
-admin-key = "file-admin"
-policy = "random"
-key-concurrency = 7
-preempt-retry-exclude-decode = false
-kv-blocks = 64
-prefix-cache = false
-served-model-name = ["x", "y"]
-threads = 3
-"""
-
-
-def from_file(folder: Path, text: str, *options: str, **environment: str) -> str:
-    file = folder / "fleet.toml"
-    file.write_text(text)
-    result = CliRunner().invoke(app, ["up", "--config", str(file), *options], env=WIDE | environment)
-    return f"{result.exit_code}: {result.output}"
-
-
-def test_a_file_has_options_of_all_and_each_process_gets_its_own(plans: list[FleetPlan], tmp_path: Path) -> None:
-    assert from_file(tmp_path, FILE).startswith("0")
-    (plan,) = plans
-    assert (plan.model, plan.router_port, len(plan.members)) == ("m", 9799, 3)
-    assert dict(plan.environment) == {"BATON_API_KEY": "file-key-1 file-key-2", "BATON_ADMIN_KEY": "file-admin"}
-    router = " ".join(plan.router_command(Ports(9799)))
-    instance = " ".join(plan.member_command(plan.members[1], "h:1", 8))
-    both = ("--executor scripted", "--served-model-name x --served-model-name y")
-    of_router = ("--policy random", "--key-concurrency 7", "--no-preempt-retry-exclude-decode")
-    of_instance = ("--kv-blocks 64", "--no-prefix-cache", "--threads 3")
-    for option in (*both, *of_router):
-        assert option in router
-    for option in (*both, *of_instance):
-        assert option in instance
-    assert not any(option in instance for option in of_router)
-    assert not any(option in router for option in of_instance)
-    assert "--config" not in router + instance
-
-
-def test_flags_and_the_environment_go_before_the_file(plans: list[FleetPlan], tmp_path: Path) -> None:
-    from_file(
-        tmp_path, FILE, "--decode", "4", "--policy", "round-robin", BATON_API_KEY="of-the-environment", BATON_KV_BLOCKS="9"
-    )
-    (plan,) = plans
-    assert plan.decode == 4
-    assert "--policy round-robin" in " ".join(plan.router_options)
-    assert "--kv-blocks" not in plan.serve_options, "they inherit it"
-    assert "BATON_API_KEY" not in dict(plan.environment)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("decod = 1", "'decod' is not an option; did you mean 'decode'?"),
-        ("router_port = 1", "did you mean 'router-port'?"),
-        ("key-concurency = 1", "did you mean 'key-concurrency'?"),
-        ("context = 1", "'context' is not an option"),
-        ("config = 'x'", "'config' is not an option"),
-        ("decode = 'two'", "'decode' is wrong"),
-        ("decode = -1", "'decode' is -1; the least is 0"),
-        ("port = 8000", "'port' is not for a file of baton up, which settles it for each process; the port of the API is"),
-        ("cluster-key = 'secret'", "'cluster-key' is not for a file of baton up"),
-        ("api-key = ['']", "--api-key is empty"),
-        ("api-key = ['two words']", "--api-key is empty or has white space"),
-        ("admin-key = ''", "--admin-key is empty"),
-    ],
-)
-def test_what_a_file_cannot_say_is_told(plans: list[FleetPlan], tmp_path: Path, line: str, said: str) -> None:
-    output = from_file(tmp_path, line)
-    assert said in " ".join(output.replace("│", " ").split())
-    assert not output.startswith("0")
-    assert plans == []
 
 
 def test_threads_that_were_given_are_not_shared_out(plans: list[FleetPlan]) -> None:
@@ -197,3 +116,99 @@ def test_what_makes_no_sense_is_told(plans: list[FleetPlan], options: tuple[str,
 
 def test_a_model_that_is_not_there_is_told_before_anything_starts() -> None:
     assert "there is no folder or file 'nowhere'" in up("nowhere").replace("\n", " ")
+
+
+def test_a_port_in_use_is_told_with_the_option_that_this_command_has() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        output = up("--executor", "scripted", "--router-port", str(port)).replace("\n", " ")
+    assert output.startswith(f"1: baton up: cannot listen on 127.0.0.1:{port}")
+    assert "--router-port" in output
+
+
+def test_keys_are_in_no_command_line_which_others_could_read(plans: list[FleetPlan]) -> None:
+    up("--api-key", "alpha", "--api-key", "beta", "--admin-key", "gamma")
+    (plan,) = plans
+    assert (plan.api_keys, plan.admin_key) == (("alpha", "beta"), "gamma")
+    lines = [*plan.router_command(Ports(8000)), *plan.member_command(plan.members[0], "h:1", 2)]
+    assert not {"alpha", "beta", "gamma"} & set(lines)
+    assert "alpha" not in repr(plan)
+
+
+FILE = """
+model = "m"
+decode = 2
+prefill = 1
+router-port = 9799
+executor = "scripted"
+api-key = ["file-key-1", "file-key-2"]
+admin-key = "file-admin"
+policy = "random"
+key-concurrency = 7
+preempt-retry-exclude-decode = false
+kv-blocks = 64
+prefix-cache = false
+served-model-name = ["x", "y"]
+threads = 3
+"""
+
+
+def from_file(folder: Path, text: str, *options: str, **environment: str) -> str:
+    file = folder / "fleet.toml"
+    file.write_text(text)
+    result = CliRunner().invoke(app, ["up", "--config", str(file), *options], env=WIDE | environment)
+    return f"{result.exit_code}: {result.output}"
+
+
+def test_a_file_has_options_of_all_and_each_process_gets_its_own(plans: list[FleetPlan], tmp_path: Path) -> None:
+    assert from_file(tmp_path, FILE).startswith("0")
+    (plan,) = plans
+    assert (plan.model, plan.router_port, len(plan.members)) == ("m", 9799, 3)
+    assert (plan.api_keys, plan.admin_key) == (("file-key-1", "file-key-2"), "file-admin")
+    router = " ".join(plan.router_command(Ports(9799)))
+    instance = " ".join(plan.member_command(plan.members[1], "h:1", 8))
+    both = ("--executor scripted", "--served-model-name x --served-model-name y")
+    of_router = ("--policy random", "--key-concurrency 7", "--no-preempt-retry-exclude-decode")
+    of_instance = ("--kv-blocks 64", "--no-prefix-cache", "--threads 3")
+    for option in (*both, *of_router):
+        assert option in router
+    for option in (*both, *of_instance):
+        assert option in instance
+    assert not any(option in instance for option in of_router)
+    assert not any(option in router for option in of_instance)
+    assert "--config" not in router + instance
+
+
+def test_flags_and_the_environment_go_before_the_file(plans: list[FleetPlan], tmp_path: Path) -> None:
+    from_file(
+        tmp_path, FILE, "--decode", "4", "--policy", "round-robin", BATON_API_KEY="of-the-environment", BATON_KV_BLOCKS="9"
+    )
+    (plan,) = plans
+    assert plan.decode == 4
+    assert "--policy round-robin" in " ".join(plan.router_options)
+    assert "--kv-blocks" not in plan.serve_options, "they inherit it"
+    assert plan.api_keys == ("of-the-environment",)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("decod = 1", "'decod' is not an option; did you mean 'decode'?"),
+        ("router_port = 1", "did you mean 'router-port'?"),
+        ("key-concurency = 1", "did you mean 'key-concurrency'?"),
+        ("context = 1", "'context' is not an option"),
+        ("config = 'x'", "'config' is not an option"),
+        ("decode = 'two'", "'decode' is wrong"),
+        ("decode = -1", "'decode' is -1; the least is 0"),
+        ("port = 8000", "'port' is not an option of baton up, which settles it for each process; the port of the API is"),
+        ("cluster-key = 'secret'", "'cluster-key' is not an option of baton up"),
+        ("api-key = ['']", "must not be empty"),
+        ("api-key = ['two words']", "must not be empty or have spaces"),
+        ("admin-key = ''", "must not be empty"),
+    ],
+)
+def test_what_a_file_cannot_say_is_told(plans: list[FleetPlan], tmp_path: Path, line: str, said: str) -> None:
+    output = from_file(tmp_path, line)
+    assert said in " ".join(output.replace("│", " ").split())
+    assert not output.startswith("0")
+    assert plans == []

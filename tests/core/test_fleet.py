@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from baton.core.config import BadConfig
-from baton.core.fleet import Fleet, MemberMove
+from baton.core.fleet import FENCE_US, Fleet, MemberMove
 from baton.core.request import FinishReason
+from baton.core.router import SETTLE_US
 from baton.core.routing import (
     Admit,
     Beaten,
@@ -30,7 +31,7 @@ from baton.core.routing import (
     Sign,
     TurnAway,
 )
-from tests.support.routing import Bench, ended, facts, submission
+from tests.support.routing import Bench, ended, facts, held, submission
 
 
 def changes(bench: Bench) -> list[tuple[str, str]]:
@@ -91,7 +92,7 @@ def test_an_older_life_is_fenced_and_a_newer_one_takes_its_place() -> None:
     assert bench.of(Send), "what the earlier life had goes on"
 
 
-def test_an_older_life_is_fenced_also_when_the_newer_one_is_gone() -> None:
+def test_an_older_life_is_fenced_also_when_the_newer_one_has_just_gone() -> None:
     bench = Bench()
     session = bench.join(facts("a", incarnation=5))
     bench.tell(Parted(session, "reset"))
@@ -99,6 +100,60 @@ def test_an_older_life_is_fenced_also_when_the_newer_one_is_gone() -> None:
     assert bench.of(TurnAway)[0].fenced
     bench.join(facts("a", incarnation=5))
     assert bench.of(Admit)
+
+
+@pytest.mark.parametrize("other", [{"pid": 2}, {"url": "http://elsewhere"}])
+def test_a_name_whose_holder_lives_is_not_given_to_another_process(other: dict[str, object]) -> None:
+    bench = Bench()
+    holder = bench.join(replace(facts("a"), pid=1, url="http://here"))
+    newcomer = replace(facts("a", incarnation=2), pid=1, url="http://here")
+    second = bench.join(replace(newcomer, **other))  # type: ignore[arg-type]
+    assert bench.of(TurnAway) == [TurnAway(second, "a is there already, at http://here; give another --name", fenced=False)]
+    assert list(bench.router.fleet.members) == [holder]
+    bench.sessions["a"] = holder
+    bench.pass_us(1_000_000)
+    assert list(bench.router.fleet.members) == [holder], "it beats"
+    bench.join(newcomer)
+    assert bench.of(Admit), "the same process, as far as anybody can tell"
+
+
+def test_a_restarted_instance_gets_its_name_when_its_old_life_has_been_silent_for_its_time() -> None:
+    bench = Bench()
+    bench.join(replace(facts("a"), pid=1))
+    waited_us = 0
+    bench.join(replace(facts("a", incarnation=2), pid=2))
+    while not bench.of(Admit):
+        assert bench.of(TurnAway)
+        bench.pass_us(100_000, "a")
+        waited_us += 100_000
+        bench.join(replace(facts("a", incarnation=2), pid=2))
+    assert waited_us <= RouterConfig().suspect_us + RouterConfig().beat_us
+
+
+def test_another_model_is_turned_away_also_when_nobody_is_there() -> None:
+    bench = Bench(RouterConfig(model="smollm2", model_mark=b"mod"))
+    bench.join(replace(facts("b"), fingerprint=b"other"))
+    assert "its model is not smollm2" in bench.of(TurnAway)[0].reason
+    bench.join(facts("a"))
+    assert bench.of(Admit)
+
+
+def test_after_a_while_an_older_life_is_one_whose_clock_was_set_back() -> None:
+    bench = Bench()
+    session = bench.join(facts("a", incarnation=5))
+    bench.pass_us(2 * FENCE_US)
+    bench.join(facts("a", incarnation=4))
+    assert bench.of(TurnAway)[0].fenced, "the newer one is still there"
+    bench.tell(Parted(session, "reset"))
+    bench.now_us += FENCE_US - 1
+    bench.join(facts("a", incarnation=4))
+    assert bench.of(TurnAway)[0].fenced
+    bench.now_us += 1
+    bench.join(facts("a", incarnation=4))
+    assert bench.of(Admit)
+    bench.join(facts("a", incarnation=5))
+    bench.join(facts("a", incarnation=4))
+    assert bench.of(TurnAway)[0].fenced, "it has come back after all"
 
 
 def test_a_session_is_replaced_by_a_newer_one_of_the_same_life() -> None:
@@ -117,9 +172,9 @@ def test_names_of_the_past_are_bounded() -> None:
         member = fleet.admit(Session(number), facts(f"i{number}", incarnation=9), draining=False, now_us=0)
         if number:
             fleet.remove(member, MemberMove.PART)
-    assert fleet.objection(facts("i1", incarnation=1)) is None
-    assert fleet.objection(facts("i0", incarnation=1)) is not None, "one that is there is never forgotten"
-    assert fleet.objection(facts("i4999", incarnation=1)) is not None
+    assert fleet.objection(facts("i1", incarnation=1), 0) is None
+    assert fleet.objection(facts("i0", incarnation=1), 0) is not None, "one that is there is never forgotten"
+    assert fleet.objection(facts("i4999", incarnation=1), 0) is not None
 
 
 # ── signs of life ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -225,6 +280,22 @@ def test_what_a_draining_instance_does_not_finish_in_time_goes_on_elsewhere_and_
     assert bench.router.counts.retries["drained"] == 1
 
 
+def test_who_goes_after_draining_has_left_and_who_goes_with_something_open_is_lost() -> None:
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.join(facts(name))
+    _, send = bench.open(submission("x"))
+    busy = bench.router.fleet.members[send.session]
+    (idle,) = [member for member in bench.router.fleet.members.values() if member is not busy]
+    bench.tell(Drains(idle.name))
+    bench.tell(Parted(idle.session, "closed"))
+    assert changes(bench) == [(idle.name, "left")]
+    bench.tell(Drains(busy.name))
+    assert "nobody else serves" in bench.of(FleetChanged)[0].why
+    bench.tell(Parted(busy.session, "closed"))
+    assert changes(bench) == [(busy.name, "lost")]
+
+
 def test_who_drains_as_it_joins_finishes_and_gets_nothing() -> None:
     bench = Bench()
     bench.join(facts("a"), draining=True)
@@ -233,13 +304,30 @@ def test_who_drains_as_it_joins_finishes_and_gets_nothing() -> None:
     assert not bench.of(Send)
 
 
+def test_a_life_that_was_told_to_drain_drains_also_when_its_connection_breaks() -> None:
+    bench = Bench(RouterConfig(drain_us=1_000_000))
+    session = bench.join(facts("a"))
+    bench.tell(Drains(Instance("a")))
+    bench.pass_us(800_000)
+    bench.tell(Parted(session, "reset"))
+    again = bench.join(facts("a"))
+    assert bench.of(OrderDrain) == [OrderDrain(again)], "it may not have heard of it"
+    assert changes(bench) == [("a", "joined"), ("a", "draining")]
+    bench.arrive(submission("x"))
+    assert not bench.of(Send)
+    assert bench.router.fleet.members[again].drain_by_us == 2_000_000, "its time does not begin anew"
+    bench.join(facts("a"), draining=True)
+    assert not bench.of(OrderDrain), "it knows"
+    bench.join(facts("a", incarnation=2))
+    assert bench.sent().group[0].request_id == "x", "the next life serves"
+
+
 # ── neighbours ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_those_who_take_are_told_when_those_who_give_change() -> None:
     bench = Bench()
     d = bench.join(facts("d", "decode"))
-    assert bench.of(Neighbours) == [Neighbours(d, ())]
     bench.join(facts("m"))
     assert not bench.of(Neighbours)
     p = bench.join(facts("p", "prefill"))
@@ -248,10 +336,47 @@ def test_those_who_take_are_told_when_those_who_give_change() -> None:
     assert bench.of(Neighbours) == [Neighbours(d, ("o:7000", "p:7000"))]
     e = bench.join(facts("e", "decode"))
     assert bench.of(Neighbours) == [Neighbours(e, ("o:7000", "p:7000"))]
-    bench.tell(Drains(Instance("o")))
-    assert {item.session: item.addresses for item in bench.of(Neighbours)} == {d: ("p:7000",), e: ("p:7000",)}
+    bench.pass_us(SETTLE_US)
+    assert not bench.of(Neighbours), "nothing has changed"
     bench.tell(Parted(p, "reset"))
+    assert {item.session: item.addresses for item in bench.of(Neighbours)} == {d: ("o:7000",), e: ("o:7000",)}
+    bench.tell(Parted(bench.sessions["o"], "reset"))
     assert {item.session: item.addresses for item in bench.of(Neighbours)} == {d: (), e: ()}
+
+
+def test_who_drains_still_hands_over_what_it_was_asked_for() -> None:
+    bench = Bench()
+    d = bench.join(facts("d", "decode"))
+    p = bench.join(facts("p", "prefill"))
+    bench.tell(Drains(Instance("p")))
+    assert not bench.of(Neighbours), "nobody hangs up on it"
+    bench.arrive(submission("x"))
+    assert bench.sent().group[0].prefill_at == "", "but nobody is sent there"
+    bench.pass_us(SETTLE_US)
+    bench.tell(Parted(p, "it is done"))
+    assert bench.of(Neighbours) == [Neighbours(d, ())]
+
+
+def test_a_router_that_has_just_started_makes_nobody_hang_up_on_those_who_have_not_called_yet() -> None:
+    bench = Bench()
+    d = bench.join(facts("d", "decode"), held(41, 5))
+    e = bench.join(facts("e", "decode"))
+    assert not bench.of(Neighbours), "that nobody gives would be too early to say"
+    bench.join(facts("p", "prefill"))
+    assert bench.of(Neighbours) == [Neighbours(e, ("p:7000",))], "the other may wait for a hand-over of somebody else"
+    bench.join(facts("q", "prefill"))
+    assert bench.of(Neighbours) == [Neighbours(e, ("p:7000", "q:7000"))]
+    bench.pass_us(SETTLE_US)
+    assert bench.of(Neighbours) == [Neighbours(d, ("p:7000", "q:7000"))]
+
+
+def test_when_nobody_has_called_for_a_while_nobody_gives() -> None:
+    bench = Bench()
+    d = bench.join(facts("d", "decode"))
+    bench.pass_us(SETTLE_US - 1)
+    assert not bench.ever(Neighbours)
+    bench.pass_us(bench.config.beat_us)
+    assert bench.of(Neighbours) == [Neighbours(d, ())]
 
 
 def test_nobody_is_sent_to_who_only_prefills() -> None:

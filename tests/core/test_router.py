@@ -15,6 +15,7 @@ from baton.core.routing import (
     CutShort,
     Declined,
     Delivered,
+    Drains,
     Forget,
     Left,
     LegTaken,
@@ -27,7 +28,7 @@ from baton.core.routing import (
     Session,
     Stage,
 )
-from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, submission
+from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, held, submission
 
 STOP = ended(FinishReason.STOP)
 
@@ -281,6 +282,59 @@ def test_a_body_whose_instances_are_lost_before_they_answer_is_declined_in_the_e
     assert (bench.router.open_bodies, bench.router.waiting) == (0, 0)
 
 
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_a_choice_that_is_lost_again_and_again_without_a_token_may_be_the_cause_and_ends(tokens: int) -> None:
+    bench = Bench(RouterConfig(fruitless_loss_count=3))
+    for number in range(9):
+        bench.join(facts(f"i{number}"))
+    body, send = bench.open(submission("x"))
+    bench.came(send, *range(tokens))
+    for _ in range(2):
+        bench.tell(Parted(send.session, "killed"))
+        bench.pass_us(1_000_000)
+        send = bench.ever(Send)[-1]
+        bench.take(send)
+    bench.tell(Parted(send.session, "killed"))
+    last = outcome(bench).outcome
+    assert last is not None
+    assert (last.reason, last.generated_tokens) == (FinishReason.RESCHEDULE, tokens)
+    assert bench.delivered(body) == list(range(tokens))
+
+
+def test_a_choice_that_gets_on_between_its_losses_is_not_the_cause() -> None:
+    bench = Bench(RouterConfig(fruitless_loss_count=2))
+    for number in range(9):
+        bench.join(facts(f"i{number}"))
+    body, send = bench.open(submission("x"))
+    for _ in range(8):
+        bench.came(send, 1)
+        bench.tell(Parted(send.session, "killed"))
+        bench.pass_us(1_000_000)
+        send = bench.ever(Send)[-1]
+        bench.take(send)
+    bench.came(send, 1, end=STOP)
+    assert bench.delivered(body) == [1] * 9
+
+
+def test_a_choice_that_waits_where_the_connection_breaks_is_not_the_cause() -> None:
+    bench = Bench(RouterConfig(fruitless_loss_count=2))
+    session = bench.join(facts("a"))
+    body, _ = bench.open(*choices("x", 1))
+    for _ in range(9):
+        bench.tell(Parted(session, "reset"))
+        session = bench.join(facts("a"), held(41))
+    assert not bench.ever(Delivered)[0].outcome
+    bench.tell(Parted(session, "reset"))
+    bench.pass_us(5_000_000)
+    bench.join(facts("b"))
+    for _ in range(9):
+        bench.refuse(bench.ever(Send)[-1], RefusalCode.QUEUE_FULL)
+        bench.pass_us(1_000_000)
+    bench.take(bench.ever(Send)[-1])
+    bench.came(bench.ever(Send)[-1], 1, end=STOP)
+    assert bench.delivered(body) == [1]
+
+
 # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -406,6 +460,67 @@ def test_a_cut_choice_needs_no_instance_any_more(when: str) -> None:
     assert (last.reason, last.generated_tokens) == (FinishReason.STOP, 1)
     assert len(bench.of(CallBack)) == (when == "sent")
     assert bench.router.open_bodies == 0
+
+
+def test_at_its_deadline_what_waits_ends_and_what_flows_goes_on() -> None:
+    bench = Bench(RouterConfig(deadline_us=2_000_000))
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    body, send = bench.open(*choices("x", 3))
+    bench.came(send, 1, place=0)
+    bench.came(send, 2, place=1)
+    bench.came(send, 2, place=1, end=ended(FinishReason.ERROR))
+    moved = bench.sent()
+    bench.pass_us(2_000_000)
+    assert [(item.choice, item.outcome and item.outcome.reason) for item in bench.of(Delivered)] == [
+        (1, FinishReason.RESCHEDULE), (2, FinishReason.RESCHEDULE),
+    ], "one was on its way, the other had no token yet"  # fmt: skip
+    assert bench.of(CallBack) == [CallBack(moved.session, moved.leg, (0,)), CallBack(send.session, send.leg, (2,))]
+    assert not bench.pass_us(10_000_000), "the router sleeps from beat to beat"
+    bench.came(send, 3, place=0)
+    assert bench.delivered(body, 0) == [1, 3]
+    bench.came(send, 4, place=0, end=STOP)
+    assert outcome(bench).outcome is not None
+    assert bench.router.open_bodies == 0
+
+
+@pytest.mark.parametrize("how", ["lost", "preempted", "drained"])
+def test_after_its_deadline_an_answer_does_not_move_any_more(how: str) -> None:
+    bench = Bench(RouterConfig(deadline_us=2_000_000, drain_us=500_000))
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    _, send = bench.open(submission("x"))
+    bench.came(send, 1)
+    bench.pass_us(3_000_000)
+    if how == "lost":
+        bench.tell(Parted(send.session, "killed"))
+    elif how == "preempted":
+        bench.came(send, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+    else:
+        bench.tell(Drains(bench.router.fleet.members[send.session].name))
+        bench.pass_us(1_000_000)
+    last = outcome(bench).outcome
+    assert last is not None
+    assert last.fault is not None
+    assert (last.reason, last.fault.code, last.generated_tokens) == (FinishReason.RESCHEDULE, PdCode.TIMEOUT, 1)
+    assert bench.router.open_bodies == 0
+
+
+def test_what_has_begun_waits_for_an_instance_that_can_hold_it_and_holds_up_nobody() -> None:
+    bench = Bench()
+    big = bench.join(facts("big", slots=32))
+    bodies = [bench.open(submission(f"x{number}", 100, max_tokens=200)) for number in range(20)]
+    for _, send in bodies:
+        bench.came(send, 1)
+    bench.join(facts("small", context=64))
+    bench.tell(Parted(big, "killed"))
+    assert not any(isinstance(item, Send | Delivered) for item in bench.pass_us(2_000_000))
+    bench.arrive(submission("short", 10, max_tokens=10))
+    assert bench.sent().session == bench.sessions["small"]
+    bench.join(facts("big", slots=32))
+    bench.pass_us(bench.config.beat_us)
+    assert len(bench.of(Send)) == 20
+    assert {send.session for send in bench.of(Send)} == {bench.sessions["big"]}
 
 
 def test_a_tenant_has_no_more_open_than_it_may_and_pays_for_its_tokens() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from baton.core import adopting
+from baton.core.carrier import digest_of
 from baton.core.records import Bill
-from baton.core.request import FinishReason, frozen_tokens
+from baton.core.request import FinishReason
 from baton.core.routing import (
     Admit,
     Body,
@@ -14,7 +18,6 @@ from baton.core.routing import (
     Claimed,
     Delivered,
     Forget,
-    HeldChoice,
     Left,
     LegTaken,
     Opened,
@@ -24,17 +27,9 @@ from baton.core.routing import (
     RouterConfig,
     Send,
 )
-from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, submission
+from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, held, submission
 
 RESCHEDULED = ended(FinishReason.RESCHEDULE, PREEMPTED)
-
-
-def held(
-    serial: int, *tokens: int, origin: bytes = b"origin 1", choice: int = 0, of: int = 1, before: tuple[int, ...] = (),
-    end: ChoiceEnd | None = None,
-) -> HeldChoice:  # fmt: skip
-    asked = replace(choices("x", of)[choice], generated=frozen_tokens(before))
-    return HeldChoice(serial, asked, choice, of, origin, tokens, tuple(f"lp{t}" for t in tokens), 16, end)
 
 
 def admitted(bench: Bench) -> Admit:
@@ -101,22 +96,32 @@ def test_an_instance_that_was_lost_before_it_could_say_that_it_took_a_body_has_o
     assert bench.delivered(body) == [5]
 
 
-def test_what_is_elsewhere_by_now_or_differs_or_is_over_is_cancelled() -> None:
+def test_what_is_elsewhere_by_now_or_differs_or_is_over_is_not_kept() -> None:
     bench = Bench()
     session = bench.join(facts("a"))
     _, send = bench.open(*choices("x", 1))
     bench.came(send, 5, 6)
     bench.tell(Parted(session, "reset"))
     bench.join(facts("c"), held(40, 5), held(41, 5, 7, 8))
-    assert (admitted(bench).keep, sorted(admitted(bench).cancel)) == ((), [40, 41])
+    assert admitted(bench).keep == (), "less than was delivered, and something else"
     moved = bench.sent()
     bench.join(facts("a"), held(42, 5, 6, 7))
-    assert admitted(bench).cancel == (42,), "it was sent elsewhere"
+    assert admitted(bench).keep == (), "it was sent elsewhere"
     bench.take(moved)
     bench.came(moved, 7, end=ended(FinishReason.STOP))
     bench.join(facts("d"), held(43, 5, 6, 7))
-    assert admitted(bench).cancel == (43,), "its body is over, not an orphan"
+    assert admitted(bench).keep == (), "its body is over, not an orphan"
     assert not bench.ever(Orphan)
+
+
+def test_an_origin_is_hashed_once_however_many_of_its_choices_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+    monkeypatch.setattr(adopting, "digest_of", lambda origin: hashed.append(origin) or digest_of(origin))
+    bench = Bench()
+    two = [held(number, 5, choice=number, of=8) for number in range(8)]
+    bench.join(facts("a"), *two, *(held(8 + number, 6, choice=number, of=4, origin=b"origin 2") for number in range(4)))
+    assert len(admitted(bench).keep) == 12
+    assert hashed == [b"origin 1", b"origin 2"]
 
 
 # ── orphans ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -157,7 +162,6 @@ def test_a_later_join_completes_an_orphan_and_the_longest_history_wins() -> None
     assert bench.of(Delivered) == [Delivered(orphan.body, 1, [8], ["lp8"], None, None)]
     bench.join(facts("c"), held(4, choice=1, of=2, before=(7,)), held(5, 6, 9, of=2, before=(5,)))
     assert [serial for serial, _, _ in admitted(bench).keep] == [5]
-    assert admitted(bench).cancel == (4,)
     assert len(bench.of(CallBack)) == 1, "the shorter history of choice 0 is not needed any more"
     assert bench.of(Delivered) == [Delivered(orphan.body, 0, [6, 9], ["lp6", "lp9"], None, None)]
 
@@ -165,7 +169,7 @@ def test_a_later_join_completes_an_orphan_and_the_longest_history_wins() -> None
 def test_of_two_histories_in_one_join_the_longer_is_kept() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5, end=RESCHEDULED), held(2, 6, before=(5,)))
-    assert ([serial for serial, _, _ in admitted(bench).keep], admitted(bench).cancel) == ([2], (1,))
+    assert [serial for serial, _, _ in admitted(bench).keep] == [2]
     assert orphaned(bench).delivered == ((5, 6),)
 
 
@@ -225,11 +229,11 @@ def test_a_client_may_leave_an_orphan() -> None:
     assert bench.router.open_bodies == 0
 
 
-def test_what_makes_no_sense_is_cancelled() -> None:
+def test_what_makes_no_sense_is_not_kept() -> None:
     bench = Bench()
     odd = replace(held(3, 5, of=2), choice=2)
     bench.join(facts("a"), held(1, 5, origin=b""), odd, held(4, 5, of=2), held(5, 5, choice=0, of=1))
-    assert sorted(admitted(bench).cancel) == [1, 3, 5]
+    assert [serial for serial, _, _ in admitted(bench).keep] == [4]
 
 
 def test_numbers_of_orphans_are_nobodys() -> None:

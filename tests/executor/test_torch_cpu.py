@@ -17,7 +17,7 @@ from tests.support.tiny import family_config, save_random
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Chunk, Outcome, Start, StepPlan, Stop
 from baton.core.request import Sampling, frozen_tokens
-from baton.executor.fingerprint import fingerprint_model
+from baton.executor.fingerprint import fingerprint_model, model_mark
 from baton.executor.torch_cpu import NICENESS, TorchCpuExecutor
 
 BLOCK_SIZE = 8
@@ -237,3 +237,4 @@ def test_the_fingerprint_changes_with_weights_format_and_layout(folder: Path, tm
     }
     assert len(prints) == 4
     assert fingerprint_model(folder, "float32", "a") in prints
+    assert sum(value.startswith(model_mark(folder)) for value in prints) == 3

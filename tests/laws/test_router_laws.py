@@ -450,8 +450,8 @@ class World:
                 life = self.of(session)
                 if life is not None:
                     life.session, life.asked = None, []
-            case Admit(session, keep, cancel):
-                self.admitted(session, keep, cancel)
+            case Admit(session, keep):
+                self.admitted(session, keep)
             case Neighbours(_, addresses):
                 assert all(address.endswith(":1") for address in addresses)
             case Opened() | Declined() | Delivered() | Orphan() | OrphanDropped():
@@ -477,11 +477,11 @@ class World:
             seat.end = ChoiceEnd(FinishReason.STOP, keep, BILL)
             self.tell(Came(life.session, seat.leg, seat.place, [], None, None, seat.end))
 
-    def admitted(self, session: Session, keep: tuple[tuple[int, Leg, int], ...], cancel: tuple[int, ...]) -> None:
+    def admitted(self, session: Session, keep: tuple[tuple[int, Leg, int], ...]) -> None:
         life = self.of(session)
         assert life is not None
         seats = {seat.serial: seat for seat in life.seats.values()}
-        assert sorted([serial for serial, _, _ in keep] + list(cancel)) == sorted(seats)
+        assert len({serial for serial, _, _ in keep} & set(seats)) == len(keep)
         life.seats = {}
         for serial, leg, place in keep:
             seats[serial].leg, seats[serial].place = leg, place

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -20,6 +21,7 @@ from baton.node import joining as joining_module
 from baton.node.engine import monotonic_us
 from baton.node.joining import Fenced, Membership, RouterAt
 from baton.node.line import UNREAD_BYTES_MAX
+from baton.node.service import default_name
 from baton.wire.membership import (
     HELD_BYTES_MAX,
     HELD_GROUPS_MAX,
@@ -256,11 +258,13 @@ async def test_who_is_fenced_does_not_come_again(router: RouterSide) -> None:
 async def test_who_is_turned_away_says_so_once_and_comes_again(
     router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(joining_module, "TURNED_AWAY_S", 0.01)
-    router.answers = [TurnedAway("another model", fenced=False)] * 3
+    monkeypatch.setattr(joining_module, "TURNED_AWAY_S", 3600.0)
+    monkeypatch.setattr(joining_module, "SOON_S", 0.01)
+    soon = joining_module.SOON_CALLS
+    router.answers = [TurnedAway("another model", fenced=False)] * soon
     async with member(router.port):
         await router.next(Beat)
-    assert len(router.of(Join)) == 4
+    assert len(router.of(Join)) == soon + 1, "at first often: an earlier life of its own may be in the way"
     told = [record for record in caplog.records if "another model" in record.getMessage()]
     assert [record.levelno for record in told] == [logging.ERROR]
 
@@ -395,7 +399,10 @@ async def test_one_that_prefills_joins_with_its_address_and_once_fenced_it_ends_
 async def test_when_the_engine_dies_the_router_hears_at_once(router: RouterSide) -> None:
     with instance(router.port, "--role", "decode") as server:
         join = await router.next(Join)
-        assert (join.role, join.name) == ("decode", f"decode-{join.url.rpartition(':')[2]}")
+        assert (join.role, join.name) == (
+            "decode",
+            default_name(socket.gethostname(), "decode", int(join.url.rpartition(":")[2])),
+        )
         router.place(1, ask("lost", 1000))
         await router.serial_of(1)
         os.kill(server.engine_pid(), signal.SIGKILL)
@@ -403,3 +410,9 @@ async def test_when_the_engine_dies_the_router_hears_at_once(router: RouterSide)
         assert server.process.poll() is None  # it still says why to whoever looks, while the router goes on elsewhere
         assert await exit_of(server) == 1
         assert "the engine died" in server.output()
+
+
+def test_instances_of_two_machines_have_two_names() -> None:
+    assert default_name("gpu-7.rack.example.org", "decode", 8000) == "gpu-7-decode-8000"
+    assert default_name("", "mixed", 1) == "host-mixed-1"
+    assert len(default_name("x" * 253, "prefill", 65535)) < 64

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -283,3 +285,54 @@ def test_metrics_tell_of_instances_moves_and_refused_fields(fleet: Fleet, eventu
     events = fleet.served.call("GET", "/v1/instances").json()["events"]
     assert [(event["name"], event["what"]) for event in events] == [("a", "joined"), ("b", "joined"), ("a", "lost")]
     assert [event["number"] for event in events] == [1, 2, 3]
+
+
+def test_the_access_log_says_where_a_request_was_and_how_often_it_moved(
+    fleet: Fleet, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "baton.access")
+    fleet.add("a", allowed=3)
+    with asking(fleet.served, n=2) as connection:
+        eventually(lambda: fleet.members["a"].given >= 3)
+        fleet.add("b")
+        fleet.kill("a")
+        assert finished(connection).status == 200
+    assert ask(fleet.served, False, n=99).status == 400
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "baton.access"]
+
+    eventually(lambda: len(lines()) == 2)
+    moved, refused = lines()
+    assert " finish=length,length " in moved
+    assert moved.endswith(" instance=b moves=2")
+    assert refused.endswith(" status=400 error=invalid_value waiting=0")
+
+
+def test_bad_news_of_the_fleet_is_a_warning_and_repeated_ones_are_told_once(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "baton.router")
+    fleet.add("a")
+    stranger = fleet.add("b", block_size=32)
+    for _ in range(3):
+        fleet.do(lambda: stranger.join(fleet.sessions))
+    answer = fleet.served.call("POST", "/v1/instances/a/drain").json()
+    assert "No instance of the role mixed or decode is ready" in answer["warning"]
+    fleet.kill("a")
+    assert [(record.levelname, record.getMessage().split(" ")[3].rstrip(":")) for record in caplog.records] == [
+        ("INFO", "joined"),
+        ("WARNING", "refused"),
+        ("WARNING", "draining"),
+        ("INFO", "left"),
+    ]
+
+
+def test_more_choices_than_a_key_may_ever_have_is_no_matter_of_waiting(text: ModelText) -> None:
+    settings = ApiSettings(served_model_names=("tiny",))
+    with running(text, settings, replace(ROUTER, key_concurrency=2)) as fleet:
+        fleet.add("a")
+        refused = ask(fleet.served, False, n=3)
+        assert ask(fleet.served, False, n=2).status == 200
+    assert (refused.status, refused.error["param"], refused.error["code"]) == (400, "n", "too_many_choices")
+    assert "retry-after" not in refused.headers

@@ -17,7 +17,8 @@ from starlette.testclient import TestClient
 
 from baton.api.errors import ApiError
 from baton.core.routing import Body, Facts, Instance, Ledger
-from baton.router.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard, is_loopback
+from baton.node.pairing import is_loopback
+from baton.router.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard
 from baton.router.state import RouterState
 
 HOST = "127.0.0.1:8000"

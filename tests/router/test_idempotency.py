@@ -29,7 +29,9 @@ def test_the_same_question_again_gets_the_same_bytes_and_costs_nothing(fleet: Fl
     assert (first.status, again.status) == (200, 200)
     assert first.body == again.body
     assert member.given == 40
-    assert first.headers["x-request-id"] != again.headers["x-request-id"]
+    assert first.headers["x-request-id"] == again.headers["x-request-id"]
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["idempotent-replayed"] == "true"
 
 
 def test_while_the_first_is_open_the_second_follows_it_from_the_start(fleet: Fleet, eventually: Eventually) -> None:
@@ -138,7 +140,7 @@ async def called(app: ASGIApp, key: str, body: bytes = b"{}") -> tuple[int, byte
         sent.append(message)
 
     scope: dict[str, Any] = {
-        "type": "http", "path": "/v1/completions", "method": "POST", "state": {"tenant": ""},
+        "type": "http", "path": "/v1/completions", "method": "POST", "state": {"tenant": "", "request_id": "r"},
         "headers": [(b"idempotency-key", key.encode())],
     }  # fmt: skip
     await app(scope, receive, send)

@@ -148,14 +148,15 @@ def test_one_reader_at_a_time(fleet: Fleet, eventually: Eventually) -> None:
     member = fleet.add("a", allowed=3)
     with asking(fleet.served, False, MINE, stream=True):
         eventually(lambda: member.given >= 3)
-        assert (resume(fleet, "").status, resume(fleet, "").error["code"]) == (409, "duplicate_id")
+        refused = resume(fleet, "")
+        assert (refused.status, refused.error["code"], refused.error["param"]) == (409, "still_read", "id")
         fleet.kill_router()
     fleet.start_router()
     fleet.join_all()
     with closing(http.client.HTTPConnection("127.0.0.1", fleet.served.port, timeout=20)) as first:
         first.request("GET", "/v1/requests/mine/stream")
         eventually(lambda: fleet.do(lambda: fleet.engine.open_bodies) == 1)
-        assert (resume(fleet, "").status, resume(fleet, "").error["code"]) == (409, "duplicate_id")
+        assert (resume(fleet, "").status, resume(fleet, "").error["code"]) == (409, "still_read")
         member.allowed = None
         assert data_of(finished(first))[-1] == "[DONE]"
 
@@ -221,3 +222,12 @@ def test_an_orphan_that_nobody_comes_for_is_dropped(hasty: Fleet, eventually: Ev
     assert hasty.do(lambda: hasty.engine.orphans) == 0
     member.allowed = None
     eventually(lambda: hasty.do(lambda: member.worker.is_idle))
+
+
+def test_more_than_an_answer_can_have_is_no_place_to_go_on_from(fleet: Fleet, eventually: Eventually) -> None:
+    fleet.add("a")
+    cut_off(fleet, eventually, 5, stream=True, max_tokens=9)
+    fleet.join_all()
+    refused = resume(fleet, "10")
+    assert (refused.status, refused.error["param"]) == (400, "Last-Event-ID")
+    assert resume(fleet, "3").status == 200

@@ -22,9 +22,9 @@ from threading import Lock
 from types import FrameType
 
 from baton.sim.scenario import draw_scenario, run_seed
-from tests.sim import planted_peers
+from tests.sim import planted_peers, planted_routing
 from tests.sim.planted import Catch, read_catches, write_catches
-from tests.sim.planted_peers import BUGS
+from tests.sim.planted_routing import BUGS
 
 EVENTS_CHEAP = 6_000
 """An undisturbed world takes two to three thousand."""
@@ -67,18 +67,30 @@ def _time_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _has_peers(seed: int) -> bool:
-    """What is wrong between peers does not show where there are none."""
-    return any(role.takes for role in draw_scenario(seed).roles)
+def _can_show(name: str, seed: int) -> bool:
+    """What is wrong with a router, or between peers, does not show where there are none; and a router hides much else."""
+    scenario = draw_scenario(seed)
+    match BUGS[name].plant.__module__:
+        case planted_routing.__name__:
+            return scenario.router is not None
+        case planted_peers.__name__:
+            return scenario.router is None and any(role.takes for role in scenario.roles)
+    return scenario.router is None
+
+
+def _likely_first(name: str, seeds: int) -> Iterator[int]:
+    """Where it can show; for what is not the router's own doing, then also where there is one."""
+    likely = {seed for seed in range(seeds) if _can_show(name, seed)}
+    yield from sorted(likely)
+    if BUGS[name].plant.__module__ != planted_routing.__name__:
+        yield from (seed for seed in range(seeds) if seed not in likely)
 
 
 def search(name: str, seeds: int) -> Found:
     best: Found | None = None
     hung = tried = spent = 0
-    for seed in range(seeds):
-        tried = seed + 1
-        if BUGS[name].plant.__module__ == planted_peers.__name__ and not _has_peers(seed):
-            continue
+    for seed in _likely_first(name, seeds):
+        tried += 1
         try:
             with _time_limit(), BUGS[name].planted():
                 verdict = run_seed(seed)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.config import PrefillPath, WorkerConfig
+from baton.core.routing import Policy
 from baton.sim.carrying import Road
 from baton.sim.cluster import PREFIX_ID_TOKENS, Call, RunFailed, RunSpec, Split, simulate
 from baton.sim.records import Outcome, RunRecord
@@ -52,6 +53,42 @@ def test_a_closed_loop_has_no_more_open_than_clients() -> None:
 def test_requests_are_spread_in_turn() -> None:
     record = run(*[Call(at_us=at, input_tokens=10, output_tokens=2, max_tokens=2) for at in range(6)], instances=3)
     assert [journey.instance for journey in record.journeys] == [0, 1, 2, 0, 1, 2]
+
+
+def talked(route: Policy) -> RunRecord:
+    """Conversations whose users think for a moment, on instances that hold a part of them each."""
+    config = replace(CONFIG, blocks=400)
+    calls = [
+        Call(at_us=None if turn else talk * 20_000, input_tokens=160, output_tokens=16, max_tokens=16, session=talk,
+             think_us=300_000)
+        for talk in range(24)
+        for turn in range(4)
+    ]  # fmt: skip
+    return simulate(RunSpec("talks", 3, config, FlatTimes(2_000, 50), calls, route=route))
+
+
+@pytest.mark.parametrize("route", Policy)
+def test_a_router_may_stand_in_front_of_a_run(route: Policy) -> None:
+    record = talked(route)
+    assert all(journey.outcome is Outcome.STOP and journey.output_tokens == 16 for journey in record.journeys)
+    assert {journey.instance for journey in record.journeys} == {0, 1, 2}
+
+
+def test_the_router_sends_a_conversation_where_it_is_cached() -> None:
+    aware, in_turn = (
+        sum(j.cached_tokens for j in talked(route).journeys) for route in (Policy.CACHE_AWARE, Policy.ROUND_ROBIN)
+    )
+    assert aware > 1.3 * in_turn
+
+
+def test_a_split_cluster_may_have_a_router_too() -> None:
+    road = Road(layers=2, block_bytes=100_000, lane_bytes_per_s=1e10, delay_us=100)
+    split = Split(1, CONFIG, FlatTimes(1_000, 10), road)
+    calls = [Call(at_us=at * 3_000, input_tokens=200, output_tokens=4, max_tokens=4) for at in range(12)]
+    spec = RunSpec("split", 3, CONFIG, FlatTimes(1_000, 10), calls, split=split, route=Policy.CACHE_AWARE)
+    record = simulate(spec)
+    assert sum(handed.made for handed in record.handed) >= 12
+    assert {journey.instance for journey in record.journeys} == {0, 1}
 
 
 def test_whoever_starts_a_run_may_choose_by_what_waits_where() -> None:

@@ -1,4 +1,4 @@
-"""A crash, or a long pause, after every single event of a small world with hand-overs in it: every law holds.
+"""A crash, or a long pause, after every single event of a small world with hand-overs or a router in it: every law holds.
 
 The whole walk (every event, both instances, both blows, all kinds of worlds) runs with BATON_TEST_EXHAUSTIVE=1; without it,
 every crash in one kind of world and a sample of everything else.
@@ -10,8 +10,8 @@ import os
 
 import pytest
 
-from baton.core.config import OnPreempt, PrefillPath
-from baton.sim.exhaustive import Blow, Strike, events_of, small_world, strikes, struck
+from baton.core.config import DECODE, MIXED, PREFILL, OnPreempt, PrefillPath, Role
+from baton.sim.exhaustive import Blow, Strike, events_of, fleet_world, small_world, strikes, struck
 from baton.sim.scenario import Run, Scenario
 
 WHOLE = os.environ.get("BATON_TEST_EXHAUSTIVE") == "1"
@@ -55,3 +55,38 @@ def test_a_strike_hits_the_event_it_names() -> None:
     verdict = struck(scenario, Strike(40, 1, Blow.CRASH), tell_story=True)
     assert verdict.fired["instance crashed"] == 1
     assert any("instance 1 is down" in line for line in verdict.story)
+
+
+# ── behind a router ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+EQUALS, PAIR = (MIXED, MIXED), (DECODE, PREFILL)
+ROUTER = 2
+"""In the place of a seat: both worlds have two instances."""
+
+
+def holds(scenario: Scenario, strike: Strike) -> None:
+    broken = struck(scenario, strike).broken
+    assert broken is None, f"{strike}: {broken}"
+
+
+def test_a_crash_of_an_instance_after_any_event_costs_nobody_a_token() -> None:
+    scenario = fleet_world(EQUALS)
+    for event in range(1, events_of(scenario) + 1):
+        verdict = struck(scenario, Strike(event, 0, Blow.CRASH))
+        assert verdict.broken is None, f"event {event}: {verdict.broken}"
+        assert set(map(str, verdict.ends)) <= {"length", "left", "left early"}
+
+
+def test_a_crash_of_the_router_after_any_event_breaks_no_law() -> None:
+    scenario = fleet_world(EQUALS)
+    for event in range(1, events_of(scenario) + 1):
+        holds(scenario, Strike(event, ROUTER, Blow.CRASH))
+
+
+@pytest.mark.parametrize("roles", [EQUALS, PAIR], ids=["equals", "pair"])
+def test_neither_do_pauses_nor_both_crashes_nor_a_pair(roles: tuple[Role, ...]) -> None:
+    scenario = fleet_world(roles)
+    for strike in strikes(scenario, SAMPLED_EVERY):
+        holds(scenario, strike)
+    for event in range(1, events_of(scenario) + 1, SAMPLED_EVERY):
+        holds(scenario, Strike(event, 0, Blow.CRASH, then_router=True))

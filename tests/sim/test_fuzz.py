@@ -13,15 +13,16 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.cli.sim_fuzz import replay_command
 from baton.core.config import OnPreempt, PrefillPath
+from baton.core.routing import Policy, RouterConfig
 from baton.core.scheduler import Scheduler
 from baton.sim import fuzz
-from baton.sim.faults import CLASSES, Fault
+from baton.sim.faults import CLASSES, OF_ROUTERS, Fault
 from baton.sim.fuzz import EVERY_FAULT, NothingBroken, ShardDied, Totals, run_many, shrink
-from baton.sim.scenario import Trim, draw_scenario, run_seed
+from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
 from baton.sim.shard import SeedReport
 
 SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "2000"))
-SAMPLE = range(0, 2000, 125)
+SAMPLE = range(0, 2000, 123)
 
 
 def in_another_process(hash_seed: str, seeds: range) -> dict[int, str]:
@@ -117,6 +118,7 @@ def test_leaving_a_class_of_faults_out_leaves_requests_and_the_other_rates_as_th
             part = draw_scenario(seed, Trim(classes=tuple(kept for kept in whole.classes if kept != name)))
             assert part.config == whole.config
             assert name == "narrow-line" or part.link == whole.link
+            assert name == "crowding" or part.router == whole.router
             assert (part.link.ack_every, part.link.silent_us) == (whole.link.ack_every, whole.link.silent_us)
             for one, other in zip(whole.users, part.users, strict=True):
                 if name not in ("overload", "nonsense", "disconnect", "slow-reader"):
@@ -130,10 +132,37 @@ def test_a_world_without_faults_answers_everybody_in_full() -> None:
         verdict = run_seed(seed, Trim(classes=()))
         assert verdict.broken is None
         ends = {"stop", "length", "refused: queue_full"}
+        router = verdict.scenario.router
+        if router is not None:
+            check_undisturbed(verdict, router)
+            continue
         if verdict.scenario.config.on_preempt is OnPreempt.RESCHEDULE:  # a small pool and a short limit are no faults
             ends |= {"pd_reschedule: 500", "pd_reschedule: 502", "pd_reschedule: 408"}
         assert set(map(str, verdict.ends)) <= ends
         assert not verdict.fired
+
+
+def check_undisturbed(verdict: Verdict, router: RouterConfig) -> None:
+    """Limits, small queues and small pools are no faults; a router's limits are others."""
+    ends = {"stop", "length", "refused: queue_full"}
+    if router.key_concurrency is not None or router.key_tokens_per_minute is not None:
+        ends |= {"refused: rate_limited"}
+    if router.deadline_us < 1_000_000:
+        ends |= {"refused: no_instance", "pd_reschedule: 408"}
+    if verdict.scenario.config.on_preempt is OnPreempt.RESCHEDULE:
+        ends |= {"pd_reschedule: 500", "pd_reschedule: 501", "pd_reschedule: 502", "pd_reschedule: 408"}
+    assert set(map(str, verdict.ends)) <= ends
+    assert set(verdict.fired) <= {Fault.LEG_REFUSED, Fault.LEG_YIELDED, Fault.KV_WHILE_FENCING, Fault.KV_TOO_LATE}
+
+
+def test_most_worlds_have_a_router_and_all_of_its_policies_are_drawn() -> None:
+    drawn = [draw_scenario(seed) for seed in range(200)]
+    routers = [scenario.router for scenario in drawn if scenario.router is not None]
+    assert 120 <= len(routers) <= 160
+    assert {router.policy for router in routers} == set(Policy)
+    assert {router.preempt_retry_exclude_decode for router in routers} == {False, True}
+    for scenario in drawn:
+        assert scenario.router is not None or not set(scenario.classes) & set(OF_ROUTERS)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:

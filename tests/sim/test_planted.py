@@ -11,9 +11,9 @@ from functools import cache
 import pytest
 
 from baton.sim.scenario import Verdict, run_seed
-from tests.sim import planted_peers
+from tests.sim import planted_peers, planted_routing
 from tests.sim.planted import Bug, Catch, read_catches
-from tests.sim.planted_peers import BUGS
+from tests.sim.planted_routing import BUGS
 
 CATCHES = read_catches()
 HINT = "search again: python -m tests.sim.search_planted --names {}"
@@ -28,8 +28,10 @@ def _replayed(name: str) -> Verdict:
 def test_the_registry_is_large_enough_and_every_bug_is_on_record() -> None:
     layers = [bug.layer for bug in BUGS.values()]
     of_peers = [bug for bug in BUGS.values() if bug.plant.__module__ == planted_peers.__name__]
-    assert len(BUGS) >= 100
+    of_routers = [bug for bug in BUGS.values() if bug.plant.__module__ == planted_routing.__name__]
+    assert len(BUGS) >= 150
     assert len(of_peers) >= 40
+    assert len(of_routers) >= 40
     assert layers.count("core") >= 12
     assert layers.count("wire") >= 6
     assert list(CATCHES) == list(BUGS), HINT.format("…")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 from baton.core.errors import Refusal, RefusalCode
@@ -65,6 +66,14 @@ def choices(name: str, count: int, **more: int) -> tuple[Submission, ...]:
 
 def ended(reason: FinishReason, fault: PdFault | None = None, bill: Bill | None = None) -> ChoiceEnd:
     return ChoiceEnd(reason, 0, bill or Bill(), fault)
+
+
+def held(
+    serial: int, *tokens: int, origin: bytes = b"origin 1", choice: int = 0, of: int = 1, before: tuple[int, ...] = (),
+    end: ChoiceEnd | None = None,
+) -> HeldChoice:  # fmt: skip
+    asked = replace(choices("x", of)[choice], generated=frozen_tokens(before))
+    return HeldChoice(serial, asked, choice, of, origin, tokens, tuple(f"lp{t}" for t in tokens), 16, end)
 
 
 class Bench:

@@ -103,11 +103,16 @@ class Running:
 
 @asynccontextmanager
 async def fleet(
-    folder: Path, *, decode: int = 2, how: dict[str, str] | None = None, environment: tuple[tuple[str, str], ...] = ()
+    folder: Path,
+    *,
+    decode: int = 2,
+    how: dict[str, str] | None = None,
+    api_keys: tuple[str, ...] = (),
+    admin_key: str | None = None,
 ) -> AsyncIterator[Running]:
     plan = StandIns(
         "m", decode=decode, router_port=0, notes=folder / "notes", how=how or {}, restart_delay_us_max=0,
-        environment=environment,
+        api_keys=api_keys, admin_key=admin_key,
     )  # fmt: skip
     out = io.StringIO()
     with FleetLog((ROUTER, *(member.name for member in plan.members)), out, colours=False) as log:
@@ -151,11 +156,11 @@ async def test_keys_reach_all_by_the_environment_and_the_file_of_options_nobody(
 ) -> None:
     monkeypatch.setenv("BATON_CONFIG", "a file with options of all")
     monkeypatch.setenv("BATON_API_KEY", "from outside")
-    async with fleet(tmp_path, environment=(("BATON_API_KEY", "given"),)) as running:
+    async with fleet(tmp_path, api_keys=("one", "two"), admin_key="three") as running:
         await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
         for pid in running.pids():
             variables = _environment(pid)
-            assert variables["BATON_API_KEY"] == "given"
+            assert (variables["BATON_API_KEY"], variables["BATON_ADMIN_KEY"]) == ("one two", "three")
             assert "BATON_CONFIG" not in variables
 
 

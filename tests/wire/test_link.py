@@ -795,3 +795,18 @@ def test_frames_survive_a_connection_that_breaks_and_comes_back() -> None:
     assert world.lost == []
     assert len(world.got[INSTANCE, 1]) == len(world.got[FRONT, 1]) == 200
     assert world.delivered_all()
+
+
+def test_either_side_can_close_a_session_and_the_other_learns_of_it_when_it_speaks() -> None:
+    initiator, acceptor = Initiator(1, LinkConfig()), Acceptor(5, LinkConfig())
+    answer = acceptor.take(initiator.open(0)[0], 0).packets
+    initiator.take(answer[0], 0)
+    (reset,) = acceptor.close("enough")
+    assert acceptor.session is None
+    assert acceptor.next_deadline() is None
+    assert [type(news).__name__ for news in initiator.take(reset, 0).news] == ["Lost"]
+    again = initiator.open(1)[0]
+    assert [type(news).__name__ for news in acceptor.take(again, 1).news] == ["Opened"]
+    assert initiator.close("enough") == []
+    assert initiator.session is None
+    assert initiator.close("twice") == []

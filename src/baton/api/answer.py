@@ -211,7 +211,7 @@ class Answer:
             self._put((index, news))
             if news.ended is None:
                 return
-            self.readers[index].bill = news.ended.bill
+            self.readers[index].bill, self.readers[index].places = news.ended.bill, news.ended.places
         self._unsettled -= 1
         if not self._unsettled:
             self._settled.set()

@@ -32,7 +32,7 @@ from baton.api.metrics import Metrics
 from baton.api.origin import Origin
 from baton.api.preparing import CHAT_PATH, COMPLETION_PATH, Prepared, Preparer
 from baton.api.registry import not_open
-from baton.api.resuming import LAST_EVENT_ID, Orphanage, parse_marks
+from baton.api.resuming import LAST_EVENT_ID, Orphanage, check_reach, parse_marks
 from baton.api.sampling import Asker, Policy
 from baton.api.schema import DetokenizeBody, TokenizeBody, check_tokenize, parse
 from baton.api.serving import CLIENT_CLOSED, Server
@@ -91,13 +91,15 @@ class Routes:
     async def resume(self, id: str, request: Request) -> Response:  # noqa: A002
         """Go on with an answer whose router was lost."""
         orphanage, asker = self._extras.orphanage, Asker(request.state.tenant, id)
-        self._server.open.check_free(asker)
+        self._server.open.check_unread(asker)
         found = None if orphanage is None else await orphanage.find(asker)
         if found is None or orphanage is None:
             raise not_open(id)
         prepared = await self._prepared(found.origin)
         after = request.headers.get(LAST_EVENT_ID) or request.query_params.get("last_event_id", "")
         marks = parse_marks(after if prepared.stream else "", len(prepared.readers))
+        context = self._engine.info.context_tokens
+        check_reach(marks, [context if one.max_tokens is None else one.max_tokens for one in prepared.group])
         found.check(marks)
         run = await self._server.resume(prepared, marks, orphanage, request.receive)
         return await self._server.respond(run)

@@ -30,15 +30,16 @@ class Edge:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         given = Headers(scope=scope).get(HEADER)
-        request_id = given if given is not None and is_sane_id(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        sane = given is not None and is_sane_id(given)
+        scope.setdefault("state", {})["request_id"] = given if sane else uuid.uuid4().hex
         status = 500
 
         async def tagged(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = request_id
+                # Looked up only now: a ring inside may know that this is the answer of an earlier request.
+                MutableHeaders(scope=message)[HEADER] = scope["state"]["request_id"]
             await send(message)
 
         try:

@@ -9,6 +9,8 @@ from typing import Protocol
 from baton.api.origin import Origin
 from baton.core.request import FinishReason, Submission
 
+ROUTER = "router"
+"""The role of one that computes nothing."""
 UNKNOWN_CONTEXT = 2**31 - 1
 """Of an engine that cannot say yet how long a sequence may be."""
 
@@ -64,6 +66,8 @@ class Ended:
     bill: Bill = field(default_factory=Bill)
     fault: Fault | None = None
     """With the reason RESCHEDULE."""
+    places: tuple[str, ...] = ()
+    """Instances that had it, one after the other, where a router carried it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,8 @@ def refused(refusal: Refusal, param: str | None) -> ApiError:
     headers = {}
     if status in (429, 503):
         headers["Retry-After"] = str(_RETRY_AFTER_S if refusal.retry_after_s is None else refusal.retry_after_s)
+    if refusal.code is RefusalCode.TOO_MANY_CHOICES:
+        param = "n"
     kind = _REFUSAL_TYPE.get(status, "invalid_request_error")
     message = f"{refusal.message}; {_ADVICE[refusal.code]}" if refusal.code in _ADVICE else refusal.message
     return ApiError(status, message, kind, param if status == 400 else None, refusal.code.value, headers)

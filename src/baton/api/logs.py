@@ -1,19 +1,21 @@
 """What an operator reads while a server runs: one line for each finished request, one a second for the engine's state.
 
 Owns the loggers `baton.access` and `baton.engine` and the shape of their lines: `name=value`, always the same names in the
-same order; only `leased` and `receiving`, which most instances never have, are left out while they are 0. Promises to format
-nothing while the level hides it. Does not know where lines go: whoever starts a server decides that.
+same order; only `leased` and `receiving`, which most instances never have, are left out while they are 0. A router, which
+computes nothing, says of a request where it was instead of what state it is in. Promises to format nothing while the level
+hides it. Does not know where lines go: whoever starts a server decides that.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.api.engine import Bill, Engine, Gauges
+from baton.api.engine import ROUTER, Bill, Engine, Gauges
 from baton.api.errors import ApiError
 
 access = logging.getLogger("baton.access")
@@ -23,6 +25,9 @@ _HEAD = "id=%s path=%s status=%d "
 _ENDED = _HEAD + "finish=%s prompt=%d completion=%d cached=%d %s %s"
 _REFUSED = _HEAD + "error=%s %s"
 _BILL = "preemptions=%d recomputed=%d queue_ms=%.1f prefill_ms=%.1f decode_ms=%.1f"
+FINISHES_MAX = 4
+"""Of more choices it is only said how many ended in which way."""
+_CARRIED = "instance=%s moves=%d"
 _NO_BILL = "preemptions=- recomputed=- queue_ms=- prefill_ms=- decode_ms=-"
 
 
@@ -35,7 +40,8 @@ class _State(NamedTuple):
     evictable: int
     leased: int
     receiving: int
-    ratio: float
+    ratio: float | None
+    """None: of a router."""
 
     @property
     def is_busy(self) -> bool:
@@ -44,7 +50,7 @@ class _State(NamedTuple):
     def __str__(self) -> str:
         arriving = "".join(f" {name}={n}" for name, n in (("leased", self.leased), ("receiving", self.receiving)) if n)
         head = f"running={self.running} waiting={self.waiting} free={self.free} evictable={self.evictable}"
-        return f"{head}{arriving} ratio={self.ratio:.3f}"
+        return f"{head}{arriving}" if self.ratio is None else f"{head}{arriving} ratio={self.ratio:.3f}"
 
 
 def _state_of(gauges: Gauges) -> _State:
@@ -56,8 +62,20 @@ def _state_of(gauges: Gauges) -> _State:
         evictable=blocks.get("evictable", 0),
         leased=blocks.get("leased", 0),
         receiving=blocks.get("receiving", 0),
-        ratio=gauges.reserve_ratio,
+        ratio=None if gauges.role == ROUTER else gauges.reserve_ratio,
     )
+
+
+def _finishes(finishes: Sequence[str]) -> str:
+    if len(finishes) <= FINISHES_MAX:
+        return ",".join(finishes)
+    return ",".join(f"{finish}*{count}" for finish, count in Counter(finishes).items())
+
+
+def _whereabouts(places: Sequence[Sequence[str]]) -> str:
+    """Who had a body's choices last, and how often one of them moved."""
+    last = dict.fromkeys(visited[-1] for visited in places if visited)
+    return _CARRIED % (",".join(last) or "-", sum(max(0, len(visited) - 1) for visited in places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +91,11 @@ class Finished:
     cached_tokens: int
     gauges: Gauges
 
-    def log(self, bill: Bill | None) -> None:
-        """`bill` is None where the engine did not tell it; the line then has `-` in its place."""
+    def log(self, bill: Bill | None, places: Sequence[Sequence[str]] = ()) -> None:
+        """`bill` is None where the engine did not tell it; the line then has `-` in its place.
+
+        `places`: by choice, the instances that had it.
+        """
         paid = _NO_BILL
         if bill is not None:
             spent_ms = (bill.queue_ms, bill.prefill_ms, bill.decode_ms)
@@ -84,12 +105,12 @@ class Finished:
             self.request_id,
             self.path,
             self.status,
-            ",".join(self.finishes),
+            _finishes(self.finishes),
             self.prompt_tokens,
             self.completion_tokens,
             self.cached_tokens,
             paid,
-            _state_of(self.gauges),
+            _whereabouts(places) if self.gauges.role == ROUTER else _state_of(self.gauges),
         )
 
 
@@ -100,7 +121,9 @@ def refusals_logged(engine: Engine, request_id: str, path: str) -> Iterator[None
         yield
     except ApiError as error:
         if access.isEnabledFor(logging.INFO):
-            access.info(_REFUSED, request_id, path, error.status, error.code, _state_of(engine.gauges))
+            gauges = engine.gauges
+            shown = f"waiting={gauges.waiting}" if gauges.role == ROUTER else _state_of(gauges)
+            access.info(_REFUSED, request_id, path, error.status, error.code, shown)
         raise
 
 

@@ -61,6 +61,8 @@ class ChoiceReader:
         self.cached_tokens = 0
         self.bill: Bill | None = None
         """What the choice cost; None until the engine has said how it ended, which may be after its last text."""
+        self.places: tuple[str, ...] = ()
+        """Where it was, told with its bill."""
         self.finish: FinishReason | None = None
         self.stopped_by_string = False
         self._detokenizer = detokenizer

@@ -34,6 +34,14 @@ class OpenRequests:
             message = f"The request id '{asker.request_id}' is in use"
             raise ApiError(409, message, param="X-Request-Id", code="duplicate_id")
 
+    def check_unread(self, asker: Asker) -> None:
+        """For one who wants to go on with an answer."""
+        if asker in self._open:
+            message = (
+                f"The answer '{asker.request_id}' is still being read by another connection; resume once that is closed"
+            )
+            raise ApiError(409, message, param="id", code="still_read")
+
     def release(self, asker: Asker) -> None:
         self._open.pop(asker, None)
 

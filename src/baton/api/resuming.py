@@ -61,6 +61,14 @@ def parse_marks(text: str, choices: int) -> Marks:
     return Marks(tuple(_mark(part) for part in parts), text.endswith("."))
 
 
+def check_reach(marks: Marks, limits: Sequence[int]) -> None:
+    """`limits`: by choice, the tokens that it can have at most. A 400 where a client says that it has more."""
+    for mark, limit in zip(marks.choices, limits, strict=True):
+        if mark.tokens > limit:
+            message = f"{LAST_EVENT_ID} says {mark.tokens} tokens, and this answer has at most {limit}"
+            raise invalid(LAST_EVENT_ID, message)
+
+
 def _mark(part: str) -> Mark:
     if part == _NOT_BEGUN:
         return Mark()

@@ -25,7 +25,7 @@ from baton.api.preparing import Prepared
 from baton.api.reader import Delta
 from baton.api.registry import OpenRequests
 from baton.api.resuming import CutStream, Events, Marks, NumberedEvents, Orphanage, PlainEvents, fresh_marks
-from baton.api.writing import DONE, Choice, bill_of, sse, usage_of
+from baton.api.writing import DONE, Choice, bill_of, places_of, sse, usage_of
 from baton.core.errors import Refused
 from baton.core.request import FinishReason
 
@@ -60,6 +60,7 @@ class Server:
 
     async def resume(self, prepared: Prepared, marks: Marks, orphanage: Orphanage, receive: ReceiveMessage) -> Run:
         """Go on with an orphan after what its client has of it."""
+        self.open.check_unread(prepared.asker)
         answer = Answer(prepared.readers, carried=True)
         self.open.claim(prepared.asker, answer)
         with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
@@ -77,7 +78,7 @@ class Server:
             return
         finished = run.finished(status, self._engine.gauges)
         if run.answer.is_settled:
-            finished.log(bill_of(run.prepared.readers))
+            finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
             return
         # Cut by a stop string or by its client: the engine tells the cost a step later, which no client waits for.
         task = asyncio.create_task(_log_late(finished, run))
@@ -88,7 +89,7 @@ class Server:
 async def _log_late(finished: Finished, run: Run) -> None:
     await run.answer.settled(LATE_BILL_S)
     run.answer.close()
-    finished.log(bill_of(run.prepared.readers))
+    finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
 
 
 async def _claimed(prepared: Prepared, marks: Marks, orphanage: Orphanage) -> list[TokenStream]:

@@ -111,6 +111,11 @@ def bill_of(readers: Sequence[ChoiceReader]) -> Bill | None:
     )
 
 
+def places_of(readers: Sequence[ChoiceReader]) -> list[tuple[str, ...]]:
+    """By choice: the instances that had it, one after the other."""
+    return [reader.places for reader in readers]
+
+
 def rescheduled_fields(rescheduled: Rescheduled) -> dict[str, object]:
     """What a choice has beside the usual when its attempt ended early."""
     fault, ids = rescheduled.fault, rescheduled.token_ids

@@ -31,6 +31,10 @@ class ServerUnreachable(Exception):
     """Nobody answers at the address, or what answers is not an OpenAI-compatible server."""
 
 
+class KeyWanted(ServerUnreachable):
+    """It answers those who have another key."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     url: str
@@ -365,6 +369,8 @@ async def first_model(http: aiohttp.ClientSession, url: str, api_key: str | None
         raise ServerUnreachable(f"no server answers at {url}: {reason}") from error
     except (aiohttp.ClientError, ConnectionError, ValueError) as error:
         raise ServerUnreachable(f"no server answers at {url}: {error}") from error
+    if response.status in (401, 403):
+        raise KeyWanted(f"{url} wants {'an' if api_key is None else 'another'} API key")
     if response.status != 200:
         raise ServerUnreachable(f"{address} answered {response.status}: {body[:200].decode(errors='replace')}")
     try:

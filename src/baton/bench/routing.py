@@ -19,11 +19,23 @@ from rich.table import Table
 from baton.bench.client import Ask, Target, first_model, open_http
 from baton.bench.fleet import fleet
 from baton.bench.load import Closed, Plan, run_load
+from baton.bench.simulated import blocks_of
 from baton.bench.stats import describe
-from baton.bench.talks import Talk
+from baton.bench.talks import Sessions, Talk
 from baton.bench.turns import Voice
 from baton.bench.workload import Recipe, Round, Session
+from baton.core.config import WorkerConfig
+from baton.core.routing import Policy
+from baton.sim.cluster import RunSpec, simulate
+from baton.sim.records import RunRecord
+from baton.sim.report import FINISHED
+from baton.sim.steptime import load_step_times
 from baton.sim.workload import BadWorkload
+
+MODELLED = "h200-8b"
+MODELLED_CLIENTS = 39
+MODELLED_SCALE = 8.0
+"""What clients say there is so many times as long as in the trace: documents beside their questions."""
 
 _SESSIONS = 5
 """What the random stream is for, so that no two uses of one seed ever draw the same stream."""
@@ -82,11 +94,14 @@ class RoutingReport(msgspec.Struct):
     talks: Talks
     instances: int
     runs: list[PolicyRun]
+    """Here, on this machine."""
+    modelled: list[PolicyRun]
+    """In virtual time, on as many modelled GPUs, with the conversations as long as they were."""
 
 
 async def measure(
     model: str, policies: Sequence[str], instances: int, talks: Talks, sessions: Sequence[Session], voice: Voice
-) -> RoutingReport:
+) -> list[PolicyRun]:
     runs = []
     for policy in policies:
         voice.doing(f"starting the fleet for {policy}")
@@ -94,7 +109,7 @@ async def measure(
         async with fleet([model], ["mixed"] * instances, ("--policy", policy), each) as made:
             voice.doing(policy)
             runs.append(await _run(policy, made.url, talks, iter(sessions), voice))
-    return RoutingReport(talks, instances, runs)
+    return runs
 
 
 async def _run(policy: str, url: str, talks: Talks, sessions: Iterator[Session], voice: Voice) -> PolicyRun:
@@ -119,19 +134,68 @@ async def _run(policy: str, url: str, talks: Talks, sessions: Iterator[Session],
     )
 
 
+def modelled(policies: Sequence[str], instances: int, talks: Talks, said: Sequence[Talk], voice: Voice) -> list[PolicyRun]:
+    """The same router in front of the same schedulers, with machines that are only modelled."""
+    times = load_step_times(MODELLED)
+    config = WorkerConfig(
+        slots=256, blocks=blocks_of(times, None, 16), context_tokens=32_768, step_tokens=8192, waiting_max=talks.count
+    )
+    sessions = Sessions(talks.count, MODELLED_SCALE, config.context_tokens, max_tokens=1)
+    runs = []
+    for policy in policies:
+        voice.doing(f"modelled: {policy}")
+        spec = RunSpec(
+            label=policy,
+            instances=instances,
+            config=config,
+            step_times=times,
+            calls=sessions.drawn(said, talks.seed),
+            concurrency=MODELLED_CLIENTS,
+            seed=talks.seed,
+            spans_max=0,
+            route=Policy(policy),
+        )
+        runs.append(_modelled_run(policy, simulate(spec)))
+        voice.done()
+    return runs
+
+
+def _modelled_run(policy: str, record: RunRecord) -> PolicyRun:
+    journeys = [journey for journey in record.journeys if journey.outcome in FINISHED]
+    times = describe([journey.ttft_us / 1e6 for journey in journeys if journey.ttft_us is not None])
+    if len(journeys) < len(record.journeys) or times is None:
+        raise RoutingFailed(f"{policy}, modelled: {len(record.journeys) - len(journeys)} requests were not answered")
+    return PolicyRun(
+        policy=policy,
+        requests=len(journeys),
+        prompt_tokens=sum(journey.input_tokens for journey in journeys),
+        cached_tokens=sum(journey.cached_tokens for journey in journeys),
+        ttft_mean_s=times.mean,
+        ttft_p90_s=times.p90,
+        took_s=record.end_us / 1e6,
+    )
+
+
 def show(console: Console, report: RoutingReport) -> None:
-    talks = report.talks
-    table = Table(title=f"{talks.count} conversations, {talks.concurrency} at once, {report.instances} mixed instances")
+    talks, instances = report.talks, report.instances
+    if report.runs:
+        _show(console, f"{talks.count} conversations, {talks.concurrency} at once, {instances} mixed instances", report.runs)
+    title = f"{talks.count} conversations × {MODELLED_SCALE:g}, {MODELLED_CLIENTS} at once, {instances} × {MODELLED}"
+    _show(console, title, report.modelled)
+
+
+def _show(console: Console, title: str, runs: Sequence[PolicyRun]) -> None:
+    table = Table(title=title)
     for name in ("policy", "requests", "prompt tokens", "found cached", "TTFT mean", "TTFT p90", "whole run"):
         table.add_column(name, justify="left" if name == "policy" else "right")
-    for run in report.runs:
+    for run in runs:
         table.add_row(
             run.policy,
             f"{run.requests:,}",
             f"{run.prompt_tokens:,}",
             f"{run.hit_rate:.1%}",
-            f"{run.ttft_mean_s:.2f} s",
-            f"{run.ttft_p90_s:.2f} s",
-            f"{run.took_s:.0f} s",
+            f"{run.ttft_mean_s:.3f} s",
+            f"{run.ttft_p90_s:.3f} s",
+            f"{run.took_s:.1f} s",
         )
     console.print(table)

@@ -16,6 +16,7 @@ from baton.bench.calls import JITTER_GAPS, TraceLoad, read_load
 from baton.bench.policies import POLICIES, Policy
 from baton.core.config import PrefillPath, ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
+from baton.core.routing import Policy as RoutePolicy
 from baton.sim.carrying import Road
 from baton.sim.cluster import Call, RunSpec, Split, simulate
 from baton.sim.records import RunRecord
@@ -65,6 +66,7 @@ class SimOptions:
     think_s: float | None = None
     instances: int = 1
     split: str | None = None
+    route: RoutePolicy | None = None
     lane_gbytes_per_s: float | None = None
     prefill_path: PrefillPath | None = None
     step_times: str = "h200-8b"
@@ -292,6 +294,7 @@ class Simulation:
             host_us=options.host_us,
             look_every_us=self._look_every_us(),
             split=self._split(config) if self._givers else None,
+            route=options.route,
         )
 
     def _split(self, config: WorkerConfig) -> Split:
@@ -343,6 +346,7 @@ class Simulation:
             "split": options.split,
             "link_gbytes_per_s": self._lane_gbytes_per_s if self._givers else None,
             "prefill_path": (options.prefill_path or PrefillPath.SHORT) if self._givers else None,
+            "route": options.route,
             "step_times": self.step_times.name,
             "kv_blocks": config.blocks,
             "block_size": config.block_size,

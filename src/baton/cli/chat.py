@@ -22,7 +22,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.client import MESSAGE_CHARS_MAX, NULL, ServerUnreachable, first_model, open_http
+from baton.bench.client import MESSAGE_CHARS_MAX, NULL, KeyWanted, ServerUnreachable, first_model, open_http
 from baton.bench.sse import SseOverflow, SseParser
 from baton.bench.workload import Message
 
@@ -270,9 +270,15 @@ async def _find_model(url: str, api_key: str | None) -> str:
         return await first_model(http, url, api_key)
 
 
+def _advice(error: ServerUnreachable) -> str:
+    if isinstance(error, KeyWanted):
+        return "Give it with --api-key or OPENAI_API_KEY"
+    return "Start a server with: baton serve smollm2   (or say where one is with --url)"
+
+
 def chat(
     url: Annotated[str, typer.Option(help="Base address of any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Model [default: the first that the server lists].")] = None,
+    model: Annotated[str | None, typer.Option(help="Model. Default: the first that the server lists.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="Default: the server's.")] = None,
@@ -285,7 +291,7 @@ def chat(
     except ServerUnreachable as error:
         told = Console(stderr=True)
         told.print(str(error), style="red", markup=False, highlight=False)
-        told.print("Start a server with: baton serve smollm2   (or say where one is with --url)", markup=False)
+        told.print(_advice(error), markup=False)
         raise typer.Exit(1) from error
     partner = Partner(url, model or found, api_key, temperature, max_tokens)
     if sys.stdin.isatty():

@@ -58,12 +58,14 @@ def drain(name: Name, url: Url = "http://127.0.0.1:8000", api_key: ApiKey = None
     """Empty an instance: its router gives it nothing new, and it ends when it has finished what it has.
 
     [dim]baton drain decode-1[/dim] waits until it is gone; what is still open after the router's --drain-timeout goes on at
-    another instance.
+    another instance. An instance of [dim]baton up[/dim] is started again when it has ended.
     """
     try:
         at = RouterAt(url, api_key)
         life = _life_of(at, name)
-        at.call("POST", f"/v1/instances/{quote(name, safe='')}/drain")
+        answer = at.call("POST", f"/v1/instances/{quote(name, safe='')}/drain")
+        if "warning" in answer:
+            console.print(f"baton drain: {answer['warning']}", style="yellow", markup=False, soft_wrap=True)
         if wait:
             _wait(at, name, life, lambda left: console.print(f"{name} drains: {left} open", style="dim", markup=False))
     except BatonError as error:

@@ -11,14 +11,20 @@ import typer
 from baton.cli.config import NOTHING, Command, read_options
 
 
-def option(name: str, panel: str, text: str, least: float | None = None, most: float | None = None) -> Any:
+def option(
+    name: str, panel: str, text: str, least: float | None = None, most: float | None = None, metavar: str | None = None
+) -> Any:
+    """What `--help` says of values is kept short: the names of options, which one has to copy, are cut off otherwise."""
     return typer.Option(
-        f"--{name}", help=text, envvar=variable(name), show_envvar=False, rich_help_panel=panel, min=least, max=most
-    )
+        f"--{name}", help=text, envvar=variable(name), show_envvar=False, rich_help_panel=panel, min=least, max=most,
+        metavar="N" if least is not None and metavar is None else metavar,
+    )  # fmt: skip
 
 
 def switch(name: str, panel: str, text: str) -> Any:
-    return typer.Option(f"--{name}/--no-{name}", help=text, envvar=variable(name), show_envvar=False, rich_help_panel=panel)
+    return typer.Option(
+        f"--{name}/--no-{name}", help=text, envvar=variable(name), show_envvar=False, rich_help_panel=panel, metavar=" "
+    )
 
 
 def config_file(command: Callable[[], Command], settled: Mapping[str, str] = NOTHING) -> Any:

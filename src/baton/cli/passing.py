@@ -1,7 +1,7 @@
 """Commands that take the options of other commands too, and pass on those that were given.
 
-Owns how a signature is put together out of several, and how options that were given, as flags or in a file, become a command
-line again. What was set in the environment is not passed on: a child process inherits it.
+Owns how a signature is put together out of several, and how given options, also those of a file, become a command line
+again. What was set in the environment is not passed on: a child process inherits it.
 """
 
 from __future__ import annotations
@@ -49,21 +49,20 @@ def options_of(command: Command) -> dict[str, inspect.Parameter]:
 
 
 def given_for(context: typer.Context, command: Command, keep_back: Collection[str]) -> tuple[str, ...]:
-    """The options of `command` that were given, as they would be given to it."""
+    """The options of `command` that were given on the command line or in a file, as they would be given to it."""
     known = options_of(command)
     line: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
-        if name in known and name not in keep_back and is_given(context, name):
+        if source_of(context, name) in ("COMMANDLINE", "DEFAULT_MAP") and name in known and name not in keep_back:
             line += _as_given(parameter, context.params[name])
     return tuple(line)
 
 
-def is_given(context: typer.Context, name: str) -> bool:
-    """On the command line, or in a file of options."""
+def source_of(context: typer.Context, name: str) -> str:
+    """By its name, since the enum's home is another with each version of typer."""
     source = context.get_parameter_source(name)
-    # By its name, since the enum's home is another with each version of typer.
-    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+    return "" if source is None else source.name
 
 
 def _as_given(parameter: Any, value: Any) -> list[str]:

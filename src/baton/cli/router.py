@@ -30,6 +30,9 @@ from baton.core.routing import Policy, RouterConfig
 
 INSTANCES, CARRYING, LIMITS = "Instances", "Carrying requests", "Limits"
 
+STOPPING_S = 2.0
+"""What an instance has open is moved so long before its own drain ends, for that would be a loss."""
+
 AdminKey = Annotated[
     str | None,
     option(
@@ -49,8 +52,13 @@ ClusterKeyFile = Annotated[
 ]
 PolicyOption = Annotated[
     Policy,
-    option("policy", INSTANCES, "Who gets a request: cache-aware weighs the prefix that an instance has against its load."),
-]
+    option(
+        "policy", INSTANCES,
+        "Who gets a request: cache-aware (weighs the prefix that an instance has against its load), power-of-two, "
+        "round-robin or random.",
+        metavar="POLICY",
+    ),
+]  # fmt: skip
 SuspectAfter = Annotated[
     float, option("suspect-after", INSTANCES, "Seconds without a sign of life after which an instance is taken out.", 0.4)
 ]
@@ -71,9 +79,17 @@ RetryExclude = Annotated[
 LossCount = Annotated[
     int, option("loss-retry-count", CARRYING, "How often a request may move because its instance was lost.", 0)
 ]
-RequestTimeout = Annotated[
-    float, option("request-timeout", CARRYING, "Seconds after which a request ends, answered or not.", 1)
+FruitlessCount = Annotated[
+    int,
+    option("fruitless-loss-count", CARRYING, "It ends at so many losses in a row without a token: it may cause them.", 1),
 ]
+RequestTimeout = Annotated[
+    float,
+    option(
+        "request-timeout", CARRYING,
+        "Seconds after which a request is neither placed nor moved any more; an answer that flows goes on.", 1,
+    ),
+]  # fmt: skip
 AbsentTimeout = Annotated[
     float, option("absent-timeout", CARRYING, "Seconds that a new request waits while no instance is there.", 0)
 ]
@@ -105,7 +121,7 @@ def router(
     cluster_key: ClusterKey = None, cluster_key_file: ClusterKeyFile = None,
     policy: PolicyOption = Policy.CACHE_AWARE, suspect_after: SuspectAfter = 0.6, orphan_grace: OrphanGrace = 10.0,
     preempt_retry_count: RetryCount = 3, preempt_retry_exclude_decode: RetryExclude = True, loss_retry_count: LossCount = 8,
-    request_timeout: RequestTimeout = 600.0, absent_timeout: AbsentTimeout = 10.0,
+    fruitless_loss_count: FruitlessCount = 4, request_timeout: RequestTimeout = 600.0, absent_timeout: AbsentTimeout = 10.0,
     max_waiting: MaxWaiting = 1024, key_concurrency: KeyConcurrency = None, key_tokens_per_minute: KeyTokens = None,
     demo: Demo = False,
     access_log: AccessLog = True, log_level: LogLevelOption = LogLevel.INFO,
@@ -123,10 +139,11 @@ def router(
     """
     routing = _checked(
         policy=policy, preempt_retry_count=preempt_retry_count, preempt_retry_exclude_decode=preempt_retry_exclude_decode,
-        loss_retry_count=loss_retry_count, deadline_us=_us(request_timeout), absent_us=_us(absent_timeout),
+        loss_retry_count=loss_retry_count, fruitless_loss_count=fruitless_loss_count,
+        deadline_us=_us(request_timeout), absent_us=_us(absent_timeout),
         waiting_max=max_waiting, suspect_us=_us(suspect_after), orphan_grace_us=_us(orphan_grace),
         key_concurrency=key_concurrency, key_tokens_per_minute=key_tokens_per_minute,
-        drain_us=_us(max(drain_timeout, 0.001)),
+        drain_us=_us(max(drain_timeout - STOPPING_S, drain_timeout / 2, 0.001)),
     )  # fmt: skip
     scripted = executor is ExecutorKind.SCRIPTED
     _run(

@@ -164,7 +164,7 @@ RouterAddress = Annotated[
     str | None, option("router", ROUTER, "HOST:PORT where a router lets instances in; beyond loopback it needs a key.")
 ]
 InstanceName = Annotated[
-    str | None, option("name", ROUTER, "What the router calls this instance, also after a restart. Default: ROLE-PORT.")
+    str | None, option("name", ROUTER, "What the router calls this instance, also after a restart. Default: HOST-ROLE-PORT.")
 ]
 PrefillPathOption = Annotated[
     PrefillPath, option("prefill-path", PEERS, "How prefill plans its steps: short, or general as other instances do.")

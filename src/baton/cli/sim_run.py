@@ -21,6 +21,7 @@ from baton.bench.traces import TraceMalformed
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
 from baton.cli.serve import parse_bytes
 from baton.core.config import BadConfig, PrefillPath, ReservePolicy, VictimPolicy
+from baton.core.routing import Policy as RoutePolicy
 from baton.sim.perfetto import write_timeline
 from baton.sim.plots import draw
 from baton.sim.records import RunRecord
@@ -74,6 +75,9 @@ LinkGbytes = Annotated[
 ]
 PrefillPathName = Annotated[
     PrefillPath | None, _option("prefill-path", CLUSTER, "With --split: how those that prefill plan. Default: short.")
+]
+Route = Annotated[
+    RoutePolicy | None, _option("route", CLUSTER, "A router in front, and how it chooses. Default: none; in turn.")
 ]
 StepTimesName = Annotated[
     str, _option("step-times", CLUSTER, "Machine and model: h200-8b, glm-4.5-air-tp8, cpu, or a file.")
@@ -136,7 +140,7 @@ def run(
     sessions: Sessions = None, rounds: Rounds = None, think_s: ThinkS = None,
     rate: Rate = None, concurrency: Concurrency = None, max_tokens: MaxTokens = None,
     instances: Instances = 1, split: SplitText = None, link_gbytes: LinkGbytes = None,
-    prefill_path: PrefillPathName = None, step_times: StepTimesName = "h200-8b",
+    prefill_path: PrefillPathName = None, route: Route = None, step_times: StepTimesName = "h200-8b",
     kv_blocks: KvBlocks = None, kv_memory: KvMemory = None, block_size: BlockSize = 16,
     max_num_seqs: MaxNumSeqs = 256, max_num_batched_tokens: MaxBatched = 2048, max_model_len: MaxModelLen = 131_072,
     max_waiting: MaxWaiting = None, prefix_cache: PrefixCache = True, network_us: NetworkUs = 100, host_us: HostUs = 0,
@@ -156,12 +160,14 @@ def run(
 
     Conversations:  baton sim run --sessions 200 --rounds 5 --think-s 2 --concurrency 64
 
+    With a router:  baton sim run --sessions 78 --rounds 6 --concurrency 24 --instances 3 --route cache-aware
+
     Policies:       baton sim run --kv-blocks 12000 --rate 9 --max-tokens 2048 --compare none,new-token-ratio --seeds 3
     """
     options = SimOptions(
         trace=trace, speed=speed, limit=limit, requests=requests, input_tokens=input_tokens, output_tokens=output_tokens,
         max_tokens=max_tokens, rate=rate, concurrency=concurrency, sessions=sessions, rounds=rounds, think_s=think_s,
-        instances=instances, split=split, lane_gbytes_per_s=link_gbytes, prefill_path=prefill_path,
+        instances=instances, split=split, lane_gbytes_per_s=link_gbytes, prefill_path=prefill_path, route=route,
         step_times=step_times, kv_blocks=kv_blocks,
         kv_memory_bytes=parse_bytes(kv_memory) if kv_memory is not None else None, block_size=block_size,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,

@@ -1,8 +1,7 @@
 """`baton up`: a router and instances on this machine, as one command.
 
 Owns which options go to whom. Those of `baton serve` and `baton router` can all be given, as flags or in a file; what this
-command decides itself (ports, roles, names, the key between them) cannot. Keys are passed on in the environment,
-which others on this machine cannot read; command lines they can.
+command decides itself (ports, roles, names, the key between them) cannot.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from baton.cli.options import config_file, variable
-from baton.cli.passing import given_for, is_given, taking_options_of
+from baton.cli.options import config_file
+from baton.cli.passing import given_for, source_of, taking_options_of
 from baton.cli.router import router
 from baton.cli.serve import ExecutorKind, Model, serve
 from baton.core.errors import BatonError
@@ -31,18 +30,19 @@ DECIDED = frozenset(
      "cluster_key_file"]
 )  # fmt: skip
 """Options of the others that are not the caller's to give."""
-KEYS = ("api_key", "admin_key")
-HANDLED = frozenset([*DECIDED, *KEYS, "demo", "threads", "drain_timeout", "config"])
-SETTLED = {name.replace("_", "-"): "is not for a file of baton up, which settles it for each process" for name in DECIDED}
+HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key", "admin_key"])
+SETTLED = {name.replace("_", "-"): "is not an option of baton up, which settles it for each process" for name in DECIDED}
 SETTLED["port"] += "; the port of the API is 'router-port'"
 OF_THE_ROUTER = frozenset(["host", "max_waiting", "chat_template"])
 """The API is the router's: instances stay on loopback, and what they let wait is for the router to know."""
+DEMO_KV = "128M"
+"""So small a pool that the dashboard shows what one answer takes of it."""
 QUIET = ("--log-level", "warning")
 """Instances speak up when something is wrong; what happens to requests the router says."""
 
 
 def _option(name: str, text: str, least: float | None = None, most: float | None = None) -> Any:
-    return typer.Option(f"--{name}", help=text, rich_help_panel=FLEET, min=least, max=most)
+    return typer.Option(f"--{name}", help=text, rich_help_panel=FLEET, min=least, max=most, metavar="N")
 
 
 Prefill = Annotated[int, _option("prefill", "Instances that prefill for those that decode.", 0)]
@@ -91,12 +91,16 @@ def _up(
         mixed = 0 if prefill or decode else 1
     to_instances = given_for(context, serve, HANDLED | OF_THE_ROUTER)
     to_router = given_for(context, router, HANDLED)
+    if demo and all(source_of(context, name) == "DEFAULT" for name in ("kv_memory", "kv_blocks")):
+        to_instances = ("--kv-memory", DEMO_KV, *to_instances)
     quiet = () if "--log-level" in to_instances else QUIET
     try:
         plan = FleetPlan(
             model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
-            threads, demo, _operators_key(context), drain_timeout, round(restart_delay_max * 1e6), _keys_given(context),
+            threads, demo, tuple(context.params["api_key"] or ()), drain_timeout, round(restart_delay_max * 1e6),
+            context.params["admin_key"],
         )  # fmt: skip
+        check_port(context.params["host"], router_port)
         code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
     except BatonError as error:
         Console(stderr=True, highlight=False).print(f"baton up: {error}", style="red", markup=False, soft_wrap=True)
@@ -104,25 +108,11 @@ def _up(
     raise typer.Exit(code)
 
 
-def _operators_key(context: typer.Context) -> str | None:
-    """To ask the router how the fleet is."""
-    key: str | None = context.params["admin_key"] or next(iter(context.params["api_key"] or ()), None)
-    return key
+def check_port(host: str, port: int) -> None:
+    """The router would say it too, but under the name that the option has there."""
+    from baton.node.hosting import bind
 
-
-def _keys_given(context: typer.Context) -> tuple[tuple[str, str], ...]:
-    """As variables of the environment; those that are there already the children inherit."""
-    from baton.up.fleet import BadFleet
-
-    variables = []
-    for name in KEYS:
-        given = context.params[name] if is_given(context, name) else None
-        keys = [given] if isinstance(given, str) else list(given or ())
-        if any(key.split() != [key] for key in keys):  # a variable holds several keys, with space between them
-            raise BadFleet(f"--{name.replace('_', '-')} is empty or has white space in it")
-        if keys:
-            variables.append((variable(name), " ".join(keys)))
-    return tuple(variables)
+    bind(host, port, "--router-port").close()
 
 
 def _run(plan: FleetPlan, needs_model: bool) -> int:

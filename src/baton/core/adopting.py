@@ -28,37 +28,40 @@ class Adoption:
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._pending: dict[Body, Carried] = {}
-        """Those that nobody has claimed, or of which a choice is still missing."""
+        """Those that nobody has claimed, or of which a choice is still missing; in order of their grace."""
         self._made = 0
 
     def next_deadline(self) -> int | None:
-        if not self._pending:
-            return None
-        return min((body.grace_us for body in self._pending.values() if body.grace_us is not None), default=None)
+        return next((body.grace_us for body in self._pending.values()), None)
 
     # ── joins ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def adopt(self, member: Member, held: Sequence[HeldChoice]) -> tuple[tuple[Kept, ...], tuple[int, ...]]:
-        """Which serials the instance goes on with, and which nobody wants."""
-        keep, cancel = list[Kept](), list[int]()
+    def adopt(self, member: Member, held: Sequence[HeldChoice]) -> tuple[Kept, ...]:
+        """Which serials the instance goes on with; nobody wants the others."""
+        keep: list[Kept] = []
         extras: dict[Body, dict[int, tuple[object, ...]]] = {}
         """Of the orphans that are found in this join."""
         furthest = _furthest(held)
+        digests: dict[bytes, bytes] = {}
+        """By origin: one may be megabytes, and have hundreds of choices."""
         for item in held:
-            body = self._body_of(item) if item.serial in furthest else None
+            if item.serial not in furthest:
+                continue
+            if item.origin not in digests:
+                digests[item.origin] = digest_of(item.origin)
+            body = self._body_of(item, digests[item.origin])
             choice = None if body is None else body.choices[item.choice]
             if choice is None or not _wanted(choice, item):
-                cancel.append(item.serial)
                 continue
             if not choice.body.opened and choice.body.orphan:
                 extras.setdefault(choice.body.body, {})[choice.index] = item.extras
             keep.append((item.serial, self._take_over(choice, item, member), 0))
         for number, known in extras.items():
             self._announce(self._pending[number], known)
-        return tuple(keep), tuple(cancel)
+        return tuple(keep)
 
-    def _body_of(self, item: HeldChoice) -> Carried | None:
-        carrier, digest = self._carrier, digest_of(item.origin)
+    def _body_of(self, item: HeldChoice, digest: bytes) -> Carried | None:
+        carrier = self._carrier
         if not item.origin or not 0 <= item.choice < item.body_choices or digest in carrier.over:
             return None
         body = carrier.by_origin.get(digest)
@@ -95,6 +98,8 @@ class Adoption:
         elif item.end is not None and item.end.generated_tokens < len(choice.delivered):
             choice.keep = item.end.generated_tokens  # its client had cut it
         if reason is not None:
+            if item.end is not None and item.end.generated_tokens < len(choice.delivered):
+                choice.keep = item.end.generated_tokens  # it was cut before its router was lost
             carrier.end(choice, reason, None, missing, extras, cached)
             return journey.leg
         if choice.body.opened and (missing or cached is not None):
@@ -124,7 +129,7 @@ class Adoption:
         journey.taken = True
         carrier.move(choice, CarryMove.RESUME)
         carrier.board(choice, journey, 0)
-        choice.losses = max(0, choice.losses - 1)
+        choice.losses, choice.fruitless = max(0, choice.losses - 1), max(0, choice.fruitless - 1)
         choice.turned_down_by = None
         carrier.note(choice, Stage.RESUMED, journey.member.name)
 

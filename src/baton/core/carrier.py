@@ -37,7 +37,7 @@ from baton.core.fleet import Fleet, Member
 from baton.core.holdings import Holdings
 from baton.core.peers import PdCode, PdFault, PdStage
 from baton.core.phases import Phases
-from baton.core.placement import Placement, Prompt, Spot, Wanted
+from baton.core.placement import Placement, Prompt, Spot, Wanted, holding
 from baton.core.quota import Quota, RetryBudget
 from baton.core.request import FinishReason
 from baton.core.routing import (
@@ -123,8 +123,9 @@ class Carrier:
         self.now_us = 0
         self.effects: list[RouterEffect] = []
         """Of the event that is being handled."""
-        self.bodies: OrderedDict[Body, Carried] = OrderedDict()
-        """In order of their deadlines: all have the same time."""
+        self.bodies: dict[Body, Carried] = {}
+        self._in_time: dict[Body, Carried] = {}
+        """Those whose deadline is to come, in order of it: all have the same time."""
         self.by_origin: dict[bytes, Carried] = {}
         """By digest."""
         self.over: OrderedDict[bytes, None] = OrderedDict()
@@ -150,7 +151,7 @@ class Carrier:
 
     def next_deadline(self) -> int | None:
         due_us = sooner(self.room.next_due(), self._absent_due_us)
-        return sooner(due_us, next(iter(self.bodies.values())).deadline_us) if self.bodies else due_us
+        return sooner(due_us, next(iter(self._in_time.values())).deadline_us) if self._in_time else due_us
 
     def expire(self) -> None:
         self._end_overdue()
@@ -187,7 +188,7 @@ class Carrier:
         body = Carried(number, tenant, digest_of(origin), origin, self._arrivals, self.now_us,
                        self.now_us + self.config.deadline_us, open_choices=choices)  # fmt: skip
         body.choices = [Choice(body, index, None) for index in range(choices)]
-        self.bodies[number] = body
+        self.bodies[number] = self._in_time[number] = body
         if origin:
             self.by_origin[body.digest] = body
         return body
@@ -232,13 +233,13 @@ class Carrier:
         self.end_all(body, FinishReason.ABORT, None)
         self.effects.append(OrphanDropped(body.body))
 
-    def end_all(self, body: Carried, reason: FinishReason, fault: PdFault | None) -> None:
-        still = [choice for choice in body.choices if choice.state is not Carry.ENDED]
+    def end_all(self, body: Carried, reason: FinishReason, fault: PdFault | None, but: Sequence[Choice] = ()) -> None:
+        still = [choice for choice in body.choices if choice.state is not Carry.ENDED and choice not in but]
         self.call_back(still)
         for choice in still:
             done = None if reason is FinishReason.ABORT else finished_as(choice)
             self.end(choice, reason if done is None else done, fault if done is None else None)
-        if not still:
+        if not still and not body.open_choices:
             self.close_body(body)
 
     def close_body(self, body: Carried) -> None:
@@ -251,6 +252,7 @@ class Carrier:
             if leg.member.session in self.fleet.members:
                 self.effects.append(Forget(leg.member.session, leg.leg))
         del self.bodies[body.body]
+        self._in_time.pop(body.body, None)
         if self.by_origin.get(body.digest) is body:
             del self.by_origin[body.digest]
             self.over[body.digest] = None
@@ -354,6 +356,9 @@ class Carrier:
         if not self._may_go_on(choice, cause, where):
             self._give_up(choice, fault)
             return
+        if choice.body.deadline_us <= self.now_us:
+            self._give_up(choice, self._overdue(fault.reason))
+            return
         self.leave(choice)
         self.move(choice, MOVE_OF[cause])
         self.room.enter(choice, self.now_us + self._delay_us(choice, cause))
@@ -386,8 +391,11 @@ class Carrier:
                 return choice.preemptions <= self.config.preempt_retry_count
             case Cause.LOST:
                 choice.losses += 1
+                choice.fruitless = choice.fruitless + 1 if choice.lost_with == len(choice.delivered) else 1
+                choice.lost_with = len(choice.delivered)
                 choice.turned_down_by = where
-                return choice.losses <= self.config.loss_retry_count
+                is_deadly = choice.fruitless >= self.config.fruitless_loss_count
+                return choice.losses <= self.config.loss_retry_count and not is_deadly
             case Cause.REFUSED:
                 choice.refusals += 1
                 choice.turned_down_by = where
@@ -485,8 +493,11 @@ class Carrier:
             if not party:
                 break
             wanted = self._wants.of(party)
-            spot = self._placement.choose(wanted, servers, self.fleet.givers)
-            if spot is None:
+            holders = holding(servers, wanted)
+            spot = self._placement.choose(wanted, holders, self.fleet.givers)
+            if not holders:
+                self.room.put_off(party, self.now_us + self.config.beat_us)  # and not in the way of those behind it
+            elif spot is None:
                 passed_over.append(party)
             else:
                 self._send(party, wanted, spot)
@@ -537,17 +548,22 @@ class Carrier:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _end_overdue(self) -> None:
-        while self.bodies:
-            body = next(iter(self.bodies.values()))
+        while self._in_time:
+            number, body = next(iter(self._in_time.items()))
             if body.deadline_us > self.now_us:
                 return
-            text = f"it has not ended within {self.config.deadline_us // 1_000_000} s"
+            del self._in_time[number]
             if body.orphan:
                 self.drop(body)
             elif body.opened:
-                self.end_all(body, FinishReason.RESCHEDULE, PdFault(PdCode.TIMEOUT, PdStage.DECODE, text))
+                flows = [choice for choice in body.choices if choice.state is Carry.OPEN and choice.delivered]
+                self.end_all(body, FinishReason.RESCHEDULE, self._overdue(), but=flows)
             else:
-                self._decline(body, Refusal(RefusalCode.NO_INSTANCE, text, RETRY_AFTER_S))
+                self._decline(body, Refusal(RefusalCode.NO_INSTANCE, self._overdue().reason, RETRY_AFTER_S))
+
+    def _overdue(self, why: str = "") -> PdFault:
+        text = f"it has not ended within {self.config.deadline_us // 1_000_000} s"
+        return PdFault(PdCode.TIMEOUT, PdStage.DECODE, f"{text}: {why}" if why else text)
 
     def watch_absence(self) -> None:
         if self.fleet.servers:

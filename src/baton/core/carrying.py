@@ -104,6 +104,10 @@ class Choice:
     entry: int = 0
     """While WAITING: its number in the waiting room."""
     losses: int = 0
+    fruitless: int = 0
+    """Of the losses, the last ones between which no token came."""
+    lost_with: int = -1
+    """How many tokens it had at the last loss."""
     preemptions: int = 0
     refusals: int = 0
     """In a row."""
@@ -111,7 +115,7 @@ class Choice:
     avoid: list[Instance] = field(default_factory=list)
     """Those who had no room for it."""
     turned_down_by: Instance | None = None
-    """Who refused it last."""
+    """Who refused it last, or was lost with it."""
     keep: int | None = None
     """While CUT: how many tokens count."""
     cached_tokens: int | None = None
@@ -229,7 +233,8 @@ def add_bill(choice: Choice, bill: Bill) -> None:
 
 def outcome_of(choice: Choice, reason: FinishReason, fault: PdFault | None) -> Outcome:
     generated = len(choice.delivered) if choice.keep is None else choice.keep
-    cached = choice.bill.cached_tokens or choice.cached_tokens or 0
+    # What the client was told with its first token, whatever a leg before that had found.
+    cached = choice.bill.cached_tokens if choice.cached_tokens is None else choice.cached_tokens
     return Outcome(reason, generated, replace(choice.bill, attempts=choice.attempts, cached_tokens=cached), fault)
 
 

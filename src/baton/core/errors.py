@@ -33,6 +33,8 @@ class RefusalCode(StrEnum):
     NOT_IN_VOCABULARY = "not_in_vocabulary"
     QUEUE_FULL = "queue_full"
     GROUP_TOO_LARGE = "group_too_large"
+    TOO_MANY_CHOICES = "too_many_choices"
+    """More than its tenant may ever have open."""
     DUPLICATE_ID = "duplicate_id"
     DRAINING = "draining"
     WRONG_ROLE = "wrong_role"

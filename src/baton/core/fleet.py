@@ -4,9 +4,10 @@
                  │                  │
                  └──────────────────┴── the connection ends, no sign of life, or a newer session ──▶ GONE
 
-An instance is a name; each of its lives has a higher incarnation, and of an older life nothing is heard once a newer one
-has joined. Being silent is measured in time in which the router itself was awake. What becomes of the requests of an
-instance that is gone is not decided here.
+An instance is a name; each of its lives has a higher incarnation, and of an older life nothing is heard while a newer one
+is here or was a moment ago. A life that drains does so until its end, whatever befalls its connection. Being silent is
+measured in time in which the router itself was awake. What becomes of the requests of an instance that is gone is not
+decided here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from baton.core.carrying import Choice
 
 NAMES_MAX = 4096
-"""Names whose last incarnation is remembered."""
+"""Names whose last life is remembered."""
+FENCE_US = 60_000_000
+"""After a life was last heard an older one may join: more likely than a life that comes back so late is a clock, which
+incarnations are read from, that was set back."""
 
 
 class MemberState(Enum):
@@ -70,6 +74,10 @@ class Member:
     used: int = 0
     """When it was last chosen, as a count of choosings."""
     drain_by_us: int | None = None
+    has_kept: bool = False
+    """It joined with requests of a router before this one, or of this one."""
+    told: tuple[str, ...] | None = None
+    """Of whom it knows that they prefill for it."""
 
     @property
     def name(self) -> Instance:
@@ -78,6 +86,17 @@ class Member:
     @property
     def serves(self) -> bool:
         return self.state is MemberState.JOINED and self.role.serves
+
+
+@dataclass(slots=True)
+class _Life:
+    """The last life of a name."""
+
+    incarnation: int
+    heard_us: int
+    """When it was last heard, once it is gone."""
+    drain_by_us: int | None = None
+    """It drains; what it has left then goes on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +139,11 @@ class Fleet:
         """Those who take requests now, by name."""
         self.givers: list[Member] = []
         """Those who prefill for others now, by name."""
+        self.known_givers: list[Member] = []
+        """The same, and those who drain: they still hand over what they were asked for."""
         self.model: Facts | None = None
         """Whose fingerprint, vocabulary and block size all others must have."""
-        self._lives: dict[Instance, int] = {}
-        """Name → its highest incarnation."""
+        self._lives: dict[Instance, _Life] = {}
         self._moves = dict.fromkeys(TRANSITIONS, 0)
 
     def moves(self) -> dict[tuple[MemberState, MemberMove], int]:
@@ -131,25 +151,48 @@ class Fleet:
 
     # ── coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def objection(self, facts: Facts) -> Objection | None:
-        newest = self._lives.get(facts.name, 0)
-        if facts.incarnation < newest:
-            return Objection(
-                f"{facts.name} of incarnation {facts.incarnation} is outlived: incarnation {newest} has joined", fenced=True
-            )
+    def objection(self, facts: Facts, now_us: int) -> Objection | None:
+        life = self._lives.get(facts.name)
+        if life is not None and facts.incarnation < life.incarnation and self._is_fresh(facts.name, life, now_us):
+            newer = f"incarnation {life.incarnation} has joined"
+            return Objection(f"{facts.name} of incarnation {facts.incarnation} is outlived: {newer}", fenced=True)
         if facts.role not in ROLES:
             return Objection(f"its role is {facts.role!r}, and roles are {', '.join(ROLES)}")
+        if (holder := self._living_holder(facts, now_us)) is not None:
+            return Objection(f"{facts.name} is there already, at {holder.facts.url}; give another --name")
+        if not facts.fingerprint.startswith(self._config.model_mark):
+            its, ours = facts.fingerprint.hex(), self._config.model_mark.hex()
+            return Objection(
+                f"its model is not {self._config.model}: the fingerprint of its model is {its}, "
+                f"and that of {self._config.model} begins with {ours}"
+            )
         model = self.model
         if model is None:
             return None
         if facts.fingerprint != model.fingerprint:
             ours, its = model.fingerprint.hex(), facts.fingerprint.hex()
-            return Objection(f"the fingerprint of its model is {its}, and that of this fleet {ours}")
+            return Objection(
+                f"it has another model, number format or attention than {model.name} at {model.url}: the fingerprint of its "
+                f"model is {its}, and that of this fleet {ours}"
+            )
         if facts.vocabulary != model.vocabulary:
             return Objection(f"its vocabulary has {facts.vocabulary} tokens, and that of this fleet {model.vocabulary}")
         if facts.block_size != model.block_size:
             return Objection(f"its blocks have {facts.block_size} tokens, and those of this fleet {model.block_size}")
         return None
+
+    def _is_fresh(self, name: Instance, life: _Life, now_us: int) -> bool:
+        return name in self.by_name or now_us < life.heard_us + FENCE_US
+
+    def _living_holder(self, facts: Facts, now_us: int) -> Member | None:
+        """Another process that has this name and was heard lately: rather a mistake than an earlier life.
+
+        An earlier life is found to be gone soon, and the newcomer calls again.
+        """
+        holder = self.by_name.get(facts.name)
+        if holder is None or (holder.facts.pid, holder.facts.url) == (facts.pid, facts.url):
+            return None
+        return holder if now_us - holder.heard_us < self._config.suspect_us else None
 
     def forget_model(self) -> None:
         """Another model may come once nobody serves this one and nothing waits that was begun with it."""
@@ -157,14 +200,16 @@ class Fleet:
             self.model = None
 
     def admit(self, session: Session, facts: Facts, draining: bool, now_us: int) -> Member:
-        state = MemberState.DRAINING if draining else MemberState.JOINED
-        member = Member(session, facts, ROLES[facts.role], state, now_us, now_us)
-        if draining:
-            member.drain_by_us = now_us + self._config.drain_us
+        life = self._lives.pop(facts.name, None)
+        if life is None or life.incarnation != facts.incarnation:
+            life = _Life(facts.incarnation, now_us)
+        self._lives[facts.name] = life
+        if draining and life.drain_by_us is None:
+            life.drain_by_us = now_us + self._config.drain_us
+        state = MemberState.JOINED if life.drain_by_us is None else MemberState.DRAINING
+        member = Member(session, facts, ROLES[facts.role], state, now_us, now_us, drain_by_us=life.drain_by_us)
         self.model = self.model or facts
         self.members[session] = self.by_name[facts.name] = member
-        self._lives.pop(facts.name, None)
-        self._lives[facts.name] = facts.incarnation
         if len(self._lives) > NAMES_MAX:
             self._forget_a_name()
         self._list()
@@ -172,7 +217,7 @@ class Fleet:
 
     def drain(self, member: Member, now_us: int) -> None:
         self._move(member, MemberMove.DRAIN)
-        member.drain_by_us = now_us + self._config.drain_us
+        member.drain_by_us = self._lives[member.name].drain_by_us = now_us + self._config.drain_us
         self._list()
 
     def remove(self, member: Member, move: MemberMove) -> None:
@@ -180,6 +225,7 @@ class Fleet:
         del self.members[member.session]
         if self.by_name.get(member.name) is member:
             del self.by_name[member.name]
+            self._lives[member.name].heard_us = member.heard_us
         self._list()
 
     def _forget_a_name(self) -> None:
@@ -188,9 +234,10 @@ class Fleet:
             del self._lives[oldest]
 
     def _list(self) -> None:
-        joined = [self.by_name[name] for name in sorted(self.by_name) if self.by_name[name].state is MemberState.JOINED]
-        self.servers = [member for member in joined if member.role.serves]
-        self.givers = [member for member in joined if member.role.gives and member.facts.peer_address]
+        here = [self.by_name[name] for name in sorted(self.by_name)]
+        self.servers = [member for member in here if member.serves]
+        self.known_givers = [member for member in here if member.role.gives and member.facts.peer_address]
+        self.givers = [member for member in self.known_givers if member.state is MemberState.JOINED]
 
     def _move(self, member: Member, move: MemberMove) -> None:
         edge = (member.state, move)

@@ -43,6 +43,8 @@ class Wanted:
     """Tokens of the longest sequence it may become."""
     avoid: tuple[Instance, ...]
     """Not there while there is another; the last of them least of all."""
+    begun: bool = False
+    """An instance could hold it: it waits for one that can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,9 @@ class Placement:
     def has_room(self, member: Member) -> bool:
         return len(member.aboard) < self._config.ahead * member.facts.slots
 
-    def choose(self, wanted: Wanted, servers: Sequence[Member], givers: Sequence[Member]) -> Spot | None:
-        """None: whoever it may go to has too much before it already."""
-        able = [member for member in _avoiding(_holding(servers, wanted), wanted.avoid) if self.has_room(member)]
+    def choose(self, wanted: Wanted, holders: list[Member], givers: Sequence[Member]) -> Spot | None:
+        """One of those who can hold it. None: whoever it may go to has too much before it already."""
+        able = [member for member in _avoiding(holders, wanted.avoid) if self.has_room(member)]
         if not able:
             return None
         known = self._known(wanted, able[0].facts.block_size)
@@ -142,10 +144,11 @@ def _short(member: Member, missing_tokens: int) -> int:
     return POOL_TOKENS + short * size if short > 0 else 0
 
 
-def _holding(servers: Sequence[Member], wanted: Wanted) -> list[Member]:
-    """Those where it fits at all; if there is none, those with the longest context, who will say what is wrong with it."""
+def holding(servers: Sequence[Member], wanted: Wanted) -> list[Member]:
+    """Those where it fits at all. If there is none, those with the longest context, who will say what is wrong with it;
+    but for what has begun there is nothing wrong with it."""
     fits = [m for m in servers if min(m.facts.context_tokens, m.facts.blocks * m.facts.block_size) >= wanted.longest]
-    if fits or not servers:
+    if fits or not servers or wanted.begun:
         return fits
     most = max(member.facts.context_tokens for member in servers)
     return [member for member in servers if member.facts.context_tokens == most]

@@ -79,6 +79,9 @@ class Quota:
         if self._concurrency is None and self._per_minute is None:
             return None
         account = self._account(tenant, now_us)
+        if self._concurrency is not None and choices > self._concurrency:
+            text = f"{choices} choices are asked for at once, and this key may have {self._concurrency} open"
+            return Refusal(RefusalCode.TOO_MANY_CHOICES, text)
         if self._concurrency is not None and account.open + choices > self._concurrency:
             text = f"{account.open} choices of this key are open, {choices} more asked for; it may have {self._concurrency}"
             return Refusal(RefusalCode.RATE_LIMITED, text, 1)

@@ -45,6 +45,8 @@ from baton.core.routing import (
 
 ADDRESSES_MAX = 256
 """Givers that a taker is told of."""
+SETTLE_US = 3_000_000
+"""After the start: whoever belonged to a router before this one has called by then."""
 
 
 class Router:
@@ -53,10 +55,8 @@ class Router:
         self.fleet = Fleet(config)
         self._carrier = Carrier(config, self.fleet, prefix_secret, seed)
         self._adoption = Adoption(self._carrier)
-        self._addresses: tuple[str, ...] = ()
-        """Of the givers, as takers were told."""
         self._tick_us = 0
-        self._started = False
+        self._settles_us: int | None = None
 
     # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,8 +132,8 @@ class Router:
         """While it is awake something happens at least every beat: after a longer gap, it was not there to listen."""
         gap_us, beat_us = now_us - self._carrier.now_us, self.config.beat_us
         self._carrier.now_us = now_us
-        if not self._started:
-            self._started = True
+        if self._settles_us is None:
+            self._settles_us = now_us + SETTLE_US
             self._carrier.watch_absence()
         elif gap_us > 2 * beat_us and self.fleet.members:
             self.fleet.excuse(gap_us - beat_us)
@@ -145,6 +145,7 @@ class Router:
             self._suspect(suspicion.member, suspicion.what, suspicion.why)
         for member in self.fleet.drained_too_long(now_us):
             self._carrier.clear_out(member)
+        self._tell_takers()
         self._adoption.expire()
         self._carrier.expire()
 
@@ -157,7 +158,7 @@ class Router:
             return
         if not self._carrier.bodies:
             fleet.forget_model()
-        objection = fleet.objection(facts)
+        objection = fleet.objection(facts, now_us)
         if objection is not None:
             self._carrier.effects.append(TurnAway(event.session, objection.reason, objection.fenced))
             what = "fenced" if objection.fenced else "refused"
@@ -174,21 +175,25 @@ class Router:
         member = fleet.admit(event.session, facts, event.draining, now_us)
         self._carrier.holdings.open(event.session, facts.blocks)
         at = len(self._carrier.effects)
-        keep, cancel = self._adoption.adopt(member, event.held)
-        self._carrier.effects.insert(at, Admit(event.session, keep, cancel))  # before anything that names its legs
+        keep = self._adoption.adopt(member, event.held)
+        self._carrier.effects.insert(at, Admit(event.session, keep))  # before anything that names its legs
         self._carrier.effects.append(FleetChanged(facts.name, facts.incarnation, "joined", facts.role))
         if member.state is MemberState.DRAINING:
+            if not event.draining:
+                self._carrier.effects.append(OrderDrain(event.session))  # its connection broke before it could hear that
             self._carrier.effects.append(
                 FleetChanged(facts.name, facts.incarnation, "draining", "it was draining when it joined")
             )
-        self._regroup(member)
+        member.has_kept = bool(event.held)
+        self._regroup()
 
     def _parted(self, session: Session, reason: str) -> None:
         member = self.fleet.members.get(session)
         if member is None:
             self.counts.late += 1
         else:
-            self._lose(member, MemberMove.PART, "lost", reason)
+            in_order = member.state is MemberState.DRAINING and not member.aboard
+            self._lose(member, MemberMove.PART, "left" if in_order else "lost", reason)
 
     def _beaten(self, event: Beaten) -> None:
         member = self.fleet.members.get(event.session)
@@ -212,7 +217,8 @@ class Router:
             return
         self.fleet.drain(member, self._carrier.now_us)
         self._carrier.effects.append(OrderDrain(member.session))
-        self._carrier.effects.append(FleetChanged(name, member.facts.incarnation, "draining", "it takes nothing new"))
+        why = "it takes nothing new" if self.fleet.servers else "it takes nothing new, and nobody else serves"
+        self._carrier.effects.append(FleetChanged(name, member.facts.incarnation, "draining", why))
         self._regroup()
 
     def _suspect(self, member: Member, what: str, why: str) -> None:
@@ -228,13 +234,17 @@ class Router:
         self._carrier.lose(member, why)
         self._regroup()
 
-    def _regroup(self, newcomer: Member | None = None) -> None:
+    def _regroup(self) -> None:
         """Whoever takes is told of a change among those who give; it may be that somebody serves again, or nobody does."""
-        addresses = tuple(giver.facts.peer_address for giver in self.fleet.givers)[:ADDRESSES_MAX]
-        changed = addresses != self._addresses
-        self._addresses = addresses
-        for member in self.fleet.members.values():
-            if member.role.takes and (changed or member is newcomer):
-                self._carrier.effects.append(Neighbours(member.session, addresses))
+        self._tell_takers()
         self._carrier.watch_absence()
         self._carrier.stirred = True
+
+    def _tell_takers(self) -> None:
+        """A taker hangs up on givers that it is not told of. So nobody is told too early of too few."""
+        addresses = tuple(giver.facts.peer_address for giver in self.fleet.known_givers)[:ADDRESSES_MAX]
+        settling = self._settles_us is not None and self._carrier.now_us < self._settles_us
+        for member in self.fleet.members.values():
+            if member.role.takes and member.told != addresses and not (settling and (member.has_kept or not addresses)):
+                member.told = addresses
+                self._carrier.effects.append(Neighbours(member.session, addresses))

@@ -45,11 +45,14 @@ class RouterConfig:
     """Avoid the instance that had no room while there is another."""
     loss_retry_count: int = 8
     """How often a choice may go on elsewhere because its instance, or the KV on its way to it, was lost."""
+    fruitless_loss_count: int = 4
+    """At so many losses in a row, without a token between them, it ends: it may be what kills whoever computes it."""
     backoff_us: int = 20_000
     """Before the first retry of a choice; doubles, less a jitter of up to half. After a loss the first one is at once."""
     backoff_us_max: int = 1_000_000
     deadline_us: int = 600_000_000
-    """From arrival; what has not ended by then ends with an error."""
+    """From arrival. What waits for a place or for its first token then ends with an error; an answer that flows goes on
+    until it would have to move."""
     absent_us: int = 10_000_000
     """How long a body that has no token yet waits for an instance while none is there."""
     waiting_max: int = 1024
@@ -72,10 +75,14 @@ class RouterConfig:
     """Choices that one tenant may have open."""
     key_tokens_per_minute: int | None = None
     """Tokens, prompt and generated, that one tenant may use."""
+    model: str = "the model of this router"
+    """For people."""
+    model_mark: bytes = b""
+    """What the fingerprint of every instance begins with; empty where it is not known."""
 
     def __post_init__(self) -> None:
         positive = ("backoff_us", "backoff_us_max", "deadline_us", "waiting_max", "retry_burst", "beat_us", "suspect_us",
-                    "stuck_us", "drain_us", "orphan_grace_us", "ahead", "retry_rate")  # fmt: skip
+                    "fruitless_loss_count", "stuck_us", "drain_us", "orphan_grace_us", "ahead", "retry_rate")  # fmt: skip
         for name in positive:
             if not getattr(self, name) > 0:  # written so that NaN fails too
                 raise BadConfig(f"{name} must be more than 0, not {getattr(self, name)}")
@@ -312,12 +319,13 @@ RouterEvent = Joined | Beaten | Parted | Drains | Arrived | Left | Cut | Claimed
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """The instance belongs to the fleet. Serials of `keep` are the router's from now on, each as (leg, place)."""
+    """The instance belongs to the fleet. Serials of `keep` are the router's from now on, each as (leg, place).
+
+    Whatever else it held nobody wants.
+    """
 
     session: Session
     keep: tuple[tuple[int, Leg, int], ...] = ()
-    cancel: tuple[int, ...] = ()
-    """Serials that it held and nobody wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,7 +486,7 @@ class FleetChanged:
     name: Instance
     incarnation: int
     what: str
-    """joined, lost, suspected, stuck, draining, fenced, refused"""
+    """joined, draining, left (after draining, with nothing open), lost, suspected, stuck, fenced, refused"""
     why: str
 
 

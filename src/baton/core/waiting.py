@@ -65,6 +65,12 @@ class WaitingRoom:
         for choice in party:
             self._line_up(choice)
 
+    def put_off(self, party: list[Choice], due_us: int) -> None:
+        """They are out of the line until then."""
+        for choice in party:
+            choice.due_us = due_us
+            heapq.heappush(self._later, (due_us, choice.entry, choice))
+
     def everybody(self) -> list[Choice]:
         """In order of arrival."""
         entries = [(c.body.order, c.index, c) for _, entry, c in self._later if c.entry == entry]

@@ -40,7 +40,7 @@ class Wants:
             if choice.turned_down_by is not None:
                 avoid.append(choice.turned_down_by)
         prompts = [Prompt(name, tokens[name], self._keys(name, *first[name])) for name in first]
-        return Wanted(tuple(prompts), longest, tuple(avoid))
+        return Wanted(tuple(prompts), longest, tuple(avoid), begun=party[0].body.opened)
 
     def settled(self, choice: Choice) -> Submission:
         """Its submission with a limit, the same for all legs: where the client gave none, as much as fits anywhere."""

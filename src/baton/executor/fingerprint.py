@@ -1,6 +1,7 @@
 """A short name for "the KV of the same tokens would be the same".
 
-What goes in: the configuration, the number format, the block layout and, for each weights file in name order, its name, its
+It begins with a mark of the model alone, which whoever has its folder can make; then comes what the number format and the
+block layout make of it. What goes into the mark: the configuration and, for each weights file in name order, its name, its
 size, its safetensors header (names, shapes and offsets of all tensors) and 64 samples of 4 KiB spread over the data. Reading
 every byte of a large model would take longer than loading it; a fine-tune changes every sample, a truncated or swapped
 file changes size or header. Two files that agree in all of this and differ elsewhere are told apart by nothing here.
@@ -16,11 +17,22 @@ SAMPLE_BYTES = 4096
 HEADER_BYTES_MAX = 100 * 1024 * 1024
 
 
+SCRIPTED_MARK = b"scripted-1:"
+
+
 def fingerprint_model(path: Path, dtype: str, layout: str) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in ((path / "config.json").read_bytes(), dtype.encode(), layout.encode()):
+    mark = model_mark(path)
+    digest = hashlib.blake2b(mark, digest_size=16)
+    for part in (dtype.encode(), layout.encode()):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
+    return mark + digest.digest()
+
+
+def model_mark(path: Path) -> bytes:
+    """The same for all who serve this model, whatever their number format."""
+    config = (path / "config.json").read_bytes()
+    digest = hashlib.blake2b(len(config).to_bytes(8, "little") + config, digest_size=16)
     for file in sorted(path.glob("*.safetensors")):
         _add_file(digest, file)
     return digest.digest()

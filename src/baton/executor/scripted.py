@@ -21,6 +21,7 @@ from baton.core.errors import InvariantViolated
 from baton.core.plan import Chunk, Int32s, Logprobs, Outcome, Start, StepPlan, StepResult
 from baton.core.request import Sampling, Tokens
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, spans, zeroed
+from baton.executor.fingerprint import SCRIPTED_MARK
 
 _MASK = (1 << 64) - 1
 _ODD_A, _ODD_B, _ODD_C = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xAEF17502108EF2D9
@@ -96,7 +97,7 @@ class ScriptedExecutor:
     def __init__(self, shape: ExecutorShape, vocabulary: int = 512, layers: int = 1, allocate: Allocate = zeroed) -> None:
         self.shape = shape
         self.vocabulary = vocabulary
-        self.fingerprint = f"scripted-1:{vocabulary}".encode() + (f":{layers}".encode() if layers > 1 else b"")
+        self.fingerprint = SCRIPTED_MARK + str(vocabulary).encode() + (f":{layers}".encode() if layers > 1 else b"")
         layer_bytes = shape.block_size * np.dtype(np.uint64).itemsize
         raw = allocate(shape.blocks * layers * layer_bytes)
         self.kv = KvView(raw.reshape(shape.blocks, -1), spans([layer_bytes] * layers), "uint64")

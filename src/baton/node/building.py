@@ -50,7 +50,8 @@ def _scripted(settings: EngineSettings, allocate: Allocate) -> Executor:
         context_tokens=settings.context_tokens or 8192,
         burst=settings.burst,
     )
-    layers = SCRIPTED_LAYERS if settings.has_peers else 1
+    # Under a router too, whatever the role: the instances of a fleet have one model.
+    layers = 1 if settings.router is None and not settings.has_peers else SCRIPTED_LAYERS
     return PacedExecutor(ScriptedExecutor(shape, BYTE_VOCABULARY, layers, allocate), settings.step_ms / 1000)
 
 

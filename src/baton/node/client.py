@@ -21,12 +21,9 @@ import zmq
 import zmq.asyncio
 
 from baton.api.engine import (
-    Bill,
     Burst,
-    Ended,
     EngineDead,
     EngineInfo,
-    Fault,
     Gauges,
     Handovers,
     TokenStream,
@@ -36,7 +33,7 @@ from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.core.request import FinishReason, Submission
 from baton.node.engine import QUEUED_MESSAGES_MAX, monotonic_us
 from baton.node.settings import EngineSettings
-from baton.node.streams import Stream, logprobs_of
+from baton.node.streams import Stream, ended_of, logprobs_of
 from baton.wire.desk import Came, Declined, Desk, Died, News, Opened, Progress, Step
 from baton.wire.messages import (
     FRAME_BYTES_MAX,
@@ -51,8 +48,6 @@ from baton.wire.messages import (
     StepOutput,
     Submit,
     ToEngine,
-    WireEnded,
-    WireFault,
     WireGauges,
     WireHandovers,
     decode_from_engine,
@@ -108,6 +103,8 @@ class EngineClient:
         self._draining = False
         self._stopping = False
         self._gauges = Gauges()
+        self.tokens_made = 0
+        """Since the start, for whomever."""
         self._traffic = PeerTraffic({}, 0)
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
@@ -313,6 +310,8 @@ class EngineClient:
             self._take(message)
 
     def _take(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutput):
+            self.tokens_made += len(message.tokens) // 4  # each has four bytes
         if isinstance(message, StepOutput | Pulse):
             self._gauges = _gauges_of(message.gauges, self._settings)
         elif isinstance(message, PeerTraffic):
@@ -375,33 +374,9 @@ def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
 
 def _burst_of(news: Progress) -> Burst:
     tokens = tuple(news.tokens)
-    ended = None if news.ended is None else _ended_of(news.ended)
+    end = news.ended
+    ended = None if end is None else ended_of(FinishReason(end.reason), end.bill, fault_of(end.fault))
     return Burst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
-
-
-def _ended_of(item: WireEnded) -> Ended:
-    bill = item.bill
-    return Ended(
-        FinishReason(item.reason),
-        bill.cached_tokens,
-        Bill(
-            cached_tokens=bill.cached_tokens,
-            computed_tokens=bill.computed_tokens,
-            recomputed_tokens=bill.recomputed_tokens,
-            preemptions=bill.preemptions,
-            attempts=bill.attempts,
-            queue_ms=bill.queue_us / 1000,
-            prefill_ms=bill.prefill_us / 1000,
-            transfer_ms=bill.transfer_us / 1000,
-            decode_ms=bill.decode_us / 1000,
-        ),
-        _fault_of(item.fault),
-    )
-
-
-def _fault_of(item: WireFault | None) -> Fault | None:
-    fault = fault_of(item)
-    return None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message)
 
 
 def _gauges_of(item: WireGauges, settings: EngineSettings) -> Gauges:

@@ -17,7 +17,6 @@ from fastapi import FastAPI
 from baton.api.engine import Engine
 from baton.api.logs import StateLog
 from baton.api.logs import state as state_log
-from baton.api.metrics import Metrics
 from baton.core.errors import BatonError
 from baton.executor.cachedir import cache_folder
 from baton.node.pairing import is_loopback, key_for
@@ -120,12 +119,12 @@ class StopSignals:
 
 
 @contextlib.asynccontextmanager
-async def state_logged(engine: Engine, metrics: Metrics) -> AsyncIterator[None]:
+async def state_logged(engine: Engine, tokens: Callable[[], int]) -> AsyncIterator[None]:
     """Inside, the engine's state is logged again and again; not even looked at where the level hides it."""
     if not state_log.isEnabledFor(logging.INFO):
         yield
         return
-    logging_it = asyncio.create_task(_log_state(StateLog(engine, lambda: metrics.tokens_given, time.monotonic())))
+    logging_it = asyncio.create_task(_log_state(StateLog(engine, tokens, time.monotonic())))
     try:
         yield
     finally:

@@ -32,8 +32,9 @@ HANDSHAKE_S = 2.0
 CALL_AGAIN_S, CALL_AGAIN_S_MAX = 0.05, 0.5
 HELD_S = 2.0
 """A session that lasted so long was a good one: the next call is at once."""
-TURNED_AWAY_S = 3.0
-"""Between calls to a router that does not want us: it may be started again with another model."""
+TURNED_AWAY_S, SOON_S, SOON_CALLS = 3.0, 0.15, 10
+"""Between calls to a router that does not want us: it may be started again with another model. The first ones come sooner:
+an earlier life under this name may be in its books until its silence is noticed."""
 WELCOME_US = 10_000_000
 """A router that has not answered a join by then never will; it gives an instance as long to join."""
 ENGINE_SILENT_US = 300_000
@@ -170,7 +171,7 @@ class Membership:
         self._pulses_us = now_us if self._pulses_us is None else self._pulses_us
         self._beat_due_us = now_us + welcome.beat_us  # with the engine's first pulse
         self._told = ""
-        log.info("joined the router %s at %s as %s", welcome.router, self._at, self._name)
+        log.info("joined the router at %s as %s", self._at, self._name)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -203,7 +204,7 @@ class Membership:
         return 0 if self._pulses_us is None else min(self._engine.silent_us, now_us - self._pulses_us)
 
     async def _keep_calling(self) -> None:
-        pause_s = CALL_AGAIN_S
+        pause_s, times_away = CALL_AGAIN_S, 0
         loop = asyncio.get_running_loop()
         while True:
             await self._engine_answers()
@@ -215,10 +216,11 @@ class Membership:
             turned_away, self._turned_away = self._turned_away, None
             self._log_once(end, turned_away)
             pause_s = CALL_AGAIN_S if loop.time() - called_s > HELD_S else min(2 * pause_s, CALL_AGAIN_S_MAX)
+            times_away = 0 if turned_away is None else times_away + 1
+            if times_away:
+                pause_s = SOON_S if times_away <= SOON_CALLS else TURNED_AWAY_S
             # Jittered, so that a fleet does not come all at once.
-            await asyncio.sleep(
-                random.uniform(0.5, 1.0) * (pause_s if turned_away is None else TURNED_AWAY_S)  # noqa: S311
-            )
+            await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)  # noqa: S311
 
     async def _engine_answers(self) -> None:
         if self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from baton.core.errors import BatonError
 from baton.executor.cachedir import cache_folder
+from baton.executor.fingerprint import SCRIPTED_MARK, model_mark
 
 Progress = Callable[[str], None]
 
@@ -53,6 +54,13 @@ class ModelUnavailable(BatonError):
 
 def _silent(_: str) -> None:
     """The default: nobody is watching."""
+
+
+def mark_of(folder: Path, scripted: bool) -> bytes:
+    """What the fingerprints of all who serve this model begin with; nothing where the folder has no weights."""
+    if scripted:
+        return SCRIPTED_MARK
+    return model_mark(folder) if any(folder.glob("*.safetensors")) else b""
 
 
 def resolve_model(name: str, progress: Progress = _silent) -> Path:

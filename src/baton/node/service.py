@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import tempfile
 import time
@@ -38,6 +39,7 @@ from baton.node.settings import EngineSettings
 from baton.wire.membership import Join
 from baton.wire.relay import Relay
 
+HOST_CHARS_MAX = 32
 DEATH_SHOWN_S = 2.0
 """How long a dead instance goes on answering 503, so that whoever watches it learns why before the port closes."""
 
@@ -102,6 +104,12 @@ def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, En
     return folder, msgspec.structs.replace(base, model_folder=str(folder))
 
 
+def default_name(host: str, role: str, port: int) -> str:
+    """Two machines with the same role and port are two instances."""
+    short = re.sub(r"[^A-Za-z0-9_-]+", "-", host.partition(".")[0])[:HOST_CHARS_MAX].strip("-")
+    return f"{short or 'host'}-{role}-{port}"
+
+
 class _Instance:
     def __init__(self, settings: ServeSettings, api: ApiSettings, engine: EngineSettings, say: Say) -> None:
         self._settings = settings
@@ -144,7 +152,7 @@ class _Instance:
         spare_what_is_there()
         self._say(self._banner(engine, listener))
         membership = self._membership(engine, listener)
-        async with state_logged(engine, metrics):
+        async with state_logged(engine, lambda: engine.tokens_made):
             death = await self._until_over(engine, serving, membership)
         engine.give_up("this instance was stopped")  # whoever is still open hears so instead of being cut off
         http.should_exit = True
@@ -178,7 +186,7 @@ class _Instance:
         if settings.router is None:
             return None
         port = listener.getsockname()[1]
-        name = settings.name or f"{settings.role}-{port}"
+        name = settings.name or default_name(socket.gethostname(), settings.role, port)
         join = Join(
             name=name,
             incarnation=self._incarnation,

@@ -7,8 +7,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from baton.api.engine import Burst, EngineDead, Sink, TokenLogprob
-from baton.wire.messages import LogprobLine
+from baton.api.engine import Bill, Burst, Ended, EngineDead, Fault, Sink, TokenLogprob
+from baton.core.peers import PdFault
+from baton.core.records import Bill as CoreBill
+from baton.core.request import FinishReason
+from baton.wire.messages import LogprobLine, WireBill
 
 
 class Source(Protocol):
@@ -77,3 +80,23 @@ def logprobs_of(tokens: Sequence[int], lines: Sequence[LogprobLine] | None) -> t
     if lines is None:
         return ()
     return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))
+
+
+def ended_of(reason: FinishReason, bill: CoreBill | WireBill, fault: PdFault | None) -> Ended:
+    """An end as whoever reads the stream hears of it."""
+    return Ended(
+        reason,
+        bill.cached_tokens,
+        Bill(
+            cached_tokens=bill.cached_tokens,
+            computed_tokens=bill.computed_tokens,
+            recomputed_tokens=bill.recomputed_tokens,
+            preemptions=bill.preemptions,
+            attempts=bill.attempts,
+            queue_ms=bill.queue_us / 1000,
+            prefill_ms=bill.prefill_us / 1000,
+            transfer_ms=bill.transfer_us / 1000,
+            decode_ms=bill.decode_us / 1000,
+        ),
+        None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message),
+    )

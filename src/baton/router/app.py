@@ -70,7 +70,9 @@ def _add_routes(app: FastAPI, engine: FleetEngine, sessions: Sessions, chronicle
             message = f"No instance is called '{name[:128]}'; those of this router are: {known}"
             raise ApiError(404, message, param="name", code="not_found")
         sessions.drain(name)
-        return _json({"name": name, "object": "instance", "draining": True})
+        lacks = missing(engine.views())
+        warning = {} if lacks is None else {"warning": f"{lacks}: new requests wait, and are refused when nobody comes"}
+        return _json({"name": name, "object": "instance", "draining": True} | warning)
 
     app.add_api_route("/v1/instances", instances, methods=["GET"], response_model=None, response_class=Response)
     app.add_api_route("/v1/instances/{name}/drain", drain, methods=["POST"], response_model=None, response_class=Response)

@@ -13,7 +13,6 @@ its origin), and ends a process only if that is an instance's, on this machine.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 import os
 import secrets
@@ -30,6 +29,7 @@ from starlette.responses import Response
 from baton.api.errors import ApiError, invalid
 from baton.api.limits import read_json_body
 from baton.api.writing import encode
+from baton.node.pairing import is_loopback
 from baton.router.state import InstanceView, RouterState
 
 log = logging.getLogger("baton.router")
@@ -140,15 +140,6 @@ class Dashboard:
                     raise _forbidden(f"{wanted.name} does not run on this machine")
                 return facts.pid
         raise ApiError(404, f"{wanted.name} has gone meanwhile", code="not_found")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _hostname(netloc: str) -> str:

@@ -10,37 +10,37 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from baton.api.engine import UNKNOWN_CONTEXT, Bill, Burst, Ended, EngineInfo, Fault, Gauges, Handovers, TokenStream
+from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, Burst, Ended, EngineInfo, Gauges, Handovers, TokenStream
 from baton.api.origin import BadOrigin, Origin, decode_origin
 from baton.api.resuming import Orphan as FoundOrphan
 from baton.api.sampling import Asker
 from baton.core.config import ROLES
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode, Refused
 from baton.core.fleet import InstanceView
-from baton.core.peers import PdFault
 from baton.core.request import FinishReason, Submission
+from baton.core.router import SETTLE_US
 from baton.core.routing import (
     Body,
     Declined,
     Delivered,
     FleetChanged,
+    Noted,
     Opened,
     Orphan,
     OrphanDropped,
     Outcome,
+    Stage,
 )
-from baton.node.streams import Stream, logprobs_of
+from baton.node.streams import Stream, ended_of, logprobs_of
 from baton.router.sessions import Sessions
 from baton.router.state import RouterState
+from baton.router.totals import Totals
 from baton.wire.messages import LogprobLine
 from baton.wire.switch import Act
 
 log = logging.getLogger("baton.router")
-
-SETTLE_US = 3_000_000
-"""How long after its start a router waits for its instances to say what they hold, before it denies a request's id."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +58,8 @@ class _Open:
     """By choice: how it will end for its reader, once that is decided here (cut or aborted); None while it runs."""
     over: list[bool]
     """By choice: its reader has the last burst."""
+    places: list[tuple[str, ...]]
+    """By choice: the instances that had it, for the access log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +82,7 @@ class FleetEngine:
         self._sessions = sessions
         self._state = state
         self._books = _Books()
+        self._totals = Totals()
         self._numbers = 0
         self._began_us = sessions.clock_us()
         self.info = EngineInfo(UNKNOWN_CONTEXT, vocabulary, slots=0, blocks=0, block_size=0, carries=True)
@@ -96,7 +99,7 @@ class FleetEngine:
 
     @property
     def gauges(self) -> Gauges:
-        router, views = self._sessions.switch.router, self.views()
+        router, views = self._sessions.switch.router, self.look()
         ledgers = [view.ledger for view in views]
         return Gauges(
             running=sum(one.running for one in ledgers),
@@ -108,12 +111,12 @@ class FleetEngine:
                 "leased": sum(one.leased for one in ledgers),
                 "receiving": sum(one.receiving for one in ledgers),
             },
-            prefix_queries=sum(one.prefix_queries for one in ledgers),
-            prefix_hits=sum(one.prefix_hits for one in ledgers),
-            steps=sum(one.steps for one in ledgers),
-            preemptions={"any": sum(one.preemptions for one in ledgers)},
-            role="router",
-            handovers=Handovers(made=sum(one.handovers for one in ledgers)),
+            prefix_queries=self._totals.of("prefix_queries"),
+            prefix_hits=self._totals.of("prefix_hits"),
+            steps=self._totals.of("steps"),
+            preemptions={"any": self._totals.of("preemptions")},
+            role=ROUTER,
+            handovers=Handovers(made=self._totals.of("handovers")),
         )
 
     async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
@@ -169,9 +172,9 @@ class FleetEngine:
 
     def _drop(self, entry: _Open) -> None:
         """Nothing more is heard of it: whoever still reads hears an end."""
-        for stream, over, end in zip(entry.streams, entry.over, entry.ends, strict=True):
+        for stream, over, end, places in zip(entry.streams, entry.over, entry.ends, entry.places, strict=True):
             if not over:
-                stream.push(Burst((), (), Ended(end or FinishReason.ABORT, 0)))
+                stream.push(Burst((), (), Ended(end or FinishReason.ABORT, 0, places=places)))
         self._close(entry)
 
     # ── what the switch tells ────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,13 +196,17 @@ class FleetEngine:
                 self._orphan_dropped(body)
             case FleetChanged():
                 self.info = info_of(self.views(), self.info)
+            case Noted(body, choice, Stage.PLACED | Stage.RESUMED, where) if where is not None:
+                entry = self._books.by_body.get(body)
+                if entry is not None and entry.places[choice][-1:] != (where,):
+                    entry.places[choice] += (where,)
             case _:
                 pass
 
     def _begin(self, body: Body, asker: Asker, choices: int, opening: asyncio.Future[None] | None) -> _Open:
         first, self._numbers = self._numbers, self._numbers + choices
         streams = [Stream(self, first + choice) for choice in range(choices)]
-        entry = _Open(body, asker, first, streams, opening, [None] * choices, [False] * choices)
+        entry = _Open(body, asker, first, streams, opening, [None] * choices, [False] * choices, [()] * choices)
         self._books.by_number.update({first + choice: (entry, choice) for choice in range(choices)})
         self._books.by_body[body] = entry
         return entry
@@ -223,7 +230,7 @@ class FleetEngine:
                 return
             orphan.found.logprobs_from[act.choice] = len(act.tokens) - len(lines)
         for burst in bursts_of(tuple(act.tokens), lines, act.cached_tokens, act.outcome):
-            stream.push(burst)
+            stream.push(burst if burst.ended is None else _placed(burst, burst.ended, entry.places[act.choice]))
         if act.outcome is not None:
             entry.over[act.choice] = True
             if all(entry.over) and orphan is None:
@@ -241,6 +248,7 @@ class FleetEngine:
 
     async def find(self, asker: Asker) -> FoundOrphan | None:
         while asker not in self._books.orphans:
+            # Before it denies the id of a request, those who may hold it must have had time to say so.
             left_us = self._began_us + SETTLE_US - self._sessions.clock_us()
             if left_us <= 0:
                 return None
@@ -298,6 +306,11 @@ class FleetEngine:
     def views(self) -> list[InstanceView]:
         return self._sessions.switch.router.views()
 
+    def look(self) -> list[InstanceView]:
+        """The same, to be called now and then: of a life that was not looked at, nothing is counted when it is gone."""
+        self._totals.look(views := self.views())
+        return views
+
     @property
     def orphans(self) -> int:
         return len(self._books.orphans)
@@ -346,10 +359,14 @@ def bursts_of(
     tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: Outcome | None
 ) -> list[Burst]:
     """Usually one. Tokens whose log-probabilities are not known any more come before and apart from those with."""
-    ended = None if outcome is None else ended_of(outcome)
+    ended = None if outcome is None else ended_of(outcome.reason, outcome.bill, outcome.fault)
     bare = 0 if lines is None else len(tokens) - len(lines)
     rest = Burst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
     return [Burst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
+
+
+def _placed(burst: Burst, ended: Ended, places: tuple[str, ...]) -> Burst:
+    return replace(burst, ended=replace(ended, places=places))
 
 
 def _lines(extras: object) -> Sequence[LogprobLine] | None:
@@ -368,27 +385,3 @@ def _logprobs_from(act: Orphan) -> list[int]:
     return [
         len(tokens or ()) - len(extras) if extras else 0 for tokens, extras in zip(act.delivered, act.extras, strict=True)
     ]
-
-
-def ended_of(outcome: Outcome) -> Ended:
-    bill = outcome.bill
-    return Ended(
-        outcome.reason,
-        bill.cached_tokens,
-        Bill(
-            cached_tokens=bill.cached_tokens,
-            computed_tokens=bill.computed_tokens,
-            recomputed_tokens=bill.recomputed_tokens,
-            preemptions=bill.preemptions,
-            attempts=bill.attempts,
-            queue_ms=bill.queue_us / 1000,
-            prefill_ms=bill.prefill_us / 1000,
-            transfer_ms=bill.transfer_us / 1000,
-            decode_ms=bill.decode_us / 1000,
-        ),
-        _fault_of(outcome.fault),
-    )
-
-
-def _fault_of(fault: PdFault | None) -> Fault | None:
-    return None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,6 +26,8 @@ from baton.api.preparing import CHAT_PATH, COMPLETION_PATH
 from baton.api.writing import DONE
 
 HEADER = "Idempotency-Key"
+REPLAYED = "Idempotent-Replayed"
+"""On an answer that was made for an earlier request; its X-Request-Id is that request's."""
 KEY_CHARS_MAX = 256
 RECORDS_BYTES_MAX = 64 << 20
 KEPT_S = 600.0
@@ -38,6 +40,7 @@ Name = tuple[str, str]
 @dataclass(slots=True, eq=False)
 class _Record:
     digest: bytes
+    request_id: str
     messages: list[Message] = field(default_factory=list)
     bytes: int = 0
     done: bool = False
@@ -88,23 +91,26 @@ class Idempotency:
             await self._app(scope, receive, send)
             return
         try:
-            record = await self._record_of(key, scope, receive)
+            record, is_first = await self._record_of(key, scope, receive)
         except ApiError as error:
             await error.response()(scope, receive, send)
         except ClientDisconnect:
             pass  # nobody to answer, and nothing was begun
         else:
-            await self._follow(record, receive, send)
+            scope["state"]["request_id"] = record.request_id
+            await self._follow(record, receive, send if is_first else _replaying(send))
 
-    async def _record_of(self, key: str, scope: Scope, receive: Receive) -> _Record:
+    async def _record_of(self, key: str, scope: Scope, receive: Receive) -> tuple[_Record, bool]:
+        """And whether it begins with this request."""
         if not 1 <= len(key) <= KEY_CHARS_MAX:
             raise invalid(HEADER, f"{HEADER} must have 1 to {KEY_CHARS_MAX} characters")
         body, name = await self._body(scope, receive), (scope["state"]["tenant"], key)
         digest = blake2b(scope["path"].encode() + b"\0" + body, digest_size=32).digest()
         self._expire()
         record = self._records.get(name)
+        is_first = record is None
         if record is None:
-            record = self._records[name] = _Record(digest)
+            record = self._records[name] = _Record(digest, scope["state"]["request_id"])
             record.running = asyncio.create_task(self._run(name, record, scope, body))
         elif record.digest != digest:
             message = f"This {HEADER} was used with another body; take a new one for a new request"
@@ -112,7 +118,7 @@ class Idempotency:
         elif record.too_large:
             message = f"The answer under this {HEADER} is too large to be given twice"
             raise ApiError(409, message, param=HEADER, code="idempotency_too_large")
-        return record
+        return record, is_first
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """One byte beyond the limit is enough: the route says what is wrong with it."""
@@ -216,6 +222,15 @@ class Idempotency:
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time() if self._clock_s is None else self._clock_s()
+
+
+def _replaying(send: Send) -> Send:
+    async def marked(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)[REPLAYED] = "true"
+        await send(message)
+
+    return marked
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -8,10 +8,11 @@ It starts with nobody there and needs no disk: what is open when it is killed, i
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import uvloop
@@ -36,7 +37,7 @@ from baton.node.hosting import (
     url_of,
 )
 from baton.node.lean import leave_torch_out
-from baton.node.models import resolve_model
+from baton.node.models import mark_of, resolve_model
 from baton.node.pauses import spare_what_is_there
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import shared_prefix_secret
@@ -47,6 +48,8 @@ from baton.router.fleet_engine import FleetEngine
 from baton.router.sessions import Sessions, monotonic_us
 from baton.router.state import RouterState
 from baton.wire.switch import Switch
+
+log = logging.getLogger("baton.router")
 
 SAMPLE_S = 1.0
 """Between two points of the dashboard's curves."""
@@ -123,7 +126,8 @@ class _Process:
     async def run(self, clients: socket.socket, instances: socket.socket, text_folder: Path) -> None:
         self._signals.listen()
         text = await asyncio.to_thread(load_text, text_folder)
-        router = Router(self._settings.config, shared_prefix_secret(self._key), secrets.randbits(63))
+        config = await asyncio.to_thread(self._config, text_folder)
+        router = Router(config, shared_prefix_secret(self._key), secrets.randbits(63))
         name = f"{address_of(instances)}"
         sessions = Sessions(Switch(router, name), self._key, name)
         state = RouterState(monotonic_us())
@@ -134,14 +138,21 @@ class _Process:
         serving = http.start(clients)
         spare_what_is_there()
         self._say(self._banner(clients, instances))
-        sampling = asyncio.create_task(_sample(state, sessions))
-        async with state_logged(engine, metrics):
+        sampling = asyncio.create_task(_sample(state, engine, router))
+        async with state_logged(engine, lambda: metrics.tokens_given):
             await self._until_over(engine, serving)
         sampling.cancel()
         engine.give_up()  # whoever is still open hears so instead of being cut off
         http.should_exit = True
         await serving
         sessions.close("this router was stopped")
+
+    def _config(self, folder: Path) -> RouterConfig:
+        """Instances of another model are turned away also while there is nobody to compare them with."""
+        mark = mark_of(folder, self._settings.scripted)
+        if not mark:
+            log.warning("there are no weights in %s: the first instance decides which model this router has", folder)
+        return replace(self._settings.config, model=self._settings.model, model_mark=mark)
 
     def _app(
         self, engine: FleetEngine, sessions: Sessions, state: RouterState, text: ModelText, metrics: Metrics
@@ -175,8 +186,7 @@ class _Process:
         )
 
 
-async def _sample(state: RouterState, sessions: Sessions) -> None:
-    router = sessions.switch.router
+async def _sample(state: RouterState, engine: FleetEngine, router: Router) -> None:
     while True:
         await asyncio.sleep(SAMPLE_S)
-        state.sample(router.views(), router.waiting, monotonic_us())
+        state.sample(engine.look(), router.waiting, monotonic_us())

@@ -23,6 +23,10 @@ from baton.wire.switch import Act, Close, Say, Switch
 
 log = logging.getLogger("baton.router")
 
+BAD_NEWS = frozenset({"lost", "suspected", "stuck", "fenced", "refused"})
+"""What an operator should see also where the log shows warnings only."""
+TOLD_MAX = 1024
+
 Watcher = Callable[[Act, int], None]
 """Told an act and when it was."""
 
@@ -46,6 +50,8 @@ class Sessions:
         self._sessions: dict[Line, Session] = {}
         self._watchers: list[Watcher] = []
         self._turned_away: Counter[str] = Counter()
+        self._told: dict[str, FleetChanged] = {}
+        """By name: what was last logged of it."""
         self._performing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_us = 0
@@ -148,9 +154,22 @@ class Sessions:
 
     def _tell(self, act: Act, now_us: int) -> None:
         if isinstance(act, FleetChanged):
-            log.info("instance %s (%d) %s: %s", act.name, act.incarnation, act.what, act.why or "-")
+            self._log(act)
         for watcher in self._watchers:
             watcher(act, now_us)
+
+    def _log(self, change: FleetChanged) -> None:
+        """One that is turned away calls again and again: that is news only once."""
+        level = logging.WARNING if change.what in BAD_NEWS else logging.INFO
+        if change.what == "draining" and not self.switch.router.fleet.servers:
+            level = logging.WARNING
+        if change == self._told.get(change.name):
+            level = logging.DEBUG
+        self._told.pop(change.name, None)
+        self._told[change.name] = change
+        if len(self._told) > TOLD_MAX:
+            del self._told[next(iter(self._told))]
+        log.log(level, "instance %s (%d) %s: %s", change.name, change.incarnation, change.what, change.why or "-")
 
     def _send(self, session: Session, frames: list[bytes]) -> None:
         line = self._lines.get(session)

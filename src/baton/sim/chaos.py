@@ -115,7 +115,7 @@ class Chaos:
 
     def _partition(self, stream: random.Random, seat: Seat) -> None:
         """Both ways, or one way only."""
-        ends = [seat.name, f"{FRONT} {seat.counter.number}"]
+        ends = list(seat.ends)
         stream.shuffle(ends)
         lasts_us = stream.randrange(20_000, 600_000)
         seat.trouble(lasts_us)
@@ -126,7 +126,7 @@ class Chaos:
         self._world.after(lasts_us, self._network.join, one, other)
 
     def _clog(self, stream: random.Random, seat: Seat) -> None:
-        ends = [seat.name, f"{FRONT} {seat.counter.number}"]
+        ends = list(seat.ends)
         if self._pairs and stream.random() < PEER_CLOG_SHARE:
             one, peer = stream.choice(self._pairs)
             ends = [end_name(one.name, peer), end_name(peer, one.name)]
@@ -204,7 +204,7 @@ class Chaos:
 
     def _pause_front(self, stream: random.Random, _seat: Seat) -> None:
         """Everything that the front end and its clients do stands still."""
-        if self._over or self._front.paused:
+        if self._over or self._front.paused or not self._seats[0].counter:
             return
         self._world.fire(Fault.FRONT_PAUSE, FRONT)
         self._front.pause()
@@ -229,7 +229,7 @@ class Chaos:
             seat.resume()
 
     def _roll(self, stream: random.Random, seat: Seat) -> None:
-        if self._over or seat.instance is None or not seat.counter.serves:
+        if self._over or seat.instance is None or seat.counter is None or not seat.counter.serves:
             return
         seat.counter.drain()
         seat.restart_when_idle(stream.randrange(1_000, 200_000))

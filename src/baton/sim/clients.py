@@ -16,14 +16,23 @@ from baton.core.request import Submission
 from baton.sim.asks import Ask
 from baton.sim.faults import Fault
 from baton.sim.front import Booking, Front, OneInstance
-from baton.sim.judge import Judge
+from baton.sim.gate import Found, Gate, Passage
+from baton.sim.judge import Ended, Judge
 from baton.sim.laws import ENDS_ONCE, SAME_TOKENS, LawBroken
 from baton.sim.world import Host
 from baton.wire.desk import Lost
-from baton.wire.messages import WireEnded
 
 RETRY_US = 30_000
 """A user whom nobody could serve asks the next thing a little later."""
+RESUME_SHARE = 0.75
+"""Of the clients that lose their router in the middle of an answer; the others give up."""
+RESUME_EVERY_US = 40_000
+RESUME_PATIENCE_US = 1_500_000
+NOTICED_US = 400_000
+"""A client that has lost its router comes back within so long."""
+
+Entrance = Front | OneInstance | Gate
+"""Where a user asks."""
 
 
 @dataclass(slots=True)
@@ -38,7 +47,23 @@ class _Answer:
     """Where the client cut it off."""
     cached_tokens: int | None = None
     """As it was told with the first token."""
+    heard: list[int] = field(default_factory=list)
+    """Everything that has come, read or not."""
+    position: int = 0
+    """How much of it this connection has brought: after a resumption, some comes again."""
+    cut_again: bool = False
+    """It was cut, and the router that was told so is gone."""
     over: bool = False
+
+    def new_of(self, tokens: list[int]) -> list[int]:
+        """Less what was heard before, which must be the same."""
+        again = self.heard[self.position : self.position + len(tokens)]
+        if tokens[: len(again)] != again:
+            raise LawBroken(SAME_TOKENS, f"{self.name} had {again} at {self.position}, and now hears {tokens}")
+        self.position += len(tokens)
+        new = tokens[len(again) :]
+        self.heard += new
+        return new
 
 
 class Client:
@@ -51,10 +76,13 @@ class Client:
         self._user = user
         self._group = ask.group(before)
         self._answers: list[_Answer] = []
-        self._booking: Booking | None = None
+        self._booking: Booking | Passage | None = None
         self._left = False
-        self._unread: deque[tuple[int, list[int], WireEnded | None]] = deque()
+        self._unread: deque[tuple[int, list[int], Ended | None]] = deque()
         self._reading = False
+        self._entrance: Entrance | None = None
+        self._resumed = False
+        """It has lost a router in the middle of its answer."""
 
     @property
     def first_answer(self) -> tuple[int, ...]:
@@ -70,18 +98,18 @@ class Client:
     def open(self) -> bool:
         return any(not answer.over for answer in self._answers)
 
-    def submit(self, front: Front | OneInstance) -> None:
+    def submit(self, front: Entrance) -> None:
         for submission in self._group:
             expected = [] if self.ask.impossible else self.judge.expected(submission, self._tokens_at_most)
             self._answers.append(_Answer(submission.request_id, submission, expected))
+        self._entrance = front
+        self._note(f"asks: {len(self._group[0].prompt)} tokens, {len(self._group)} choices")
         self._booking = front.submit(self._group, self)
         if self._booking is None:
             self._note("finds nobody to serve it")
-            serving = {counter.number: counter.serves for counter in front.doors}
-            self.judge.found_nobody(self.name, len(self._answers), serving)
+            self.judge.found_nobody(self.name, len(self._answers), front.serving())
             self._end_all()
             return
-        self._note(f"asks {self._booking.instance}: {len(self._group[0].prompt)} tokens, {len(self._group)} choices")
         if self.ask.patience_us is not None:
             self.host.after(self.ask.patience_us, self._leave)
 
@@ -89,7 +117,7 @@ class Client:
 
     def opened(self) -> None:
         if self._booking is not None:
-            self._note(f"is accepted at {self._booking.instance} as {list(self._booking.serials or ())}")
+            self._note(f"is accepted by {self._booking.where}")
 
     def declined(self, refusal: Refusal) -> None:
         if self.ask.impossible:
@@ -98,11 +126,14 @@ class Client:
         self.judge.refused(self.name, refusal, self.ask.impossible)
         self._end_all()
 
-    def progress(
-        self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: WireEnded | None
-    ) -> None:
-        tokens = tokens[begin:end]
+    def progress(self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: Ended | None) -> None:
         answer = self._answers[place]
+        if answer.over and self._resumed:
+            return  # it has had this choice from a router before this one
+        tokens = answer.new_of(tokens[begin:end])
+        if answer.cut_again and answer.keep is not None and answer.position >= answer.keep and self._booking is not None:
+            answer.cut_again = False
+            self._booking.stop(place, answer.keep)
         answer.cached_tokens = cached if cached is not None else answer.cached_tokens
         if self.ask.reads_every_us is None:
             self._read(place, tokens, ended)
@@ -117,9 +148,60 @@ class Client:
         while self._unread:
             self._read(*self._unread.popleft())
         self._note(f"loses its instance: {end.reason}")
-        self.judge.lost(self.name, self._booking.instance if self._booking is not None else 0, end)
+        instance = self._booking.instance if isinstance(self._booking, Booking) else 0
+        self.judge.lost(self.name, instance, end)
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
+
+    # ── a router that is gone ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def gone(self) -> None:
+        """The connection broke. Whoever has had an answer begun may come back for the rest of it."""
+        while self._unread:
+            self._read(*self._unread.popleft())
+        if not self.open:
+            return
+        stream = self.host.world.stream(f"resume {self.ask.index} {self.host.world.now_us}")
+        begun = self._booking is not None and not self._booking.is_early
+        if not (begun and isinstance(self._entrance, Gate) and stream.random() < RESUME_SHARE) or self._left:
+            self._give_up("the router is gone", "router gone")
+            return
+        self._note("loses its router, and will come back")
+        self._booking = None
+        self._resumed = True
+        self.host.after(stream.randrange(1, NOTICED_US), self._resume, self.host.world.now_us)
+
+    def _resume(self, lost_us: int) -> None:
+        gate = self._entrance
+        if not isinstance(gate, Gate) or not self.open:
+            return
+        claimed = gate.claim(self._group, self)
+        if claimed is not None:
+            self._go_on(*claimed)
+        elif self.host.world.now_us - lost_us > RESUME_PATIENCE_US:
+            self.judge.not_resumed(self.name, self._group[0].request_id.encode(), lost_us)
+            self._give_up("finds nothing of its answer", "not resumed")
+        else:
+            self.host.after(RESUME_EVERY_US, self._resume, lost_us)
+
+    def _go_on(self, passage: Passage, found: Found) -> None:
+        """With what an instance has kept for it, after what it has had."""
+        self._booking = passage
+        self.host.world.fire(Fault.RESUMED, self.name)
+        for place, answer in enumerate(self._answers):
+            answer.position = 0
+            answer.cut_again = answer.keep is not None
+            known = found.tokens[place]
+            if known is not None and not answer.over:
+                self.progress(place, known, 0, len(known), found.cached[place], found.outcomes[place])
+
+    def _give_up(self, why: str, end: str) -> None:
+        self._note(why)
+        self._unread.clear()
+        for answer in self._answers:
+            if not answer.over:
+                self.judge.ends[end] += 1
+                self._end(answer)
 
     # ── what the client does ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,7 +213,7 @@ class Client:
         if self.ask.reads_every_us is not None:
             self.host.after(self.ask.reads_every_us, self._read_next)
 
-    def _read(self, place: int, tokens: list[int], ended: WireEnded | None) -> None:
+    def _read(self, place: int, tokens: list[int], ended: Ended | None) -> None:
         answer = self._answers[place]
         self.host.world.progressed()
         if answer.over:
@@ -147,7 +229,9 @@ class Client:
             self.judge.ended(
                 answer.name, ended, answer.submission, answer.expected, len(answer.got), answer.keep, self._left
             )
-            self.judge.bill(answer.name, answer.submission, ended, answer.cached_tokens, self._user.preemptions_max)
+            self.judge.bill(
+                answer.name, answer.submission, ended, answer.cached_tokens, self._user.preemptions_max, self._resumed
+            )
             self._end(answer)
 
     def _look_for_stop(self, place: int, answer: _Answer) -> None:
@@ -161,12 +245,10 @@ class Client:
         if self._booking is None or not self.open or self._left:
             return
         self._left = True
-        early = self._booking.serials is None
+        early = self._booking.is_early
         self.host.world.fire(Fault.EARLY_DISCONNECT if early else Fault.DISCONNECT, self.name)
-        self._booking.leave()
-        if early:  # nobody will hear of it any more
-            self.judge.ends["left early"] += len(self._answers)
-            self._end_all()
+        if self._booking.leave():  # nobody will hear of it any more
+            self._give_up("leaves", "left early" if early else "left")
 
     def _end_all(self) -> None:
         for answer in self._answers:
@@ -193,7 +275,7 @@ class User:
     def __init__(
         self,
         host: Host,
-        front: Front | OneInstance,
+        front: Entrance,
         judge: Judge,
         asks: Sequence[Ask],
         *,

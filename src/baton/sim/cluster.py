@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from baton.core import routing
 from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.errors import BatonError, Refusal
 from baton.core.peers import PeerId
 from baton.core.request import RequestId, Sampling, Submission, Tokens
+from baton.core.routing import Policy
 from baton.executor.contract import ExecutorShape
 from baton.executor.counting import FILLER_TOKEN, STOP_TOKEN, CountingExecutor
 from baton.sim.carrying import Carrier, Road
@@ -28,6 +30,7 @@ from baton.sim.instance import InstanceSpec
 from baton.sim.lines import PipeEnd
 from baton.sim.machine import Machine
 from baton.sim.records import Handed, Journey, Look, Outcome, PassMeter, RunRecord, StepSpan
+from baton.sim.spreader import Spreader
 from baton.sim.world import Host, World
 from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
@@ -97,6 +100,8 @@ class RunSpec:
     """Whether to take the CPU time of passes; the run itself does not depend on it."""
     chosen: Callable[[Sequence[int]], int] | None = None
     """By whom the next request is served, from the prompt tokens that wait at each for their first token; None: in turn."""
+    route: Policy | None = None
+    """Instead, a router in front of all instances decides, as in service."""
 
     @property
     def takers(self) -> int:
@@ -127,6 +132,7 @@ class _Cluster:
         self._free_us = 0
         """When the front end has dealt with what has arrived."""
         self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max)
+        self._spreader = None if spec.route is None else Spreader(self.host, spec.route, spec.seed, spec.network_us)
         self._machines = [self._start(number) for number in range(spec.instances)]
         if spec.split is not None:
             self._introduce(spec.split.road)
@@ -157,7 +163,9 @@ class _Cluster:
             self.record.meters.append(machine.meter)
         if self.spec.spans_max:
             machine.keep_spans(self._spans)
-        if number < self.spec.takers:
+        if self._spreader is not None:
+            self._spreader.connect(machine, machine.host.name if config.role.gives else "")
+        elif number < self.spec.takers:
             self._connect(machine, self.front.counters[number])
         return machine
 
@@ -221,8 +229,10 @@ class _Cluster:
         own = np.full(call.input_tokens - len(shared), UNIQUE_FROM + index, dtype=np.int32)
         return np.concatenate((shared, own), dtype=np.int32)
 
-    def submit(self, submission: Submission, client: _Client) -> int:
-        """Which instance serves it."""
+    def submit(self, submission: Submission, client: _Client) -> None:
+        if self._spreader is not None:
+            self._spreader.submit(submission, client)
+            return
         if self.spec.chosen is None:
             booking = self.front.submit((submission,), client)
         else:
@@ -230,7 +240,7 @@ class _Cluster:
         if booking is None:
             raise RunFailed("no instance serves")
         self.queued_tokens[booking.instance] += len(submission.prompt)
-        return booking.instance
+        client.placed(booking.instance)
 
     def finished(self) -> None:
         self.ended += 1
@@ -347,9 +357,12 @@ class _Client:
     def _submit(self, index: int, call: Call) -> None:
         sampling = Sampling(seed=index, temperature=0.0, stop_token_ids=(STOP_TOKEN,))
         submission = Submission(RequestId(str(index)), self._prompt, sampling, call.max_tokens)
-        self._journey.instance = self._cluster.submit(submission, self)
+        self._cluster.submit(submission, self)
 
     # ── what the front end tells ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def placed(self, instance: int) -> None:
+        self._journey.instance = instance
 
     def opened(self) -> None:
         """Tokens follow."""
@@ -358,7 +371,13 @@ class _Client:
         self._end(Outcome.REFUSED)
 
     def progress(
-        self, _place: int, _tokens: list[int], begin: int, end: int, cached: int | None, ended: WireEnded | None
+        self,
+        _place: int,
+        _tokens: list[int],
+        begin: int,
+        end: int,
+        cached: int | None,
+        ended: WireEnded | routing.Outcome | None,
     ) -> None:
         journey = self._journey
         if journey.first_us is None and end > begin:
@@ -370,7 +389,8 @@ class _Client:
             bill = ended.bill
             journey.recomputed_tokens, journey.preemptions = bill.recomputed_tokens, bill.preemptions
             journey.queue_us, journey.prefill_us, journey.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
-            journey.transfer_us, journey.attempts = bill.transfer_us, bill.attempts
+            journey.transfer_us = bill.transfer_us
+            journey.attempts = bill.attempts if isinstance(ended, WireEnded) else bill.attempts - 1
             self._end(Outcome(ended.reason))
 
     def lost(self, _place: int | None, end: Lost) -> None:

@@ -56,8 +56,8 @@ class Device:
         self.signals: Signals | None = None
         self._computed: deque[StepResult] = deque()
         """Of steps whose layers are waited for: they are computed when they begin, and told when they are over."""
-        self._layers_told = 0
-        """Of the step that computes; a host that slept through it tells the rest when it is over."""
+        self._layers_of, self._layers_told = -1, 0
+        """The step that computes, and how many of its layers were told; a host that slept tells the rest when it is over."""
 
     def launch(self, plan: StepPlan) -> None:
         self._executor.launch(plan)
@@ -76,13 +76,13 @@ class Device:
     def _compute(self, step: int, takes_us: int) -> None:
         """Layers become readable one after the other while the step runs."""
         self._computed.append(self._executor.collect())
-        self._layers_told = 0
+        self._layers_of, self._layers_told = step, 0
         layers = len(self._executor.kv.layers)
         for layer in range(layers):
             self._host.after(takes_us * (layer + 1) // (layers + 1), self._layer_done, step, layer)
 
     def _layer_done(self, step: int, layer: int) -> None:
-        if self.signals is not None and self._computed and layer == self._layers_told:
+        if self.signals is not None and self._computed and (step, layer) == (self._layers_of, self._layers_told):
             self._layers_told += 1
             self.signals.layer_done(step, layer)
 

@@ -1,17 +1,19 @@
-"""One small world with a hand-over in it, and in it a blow after every single event: nothing is left to a draw.
+"""One small world with a hand-over or a router in it, and in it a blow after every single event: nothing is left to a draw.
 
-Owns that world (one instance that prefills, one that decodes, a few requests) and the walk over its events. The world is run
-once undisturbed, which numbers its events; then once for each event and each blow, and every law must hold.
+Owns these worlds (one instance that prefills, one that decodes, a few requests; or such a pair, or two equals, behind a
+router) and the walk over their events. A world is run once undisturbed, which numbers its events; then once for each event
+and each blow, to each instance and to the router, and every law must hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from baton.core.config import DECODE, PREFILL, HandoverConfig, OnPreempt, PrefillPath, WorkerConfig
+from baton.core.config import DECODE, PREFILL, HandoverConfig, OnPreempt, PrefillPath, Role, WorkerConfig
 from baton.core.request import Sampling
+from baton.core.routing import RouterConfig
 from baton.sim.asks import Ask
 from baton.sim.faults import DiskRates, Fault, NetworkRates, Rates
 from baton.sim.scenario import FlatTimes, Run, Scenario, UserPlan, Verdict
@@ -19,6 +21,7 @@ from baton.sim.transfer import KvTimes
 from baton.wire.link import LinkConfig
 
 DOWN_US = 15_000
+SHORTLY_US = 4_000
 ASLEEP_US = 700_000
 """Longer than either side's patience: whoever wakes up finds its sessions gone, and does not know it yet."""
 
@@ -33,7 +36,10 @@ class Strike:
     event: int
     """It comes right after this one."""
     seat: int
+    """Whom it hits; the number after that of the last instance is the router."""
     blow: Blow
+    then_router: bool = False
+    """A little later, the router crashes too."""
 
 
 def small_world(*, pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> Scenario:
@@ -64,6 +70,21 @@ def small_world(*, pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> Sce
         span_us=250_000,
         users=users,
     )
+
+
+def fleet_world(roles: tuple[Role, ...], loss_retry_count: int = 2) -> Scenario:
+    """The same load, behind a router that gives up soon."""
+    small = small_world(pulls=False, on_preempt=OnPreempt.RESCHEDULE, path=PrefillPath.SHORT)
+    router = RouterConfig(
+        loss_retry_count=loss_retry_count,
+        backoff_us=2_000,
+        backoff_us_max=10_000,
+        absent_us=1_000_000,
+        suspect_us=450_000,
+        orphan_grace_us=700_000,
+    )
+    link = LinkConfig(heartbeat_us=200_000, silent_us=500_000, acceptor_silent_us=700_000)
+    return replace(small, roles=roles, router=router, link=link)
 
 
 def _ask(index: int, prompt: tuple[int, ...], choices: int, patience_us: int | None) -> Ask:
@@ -99,7 +120,7 @@ def strikes(scenario: Scenario, every: int = 1) -> Iterator[Strike]:
     everything = (
         Strike(event, seat, blow)
         for event in range(1, events_of(scenario) + 1)
-        for seat in range(scenario.instances)
+        for seat in range(scenario.instances + (scenario.router is not None))
         for blow in Blow
     )
     return (strike for number, strike in enumerate(everything) if number % every == 0)
@@ -107,18 +128,36 @@ def strikes(scenario: Scenario, every: int = 1) -> Iterator[Strike]:
 
 def struck(scenario: Scenario, strike: Strike, *, tell_story: bool = False) -> Verdict:
     run = Run(scenario, tell_story=tell_story)
-    seat, world = run.seats[strike.seat], run.world
+    hit = _hit_gate if strike.seat == scenario.instances else _hit_instance
+    run.world.ambush(strike.event, lambda: hit(run, strike))
+    return run.verdict()
 
-    def crash() -> None:
+
+def _hit_instance(run: Run, strike: Strike) -> None:
+    seat, world = run.seats[strike.seat], run.world
+    if strike.blow is Blow.CRASH:
         world.fire(Fault.CRASH, seat.name)
         seat.crash()
         world.after(DOWN_US, seat.boot_if_down)
+    elif not seat.host.paused:
+        world.fire(Fault.PAUSE, seat.name)
+        seat.pause()
+        world.after(ASLEEP_US, seat.resume)
+    if strike.then_router:
+        world.after(SHORTLY_US, _hit_gate, run, replace(strike, blow=Blow.CRASH, then_router=False))
 
-    def pause() -> None:
-        if not seat.host.paused:
-            world.fire(Fault.PAUSE, seat.name)
-            seat.pause()
-            world.after(ASLEEP_US, seat.resume)
 
-    world.ambush(strike.event, crash if strike.blow is Blow.CRASH else pause)
-    return run.verdict()
+def _hit_gate(run: Run, strike: Strike) -> None:
+    if run.fleet is None:
+        raise RuntimeError("there is no router in this world")
+    world, gate = run.world, run.fleet.gate
+    for seat in run.seats:
+        seat.trouble(ASLEEP_US, of_router=True)
+    if strike.blow is Blow.CRASH:
+        world.fire(Fault.ROUTER_CRASH, gate.host.name)
+        gate.crash()
+        world.after(DOWN_US, gate.boot_if_down)
+    else:
+        world.fire(Fault.ROUTER_PAUSE, gate.host.name)
+        gate.host.pause()
+        world.after(ASLEEP_US, gate.wake)

@@ -52,6 +52,20 @@ class Fault(StrEnum):
     PEER_ECHO = "message of a peer heard twice"
     STEP_CRASH = "crash at a step of a hand-over"
     STEP_PAUSE = "pause at a step of a hand-over"
+    ROUTER_CRASH = "router crashed"
+    RESUMED = "client came back for its answer after a router crash"
+    ROUTER_PAUSE = "router paused"
+    ZOMBIE = "instance came back that was given up"
+    OUTLIVED = "old life of an instance came back and was fenced"
+    DRAINED = "instance drained by order of the router"
+    LEFT = "instance left under load"
+    LATE_JOIN = "instance joined under load"
+    ENGINE_STALL = "engine stood still while its front end went on"
+    RESET = "connection reset"
+    FORGED = "stranger with forged frames"
+    FORGED_BY_MEMBER = "forged frame of a member"
+    LEG_REFUSED = "leg refused by an instance"
+    LEG_YIELDED = "leg ended for want of room"
 
 
 CLASSES: dict[str, tuple[Fault, ...]] = {
@@ -82,13 +96,27 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "echo": (Fault.PEER_ECHO,),
     "step-crash": (Fault.STEP_CRASH,),
     "step-pause": (Fault.STEP_PAUSE,),
+    "router-crash": (Fault.ROUTER_CRASH, Fault.RESUMED),
+    "router-pause": (Fault.ROUTER_PAUSE,),
+    "old-life": (Fault.OUTLIVED,),
+    "drain": (Fault.DRAINED, Fault.LEFT),
+    "late-join": (Fault.LATE_JOIN,),
+    "engine-stall": (Fault.ENGINE_STALL, Fault.ZOMBIE),
+    "reset": (Fault.RESET,),
+    "forgery": (Fault.FORGED, Fault.FORGED_BY_MEMBER),
+    "crowding": (Fault.LEG_REFUSED, Fault.LEG_YIELDED),
 }
 """What a seed draws from, and a user names on the command line."""
 
-OF_PEERS = tuple(CLASSES)[tuple(CLASSES).index("kv-broken") :]
+_NAMES = tuple(CLASSES)
+OF_PEERS = _NAMES[_NAMES.index("kv-broken") : _NAMES.index("router-crash")]
 """Of these a world draws only where instances prefill for each other."""
+OF_ROUTERS = _NAMES[_NAMES.index("router-crash") :]
+"""Of these a world draws only where a router carries requests."""
+NOT_ROUTED = ("rolling-restart",)
+"""Of these a world draws only where none does."""
 
-CLASSES_MIN, CLASSES_MAX, PEER_CLASSES_MAX = 3, 8, 5
+CLASSES_MIN, CLASSES_MAX, PEER_CLASSES_MAX, ROUTER_CLASSES_MAX = 3, 8, 5, 4
 SILENCING_US = 10_000
 """Packets that come later than this may make one side believe that the other is gone."""
 
@@ -152,6 +180,15 @@ class Rates:
     pauses: int = 0
     front_pauses: int = 0
     rolling_restarts: int = 0
+    router_crashes: int = 0
+    router_pauses: int = 0
+    old_lives: int = 0
+    drains: int = 0
+    late_joins: int = 0
+    engine_stalls: int = 0
+    resets: float = 0.0
+    """Chance a crash that the other side notices it at once."""
+    forgeries: int = 0
     slow_devices: int = 0
     disagreement: float = 0.0
     """Chance a step."""
@@ -163,11 +200,16 @@ class Rates:
     """Arrival rate ×."""
 
 
-def draw_classes(stream: random.Random, with_peers: bool) -> tuple[str, ...]:
-    usual = tuple(name for name in CLASSES if name not in OF_PEERS)
+def draw_classes(stream: random.Random, with_peers: bool, of_router: random.Random | None = None) -> tuple[str, ...]:
+    """`of_router`: from which to draw what can go wrong with a router; None: there is none."""
+    usual = tuple(name for name in CLASSES if name not in OF_PEERS + OF_ROUTERS)
     drawn = stream.sample(usual, stream.randint(CLASSES_MIN, CLASSES_MAX))
     of_peers = stream.sample(OF_PEERS, stream.randint(0, PEER_CLASSES_MAX))
-    return tuple(sorted(drawn + of_peers if with_peers else drawn))
+    drawn = drawn + of_peers if with_peers else drawn
+    if of_router is not None:
+        drawn = [name for name in drawn if name not in NOT_ROUTED]
+        drawn += of_router.sample(OF_ROUTERS, of_router.randint(1, ROUTER_CLASSES_MAX))
+    return tuple(sorted(drawn))
 
 
 def log_uniform_us(stream: random.Random, least_us: int, most_us: int) -> int:
@@ -218,6 +260,14 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         pauses=times("pause", 3),
         front_pauses=times("pause", 2) - 1 if "pause" in classes else 0,
         rolling_restarts=times("rolling-restart", 2),
+        router_crashes=times("router-crash", 2),
+        router_pauses=times("router-pause", 2),
+        old_lives=times("old-life", 2),
+        drains=times("drain", 3),
+        late_joins=times("late-join", 1),
+        engine_stalls=times("engine-stall", 2),
+        resets=rate("reset", 0.3, 1.0),
+        forgeries=times("forgery", 4),
         slow_devices=times("device", 3),
         disagreement=rate("device", 0.0, 0.03),
         disconnect=rate("disconnect", 0.05, 0.4),

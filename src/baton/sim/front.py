@@ -62,13 +62,23 @@ class Booking:
         self.serials: tuple[int, ...] | None = None
         """None until the instance has accepted it."""
 
-    def leave(self) -> None:
-        """The caller is gone."""
+    @property
+    def where(self) -> str:
+        return str(self.instance)
+
+    @property
+    def is_early(self) -> bool:
+        """The instance has not answered yet."""
+        return self.serials is None
+
+    def leave(self) -> bool:
+        """The caller is gone. Answers whether it hears nothing any more."""
         if self.serials is None:
             self._counter.forget(self._ticket, self._desk)
-            return
+            return True
         for serial in self.serials:
             self._counter.order(self._desk.cancel(serial))
+        return False
 
     def stop(self, place: int, keep: int) -> None:
         if self.serials is not None:
@@ -211,6 +221,9 @@ class Front:
                 return counter.submit(group, caller)
         return None
 
+    def serving(self) -> dict[int, bool]:
+        return {counter.number: counter.serves for counter in self.doors}
+
     @property
     def open_requests(self) -> int:
         return sum(counter.desk.open_requests for counter in self.counters)
@@ -225,3 +238,6 @@ class OneInstance:
     def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
         (counter,) = self.doors
         return counter.submit(group, caller) if counter.can_take else None
+
+    def serving(self) -> dict[int, bool]:
+        return {counter.number: counter.serves for counter in self.doors}

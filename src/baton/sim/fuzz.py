@@ -18,7 +18,9 @@ from typing import IO
 
 import msgspec
 
+from baton.core.carrying import TRANSITIONS as CARRY_MOVES
 from baton.core.errors import BatonError
+from baton.core.fleet import TRANSITIONS as MEMBER_MOVES
 from baton.core.request import TRANSITIONS as REQUEST_MOVES
 from baton.sim.faults import Fault
 from baton.sim.judge import move_name, peer_tables
@@ -27,6 +29,8 @@ from baton.sim.scenario import Trim, Verdict, run_seed
 from baton.sim.shard import SeedReport
 from baton.wire.desk import TRANSITIONS as DESK_MOVES
 from baton.wire.link import TRANSITIONS as LINK_MOVES
+from baton.wire.relay import STANDINGS
+from baton.wire.relay import TRANSITIONS as RELAY_MOVES
 
 SHRINK_RUNS_MAX = 200
 READ_BYTES = 1 << 16
@@ -36,6 +40,10 @@ _MACHINES: list[tuple[str, Iterable[tuple[Enum, Enum]]]] = [
     ("desk", DESK_MOVES),
     ("link", LINK_MOVES),
     *peer_tables(),
+    ("carrying", CARRY_MOVES),
+    ("member", MEMBER_MOVES),
+    ("relay", RELAY_MOVES),
+    ("standing", STANDINGS),
 ]
 EVERY_MOVE = tuple(move_name(machine, state, move) for machine, table in _MACHINES for state, move in table)
 

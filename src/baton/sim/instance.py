@@ -58,13 +58,20 @@ from baton.wire.messages import (
     Failed,
     FromEngine,
     Ready,
-    ToWorker,
+    TellNames,
+    ToEngine,
     decode_to_engine,
     encode_from_engine,
+    pulse,
     wire_gauges,
+)
+from baton.wire.messages import (
+    Peers as PeersMessage,
 )
 
 KEY_FILE = "prefix.key"
+PULSE_US = 100_000
+"""How often the engine gives a sign of life, once its front end has asked for it."""
 _OF_PEERS = frozenset(get_args(PeerEffect))
 
 
@@ -89,6 +96,9 @@ class Peers(Protocol):
 
     def carry_out(self, effect: PeerEffect) -> None: ...
 
+    def meet(self, addresses: tuple[str, ...]) -> None:
+        """Who prefills from now on: call these, and hang up on all others."""
+
 
 class Watcher(Protocol):
     """Who is told what happens in an instance: where the laws are checked."""
@@ -109,6 +119,8 @@ class InstanceSpec:
     config: WorkerConfig
     make_executor: Callable[[ExecutorShape], Executor]
     times: Times
+    secret: bytes | None = None
+    """The key of prefix names, where a fleet shares one; None: each instance has its own, on its disk."""
 
     @property
     def shape(self) -> ExecutorShape:
@@ -145,6 +157,8 @@ class Instance:
         self._results: deque[StepResult] = deque()
         """Steps that have ended; they and messages wait here while the line is full."""
         self._alarm = Alarm(host, self._pump)
+        self._pulses = Alarm(host, self._pulse)
+        self._pumping = False
         self._stands_still = False
         """The line is full, and everything waits for the front end."""
         self.is_leaving = False
@@ -158,6 +172,16 @@ class Instance:
         self._disk.read(KEY_FILE, lambda data: self._begin(data, ready))
 
     def _begin(self, data: bytes | None, ready: Callable[[Instance], None]) -> None:
+        secret = self.spec.secret
+        if secret is None:
+            secret = self._own_key(data)
+        config = self.spec.config
+        # Of this life alone: what an earlier one granted opens nothing here.
+        own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
+        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
+        ready(self)
+
+    def _own_key(self, data: bytes | None) -> bytes:
         secret = keyfile.read_key(data) if data is not None else None
         made = secret is None
         if secret is None:
@@ -165,11 +189,7 @@ class Instance:
             self._disk.write(KEY_FILE, keyfile.write_key(secret), lambda _placed: None)
         if self._watcher is not None:
             self._watcher.began(self, secret, made)
-        config = self.spec.config
-        # Of this life alone: what an earlier one granted opens nothing here.
-        own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
-        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
-        ready(self)
+        return secret
 
     def fail(self, reason: str) -> None:
         """The engine cannot go on: its last words, before the host goes down."""
@@ -227,14 +247,28 @@ class Instance:
     def fingerprint(self) -> bytes:
         return self._executor.fingerprint
 
+    @property
+    def vocabulary(self) -> int:
+        return self._executor.vocabulary
+
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pump(self) -> None:
+        """Not within itself: what a front end on the same machine answers at once waits for its turn."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            self._work_through()
+            while self._inbox and self._has_room:
+                self._work_through()
+        finally:
+            self._pumping = False
+
+    def _work_through(self) -> None:
         worker = self.require_worker()
         while self._inbox and self._has_room:
-            message = decode_to_engine(self._inbox.popleft())
-            if isinstance(message, ToWorker):
-                self._tell(event_of(message))
+            self._obey(decode_to_engine(self._inbox.popleft()))
         while self._heard and self._has_room:
             heard = self._heard.popleft()
             if self.peers is not None:
@@ -251,6 +285,21 @@ class Instance:
             restart, self._restart = self._restart, None
             self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
             self.host.after(0, restart)
+
+    def _obey(self, order: ToEngine) -> None:
+        if isinstance(order, PeersMessage):
+            if self.peers is not None:
+                self.peers.meet(order.addresses)
+            return
+        self._tell(event_of(order))
+        if isinstance(order, TellNames):
+            self._pulse()
+
+    def _pulse(self) -> None:
+        """Whatever else happens: a step may compute, the line may be full."""
+        worker, now_us = self.require_worker(), self.host.world.now_us
+        self._say(pulse(worker.gauges(), self.device.in_flight > 0, worker.changes(now_us)))
+        self._pulses.set(now_us + PULSE_US)
 
     @property
     def _has_room(self) -> bool:

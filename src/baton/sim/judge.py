@@ -25,6 +25,7 @@ from baton.core.laws import LAWS
 from baton.core.prefix import PrefixIndex
 from baton.core.records import EndedRequest
 from baton.core.request import FinishReason, Phase, Serial, Submission
+from baton.core.routing import Outcome
 from baton.core.worker import (
     Accepted,
     Cancelled,
@@ -44,6 +45,7 @@ from baton.executor.scripted import undisturbed
 from baton.sim.faults import Fault
 from baton.sim.instance import Instance
 from baton.sim.laws import (
+    CAN_RESUME,
     DEADLOCK,
     DESERVED_ERROR,
     DESERVED_LOSS,
@@ -70,6 +72,9 @@ from baton.wire.desk import Lost
 from baton.wire.messages import WireEnded
 
 AUDIT_EVERY = 32
+FOR_NOW = (RefusalCode.QUEUE_FULL, RefusalCode.DRAINING, RefusalCode.NO_INSTANCE, RefusalCode.RATE_LIMITED)
+Ended = WireEnded | Outcome
+"""How a choice ended, as an instance says it or as a router does."""
 
 State = TypeVar("State", bound=Enum)
 Move = TypeVar("Move", bound=Enum)
@@ -99,6 +104,9 @@ class Causes(Protocol):
 
         A restart after a drain excuses no request that was accepted: everything open ends before it.
         """
+
+    def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
+        """Whether something happened since then to whoever has kept what a lost router was asked for."""
 
 
 class Docket:
@@ -180,6 +188,8 @@ class Judge:
         self._keys: dict[int, list[bytes]] = {}
         """The prefix keys that the lives of each instance have made."""
         self._errors = 0
+        self.behind_router = False
+        """A router that has no place cannot know what no instance would take."""
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -263,6 +273,10 @@ class Judge:
         for (state, move), times in moves.items():
             self.moves[move_name(machine, state, move)] += times
 
+    def cached_names(self, instance: Instance) -> set[bytes]:
+        """Of every prefix that it has cached."""
+        return set(instance.require_worker().scheduler.pool.prefix.names().values())
+
     def handovers_to(self, instance: Instance) -> int:
         book = self._docket(instance).peers
         return 0 if book is None else book.made
@@ -303,7 +317,7 @@ class Judge:
     def ended(
         self,
         name: str,
-        ended: WireEnded,
+        ended: Ended,
         submission: Submission,
         expected: list[int],
         got: int,
@@ -333,7 +347,7 @@ class Judge:
     def _whole_answer(
         self,
         name: str,
-        ended: WireEnded,
+        ended: Ended,
         submission: Submission,
         expected: list[int],
         got: int,
@@ -350,22 +364,36 @@ class Judge:
             raise LawBroken(TRUE_END, f"{name}: {got} of {len(expected)} tokens came, cut at {keep}: {ended}")
 
     def bill(
-        self, name: str, submission: Submission, ended: WireEnded, cached_tokens: int | None, preemptions_max: int
+        self,
+        name: str,
+        submission: Submission,
+        ended: Ended,
+        cached_tokens: int | None,
+        preemptions_max: int,
+        resumed: bool = False,
     ) -> None:
         """`cached_tokens`: what the client was told with its first token."""
         bill = ended.bill
-        if cached_tokens is not None and cached_tokens != bill.cached_tokens:
+        # A router that was started anew may know only a later leg.
+        if cached_tokens is not None and cached_tokens != bill.cached_tokens and not resumed:
             raise LawBroken(TRUE_BILL, f"{name} was told of {cached_tokens} cached tokens first: {bill}")
         if min(bill.queue_us, bill.prefill_us, bill.decode_us, bill.recomputed_tokens, bill.computed_tokens) < 0:
             raise LawBroken(TRUE_BILL, f"{name}: {bill}")
-        if bill.cached_tokens >= len(submission.prompt) or bill.preemptions > preemptions_max:
+        known, legs = len(submission.prompt), 1
+        if isinstance(ended, Outcome):
+            known, legs = known + ended.generated_tokens, max(1, bill.attempts)
+        if bill.cached_tokens >= known or bill.preemptions > preemptions_max * legs:
             raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
+        if legs > 1 or resumed:
+            return  # an earlier leg of its own may have left it there
         found = bytes(submission.prompt[: bill.cached_tokens].tolist())
         if found and self._asked[submission.salt, found] < 2:  # the first is its own
             raise LawBroken(OWN_PREFIXES, f"{name} found {len(found)} tokens that nobody of its tenant has asked for")
 
-    def _whole_bill(self, name: str, submission: Submission, ended: WireEnded) -> None:
+    def _whole_bill(self, name: str, submission: Submission, ended: Ended) -> None:
         """Of an answer that is complete. Only the last token is never fed; tokens past a stop string may have been."""
+        if isinstance(ended, Outcome):
+            return  # the bills of its legs are added up where they are heard of
         prompt, fed = len(submission.prompt), ended.bill.cached_tokens + ended.bill.computed_tokens
         least = prompt + ended.generated_tokens - 1
         if fed < least or (ended.reason is FinishReason.LENGTH and fed > least):
@@ -376,8 +404,9 @@ class Judge:
         if self.calm:
             raise LawBroken(RECOVERY, f"{name} was refused: {refusal}")
         # That a full queue is full and a draining instance drains is checked where the truth is, at the worker.
-        for_now = refusal.code in (RefusalCode.QUEUE_FULL, RefusalCode.DRAINING)
-        if impossible == for_now and refusal.code is not RefusalCode.DRAINING:
+        for_now = refusal.code in FOR_NOW
+        instead = for_now and not self.behind_router and refusal.code is not RefusalCode.DRAINING
+        if instead if impossible else not for_now:
             raise LawBroken(DESERVED_REFUSAL, f"{name}: {refusal}")
 
     def lost(self, name: str, instance: int, end: Lost) -> None:
@@ -386,6 +415,11 @@ class Judge:
             raise LawBroken(DESERVED_LOSS, f"{name} at instance {instance}: {end.reason}")
         if not end.retryable or not end.reason:
             raise LawBroken(TRUE_END, f"{name} lost its instance and is not told that it may try again: {end}")
+
+    def not_resumed(self, name: str, origin: bytes, lost_us: int) -> None:
+        """A client came back for its answer, as long as it may, and nobody knew of it."""
+        if not self._causes.may_be_forgotten(origin, lost_us):
+            raise LawBroken(CAN_RESUME, f"{name} lost its router at {lost_us} and finds nothing of its answer")
 
     def found_nobody(self, name: str, choices: int, serving: Mapping[int, bool]) -> None:
         """No instance could take it; those that serve have full lines."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from baton.sim.network import Network
 from baton.sim.world import Alarm, Host
-from baton.wire.link import Acceptor, Initiator, Link, LinkConfig, Lost, Opened, Replaced, Took
+from baton.wire.link import Acceptor, Initiator, Link, LinkConfig, LinkState, Lost, Opened, Replaced, Took
 
 REOPEN_US = 20_000
 """How long the front end waits after a loss before it tries again."""
@@ -39,6 +39,8 @@ class LinkEnd:
         self._name = name
         self._peer = peer
         self._owner = owner
+        self.wanted = True
+        """Whether an initiator that has lost its session begins another."""
         self._alarm = Alarm(host, self._tick)
 
     @property
@@ -51,7 +53,27 @@ class LinkEnd:
 
     def open(self) -> None:
         """Initiators only."""
-        if isinstance(self.link, Initiator):
+        self.wanted = True
+        self._reopen()
+
+    def close(self, reason: str) -> None:
+        """End the session; the owner is not told of it. An initiator begins no other until `open`."""
+        self._note(f"session {self.link.session} closed: {reason}")
+        self.wanted = False
+        self._post(self.link.close(reason))
+        self._alarm.set(self.link.next_deadline())
+
+    def reset(self, session: int | None, reason: str) -> None:
+        """The machine at the other end says that nobody is there: a loss, noticed at once. Only in that session."""
+        if session is not None and session == self.link.session:
+            self._note(f"session {session} reset: {reason}")
+            self._post(self.link.close(reason))
+            self._owner.lost(reason)
+            self._host.after(REOPEN_US, self._reopen)
+            self._alarm.set(self.link.next_deadline())
+
+    def _reopen(self) -> None:
+        if isinstance(self.link, Initiator) and self.wanted and self.link.state is LinkState.CLOSED:
             self._post(self.link.open(self._host.world.now_us))
             self._alarm.set(self.link.next_deadline())
 
@@ -82,7 +104,7 @@ class LinkEnd:
                 case Lost(session, reason):
                     self._note(f"session {session} lost: {reason}")
                     self._owner.lost(reason)
-                    self._host.after(REOPEN_US, self.open)
+                    self._host.after(REOPEN_US, self._reopen)
         self._owner.took(took.frames)
         self._alarm.set(self.link.next_deadline())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import get_args
+from typing import Protocol, get_args
 
 from baton.core.peers import PeerEffect, PeerEvent
 from baton.core.plan import StepPlan, StepResult
@@ -17,7 +17,6 @@ from baton.core.worker import Effect, Event, Launch, StepDone, Tick, Worker
 from baton.sim.carrying import Carrier
 from baton.sim.device import Device
 from baton.sim.instance import InstanceSpec
-from baton.sim.lines import PipeEnd
 from baton.sim.records import PassMeter, StepSpan
 from baton.sim.world import Alarm, Host
 from baton.wire.dispatch import event_of, message_of
@@ -27,6 +26,10 @@ SECRET = bytes(32)
 PEER_EFFECTS = get_args(PeerEffect)
 TICK_IN_FLIGHT_US = 20_000
 """As the engine process looks at its peers while a step computes."""
+
+
+class Line(Protocol):
+    def send(self, frame: bytes) -> None: ...
 
 
 class Machine:
@@ -42,15 +45,16 @@ class Machine:
         self.device.spans = deque(maxlen=1)
         self.worker = Worker(spec.config, PrefixIndex(SECRET, executor.fingerprint, spec.config.blocks))
         self.meter: PassMeter | None = None
-        self._line: PipeEnd | None = None
+        self._line: Line | None = None
         """To the front end."""
+        self.fingerprint = executor.fingerprint
         self._alarm = Alarm(host, self._pump)
 
     def keep_spans(self, spans: deque[StepSpan]) -> None:
         """Steps are noted there, which must have room for the latest at least."""
         self.device.spans = spans
 
-    def answer(self, line: PipeEnd) -> None:
+    def answer(self, line: Line) -> None:
         """A front end is there: say who we are."""
         self._line = line
         config = self.spec.config

@@ -70,6 +70,14 @@ class Neighbours:
         for line in self.lines:
             line.open()
 
+    def meet(self, addresses: tuple[str, ...]) -> None:
+        """Who prefills is known from the router: call these, and hang up on all others."""
+        for peer, talk in self._talks.items():
+            if peer in addresses:
+                talk.line.open()
+            else:
+                talk.hang_up()
+
     def session_with(self, peer: str) -> int | None:
         """The session in which both have registered, as far as we know."""
         talk = self._talks[PeerId(peer)]
@@ -129,6 +137,11 @@ class _Talk:
 
     def known_to_worker(self) -> None:
         self._known = self._to_be_told.popleft()
+
+    def hang_up(self) -> None:
+        if self.line.wanted:
+            self.line.close("it does not prefill any more")
+            self.lost("it does not prefill any more")
 
     # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
 

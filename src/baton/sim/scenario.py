@@ -28,20 +28,25 @@ from baton.core.config import (
     VictimPolicy,
     WorkerConfig,
 )
+from baton.core.routing import Policy, RouterConfig
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
 from baton.sim.asks import VOCABULARY, Ask, draw_ask, probe_ask
 from baton.sim.chaos import Chaos
-from baton.sim.clients import User
+from baton.sim.clients import Entrance, User
 from baton.sim.faults import CLASSES, Fault, Rates, draw_classes, draw_rates
+from baton.sim.fleets import Fleet
 from baton.sim.front import Front, OneInstance
+from baton.sim.gate import Gate
 from baton.sim.instance import InstanceSpec
 from baton.sim.judge import Judge, as_law
 from baton.sim.laws import DEADLOCK, LIVENESS, RECOVERY, LawBroken
+from baton.sim.legs import LegBook
 from baton.sim.lines import LinkEnd, initiator
 from baton.sim.network import Network
 from baton.sim.seats import FRONT, Seat, seat_name
 from baton.sim.transfer import Fabric, KvTimes
+from baton.sim.upheaval import Upheaval
 from baton.sim.world import Host, World, stream_of
 from baton.wire.link import LinkConfig
 
@@ -55,6 +60,8 @@ STANDSTILL_US = 3_000_000
 """Nothing but signs of life for so long, while somebody waits, is a deadlock."""
 PEER_DEAD_US = 3_000_000
 """So long after an instance died nothing may be held for it."""
+WITHOUT_ROUTER = (0, 1, 5)
+"""Seeds that end so have a world without a router."""
 BUNCHED_SHARE = 0.7
 MIXED_SHARE = 0.4
 """Of worlds in which nobody prefills for anybody."""
@@ -69,6 +76,10 @@ SPLITS = (
 """Those that prefill come second, so that a world that is cut down to two instances still has both kinds."""
 HANDED_OVER_TOKENS = 20
 """A prompt that no instance prefills by itself where another does that for it."""
+UNBOUNDED = 1 << 30
+SUSPECTED_WITHIN_US = 200_000
+"""Beyond the time that a router waits for a sign of life: what was under way arrives late."""
+SAID_WITHIN_US = 350_000
 PROBE_FROM = 1_000_000
 """Indices of the questions that are asked when everything has healed."""
 
@@ -116,6 +127,8 @@ class Scenario:
     link: LinkConfig
     span_us: int
     users: tuple[UserPlan, ...]
+    router: RouterConfig | None = None
+    """None: clients speak to the instances, as to a front end that only spreads them."""
 
     @property
     def instances(self) -> int:
@@ -168,7 +181,8 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
     trim = trim or Trim()
     stream = stream_of(seed, "scenario")
     roles = _draw_roles(seed)
-    classes = draw_classes(stream, any(role.takes for role in roles))
+    has_router = seed % 10 not in WITHOUT_ROUTER
+    classes = draw_classes(stream, any(role.takes for role in roles), stream_of(seed, "of router") if has_router else None)
     classes = classes if trim.classes is None else trim.classes
     rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in (*CLASSES, "late")}, classes)
     span_us = stream.randint(400_000, 1_600_000)
@@ -187,9 +201,35 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
         kv=_draw_kv_times(seed),
         layers=stream_of(seed, "layers").choice((1, 2, 2, 3)) if any(role.takes for role in roles) else 1,
         times=FlatTimes(shape.randint(3_000, 20_000), shape.randint(10, 500)),
-        link=_draw_link(seed, classes),
+        link=_draw_line(seed, classes) if has_router else _draw_link(seed, classes),
         span_us=span_us,
         users=users,
+        router=_draw_carrying(seed, classes) if has_router else None,
+    )
+
+
+def _draw_carrying(seed: int, classes: tuple[str, ...]) -> RouterConfig:
+    stream = stream_of(seed, "router")
+    crowded, ahead = stream.choice((4.0, 16.0)), stream.choice((0.5, 1.0, 2.0))
+    return RouterConfig(
+        policy=stream.choice(tuple(Policy)),
+        preempt_retry_count=stream.choice((0, 1, 3, 3, 16)),
+        preempt_retry_exclude_decode=stream.random() < 0.7,
+        loss_retry_count=stream.choice((0, 1, 8, 8, 8)),
+        backoff_us=stream.choice((1_000, 5_000, 20_000)),
+        backoff_us_max=stream.choice((20_000, 200_000)),
+        deadline_us=stream.choice((500_000, *(30_000_000,) * 7)),
+        absent_us=stream.choice((50_000, 500_000, 2_000_000, 2_000_000)),
+        waiting_max=stream.choice((4, 16, 1024)),
+        ahead=crowded if "crowding" in classes else ahead,
+        retry_rate=stream.choice((20.0, 200.0)),
+        retry_burst=stream.choice((1, 512, 512)),
+        suspect_us=stream.choice((400_000, 600_000)),
+        stuck_us=stream.choice((300_000, 60_000_000)),
+        drain_us=stream.choice((20_000, 200_000, 1_000_000)),
+        orphan_grace_us=stream.choice((100_000, 600_000, 1_500_000)),
+        key_concurrency=stream.choice((*(None,) * 9, 6)),
+        key_tokens_per_minute=stream.choice((*(None,) * 9, 6_000)),
     )
 
 
@@ -263,6 +303,17 @@ def _draw_link(seed: int, classes: tuple[str, ...]) -> LinkConfig:
     )
 
 
+def _draw_line(seed: int, classes: tuple[str, ...]) -> LinkConfig:
+    """To a router: as patient as a connection that only fails when somebody says so, or not much."""
+    stream, link = stream_of(seed, "line"), _draw_link(seed, classes)
+    return replace(
+        link,
+        heartbeat_us=200_000,
+        silent_us=stream.choice((300_000, 1_500_000, 1_500_000)),
+        acceptor_silent_us=stream.choice((400_000, 1_500_000, 1_500_000)),
+    )
+
+
 def _draw_config(seed: int) -> WorkerConfig:
     stream = stream_of(seed, "config")
     block_size = stream.choice((1, 2, 4, 4, 8))
@@ -330,7 +381,7 @@ class Run:
     def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
         self.scenario = scenario
         self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
-        line_max = scenario.link.window + scenario.link.backlog_max
+        line_max = scenario.link.window + scenario.link.backlog_max + (0 if scenario.router is None else UNBOUNDED)
         self.judge = Judge(self.world, self, VOCABULARY, line_max, always_audit)
         self.network = Network(self.world, scenario.rates.network)
         self._front_host = Host(self.world, FRONT)
@@ -339,16 +390,35 @@ class Run:
         self.front = Front(scenario.instances, serving)
         self.when_healed: Callable[[], None] | None = None
         self._lines: list[LinkEnd] = []
+        self._secret = self.world.stream("key of the fleet").randbytes(32)
         self.seats = [self._seat(number) for number in range(scenario.instances)]
+        self.fleet = None if scenario.router is None else self._fleet(scenario.router)
         self.chaos = Chaos(
             self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us, self.fabric
         )
-        self.users = [self._user(plan.asks, self.front, plan.converses) for plan in scenario.users]
+        entrance = self.front if self.fleet is None else self.fleet.gate
+        self.users = [self._user(plan.asks, entrance, plan.converses) for plan in scenario.users]
 
     def may_be_lost(self, instance: int, accepted: bool) -> bool:
         now_us = self.world.now_us
         noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + self._noticed_us
-        return noisy or now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + self._noticed_us
+        if noisy or instance >= len(self.seats):  # some are strangers
+            return True
+        return now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + self._noticed_us
+
+    def may_be_suspected(self, instance: int) -> bool:
+        router = self.scenario.router
+        if router is None or instance >= len(self.seats):  # some are strangers
+            return True
+        now_us, noticed_us = self.world.now_us, router.suspect_us + 2 * router.beat_us + SUSPECTED_WITHIN_US
+        noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + noticed_us
+        return noisy or now_us <= self.seats[instance].hurt_until_us() + noticed_us
+
+    def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
+        return self.fleet is None or self.fleet.may_be_forgotten(origin, lost_us)
+
+    def fire(self, fault: Fault, where: str) -> None:
+        self.world.fire(fault, where)
 
     @property
     def _noticed_us(self) -> int:
@@ -375,13 +445,18 @@ class Run:
         )
 
     def _gather_moves(self) -> None:
-        for seat, line in zip(self.seats, self._lines, strict=True):
+        for seat in self.seats:
             if seat.instance is not None:
                 self.judge.buried(seat.instance)
-            for end in (line, *seat.lines, *seat.peer_lines):
+            for end in (*seat.lines, *seat.peer_lines):
                 self.judge.took_moves("link", end.link.moves())
-            for desk in (seat.counter.desk, *seat.counter.former_desks):
-                self.judge.took_moves("desk", desk.moves())
+            if seat.counter is not None:
+                for desk in (seat.counter.desk, *seat.counter.former_desks):
+                    self.judge.took_moves("desk", desk.moves())
+        for line in self._lines:
+            self.judge.took_moves("link", line.link.moves())
+        if self.fleet is not None:
+            self.fleet.gather_moves(self.judge)
 
     def _broken_law(self) -> LawBroken | None:
         try:
@@ -391,8 +466,11 @@ class Run:
         return None
 
     def _live(self) -> None:
-        for seat in self.seats:
-            seat.boot()
+        if self.fleet is None:
+            for seat in self.seats:
+                seat.boot()
+        else:
+            self.fleet.boot()
         for line in self._lines:
             line.open()
         for user, plan in zip(self.users, self.scenario.users, strict=True):
@@ -403,11 +481,14 @@ class Run:
             self.when_healed()
         self.world.note("world", "heals")
         self.chaos.heal()
+        if self.fleet is not None:
+            self.fleet.heal()
         for seat in self.seats:
             self._look_for_what_is_held(seat)
         self._audit_all()
         self._until_all_have_ended(self.users, HEALED_WITHIN_US, LIVENESS)
-        self._until(self.world.now_us + self._noticed_us)  # whoever has not noticed a loss yet does now
+        patience_us = self._noticed_us if self.fleet is None else self.fleet.noticed_us
+        self._until(self.world.now_us + patience_us)  # whoever has not noticed a loss yet does now
         self._until_all_serve(self.world.now_us + RECOVERED_WITHIN_US)
         self._ask_each_instance()
         self._until_nothing_is_held(self.world.now_us + QUIET_WITHIN_US)
@@ -432,11 +513,7 @@ class Run:
                     self.world.step()
 
     def _until_all_serve(self, bound_us: int) -> None:
-        while absent := [
-            seat.name
-            for seat, line in zip(self.seats, self._lines, strict=True)
-            if not (_serves(seat, line) and self._knows_its_peers(seat))
-        ]:
+        while absent := [seat.name for seat in self.seats if not (self._serves(seat) and self._knows_its_peers(seat))]:
             if self.world.next_us is None or self.world.now_us > bound_us:
                 raise LawBroken(RECOVERY, f"{', '.join(absent)} do not serve")
             self.world.step()
@@ -455,28 +532,42 @@ class Run:
     def _ask_each_instance(self) -> None:
         """Whoever serves again answers one more question, in full."""
         self.judge.calm = True
-        probes = [
-            self._user((probe_ask(PROBE_FROM + seat.counter.number),), OneInstance(seat.counter), False)
-            for seat in self.seats
-            if seat.role.serves
-        ]
+        serving = [seat for seat in self.seats if seat.role.serves]
+        probes = [self._user((probe_ask(PROBE_FROM + seat.number),), self._door_of(seat), False) for seat in serving]
         self._until_answered(probes)
         self._ask_for_a_handover()
+
+    def _door_of(self, seat: Seat) -> Entrance:
+        """Where a question must be asked so that this one answers it; behind a router, somebody does."""
+        if self.fleet is not None:
+            return self.fleet.gate
+        if seat.counter is None:
+            raise RuntimeError(f"{seat.name} has no front end and no router")
+        return OneInstance(seat.counter)
+
+    def _serves(self, seat: Seat) -> bool:
+        return _serves(seat, self._lines[seat.number]) if self.fleet is None else self.fleet.serves(seat)
 
     def _ask_for_a_handover(self) -> None:
         """Where there are peers again, they prefill again: one question after the other, so that none finds a full queue."""
         if not self.scenario.can_hand_over(HANDED_OVER_TOKENS):
             return
+        if self.fleet is not None and MIXED in self.scenario.roles:
+            return  # which might be asked instead
         stream = stream_of(self.scenario.seed, "probes")
         for seat in self.seats:
             if not (seat.role.takes and seat.peers) or seat.instance is None:
                 continue
-            before = self.judge.handovers_to(seat.instance)
+            before = self._handovers()
             prompt = tuple(stream.randrange(VOCABULARY) for _ in range(HANDED_OVER_TOKENS))
-            ask = probe_ask(PROBE_FROM * 2 + seat.counter.number, prompt)
-            self._until_answered([self._user((ask,), OneInstance(seat.counter), False)])
-            if self.judge.handovers_to(seat.instance) == before:
+            ask = probe_ask(PROBE_FROM * 2 + seat.number, prompt)
+            self._until_answered([self._user((ask,), self._door_of(seat), False)])
+            made = self._handovers()
+            if made == before or (self.fleet is None and made[seat.number] == before[seat.number]):
                 raise LawBroken(RECOVERY, f"{seat.name} prefilled by itself, though {', '.join(seat.peers)} were there")
+
+    def _handovers(self) -> list[int]:
+        return [0 if seat.instance is None else self.judge.handovers_to(seat.instance) for seat in self.seats]
 
     def _until_answered(self, probes: list[User]) -> None:
         for probe in probes:
@@ -486,12 +577,16 @@ class Run:
     def _until_nothing_is_held(self, bound_us: int) -> None:
         while not self._nothing_open() and self.world.next_us is not None and self.world.now_us <= bound_us:
             self.world.step()
+        if self.fleet is not None:
+            self._until(self.world.now_us + SAID_WITHIN_US)  # signs of life say what is cached
         self._audit_all()
         for seat in self.seats:
             if seat.instance is not None:
                 self.judge.nothing_held(seat.instance)
             if seat.neighbours is not None:
                 self.judge.nothing_lands(seat.name, seat.neighbours.receiver.open, seat.neighbours.sender.open)
+        if self.fleet is not None:
+            self.fleet.nothing_held(self.judge)
         if self.front.open_requests:
             raise LawBroken(LIVENESS, f"the front end still has {self.front.open_requests} open requests")
 
@@ -499,6 +594,8 @@ class Run:
         workers = [seat.instance.worker for seat in self.seats if seat.instance is not None]
         ends = [seat.neighbours for seat in self.seats if seat.neighbours is not None]
         if any(end.receiver.open or end.sender.open for end in ends):
+            return False
+        if self.fleet is not None and not self.fleet.is_quiet:
             return False
         return not self.front.open_requests and all(worker is not None and worker.is_idle for worker in workers)
 
@@ -526,8 +623,15 @@ class Run:
 
     def _seat(self, number: int) -> Seat:
         scenario = self.scenario
-        spec = InstanceSpec(number, scenario.config_of(number), partial(_scripted, scenario.layers), scenario.times)
-        counter = self.front.counters[number]
+        router = scenario.router
+        spec = InstanceSpec(
+            number,
+            scenario.config_of(number),
+            partial(_scripted, scenario.layers),
+            scenario.times,
+            None if router is None else self._secret,
+        )
+        counter = self.front.counters[number] if router is None else None
         seat = Seat(
             self.world,
             self.network,
@@ -538,15 +642,25 @@ class Run:
             self.judge,
             self.fabric,
             scenario.peers_of(number),
+            0 if router is None else router.orphan_grace_us,
         )
         seat.when_dead = self._look_for_what_is_held
-        counter.line = line = initiator(
-            self._front_host, self.network, f"{FRONT} {number}", seat.name, counter, scenario.link
-        )
-        self._lines.append(line)
+        if counter is not None:
+            counter.line = line = initiator(
+                self._front_host, self.network, f"{FRONT} {number}", seat.name, counter, scenario.link
+            )
+            self._lines.append(line)
         return seat
 
-    def _user(self, asks: tuple[Ask, ...], front: Front | OneInstance, converses: bool) -> User:
+    def _fleet(self, router: RouterConfig) -> Fleet:
+        scenario = self.scenario
+        self.judge.behind_router = True
+        lines = scenario.instances + scenario.rates.old_lives
+        gate = Gate(self.world, self.network, router, scenario.link, lines, LegBook(router, self), self._secret)
+        upheaval = Upheaval(self.world, self.network, gate, self.seats, scenario.rates, scenario.span_us, scenario.link)
+        return Fleet(gate, upheaval, self.seats)
+
+    def _user(self, asks: tuple[Ask, ...], front: Entrance, converses: bool) -> User:
         config = self.scenario.config
         return User(
             self._front_host,
@@ -561,7 +675,7 @@ class Run:
 
 def _serves(seat: Seat, line: LinkEnd) -> bool:
     """Both ends are in the same session, and the instance has said in it that it is ready."""
-    if seat.instance is None or seat.instance.is_leaving or seat.line is None:
+    if seat.instance is None or seat.instance.is_leaving or seat.line is None or seat.counter is None:
         return False
     return seat.line.link.session == line.link.session and seat.counter.serves and not line.link.undelivered
 

@@ -1,7 +1,8 @@
-"""A seat: the host and disk on which the lives of one instance follow each other, and its line to the front end.
+"""A seat: the host and disk on which the lives of one instance follow each other, and its line to the front end or router.
 
 Owns starting, crashing and restarting. A life is an `Instance`; the seat gives it a line when it has started, and passes on
-what the line tells.
+what the line tells. Under a router a life has a second process, its own front end (`Member`): the two crash and pause
+together, but the engine can also stand still alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from baton.sim.faults import DiskRates, Fault
 from baton.sim.front import Counter
 from baton.sim.instance import Instance, InstanceSpec, Watcher
 from baton.sim.lines import LinkEnd, acceptor
+from baton.sim.member import Member, line_names
 from baton.sim.neighbours import Neighbours
 from baton.sim.network import Network
 from baton.sim.transfer import Fabric
 from baton.sim.world import Host, World
 from baton.wire.link import LinkConfig
+from baton.wire.relay import Relay, RelayOut
 
 FRONT = "front"
 
@@ -32,13 +35,15 @@ class Seat:
         world: World,
         network: Network,
         spec: InstanceSpec,
-        counter: Counter,
+        counter: Counter | None,
         link: LinkConfig,
         disk: DiskRates,
         watcher: Watcher | None = None,
         fabric: Fabric | None = None,
         peers: Sequence[str] = (),
+        grace_us: int = 0,
     ) -> None:
+        """`counter`: the front end's side of it; None: it serves a router, and keeps what it has for it for `grace_us`."""
         self.name = seat_name(spec.number)
         self.role = spec.config.role
         self.peers = peers
@@ -51,8 +56,15 @@ class Seat:
         self.at_step: Callable[[Seat, str], None] | None = None
         """Called at each step of a hand-over that is taken here."""
         self._fabric = fabric
+        self.number = spec.number
         self.counter = counter
+        self.member: Member | None = None
+        """The front end of the present life, under a router."""
+        self.relays: list[Relay] = []
+        """Of all lives."""
         self.host = Host(world, self.name)
+        self.front = Host(world, f"front of {spec.number}")
+        self._grace_us = grace_us
         self.disk = Disk(self.host, disk)
         self.instance: Instance | None = None
         """The present life; None while the host is down."""
@@ -61,6 +73,7 @@ class Seat:
         self._link = link
         self._watcher = watcher
         self._troubled_until_us = 0
+        self._hurt_until_us = 0
         self._rolled_until_us = 0
         self._rolling = False
         """Between two lives of a rolling restart."""
@@ -70,8 +83,17 @@ class Seat:
         """Of all lives."""
         self.when_opened: Callable[[Seat], None] | None = None
         """Called when the present life has taken up a session."""
+        self.when_cut_off: Callable[[Seat, int | None], None] | None = None
+        """Called when a life is over, with the session that it was in."""
+        self.when_told: Callable[[Seat, RelayOut], None] | None = None
+        """Called with what its relay makes of what it hears."""
         self.disagreement = 0.0
         self.slowness = 1.0
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """What the network calls the two ends of its line."""
+        return line_names(self.number) if self.counter is None else (self.name, f"{FRONT} {self.number}")
 
     def troubled_until_us(self, *, rolling_too: bool) -> int:
         """Until when something was wrong here that can end a session: now, while it is."""
@@ -81,13 +103,24 @@ class Seat:
             return self.host.world.now_us
         return max(self._troubled_until_us, self._rolled_until_us if rolling_too else 0)
 
-    def trouble(self, for_us: int = 0) -> None:
-        self._troubled_until_us = max(self._troubled_until_us, self.host.world.now_us + for_us)
+    def trouble(self, for_us: int = 0, *, of_router: bool = False) -> None:
+        """Something is wrong here, or on the way to it; or only at the router, which then has nobody to suspect."""
+        until_us = self.host.world.now_us + for_us
+        self._troubled_until_us = max(self._troubled_until_us, until_us)
+        if not of_router:
+            self._hurt_until_us = max(self._hurt_until_us, until_us)
+
+    def hurt_until_us(self) -> int:
+        """Until when something was wrong here for which a router may suspect it: now, while it is."""
+        absent = self.instance is None or self.instance.worker is None
+        stands = self.host.paused or self.front.paused
+        return self.host.world.now_us if absent or stands else self._hurt_until_us
 
     def boot(self) -> None:
         if not self._rolling:
-            self.trouble()
+            self.trouble(of_router=not self.host.lives)  # before its first life there was nobody to suspect
         self.host.restart()
+        self.front.restart()
         life = Instance(self.host, self.disk, self._spec, self._watcher)
         life.device.disagreement, life.device.slowness = self.disagreement, self.slowness
         self.instance = life
@@ -99,17 +132,22 @@ class Seat:
             return
         if self._watcher is not None:
             self._watcher.buried(self.instance)
+        session = None if self.line is None else self.line.link.session
         self.instance = None
         self.line = None
         self.neighbours = None
         if self._fabric is not None:
             self._fabric.leave(self.name)
-        self.host.resume()
-        self.host.crash()
+        self.member = None
+        for host in (self.host, self.front):
+            host.resume()
+            host.crash()
         self.disk.crash()
         self._note("is down")
         if self.when_dead is not None:
             self.when_dead(self)
+        if self.when_cut_off is not None:
+            self.when_cut_off(self, session)
 
     def fail(self) -> None:
         """The engine ends by itself, with last words."""
@@ -117,6 +155,11 @@ class Seat:
             self.host.world.fire(Fault.ENGINE_FAILURE, self.name)
             self.instance.fail("a simulated fault of the device")
             self.crash()
+
+    def leave(self) -> None:
+        """Its operator tells it to stop: it takes nothing new, and goes when everything open has ended."""
+        if self.member is not None:
+            self.front.run(self.member.leave)
 
     def restart_when_idle(self, down_us: int) -> None:
         """A drain has been ordered: when everything open has ended, the next life begins."""
@@ -141,31 +184,54 @@ class Seat:
 
     def pause(self) -> None:
         self.host.pause()
+        self.front.pause()
+
+    def stall(self) -> None:
+        """Only the engine stands still; its front end goes on."""
+        self.host.pause()
 
     def resume(self) -> None:
         self.trouble()
         if self.instance is not None:
             self.instance.hindered_us = self.host.world.now_us
+        self.front.resume()
         self.host.resume()
 
     def _serve(self, life: Instance) -> None:
         if self._rolling:
             self._rolling = False
             self._rolled_until_us = self.host.world.now_us
+            self._hurt_until_us = max(self._hurt_until_us, self.host.world.now_us)
         else:
-            self.trouble()
-        end = _Answering(self, life)
-        self.line = acceptor(self.host, self._network, self.name, f"{FRONT} {self._spec.number}", end, self._link)
-        self.lines.append(self.line)
+            self.trouble(of_router=not self.host.lives)
         if self._fabric is not None and self.peers:
             self._meet(life, self._fabric)
+        if self.counter is None:
+            self._join(life)
+            return
+        end = _Answering(self, self.counter, life)
+        self.line = acceptor(self.host, self._network, self.name, f"{FRONT} {self.number}", end, self._link)
+        self.lines.append(self.line)
+
+    def _join(self, life: Instance) -> None:
+        self.member = member = Member(self.front, self._network, life, self._link, self._grace_us)
+        self.line = member.line
+        self.lines.append(self.line)
+        self.relays.append(member.relay)
+        member.when_told = self._told
+        self.front.run(member.start)
+
+    def _told(self, out: RelayOut) -> None:
+        if self.when_told is not None:
+            self.when_told(self, out)
 
     def _meet(self, life: Instance, fabric: Fabric) -> None:
         self.neighbours = life.peers = Neighbours(life, self._network, fabric, self._link, self.peers)
         self.peer_lines += self.neighbours.lines
         life.device.signals = self.neighbours.sender
         life.at_step = self._step_taken
-        self.neighbours.open()
+        if self.counter is not None or self.role.gives:  # else the router says whom to call
+            self.neighbours.open()
 
     def _step_taken(self, step: str) -> None:
         if self.at_step is not None:
@@ -179,15 +245,16 @@ class Seat:
 class _Answering:
     """The instance's end of its line."""
 
-    def __init__(self, seat: Seat, life: Instance) -> None:
+    def __init__(self, seat: Seat, counter: Counter, life: Instance) -> None:
         self._seat = seat
+        self._counter = counter
         self._life = life
 
     def opened(self) -> None:
         seat, line = self._seat, self._seat.line
         if line is None:
             raise RuntimeError(f"{seat.name} took up a session without a line")
-        if seat.counter.knows_another_life(line.link):
+        if self._counter.knows_another_life(line.link):
             seat.host.world.fire(Fault.GHOST, seat.name)
         self._life.answer(line)
         if seat.when_opened is not None:

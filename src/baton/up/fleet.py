@@ -50,16 +50,19 @@ class FleetPlan:
     threads: int | None = None
     """Of each instance; None shares the cores out."""
     demo: bool = False
-    api_key: str | None = field(default=None, repr=False)
-    """To ask the router how the fleet is."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """They go to all of them in the environment: everybody on the machine can read command lines."""
     drain_timeout_s: float = 30.0
     restart_delay_us_max: int = 10_000_000
-    environment: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """Of all processes, beyond what they inherit: what is not for command lines, which everybody here can read."""
+    admin_key: str | None = field(default=None, repr=False)
+    """It goes the same way."""
 
     def __post_init__(self) -> None:
         if self.decode + self.mixed == 0:
             raise BadFleet("nobody would answer: give --decode or --mixed at least 1")
+        keys = self.api_keys if self.admin_key is None else (*self.api_keys, self.admin_key)
+        if any(key.split() != [key] for key in keys):
+            raise BadFleet("an API key or admin key must not be empty or have spaces in it")
         if self.prefill and not self.decode:
             raise BadFleet("--prefill instances work for --decode ones, and there are none")
         if self.prefill + self.decode + self.mixed > INSTANCES_MAX:

@@ -30,12 +30,14 @@ from baton.up.log import FleetLog, LineCutter
 from baton.up.restarts import Again, GiveUp, Restarts
 
 ROUTER = "router"
-KEY_VARIABLE = "BATON_CLUSTER_KEY"
+KEY_VARIABLE, API_KEYS_VARIABLE, ADMIN_KEY_VARIABLE = "BATON_CLUSTER_KEY", "BATON_API_KEY", "BATON_ADMIN_KEY"
 CONFIG_VARIABLE = "BATON_CONFIG"
 """Not for children: the file has options that are not theirs, and what is theirs is in their command lines."""
 HELD_LINES_MAX = 40
 READ_BYTES = 64 * 1024
 LOOK_EVERY_S = 0.1
+PATIENCE_S = 5.0
+"""How long the banner waits for one that is ready and that the router does not let in: it has said why by then."""
 LAST_LINES_S = 1.0
 """How long the last output of an ended process is waited for."""
 STOP_GRACE_S = 10.0
@@ -72,7 +74,11 @@ class Supervisor:
         self._plan = plan
         self._log = log
         self._cores = cores
-        self._environment = {**os.environ, **dict(plan.environment), KEY_VARIABLE: secrets.token_hex(32), "COLUMNS": "500"}
+        self._environment = {**os.environ, KEY_VARIABLE: secrets.token_hex(32), "COLUMNS": "500"}
+        if plan.api_keys:
+            self._environment[API_KEYS_VARIABLE] = " ".join(plan.api_keys)
+        if plan.admin_key is not None:
+            self._environment[ADMIN_KEY_VARIABLE] = plan.admin_key
         self._environment.pop(CONFIG_VARIABLE, None)
         self._bound = bound_to(os.getpid())
         self._ports = Ports(plan.router_port)
@@ -131,8 +137,9 @@ class Supervisor:
         for post in self._members:
             self._start(post)
         await self._until(lambda: all(post.is_up or post.given_up for post in self._members))
-        if not self._stopping.is_set() and not self._failure() and await self._fleet_answers():
-            self._log.say(banner(self._plan, self._served, self.url, [post.name for post in self._members if post.given_up]))
+        missing = await self._missing()
+        if missing is not None:
+            self._log.say(banner(self._plan, self._served, self.url, missing))
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Wait for it, or for a signal."""
@@ -148,17 +155,24 @@ class Supervisor:
             return "none of the instances that answer requests can be started"
         return None
 
-    async def _fleet_answers(self) -> bool:
-        """True when the router has all who live in its books; False where a signal came first."""
-        headers = {} if self._plan.api_key is None else {"Authorization": f"Bearer {self._plan.api_key}"}
+    async def _missing(self) -> list[str] | None:
+        """Who is not in the router's books when all others are, or when those who serve have been for a while.
+
+        None where a signal came first.
+        """
+        patient_s = time.monotonic() + PATIENCE_S
+        key = self._plan.admin_key or next(iter(self._plan.api_keys), None)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers) as http:
             while not self._stopping.is_set() and not self._failure():
                 ready = await _ready_instances(http, self.url)
-                if all(post.name in ready for post in self._members if not post.given_up):
-                    return True
+                missing = [post for post in self._members if post.given_up or post.name not in ready]
+                is_late = time.monotonic() > patient_s and any(post.serves and post.name in ready for post in self._members)
+                if is_late or all(post.given_up for post in missing):
+                    return [post.name for post in missing]
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), LOOK_EVERY_S)
-        return False
+        return None
 
     # ── stopping ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -329,7 +343,7 @@ def banner(plan: FleetPlan, served: str, url: str, missing: list[str]) -> str:
         f"  API        {url}/v1",
         f"  Dashboard  {url}/dashboard{button}",
         f"  Chat       baton chat --url {url}",
-        f"  Drain one  baton drain {one} --url {url}",
+        f"  Drain one  baton drain {one} --url {url}  (it is started again when it has ended)",
         "  Stop       Ctrl-C: open requests finish (twice: at once)",
         "",
     ]

@@ -472,6 +472,12 @@ class Link(ABC):
                 took.packets.extend(self._talk.due(now_us))
         return took
 
+    def close(self, reason: str) -> list[bytes]:
+        """End the session under way from this side; whoever closes is not told again. Packets to put on the network."""
+        took = Took([], [], [])
+        self._lose(reason, took)
+        return took.packets
+
     def next_deadline(self) -> int | None:
         return None if self._talk is None else self._talk.next_deadline()
 

@@ -213,13 +213,6 @@ class _Line:
     def asked(self) -> WireSubmission:
         return self.group.place.group[self.at]
 
-    def move(self, move: Move) -> State:
-        try:
-            self.state = TRANSITIONS[self.state, move]
-        except KeyError:
-            raise IllegalTransition(f"a choice in {self.state.name} cannot take the move {move.name}") from None
-        return self.state
-
     def note(self, item: WireLogprobs) -> None:
         if self.counts is not None:
             self.logprobs.append(WireLogprobs(len(self.counts) - 1, item.chosen, item.top_ids, item.top))
@@ -292,6 +285,8 @@ class Relay:
         self._join = join
         self._grace_us = grace_us
         self._standing = Standing.AWAY
+        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self._turns = dict.fromkeys(STANDINGS, 0)
         self._session = 0
         self._lost_us: int | None = None
         """Since when no router has known of what is held; None while one does."""
@@ -324,10 +319,23 @@ class Relay:
     def standing(self) -> Standing:
         return self._standing
 
+    def moves(self) -> dict[tuple[State, Move], int]:
+        """How often each transition of a choice was taken."""
+        return dict(self._moves)
+
+    def turns(self) -> dict[tuple[Standing, Turn], int]:
+        """How often each transition of the session was taken."""
+        return dict(self._turns)
+
     @property
     def open_requests(self) -> int:
         """Choices that the engine has not ended, or not answered."""
         return len(self._open) + sum(len(group.lines) for group in self._asked.values())
+
+    @property
+    def kept_choices(self) -> int:
+        """Choices of which a router will be told when it is there again."""
+        return sum(line.state in KEPT for group in self._groups.values() for line in group.lines)
 
     @property
     def held_choices(self) -> int:
@@ -385,10 +393,21 @@ class Relay:
         return [Leaving()] if not said and self._standing in TELLING else []
 
     def _turn(self, turn: Turn) -> None:
+        before = self._standing
         try:
-            self._standing = STANDINGS[self._standing, turn]
+            self._standing = STANDINGS[before, turn]
         except KeyError:
-            raise IllegalTransition(f"a session in {self._standing.name} cannot take the turn {turn.name}") from None
+            raise IllegalTransition(f"a session in {before.name} cannot take the turn {turn.name}") from None
+        self._turns[before, turn] += 1
+
+    def _move(self, line: _Line, move: Move) -> State:
+        before = line.state
+        try:
+            line.state = TRANSITIONS[before, move]
+        except KeyError:
+            raise IllegalTransition(f"a choice in {before.name} cannot take the move {move.name}") from None
+        self._moves[before, move] += 1
+        return line.state
 
     def _flushed(self) -> list[ToEngine]:
         orders, self._unsent = self._unsent, []
@@ -470,7 +489,7 @@ class Relay:
             before = line.state
             if (before, Move.DROP) not in TRANSITIONS:
                 continue  # it is on its way out already
-            after = line.move(Move.DROP)
+            after = self._move(line, Move.DROP)
             if self._named.get(line.asked.request_id) is line:
                 del self._named[line.asked.request_id]
             if after is State.UNWANTED:
@@ -532,7 +551,7 @@ class Relay:
         for line, serial in zip(group.lines, serials, strict=True):
             line.serial = serial
             self._open[serial] = line
-            if line.move(Move.ACCEPT) is State.UNWANTED:
+            if self._move(line, Move.ACCEPT) is State.UNWANTED:
                 orders.append(Cancel(serial))
         if group.session != self._session:
             self._mute += len(group.lines)
@@ -540,7 +559,7 @@ class Relay:
 
     def _refused(self, group: _Group, answer: RefusedWith) -> RelayOut:
         for line in group.lines:
-            line.move(Move.REFUSE)
+            self._move(line, Move.REFUSE)
             if self._named.get(line.asked.request_id) is line:
                 del self._named[line.asked.request_id]
             self._gone(line)
@@ -587,7 +606,7 @@ class Relay:
     def _end(self, line: _Line, end: WireEnded) -> None:
         if line.session != self._session:
             self._mute -= 1
-        if line.move(Move.END) is State.GONE:
+        if self._move(line, Move.END) is State.GONE:
             self._gone(line)
             return
         line.ended = end

@@ -2,7 +2,7 @@
 
 import { stackedArea } from "./charts.js";
 import { byId, keyed, make, setText } from "./dom.js";
-import { ago, BLOCKS, percent, STACK, whole } from "./words.js";
+import { ago, BLOCKS, count, percent, STACK, whole } from "./words.js";
 
 export class Cards {
   constructor() {
@@ -63,8 +63,8 @@ export class Cards {
 }
 
 function fleetLine(here) {
-  const sum = (name) => whole(here.reduce((total, instance) => total + instance[name], 0));
-  return here.length ? `${sum("slots")} slots, ${sum("blocks")} KV blocks, ${sum("open")} choices open` : "";
+  const sum = (name) => here.reduce((total, instance) => total + instance[name], 0);
+  return here.length ? `${count(sum("slots"), "slot")}, ${count(sum("blocks"), "KV block")}, ${count(sum("open"), "choice")} open` : "";
 }
 
 const inWords = (ledger) => STACK.map((column) => `${ledger[column]} ${BLOCKS[column][1]}`).join(", ");

@@ -48,8 +48,8 @@ function laneDetail(lane, index, request) {
     ["First token after", duration(lane.first_us === null ? null : lane.first_us - request.began_us)],
     ["Time per token", duration(perToken)],
     ["Whole", duration(lane.ended_us === null ? null : lane.ended_us - request.began_us)],
-    ["Moves", movesOf(lane).map(moveText).join("; ") || "none"],
   ]);
+  figures.append(make("div", { class: "full" }, make("dt", {}, "Moves"), make("dd", {}, movesOf(lane).map(moveText).join("; ") || "none")));
   const box = make("section", {}, figures, make("div", { class: "steps-scroll" }, steps(lane, index, request)));
   if (lane.left_out) box.append(make("p", { class: "empty" }, `${count(lane.left_out, "note")} in between are not kept.`));
   return box;
@@ -66,11 +66,11 @@ function steps(lane, index, request) {
       "tr",
       {},
       make("td", {}, make("span", { class: `swatch s-${look}`, "aria-hidden": "true" }), name),
-      make("td", {}, where || "–"),
+      make("td", { class: "where" }, where || "–"),
       make("td", { class: "number" }, `+${duration(start - request.began_us)}`),
       make("td", { class: "number" }, end === null ? "…" : duration(end - start)),
       make("td", { class: "number" }, String(tokens)),
-      make("td", { class: "why" }, why),
+      make("td", { class: "why" }, why.replace(/^lost: (?=.* was lost)/, "")),
     );
   });
   const title = request.choices > 1 ? `Choice ${index}` : "Stages";

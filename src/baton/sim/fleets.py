@@ -1,0 +1,93 @@
+"""A fleet behind a router in a fuzzed world: when it is whole again, when it is quiet, and what must be true of it then.
+
+Owns nothing but the question. The router is at the gate, instances are on their seats, faults come from the upheaval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.sim.gate import Gate
+from baton.sim.judge import Judge
+from baton.sim.laws import FORGOTTEN, LIVENESS, TRUE_NAMES, LawBroken
+from baton.sim.seats import Seat
+from baton.sim.upheaval import Upheaval
+
+RESUMED_WITHIN_US = 5_000_000
+CLAIMED_WITHIN_US = 500_000
+"""A client may take so long to notice and to come back."""
+
+
+class Fleet:
+    def __init__(self, gate: Gate, upheaval: Upheaval, seats: Sequence[Seat]) -> None:
+        self.gate = gate
+        self._upheaval = upheaval
+        self._seats = seats
+
+    def boot(self) -> None:
+        self._upheaval.boot()
+        self._upheaval.unleash()
+
+    @property
+    def noticed_us(self) -> int:
+        """After so long the router knows who is there; whoever is not, has been told when it spoke."""
+        return self.gate.config.suspect_us + 2 * self.gate.config.beat_us + 200_000
+
+    def heal(self) -> None:
+        self._upheaval.heal()
+
+    def serves(self, seat: Seat) -> bool:
+        """Both ends are in the same session, the router has welcomed it there, and it is not about to go."""
+        member, door = seat.member, self.gate.doors[seat.number]
+        if seat.instance is None or seat.instance.is_leaving or member is None or member.drains:
+            return False
+        same = member.line.link.session == door.line.link.session
+        return same and member.serves and door.session is not None and self.gate.knows(seat.name)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is open at the router, and nothing kept for it."""
+        if self.gate.switch.router.open_bodies:
+            return False
+        return all(seat.member is None or not seat.member.relay.held_choices for seat in self._seats)
+
+    def nothing_held(self, judge: Judge) -> None:
+        router = self.gate.switch.router
+        if router.open_bodies or router.waiting:
+            raise LawBroken(LIVENESS, f"the router still has {router.open_bodies} bodies, {router.waiting} choices wait")
+        for seat in self._seats:
+            if seat.member is not None and seat.member.relay.held_choices:
+                raise LawBroken(
+                    FORGOTTEN, f"{seat.name} keeps {seat.member.relay.held_choices} choices of bodies that are over"
+                )
+        said = self.gate.book.members()
+        for seat in self._seats:
+            if seat.instance is not None:
+                self._names_are_true(seat, said[seat.number], judge.cached_names(seat.instance))
+
+    def _names_are_true(self, seat: Seat, said: set[bytes], cached: set[bytes]) -> None:
+        if said != cached:
+            raise LawBroken(TRUE_NAMES, f"{seat.name} has {len(cached)} prefixes cached and says so of {len(said)}")
+        session = self.gate.doors[seat.number].session
+        for key in sorted(said):
+            if session not in self.gate.holders(key):
+                raise LawBroken(TRUE_NAMES, f"{seat.name} has said {key.hex()}, and the router does not know it")
+
+    def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
+        """Whether the router of that time had it nowhere, or something happened since to whoever had it, or to a router."""
+        kept = self.gate.kept.get((origin, lost_us))
+        config = self.gate.config
+        short = config.deadline_us < RESUMED_WITHIN_US or config.orphan_grace_us < CLAIMED_WITHIN_US
+        if not kept or short or self.gate.disturbed_us > lost_us:
+            return True
+        return any(self._seats[number].hurt_until_us() >= lost_us for number in kept)
+
+    def gather_moves(self, judge: Judge) -> None:
+        for line in self.gate.lines:
+            judge.took_moves("link", line.link.moves())
+        for switch in (*self.gate.former, self.gate.switch):
+            judge.took_moves("carrying", switch.router.moves())
+            judge.took_moves("member", switch.router.fleet.moves())
+        for relay in (*self._upheaval.relays(), *(relay for seat in self._seats for relay in seat.relays)):
+            judge.took_moves("relay", relay.moves())
+            judge.took_moves("standing", relay.turns())

@@ -1,0 +1,173 @@
+"""Whoever speaks to a router without belonging to its fleet: an old life of an instance, and frames that nobody should send.
+
+Both have the key of the cluster, so the router listens to them: an old life is turned away for ever, and whoever breaks the
+rules of the conversation is hung up on. Neither may change anything for anybody else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from baton.core.errors import Refusal, RefusalCode
+from baton.sim.faults import Fault
+from baton.sim.gate import Gate
+from baton.sim.laws import FENCED, LawBroken
+from baton.sim.lines import initiator
+from baton.sim.member import line_names
+from baton.sim.network import Network
+from baton.sim.world import Host, World
+from baton.wire.link import LinkConfig
+from baton.wire.membership import (
+    Beat,
+    FromInstance,
+    HeldGroup,
+    HeldLine,
+    Join,
+    Leaving,
+    Settled,
+    decode_from_router,
+    encode_membership,
+)
+from baton.wire.messages import (
+    AcceptedAs,
+    RefusedWith,
+    StepOutput,
+    Submit,
+    WireBill,
+    WireEnded,
+    WireSampling,
+    WireSubmission,
+    refused,
+)
+from baton.wire.relay import NO_GAUGES, Relay, RelayOut
+
+TOLD_WITHIN_US = 5_000_000
+
+
+class OldLife:
+    """A process that a later one of the same name has replaced, and that was never told: it was cut off, or asleep."""
+
+    def __init__(self, world: World, network: Network, gate: Gate, join: Join, number: int, link: LinkConfig) -> None:
+        self.host = Host(world, f"old life {number}")
+        self._gate = gate
+        self._join = join
+        self.relay = Relay(join)
+        self._outbox: deque[bytes] = deque()
+        self.line = initiator(self.host, network, *line_names(number), self, link)
+
+    def come_back(self) -> None:
+        self.line.open()
+
+    def stop(self) -> None:
+        """Its operator has noticed."""
+        self.host.crash()
+
+    def opened(self) -> None:
+        for message in self.relay.opened(self.host.world.now_us):
+            self._say(message)
+
+    def lost(self, reason: str) -> None:
+        self._outbox.clear()
+        self.relay.lost(reason, self.host.world.now_us)
+
+    def took(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            self._carry_out(self.relay.heard(decode_from_router(frame), self.host.world.now_us))
+        self._post()
+
+    def _carry_out(self, out: RelayOut) -> None:
+        now_us = self.host.world.now_us
+        if out.fenced is not None:
+            self.host.world.fire(Fault.OUTLIVED, self.host.name)
+            self.line.close("fenced")
+            self.relay.lost("fenced", now_us)
+            return
+        for order in out.orders:
+            if isinstance(order, Submit):  # it was welcomed: the router knew nothing of the later life
+                no = Refusal(RefusalCode.DRAINING, "an old life takes nothing")
+                self._carry_out(self.relay.take(refused(order.ticket, no), now_us))
+        for message in out.says:
+            self._say(message)
+        if out.turned_away is not None:
+            raise LawBroken(FENCED, f"{self._join.name}, life {self._join.incarnation}, was not fenced: {out.turned_away}")
+
+    def _say(self, message: FromInstance) -> None:
+        if self.line.link.session is not None:
+            self._outbox.append(encode_membership(message))
+            self._post()
+
+    def _post(self) -> None:
+        while self._outbox and self.line.link.session is not None and not self.line.is_full:
+            self.line.send(self._outbox.popleft())
+
+
+# ── frames that nobody should send ───────────────────────────────────────────────────────────────────────────────────────
+
+BILL = WireBill(0, 0, 0, 0, 0, 0, 0, 0, 0)
+NOBODYS = 999_999
+"""A serial and a ticket that nobody has."""
+
+
+def _tokens_for_nobody(count: int = 1) -> StepOutput:
+    serial, tokens = NOBODYS.to_bytes(8, "little"), (7).to_bytes(4, "little")
+    return StepOutput(serial, count.to_bytes(4, "little"), tokens, (), (), (), NO_GAUGES)
+
+
+def _end_of_nobody() -> StepOutput:
+    return StepOutput(b"", b"", b"", (), (), (WireEnded(NOBODYS, "stop", 3, BILL, None),), NO_GAUGES)  # type: ignore[arg-type]
+
+
+def _held(origin: bytes, choice: int = 0, body_choices: int = 1, serial: int = 1, counts: bytes = b"") -> HeldGroup:
+    sampling = WireSampling(1, choice, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), (), 0, None)
+    asked = WireSubmission("stranger", b"\1\0\0\0", sampling, 4, b"", 0, None)
+    return HeldGroup((asked,), (choice,), body_choices, origin, (HeldLine(0, serial, counts, b"", (), None, None),))
+
+
+def forged_by_a_member(stream: random.Random) -> bytes:
+    """Something that a member of the fleet never says; whoever says it is hung up on."""
+    messages: tuple[FromInstance, ...] = (
+        _tokens_for_nobody(),
+        _tokens_for_nobody(3),
+        _end_of_nobody(),
+        AcceptedAs(NOBODYS, (1, 2)),
+        RefusedWith(NOBODYS, RefusalCode.QUEUE_FULL, "", None),
+        Settled(),
+        _held(b"stranger"),
+    )
+    frame = encode_membership(stream.choice(messages))
+    return stream.choice((frame, frame, frame, frame[: stream.randrange(len(frame))], stream.randbytes(40), b""))
+
+
+def forged(stream: random.Random, known: Join) -> list[bytes]:
+    """What somebody says who is no member and will not be one: `known` is one."""
+    alien = _like(known, "stranger", known.incarnation, known.role, b"another model")
+    wizard = _like(known, "stranger", known.incarnation, "wizard", known.fingerprint)
+    outlived = _like(known, known.name, 1, known.role, known.fingerprint)
+    beat = Beat(NO_GAUGES, 0, False, False, b"", b"", ())
+    talks: tuple[tuple[FromInstance, ...], ...] = (
+        (alien, Settled(), beat),
+        (alien, _held(b"x"), Settled(), _tokens_for_nobody()),
+        (wizard, Settled()),
+        (outlived, _held(b"x"), _held(b"x", 1, 2, 9), Settled(), _end_of_nobody()),
+        (outlived, alien),
+        (beat,),
+        (Settled(),),
+        (Leaving(),),
+        (_held(b"x"), alien),
+        (_tokens_for_nobody(),),
+        (AcceptedAs(0, (0,)),),
+    )
+    frames = [encode_membership(message) for message in stream.choice(talks)]
+    if len(frames) > 1 and stream.random() < 0.3:  # never who it says it is
+        spoilt = bytearray(frames[-1])
+        spoilt[stream.randrange(len(spoilt))] ^= 1 << stream.randrange(8)
+        frames[-1] = bytes(spoilt)
+    return frames
+
+
+def _like(known: Join, name: str, incarnation: int, role: str, fingerprint: bytes) -> Join:
+    return Join(
+        name, incarnation, role, fingerprint, "", "", known.slots, known.blocks, known.block_size, known.context_tokens,
+        known.vocabulary, 0, False,
+    )  # fmt: skip

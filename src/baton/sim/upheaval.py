@@ -1,0 +1,205 @@
+"""What goes wrong in worlds with a router, beyond `chaos`: its own crashes and pauses, drains, old lives, forged frames.
+
+Owns when something happens to whom. What happens is done by the gate, the seats and the strangers themselves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from baton.sim.faults import Fault, Rates, log_uniform_us
+from baton.sim.gate import Gate
+from baton.sim.laws import FENCED, LawBroken
+from baton.sim.member import ROUTER, join_of
+from baton.sim.network import Network
+from baton.sim.seats import Seat
+from baton.sim.strangers import OldLife, forged, forged_by_a_member
+from baton.sim.world import World
+from baton.wire.link import LinkConfig
+from baton.wire.membership import Join
+from baton.wire.relay import Relay, RelayOut
+
+BY_MEMBER_SHARE = 0.3
+BY_ROUTER_SHARE = 0.5
+"""Of drains: ordered at the router; the others are told to stop by their own operator."""
+NOTICED_US = 1_000
+"""A machine says within so long that a process is gone."""
+
+
+class Upheaval:
+    def __init__(
+        self, world: World, network: Network, gate: Gate, seats: Sequence[Seat], rates: Rates, span_us: int, link: LinkConfig
+    ) -> None:
+        self._world = world
+        self._network = network
+        self._gate = gate
+        self._seats = seats
+        self._rates = rates
+        self._span_us = span_us
+        self._link = link
+        self._over = False
+        self._old_lives: list[OldLife] = []
+        self._resets = world.stream("upheaval resets")
+        self._downs = world.stream("upheaval downs")
+        for seat in seats:
+            seat.when_told = self._told
+            seat.when_cut_off = self._cut_off
+
+    def unleash(self) -> None:
+        rates = self._rates
+        kinds: tuple[tuple[str, int, Callable[[random.Random, Seat], None]], ...] = (
+            ("router-crash", rates.router_crashes, self._crash_gate),
+            ("router-pause", rates.router_pauses, self._pause_gate),
+            ("old-life", rates.old_lives, self._old_life),
+            ("drain", rates.drains, self._drain),
+            ("engine-stall", rates.engine_stalls, self._stall),
+            ("forgery", rates.forgeries, self._forge),
+        )
+        for kind, times, begin in kinds:
+            for time in range(times):
+                stream = self._world.stream(f"upheaval {kind} {time}")
+                self._world.at(stream.randrange(self._span_us), begin, stream, stream.choice(self._seats))
+
+    def boot(self) -> None:
+        """All instances, less one that comes when the others are at work."""
+        late = self._seats[-1] if self._rates.late_joins and len(self._seats) > 1 else None
+        for seat in self._seats:
+            if seat is late:
+                stream = self._world.stream("upheaval late-join")
+                self._world.at(stream.randrange(self._span_us // 2), self._join_late, seat)
+            else:
+                seat.boot()
+
+    def relays(self) -> list[Relay]:
+        return [old.relay for old in self._old_lives]
+
+    def heal(self) -> None:
+        self._over = True
+        for old in self._old_lives:
+            old.stop()
+        if self._gate.host.paused:
+            self._wake_gate()
+        self._gate.boot_if_down()
+
+    # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _join_late(self, seat: Seat) -> None:
+        if seat.instance is None and not self._over:
+            self._world.fire(Fault.LATE_JOIN, seat.name)
+            seat.boot()
+
+    def _told(self, seat: Seat, out: RelayOut) -> None:
+        if out.fenced is not None:
+            raise LawBroken(FENCED, f"{seat.name} was fenced, and no later life of it has ever been: {out.fenced}")
+        if out.drain:
+            self._world.fire(Fault.DRAINED, seat.name)
+            seat.restart_when_idle(self._downs.randrange(1_000, 200_000))
+
+    def _drain(self, stream: random.Random, seat: Seat) -> None:
+        if self._over or seat.member is None or not seat.member.serves or seat.member.drains:
+            return
+        if stream.random() < BY_ROUTER_SHARE:
+            self._gate.host.run(self._gate.drain, seat.name)
+        elif not seat.host.paused:
+            self._world.fire(Fault.LEFT, seat.name)
+            seat.leave()
+            seat.restart_when_idle(stream.randrange(1_000, 200_000))
+
+    def _stall(self, stream: random.Random, seat: Seat) -> None:
+        if self._over or seat.host.paused or seat.instance is None or seat.member is None:
+            return
+        self._world.fire(Fault.ENGINE_STALL, seat.name)
+        seat.stall()
+        self._world.after(log_uniform_us(stream, 20_000, 1_800_000), self._wake, seat, seat.host.lives)
+
+    def _wake(self, seat: Seat, life: int) -> None:
+        if seat.host.paused and seat.host.lives == life:
+            seat.resume()
+
+    def _cut_off(self, seat: Seat, session: int | None) -> None:
+        """An instance is gone. Where its machine lives on, the router is told at once."""
+        if not self._over and self._resets.random() < self._rates.resets and session is not None:
+            self._gate.host.after(self._resets.randrange(NOTICED_US), self._reset_door, seat.number, session)
+
+    def _reset_door(self, number: int, session: int) -> None:
+        door = self._gate.doors[number]
+        if door.session is not None and door.line.link.session == session:
+            self._world.fire(Fault.RESET, ROUTER)
+        door.line.reset(session, "connection reset")
+
+    # ── the router ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _crash_gate(self, stream: random.Random, _seat: Seat) -> None:
+        if self._over or not self._gate.host.up:
+            return
+        self._world.fire(Fault.ROUTER_CRASH, ROUTER)
+        down_us = log_uniform_us(stream, 300, 600_000)
+        tells = stream.random() < self._rates.resets
+        for seat in self._seats:
+            seat.trouble(down_us, of_router=True)
+            if tells and seat.member is not None and seat.line is not None:
+                session = seat.line.link.session
+                seat.front.after(stream.randrange(NOTICED_US), seat.line.reset, session, "connection reset")
+        self._gate.crash()
+        self._world.after(down_us, self._gate.boot_if_down)
+
+    def _pause_gate(self, stream: random.Random, _seat: Seat) -> None:
+        if self._over or self._gate.host.paused or not self._gate.host.up:
+            return
+        self._world.fire(Fault.ROUTER_PAUSE, ROUTER)
+        self._gate.host.pause()
+        lasts_us = stream.randrange(10_000, 1_300_000)
+        for seat in self._seats:
+            seat.trouble(lasts_us, of_router=True)
+        self._world.after(lasts_us, self._wake_gate)
+
+    def _wake_gate(self) -> None:
+        if self._gate.host.paused:
+            for seat in self._seats:
+                seat.trouble(of_router=True)
+            self._gate.wake()
+
+    # ── strangers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _old_life(self, _stream: random.Random, seat: Seat) -> None:
+        """While the present life is a member; later it may be anything."""
+        join = self._join_of(seat)
+        if self._over or join is None or seat.member is None or not seat.member.serves:
+            return
+        number = len(self._seats) + len(self._old_lives)
+        old = OldLife(self._world, self._network, self._gate, _before(join), number, self._link)
+        self._old_lives.append(old)
+        old.come_back()
+
+    def _forge(self, stream: random.Random, seat: Seat) -> None:
+        join, door = self._join_of(seat), self._gate.doors[seat.number]
+        if self._over or join is None or seat.member is None or not seat.member.serves or door.session is None:
+            return
+        if stream.random() < BY_MEMBER_SHARE:
+            seat.trouble()
+            self._gate.host.run(self._forge_as_member, stream, seat)
+        else:
+            self._gate.host.run(self._forge_as_stranger, seat.name, forged(stream, join))
+
+    def _forge_as_member(self, stream: random.Random, seat: Seat) -> None:
+        door = self._gate.doors[seat.number]
+        if door.session is not None and self._gate.knows(seat.name):
+            self._world.fire(Fault.FORGED_BY_MEMBER, seat.name)
+            self._gate.forged_by_member(door, forged_by_a_member(stream))
+
+    def _forge_as_stranger(self, name: str, frames: list[bytes]) -> None:
+        if self._gate.knows(name):
+            self._world.fire(Fault.FORGED, ROUTER)
+            self._gate.strangers(frames)
+
+    def _join_of(self, seat: Seat) -> Join | None:
+        life = seat.instance
+        return None if life is None or life.worker is None else join_of(life, seat.role)
+
+
+def _before(join: Join) -> Join:
+    return Join(
+        join.name, 1, join.role, join.fingerprint, "", "", join.slots, join.blocks, join.block_size, join.context_tokens,
+        join.vocabulary, 0, False,
+    )  # fmt: skip
