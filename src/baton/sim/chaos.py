@@ -239,7 +239,9 @@ class Chaos:
             return
         self._world.fire(Fault.SLOW_DEVICE, seat.name)
         seat.set_device(slowness=stream.uniform(2, 20))
-        self._world.after(stream.randrange(20_000, 400_000), self._hurry, seat)
+        lasts_us = stream.randrange(20_000, 400_000)
+        seat.slow_down(lasts_us)
+        self._world.after(lasts_us, self._hurry, seat)
 
     def _hurry(self, seat: Seat) -> None:
         seat.set_device(slowness=1.0)

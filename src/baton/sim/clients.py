@@ -227,7 +227,14 @@ class Client:
         if ended is not None:
             self._note(f"{place} ends: {ended.reason} after {ended.generated_tokens}")
             self.judge.ended(
-                answer.name, ended, answer.submission, answer.expected, len(answer.got), answer.keep, self._left
+                answer.name,
+                ended,
+                answer.submission,
+                answer.expected,
+                len(answer.got),
+                answer.keep,
+                self._left,
+                self._resumed,
             )
             self.judge.bill(
                 answer.name, answer.submission, ended, answer.cached_tokens, self._user.preemptions_max, self._resumed

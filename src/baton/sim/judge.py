@@ -323,8 +323,12 @@ class Judge:
         got: int,
         keep: int | None,
         left: bool,
+        resumed: bool = False,
     ) -> None:
-        """Of the answer that was `expected` the client `got` so many tokens, cut it at `keep`, or `left`."""
+        """Of the answer that was `expected` the client `got` so many tokens, cut it at `keep`, or `left`.
+
+        One that has `resumed` may have had more than the router that tells it of the end.
+        """
         self.ends[ended.reason if ended.fault is None else f"{ended.reason}: {int(ended.fault.code)}"] += 1
         match FinishReason(ended.reason):
             case FinishReason.ABORT:
@@ -333,7 +337,9 @@ class Judge:
                     raise LawBroken(TRUE_END, f"{name}, {got} tokens, client {'gone' if left else 'there'}: {ended}")
             case FinishReason.RESCHEDULE:
                 # That there was a cause is checked where the truth is, at the worker.
-                whole = left or keep is not None or got == ended.generated_tokens
+                whole = (
+                    left or keep is not None or got == ended.generated_tokens or (resumed and got > ended.generated_tokens)
+                )
                 if ended.fault is None or not whole or ended.generated_tokens >= len(expected):
                     raise LawBroken(TRUE_END, f"{name}, {got} of {len(expected)} tokens: {ended}")
             case FinishReason.ERROR:

@@ -110,6 +110,10 @@ class Seat:
         if not of_router:
             self._hurt_until_us = max(self._hurt_until_us, until_us)
 
+    def slow_down(self, for_us: int) -> None:
+        """Its steps take longer: no session ends of it, but a router may take it for stuck."""
+        self._hurt_until_us = max(self._hurt_until_us, self.host.world.now_us + for_us)
+
     def hurt_until_us(self) -> int:
         """Until when something was wrong here for which a router may suspect it: now, while it is."""
         absent = self.instance is None or self.instance.worker is None

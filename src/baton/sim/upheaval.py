@@ -162,13 +162,14 @@ class Upheaval:
 
     # ── strangers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _old_life(self, _stream: random.Random, seat: Seat) -> None:
-        """While the present life is a member; later it may be anything."""
+    def _old_life(self, stream: random.Random, seat: Seat) -> None:
+        """While the present life is a member, or there is no router: then it may be the first that the next one meets."""
         join = self._join_of(seat)
-        if self._over or join is None or seat.member is None or not seat.member.serves:
+        known = seat.member is not None and seat.member.serves
+        if self._over or join is None or (self._gate.host.up and not known):
             return
         number = len(self._seats) + len(self._old_lives)
-        old = OldLife(self._world, self._network, self._gate, _before(join), number, self._link)
+        old = OldLife(self._world, self._network, self._gate, _before(join, stream.random() < 0.5), number, self._link)
         self._old_lives.append(old)
         old.come_back()
 
@@ -198,8 +199,8 @@ class Upheaval:
         return None if life is None or life.worker is None else join_of(life, seat.role)
 
 
-def _before(join: Join) -> Join:
+def _before(join: Join, draining: bool) -> Join:
     return Join(
         join.name, 1, join.role, join.fingerprint, "", "", join.slots, join.blocks, join.block_size, join.context_tokens,
-        join.vocabulary, 0, False,
+        join.vocabulary, 0, draining,
     )  # fmt: skip
