@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -26,7 +26,7 @@ from baton.bench.load import Closed, Plan, RunResult, run_load
 from baton.bench.machine import OtherLoad, other_load
 from baton.bench.stats import percentile
 from baton.bench.turns import Voice
-from baton.bench.workload import Endpoint, Recipe, Round, Shape, TokenRange, fixed_sessions
+from baton.bench.workload import Endpoint, Recipe, Round, Session, TokenRange
 
 SCRIPTED = ("--executor", "scripted")
 BYTES = TokenRange(1, 256)
@@ -42,7 +42,7 @@ class RoutingFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class RoutedLoad:
     concurrency: int = 64
-    requests: int = 256
+    requests: int = 384
     """A round, of each way."""
     input_tokens: int = 64
     output_tokens: int = 96
@@ -113,7 +113,8 @@ async def _load_once(load: RoutedLoad, way: Way, urls: Sequence[str], between: C
         for record in run.records:
             if record.error is not None or record.ttft_s is None:
                 raise RoutingFailed(f"{way.name}: {record.error} {record.error_message}")
-            way.ttft_s.append(record.ttft_s)
+            if record.session >= load.concurrency // len(urls):  # the first come all at once, as clients do not
+                way.ttft_s.append(record.ttft_s)
             way.tokens += record.output_tokens
             way.events += record.events
 
@@ -126,8 +127,14 @@ async def _half(load: RoutedLoad, url: str, parts: int, seed: int) -> RunResult:
         ask=Ask(),
         warmup=8,
     )
-    sessions = fixed_sessions(load.requests // parts, Round(load.input_tokens, load.output_tokens), Shape())
-    return await run_load(plan, sessions)
+    return await run_load(plan, _sessions(load, load.requests // parts))
+
+
+def _sessions(load: RoutedLoad, count: int) -> Iterator[Session]:
+    """Answers between half and one and a half times as long: equal ones would end together, and the next come together."""
+    for index in range(count):
+        share = (index * 0.618034) % 1.0
+        yield Session(index, (Round(load.input_tokens, max(1, round(load.output_tokens * (0.5 + share)))),))
 
 
 @contextlib.asynccontextmanager
@@ -161,7 +168,7 @@ async def _answers(url: str) -> bool:
 def show(console: Console, report: RoutedReport) -> None:
     load, direct = report.load, report.ways[0]
     table = Table(
-        title=f"{load.concurrency} at once, {load.input_tokens} in, {load.output_tokens} out, "
+        title=f"{load.concurrency} at once, {load.input_tokens} in, about {load.output_tokens} out, "
         f"{load.instances} instances with steps of {load.step_ms:g} ms, {load.rounds} rounds of {load.requests}"
     )
     for name in ("way", "TTFT p50", "added", "TTFT p99", "added", "events a token", "tokens a CPU-second"):

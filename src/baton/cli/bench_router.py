@@ -32,7 +32,7 @@ JsonFile = Annotated[Path, typer.Option("--json", dir_okay=False, help="Where th
 
 def router(
     concurrency: Concurrency = 64,
-    requests: Requests = 256,
+    requests: Requests = 384,
     input_tokens: InputTokens = 64,
     output_tokens: OutputTokens = 96,
     step_ms: StepMs = 20.0,
