@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,13 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.blocks import BlockGauges
 from baton.core.config import WorkerConfig
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.core.plan import Logprobs
 from baton.core.prefix import PrefixIndex
-from baton.core.records import Bill, EndedRequest, SchedulerGauges, Settled, StartedRequest
-from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
+from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.worker import Launch, StepDone, Tick, Worker
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.desk import (
@@ -45,7 +42,6 @@ from baton.wire.messages import (
     Failed,
     FromEngine,
     Ready,
-    StepOutput,
     StopAt,
     ToEngine,
     WireError,
@@ -54,12 +50,11 @@ from baton.wire.messages import (
     encode_from_engine,
     encode_to_engine,
     refused,
-    step_output,
     wire_gauges,
 )
 from tests.support.driver import VOCABULARY, shape_of
+from tests.wire.steps import GAUGES, step
 
-GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
 FULL = Refusal(RefusalCode.QUEUE_FULL, "full", 1)
 NOTHING = Took([], [])
 
@@ -69,23 +64,6 @@ def asks(count: int = 1, max_tokens: int | None = None) -> list[Submission]:
         Submission(RequestId(f"r{at}"), frozen_tokens([1, 2, 3 + at]), Sampling(seed=at, temperature=0.0), max_tokens)
         for at in range(count)
     ]
-
-
-def step(
-    rows: Sequence[tuple[int, list[int]]] = (),
-    ended: Sequence[int] = (),
-    started: Sequence[tuple[int, int]] = (),
-    logprobs: tuple[Logprobs, ...] = (),
-) -> StepOutput:
-    settled = Settled(
-        serials=np.array([serial for serial, _ in rows], dtype=np.int64),
-        counts=np.array([len(tokens) for _, tokens in rows], dtype=np.int32),
-        tokens=np.array([token for _, tokens in rows for token in tokens], dtype=np.int32),
-        logprobs=logprobs,
-        started=tuple(StartedRequest(Serial(serial), cached) for serial, cached in started),
-        ended=tuple(EndedRequest(Serial(serial), FinishReason.LENGTH, 1, Bill()) for serial in ended),
-    )
-    return step_output(settled, GAUGES)
 
 
 def opened(*serials: int) -> Desk:

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from baton.core.blocks import BlockGauges
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.core.plan import Logprobs
-from baton.core.records import Bill, EndedRequest, SchedulerGauges, StartedRequest
-from baton.core.records import Settled as StepSettled
-from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
+from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.wire import relay as relays
 from baton.wire.membership import (
     KEYS_A_BEAT_MAX,
@@ -36,19 +33,17 @@ from baton.wire.messages import (
     FromEngine,
     Pulse,
     Rows,
-    StepOutput,
     StopAt,
     Submit,
     TellNames,
     WireError,
     refused,
-    step_output,
     wire_gauges,
     wire_submission,
 )
 from baton.wire.relay import RELAY_TICKETS, Relay, RelayOut, Standing
+from tests.wire.steps import GAUGES, step
 
-GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
 JOIN = Join("d0", 7, "mixed", b"f", "http://d0", "", 4, 64, 16, 512, 64, 99, False)
 WELCOME = Welcome("r", 200_000, 5_000_000)
 FULL = Refusal(RefusalCode.QUEUE_FULL, "full", 1)
@@ -63,23 +58,6 @@ def asks(*names: str, logprobs: int | None = None, prompt: Sequence[int] = (1, 2
 def place(ticket: int, group: list[Submission], origin: bytes = b"origin") -> Place:
     choices = tuple(range(len(group)))
     return Place(ticket, tuple(wire_submission(item) for item in group), choices, len(group), origin)
-
-
-def step(
-    rows: Sequence[tuple[int, list[int]]] = (),
-    ended: Sequence[int] = (),
-    started: Sequence[tuple[int, int]] = (),
-    logprobs: tuple[Logprobs, ...] = (),
-) -> StepOutput:
-    settled = StepSettled(
-        serials=np.array([serial for serial, _ in rows], dtype=np.int64),
-        counts=np.array([len(tokens) for _, tokens in rows], dtype=np.int32),
-        tokens=np.array([token for _, tokens in rows for token in tokens], dtype=np.int32),
-        logprobs=logprobs,
-        started=tuple(StartedRequest(Serial(serial), cached) for serial, cached in started),
-        ended=tuple(EndedRequest(Serial(serial), FinishReason.LENGTH, 1, Bill()) for serial in ended),
-    )
-    return step_output(settled, GAUGES)
 
 
 def line(row: int, *values: float) -> Logprobs:

@@ -27,6 +27,10 @@ POLL_S = 0.1
 _BATON = (sys.executable, "-m", "baton")
 
 
+class RequestsFailed(Exception):
+    """Of those that were to be measured, so that no number would mean anything."""
+
+
 class _Listed(msgspec.Struct):
     name: str
     state: str

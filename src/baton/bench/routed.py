@@ -21,7 +21,7 @@ from rich.table import Table
 
 from baton.bench.children import Child, ChildFailed, free_port, started
 from baton.bench.client import Ask, ServerUnreachable, Target, first_model, open_http
-from baton.bench.fleet import Fleet, fleet
+from baton.bench.fleet import Fleet, RequestsFailed, fleet
 from baton.bench.load import Closed, Plan, RunResult, run_load
 from baton.bench.machine import OtherLoad, other_load
 from baton.bench.stats import percentile
@@ -33,10 +33,6 @@ BYTES = TokenRange(1, 256)
 DIRECT, OURS, PEER = "direct", "Baton's router", "sglang-router"
 MODEL = "scripted"
 PEER_LIMIT_S = 60.0
-
-
-class RoutingFailed(Exception):
-    """Requests failed, so that no number would mean anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +108,7 @@ async def _load_once(load: RoutedLoad, way: Way, urls: Sequence[str], between: C
     for run in runs:
         for record in run.records:
             if record.error is not None or record.ttft_s is None:
-                raise RoutingFailed(f"{way.name}: {record.error} {record.error_message}")
+                raise RequestsFailed(f"{way.name}: {record.error} {record.error_message}")
             if record.session >= load.concurrency // len(urls):  # the first come all at once, as clients do not
                 way.ttft_s.append(record.ttft_s)
             way.tokens += record.output_tokens

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.bench.client import Ask, Target, first_model, open_http
-from baton.bench.fleet import fleet
+from baton.bench.fleet import RequestsFailed, fleet
 from baton.bench.load import Closed, Plan, run_load
 from baton.bench.simulated import blocks_of
 from baton.bench.stats import describe
@@ -39,10 +39,6 @@ MODELLED_SCALE = 8.0
 
 _SESSIONS = 5
 """What the random stream is for, so that no two uses of one seed ever draw the same stream."""
-
-
-class RoutingFailed(Exception):
-    """Requests failed, so that no number would mean anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +115,10 @@ async def _run(policy: str, url: str, talks: Talks, sessions: Iterator[Session],
     result = await run_load(plan, sessions, lambda _done, _tokens: voice.done())
     failed = [record for record in result.records if record.error is not None]
     if failed:
-        raise RoutingFailed(f"{policy}: {len(failed)} requests failed, the first with {failed[0].error_message}")
+        raise RequestsFailed(f"{policy}: {len(failed)} requests failed, the first with {failed[0].error_message}")
     times = describe([record.ttft_s for record in result.records if record.ttft_s is not None])
     if times is None:
-        raise RoutingFailed(f"{policy}: no request gave a token")
+        raise RequestsFailed(f"{policy}: no request gave a token")
     return PolicyRun(
         policy=policy,
         requests=len(result.records),
@@ -164,7 +160,7 @@ def _modelled_run(policy: str, record: RunRecord) -> PolicyRun:
     journeys = [journey for journey in record.journeys if journey.outcome in FINISHED]
     times = describe([journey.ttft_us / 1e6 for journey in journeys if journey.ttft_us is not None])
     if len(journeys) < len(record.journeys) or times is None:
-        raise RoutingFailed(f"{policy}, modelled: {len(record.journeys) - len(journeys)} requests were not answered")
+        raise RequestsFailed(f"{policy}, modelled: {len(record.journeys) - len(journeys)} requests were not answered")
     return PolicyRun(
         policy=policy,
         requests=len(journeys),

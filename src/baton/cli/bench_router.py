@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from baton.bench.children import ChildFailed
+from baton.bench.fleet import RequestsFailed
 from baton.bench.report import write_json
-from baton.bench.routed import RoutedLoad, RoutingFailed, measure, show
+from baton.bench.routed import RoutedLoad, measure, show
 from baton.cli.bench_screen import progress_bar, voice_of, wide_console
 
 Concurrency = Annotated[int, typer.Option(min=1, max=4096, help="Streams at once.")]
@@ -51,7 +52,7 @@ def router(
         task = bar.add_task("starting", total=rounds * (2 if peer is None else 3))
         try:
             report = asyncio.run(measure(load, peer, voice_of(console, bar, task)))
-        except (ChildFailed, RoutingFailed) as error:
+        except (ChildFailed, RequestsFailed) as error:
             console.print(str(error), style="red", markup=False, highlight=False)
             raise typer.Exit(1) from error
     show(console, report)

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from baton.bench.children import ChildFailed
+from baton.bench.fleet import RequestsFailed
 from baton.bench.report import write_json
-from baton.bench.routing import RoutingFailed, RoutingReport, Talks, measure, modelled, show
+from baton.bench.routing import RoutingReport, Talks, measure, modelled, show
 from baton.bench.talks import NoTalks, find_talks, read_talks
 from baton.bench.traces import TraceMalformed
 from baton.cli.bench_screen import progress_bar, refuse, voice_of, wide_console
@@ -63,7 +64,7 @@ def routing(
         try:
             modelled_runs = modelled(names, instances, talks, said, voice)
             runs = asyncio.run(measure(model, names, instances, talks, drawn, voice)) if real else []
-        except (ChildFailed, RoutingFailed) as error:
+        except (ChildFailed, RequestsFailed) as error:
             console.print(str(error), style="red", markup=False, highlight=False)
             raise typer.Exit(1) from error
     report = RoutingReport(talks, instances, runs, modelled_runs)

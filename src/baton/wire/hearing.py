@@ -15,7 +15,8 @@ from baton.core.prefix import KEY_BYTES
 from baton.core.records import Bill
 from baton.core.request import Submission
 from baton.core.routing import ChoiceEnd, Facts, HeldChoice, Instance, Ledger, Leg, Names, PhaseNote, Sign
-from baton.wire.membership import INT32_MAX, INT63_MAX, Beat, HeldGroup, HeldLine, Join, check_tokens, checked_group
+from baton.wire.bounds import INT32_MAX, INT63_MAX
+from baton.wire.membership import Beat, HeldGroup, HeldLine, Join, check_tokens, checked_group
 from baton.wire.messages import (
     LogprobLine,
     WireBill,

@@ -21,6 +21,21 @@ from msgspec import Meta
 
 from baton.core.prefix import KEY_BYTES
 from baton.core.request import Submission, Tokens, frozen_tokens
+from baton.wire.bounds import (
+    INT32_MAX,
+    INT63_MAX,
+    REQUEST_ID_CHARS_MAX,
+    SALT_BYTES_MAX,
+    Address,
+    Count,
+    Fingerprint,
+    Incarnation,
+    Long,
+    Name,
+    Positive,
+    Reason,
+    Said,
+)
 from baton.wire.messages import (
     AcceptedAs,
     Cancel,
@@ -37,10 +52,9 @@ from baton.wire.messages import (
     decoded,
     submissions,
 )
-from baton.wire.peering import REQUEST_ID_CHARS_MAX, SALT_BYTES_MAX, check_sampling
+from baton.wire.peering import check_sampling
 
 MEMBERSHIP_VERSION = 1
-INT32_MAX, INT63_MAX = 2**31 - 1, 2**63 - 1
 ORIGIN_BYTES_MAX = 8 << 20
 KEYS_A_BEAT_MAX = 4096
 NOTES_A_BEAT_MAX = 1024
@@ -57,13 +71,7 @@ PLACE_BYTES_MAX = 24 << 20
 ADDRESSES_MAX = 256
 REFUSAL_CHARS_MAX = 4096
 
-Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
-Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
-Long = Annotated[int, Meta(ge=0, le=INT63_MAX)]
-Name = Annotated[str, Meta(min_length=1, max_length=128)]
-Address = Annotated[str, Meta(max_length=512)]
 Choices = Annotated[int, Meta(ge=1, le=GROUP_MAX)]
-Reason = Annotated[str, Meta(max_length=512)]
 Keys = Annotated[bytes, Meta(max_length=KEY_BYTES * KEYS_A_BEAT_MAX)]
 """Block keys end to end."""
 
@@ -73,20 +81,16 @@ class UnknownToken(WireError):
     the tokenizer's vocabulary only."""
 
 
-class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
 # ── instance to router ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Join(_Said, tag="join", frozen=True):
+class Join(Said, tag="join", frozen=True):
     """The first frame of a session."""
 
     name: Name
-    incarnation: Annotated[int, Meta(ge=1, le=INT63_MAX)]
+    incarnation: Incarnation
     role: Name
-    fingerprint: Annotated[bytes, Meta(max_length=64)]
+    fingerprint: Fingerprint
     url: Address
     peer_address: Address
     slots: Positive
@@ -105,7 +109,7 @@ class _Versioned(msgspec.Struct, tag="join", frozen=True):
     version: int
 
 
-class HeldLine(_Said, array_like=True, frozen=True):
+class HeldLine(Said, array_like=True, frozen=True):
     """What an instance has of one choice of a held group, after what the submission says was generated before."""
 
     place: Count
@@ -119,7 +123,7 @@ class HeldLine(_Said, array_like=True, frozen=True):
     ended: WireEnded | None
 
 
-class HeldGroup(_Said, tag="held", frozen=True):
+class HeldGroup(Said, tag="held", frozen=True):
     """A group that a router submitted in an earlier session, and that is still kept."""
 
     group: Annotated[tuple[WireSubmission, ...], Meta(min_length=1, max_length=GROUP_MAX)]
@@ -131,11 +135,11 @@ class HeldGroup(_Said, tag="held", frozen=True):
     """One for each choice that is still kept."""
 
 
-class Settled(_Said, tag="settled", frozen=True):
+class Settled(Said, tag="settled", frozen=True):
     """Everything that is held was said."""
 
 
-class Beat(_Said, tag="beat", frozen=True):
+class Beat(Said, tag="beat", frozen=True):
     gauges: WireGauges
     engine_silent_us: Long
     computing: bool
@@ -146,7 +150,7 @@ class Beat(_Said, tag="beat", frozen=True):
     """(serial, phase, how long ago in microseconds)"""
 
 
-class Leaving(_Said, tag="leaving", frozen=True):
+class Leaving(Said, tag="leaving", frozen=True):
     """It was told to stop: nothing new, please; what is open goes on for a while."""
 
 
@@ -156,18 +160,18 @@ FromInstance = Join | HeldGroup | Settled | Beat | Leaving | AcceptedAs | Refuse
 # ── router to instance ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Welcome(_Said, tag="welcome", frozen=True):
+class Welcome(Said, tag="welcome", frozen=True):
     router: Name
     beat_us: Positive
     orphan_grace_us: Long
 
 
-class TurnedAway(_Said, tag="turned_away", frozen=True):
+class TurnedAway(Said, tag="turned_away", frozen=True):
     reason: Reason
     fenced: bool
 
 
-class Place(_Said, tag="place", frozen=True):
+class Place(Said, tag="place", frozen=True):
     """A leg: submit these choices."""
 
     ticket: Long
@@ -178,13 +182,13 @@ class Place(_Said, tag="place", frozen=True):
     origin: Annotated[bytes, Meta(max_length=ORIGIN_BYTES_MAX)]
 
 
-class Forget(_Said, tag="forget", frozen=True):
+class Forget(Said, tag="forget", frozen=True):
     """The body is over: what is kept of these serials may go."""
 
     serials: tuple[Long, ...]
 
 
-class Neighbours(_Said, tag="neighbours", frozen=True):
+class Neighbours(Said, tag="neighbours", frozen=True):
     """Who prefills for this instance from now on."""
 
     addresses: Annotated[tuple[Address, ...], Meta(max_length=ADDRESSES_MAX)]

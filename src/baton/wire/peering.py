@@ -32,6 +32,24 @@ from baton.core.peers import (
 )
 from baton.core.plan import Logprobs
 from baton.core.request import Submission
+from baton.wire.bounds import (
+    ADDRESS_CHARS_MAX,
+    DIGEST_BYTES_MAX,
+    INT32_MAX,
+    INT63_MAX,
+    REASON_CHARS_MAX,
+    REQUEST_ID_CHARS_MAX,
+    SALT_BYTES_MAX,
+    Address,
+    Count,
+    Fingerprint,
+    Incarnation,
+    Long,
+    Name,
+    Positive,
+    Reason,
+    Said,
+)
 from baton.wire.messages import (
     FRAME_BYTES_MAX,
     WireError,
@@ -47,58 +65,39 @@ from baton.wire.messages import (
 )
 
 PEERING_VERSION = 2
-INT32_MAX = 2**31 - 1
-INT63_MAX = 2**63 - 1
-REASON_CHARS_MAX = 512
 TOKEN_BYTES_MAX = 64
-DIGEST_BYTES_MAX = 64
 CHECKS_BYTES_MAX = 8 << 20
 """A million blocks."""
-NAME_CHARS_MAX = 128
-REQUEST_ID_CHARS_MAX = 1024
-SALT_BYTES_MAX = 64
 LAYERS_MAX = 1024
 TRANSFERS_MAX = 8
-ADDRESS_CHARS_MAX = 512
 LISTED_MAX = 4096
 """Biases or stop tokens of one request."""
 ALTERNATIVES_MAX = 1024
-
-Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
-Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
-Long = Annotated[int, Meta(ge=0, le=INT63_MAX)]
-"""A serial, or microseconds."""
-Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
-Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
-
-
-class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
 
 
 # ── the start of a session ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Register(_Said, tag="register", frozen=True):
+class Register(Said, tag="register", frozen=True):
     """The first frame of a session, from either side: who I am, and what a block of mine looks like."""
 
     name: Name
-    incarnation: Annotated[int, Meta(ge=1, le=INT63_MAX)]
+    incarnation: Incarnation
     role: Name
-    fingerprint: Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
+    fingerprint: Fingerprint
     dtype: Name
     block_size: Positive
     layer_bytes: Annotated[tuple[Long, ...], Meta(max_length=LAYERS_MAX)]
-    transfers: Annotated[tuple[Annotated[str, Meta(max_length=ADDRESS_CHARS_MAX)], ...], Meta(max_length=TRANSFERS_MAX)] = ()
+    transfers: Annotated[tuple[Address, ...], Meta(max_length=TRANSFERS_MAX)] = ()
     """Where this side takes KV in; each address is understood by a sender of its kind only."""
     version: int = PEERING_VERSION
 
 
-class Registered(_Said, tag="registered", frozen=True):
+class Registered(Said, tag="registered", frozen=True):
     """We fit; peer messages may follow."""
 
 
-class Unfit(_Said, tag="unfit", frozen=True):
+class Unfit(Said, tag="unfit", frozen=True):
     """We do not; the session ends. The reason names both values of what differs."""
 
     reason: Reason
@@ -116,20 +115,20 @@ class _Versioned(msgspec.Struct, tag="register", frozen=True):
 # ── peer messages, field by field as in core.peers ───────────────────────────────────────────────────────────────────────
 
 
-class WireAsk(_Said, tag="ask", frozen=True):
+class WireAsk(Said, tag="ask", frozen=True):
     request: Long
     attempt: Positive
     submission: WireSubmission
 
 
-class WireOffer(_Said, tag="offer", frozen=True):
+class WireOffer(Said, tag="offer", frozen=True):
     request: Long
     attempt: Positive
     prompt_tokens: Count
     queued_tokens: Long
 
 
-class WireGrant(_Said, tag="grant", frozen=True):
+class WireGrant(Said, tag="grant", frozen=True):
     request: Long
     attempt: Positive
     cached_tokens: Count
@@ -137,19 +136,19 @@ class WireGrant(_Said, tag="grant", frozen=True):
     token: Annotated[bytes, Meta(min_length=1, max_length=TOKEN_BYTES_MAX)]
 
 
-class WireRefuse(_Said, tag="refuse", frozen=True):
+class WireRefuse(Said, tag="refuse", frozen=True):
     request: Long
     attempt: Positive
     reason: Reason
     retry_after_us: Long
 
 
-class WireRenew(_Said, tag="renew", frozen=True):
+class WireRenew(Said, tag="renew", frozen=True):
     request: Long
     attempt: Positive
 
 
-class WireCommit(_Said, tag="commit", frozen=True):
+class WireCommit(Said, tag="commit", frozen=True):
     request: Long
     attempt: Positive
     token: Count
@@ -162,18 +161,18 @@ class WireCommit(_Said, tag="commit", frozen=True):
     queued_tokens: Long
 
 
-class WireAdopted(_Said, tag="adopted", frozen=True):
+class WireAdopted(Said, tag="adopted", frozen=True):
     request: Long
     attempt: Positive
 
 
-class WireRelease(_Said, tag="release", frozen=True):
+class WireRelease(Said, tag="release", frozen=True):
     request: Long
     attempt: Positive
     reason: Reason
 
 
-class WireDecline(_Said, tag="decline", frozen=True):
+class WireDecline(Said, tag="decline", frozen=True):
     request: Long
     attempt: Positive
     code: PdCode

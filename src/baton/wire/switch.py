@@ -65,6 +65,7 @@ from baton.core.routing import (
 )
 from baton.wire import desk as desks
 from baton.wire import membership
+from baton.wire.bounds import REASON_CHARS_MAX
 from baton.wire.desk import Desk, Step
 from baton.wire.hearing import (
     check_lines,
@@ -99,7 +100,6 @@ from baton.wire.messages import AcceptedAs, Cancel, Drain, RefusedWith, StepOutp
 JOIN_US = 10_000_000
 RECENT_MAX = 4096
 """Requests of a session whose notes can still be placed after they have ended."""
-REASON_CHARS_MAX = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,32 @@
+"""What an engine says of a step, made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from baton.core.blocks import BlockGauges
+from baton.core.plan import Logprobs
+from baton.core.records import Bill, EndedRequest, SchedulerGauges, Settled, StartedRequest
+from baton.core.request import FinishReason, Serial
+from baton.wire.messages import StepOutput, step_output
+
+GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
+
+
+def step(
+    rows: Sequence[tuple[int, list[int]]] = (),
+    ended: Sequence[int] = (),
+    started: Sequence[tuple[int, int]] = (),
+    logprobs: tuple[Logprobs, ...] = (),
+) -> StepOutput:
+    settled = Settled(
+        serials=np.array([serial for serial, _ in rows], dtype=np.int64),
+        counts=np.array([len(tokens) for _, tokens in rows], dtype=np.int32),
+        tokens=np.array([token for _, tokens in rows for token in tokens], dtype=np.int32),
+        logprobs=logprobs,
+        started=tuple(StartedRequest(Serial(serial), cached) for serial, cached in started),
+        ended=tuple(EndedRequest(Serial(serial), FinishReason.LENGTH, 1, Bill()) for serial in ended),
+    )
+    return step_output(settled, GAUGES)
