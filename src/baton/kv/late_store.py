@@ -1,0 +1,65 @@
+"""A store that could not be opened when it was first wanted, and is opened when it is next used.
+
+So an instance that starts while its store is down serves without it, and has it as soon as it is there. Until then every
+call fails; how often one is tried is for the caller to decide.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from baton.kv.store import BadStore, Store, StoreFailed, StoreStat
+
+
+class LateStore:
+    def __init__(self, kind: str, opener: Callable[[], Store]) -> None:
+        self.kind = kind
+        self._opener = opener
+        self._store: Store | None = None
+        self._arenas: list[memoryview] = []
+        self._gate = threading.Lock()
+
+    def look(self, names: Sequence[str]) -> list[bool]:
+        return self._opened().look(names)
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int]:
+        return self._opened().get(names, into)
+
+    def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> list[bool]:
+        return self._opened().put(names, objects)
+
+    def drop(self, names: Sequence[str]) -> None:
+        self._opened().drop(names)
+
+    def attach(self, arena: memoryview) -> None:
+        with self._gate:
+            self._arenas.append(arena)
+            if self._store is not None:
+                self._store.attach(arena)
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        return self._opened().names()
+
+    def stat(self) -> StoreStat:
+        return self._opened().stat()
+
+    def clear(self) -> int:
+        return self._opened().clear()
+
+    def close(self) -> None:
+        with self._gate:
+            if self._store is not None:
+                self._store.close()
+
+    def _opened(self) -> Store:
+        with self._gate:
+            if self._store is None:
+                try:
+                    store = self._opener()
+                except BadStore as error:  # it was a good one as we started, or we would not have
+                    raise StoreFailed(str(error)) from error
+                for arena in self._arenas:
+                    store.attach(arena)
+                self._store = store
+            return self._store
