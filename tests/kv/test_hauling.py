@@ -288,7 +288,7 @@ def test_a_fence_is_answered_while_the_store_hangs_and_nothing_arrives_afterward
     assert bench.hauler.fence(haul)
     assert bench.next() == HaulFenced(haul)
     store.go_on()
-    assert bench.retried(lambda: bench.look(0)).came == (True,), "by the same thread, which has come back"
+    assert bench.retried(lambda: bench.get((7,), (9,))).came == (False,), "by the same thread, which has come back"
     assert bench.firsts[8] == 9
     assert not bench.hauler.fence(haul), "it is over"
 
@@ -372,7 +372,7 @@ def test_while_all_threads_are_lost_hauls_fail_at_once_and_work_again_when_the_s
     fourth = bench.put(3)
     assert bench.next() == HaulFailed(fourth, HANGS)
     fifth = bench.look(0)
-    assert bench.next() == Hauled(fifth, (False,)), "reading has threads of its own"
+    assert bench.next() == Hauled(fifth, (False,)), "looking has a thread of its own"
     assert bench.hauler.tally().errors == 2
     store.go_on()
     assert bench.retried(lambda: bench.put(4)).came == (True,)

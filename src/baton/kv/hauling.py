@@ -7,8 +7,9 @@ arena of its own, in which objects are sealed and verified, and bytes move betwe
 grip. So a fence is answered soon, whatever the store does. A thread whose haul was fenced inside the store is *lost* until
 the store returns; while all are lost that could do something, what waits for them and what comes later fails at once.
 
-Reading and writing have threads of their own: who waits for KV does not wait behind what is put away, nor the reverse.
-What is found bad is counted by its flaw, dropped from the store and never written to a row.
+Looking, reading and writing have threads of their own: a look, which is short, does not wait behind what is long, nor who
+waits for KV behind what is put away. What is found bad is counted by its flaw, dropped from the store, and never written
+to a row.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from baton.wire.envelope import HEADER_BYTES, Flaw, object_name, stamp, unseal
 log = logging.getLogger("baton.store")
 
 THREADS = 2
-"""For reading, and as many for writing."""
+"""For reading, and as many for writing. Looking has one."""
 ARENA_BYTES = 16 << 20
 """Of each thread. Longer hauls go through it part by part."""
 ALIGNMENT = 64
@@ -177,6 +178,7 @@ class StoreHauler:
         arenas = [_Arena(objects, self._block_bytes) for _ in range(2 * threads)]
         for arena in arenas:
             store.attach(arena.bytes)
+        self._lookers = _Crew("baton-store-look", self._work, [_Arena(1, 0)], waiting_max)  # it moves nothing
         self._readers = _Crew("baton-store-read", self._work, arenas[:threads], waiting_max)
         self._writers = _Crew("baton-store-write", self._work, arenas[threads:], waiting_max)
 
@@ -210,11 +212,18 @@ class StoreHauler:
 
     def close(self) -> None:
         """What waits is left. A store that has not returned from a call is left open: it ends with the process."""
-        if all([self._readers.close(), self._writers.close()]):
+        returned = [crew.close() for crew in (self._lookers, self._readers, self._writers)]
+        if all(returned):
             self._store.close()
 
     def _crew_of(self, task: _Task) -> _Crew:
-        return self._writers if isinstance(task.order, Put) else self._readers
+        match task.order:
+            case Look():
+                return self._lookers
+            case Get():
+                return self._readers
+            case Put():
+                return self._writers
 
     # ── on the threads of a crew ─────────────────────────────────────────────────────────────────────────────────────────
 
