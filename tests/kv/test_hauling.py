@@ -21,7 +21,7 @@ from baton.kv.hauling import HANGS, StoreHauler, StoreTally
 from baton.kv.host import HostMemory
 from baton.kv.store import Store
 from baton.wire.envelope import HEADER_BYTES, object_name
-from tests.support.stores import DEADLINE_S, MemoryStore
+from tests.support.memory_store import DEADLINE_S, MemoryStore
 
 LAYOUT, OTHER_LAYOUT = bytes(range(16)), bytes(range(1, 17))
 ROWS, BLOCK_BYTES = 16, 96

@@ -6,7 +6,7 @@ import pytest
 
 from baton.kv.late_store import LateStore
 from baton.kv.store import BadStore, Store, StoreFailed
-from tests.support.stores import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 
 def test_a_store_is_opened_when_it_is_used_and_again_until_that_works() -> None:
