@@ -1,7 +1,8 @@
-"""A store that could not be opened when it was first wanted, and is opened when it is next used.
+"""A store that is opened when it is first used, and again until that works.
 
-So an instance that starts while its store is down serves without it, and has it as soon as it is there. Until then every
-call fails; how often one is tried is for the caller to decide.
+So an instance that starts while its store is down, or hangs, serves without it, and has it as soon as it is there. Until then
+calls fail or hang, as those of any store may; how often one is tried is for the caller to decide. `attach` and `close` do
+neither.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ class LateStore:
         self._opener = opener
         self._store: Store | None = None
         self._arenas: list[memoryview] = []
+        self._opening = threading.Lock()
+        """May be held for long."""
         self._gate = threading.Lock()
+        """Over the arenas, and whether the store is there."""
 
     def look(self, names: Sequence[str]) -> list[bool]:
         return self._opened().look(names)
@@ -53,13 +57,16 @@ class LateStore:
                 self._store.close()
 
     def _opened(self) -> Store:
+        with self._opening:
+            return self._store or self._open()
+
+    def _open(self) -> Store:
+        try:
+            store = self._opener()
+        except BadStore as error:  # who asked first was told; for all others it is one that does not work
+            raise StoreFailed(str(error)) from error
         with self._gate:
-            if self._store is None:
-                try:
-                    store = self._opener()
-                except BadStore as error:  # it was a good one as we started, or we would not have
-                    raise StoreFailed(str(error)) from error
-                for arena in self._arenas:
-                    store.attach(arena)
-                self._store = store
-            return self._store
+            for arena in self._arenas:
+                store.attach(arena)
+            self._store = store
+        return store
