@@ -35,6 +35,14 @@ class OnPreempt(StrEnum):
     """The attempt ends with everything generated so far, for a router to go on from elsewhere."""
 
 
+class BringBack(StrEnum):
+    """When KV that lies in host memory or in the store is fetched rather than computed again."""
+
+    CHEAPEST = "cheapest"
+    """When that is quicker, by measured rates."""
+    ALWAYS = "always"
+
+
 class BadConfig(BatonError):
     """A setting, or a pair of settings, that cannot work; the message names them."""
 
@@ -86,6 +94,50 @@ class HandoverConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TierConfig:
+    """Where KV goes that the pool has no room for."""
+
+    host_rows: int = 0
+    """Blocks that host memory holds; 0: there are no other tiers."""
+    store: bool = False
+    """A store lies behind the host's memory."""
+    save_preempted: bool = True
+    save_finished: bool = True
+    cache_outputs: bool = True
+    """What was generated is saved too, not only prompts."""
+    bring_back: BringBack = BringBack.CHEAPEST
+    haul_blocks: int = 16
+    """Most blocks that one order moves: they are free, or there, when all of them are."""
+    hauls_max: int = 8
+    """Most orders to the store at once, of each kind."""
+    copy_us: int = 1_000_000
+    """How long a copy between device and host may take before it is fenced."""
+    look_us: int = 100_000
+    get_us: int = 1_000_000
+    put_us: int = 5_000_000
+    depart_us: int = 500_000
+    """How long the end of a request that goes elsewhere waits for its KV to be stored."""
+    failures_max: int = 3
+    """So many failures of the store in a row, and it is left alone for a while."""
+    retry_us: int = 1_000_000
+    retry_us_max: int = 30_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("haul_blocks", "hauls_max", "failures_max"):
+            if getattr(self, name) < 1:
+                raise BadConfig(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("copy_us", "look_us", "get_us", "put_us", "depart_us", "retry_us"):
+            if getattr(self, name) < 1:
+                raise BadConfig(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.host_rows < 0:
+            raise BadConfig(f"host_rows must not be negative, but is {self.host_rows}")
+        if self.retry_us_max < self.retry_us:
+            raise BadConfig(f"retry_us_max ({self.retry_us_max}) must be at least retry_us ({self.retry_us})")
+        if self.store and not self.host_rows:
+            raise BadConfig("a store needs host memory: everything passes through it on its way there and back")
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     slots: int
     """Most requests that run at once."""
@@ -120,6 +172,7 @@ class WorkerConfig:
     prefill_path: PrefillPath = PrefillPath.SHORT
     on_preempt: OnPreempt = OnPreempt.RESUME
     handover: HandoverConfig = HandoverConfig()
+    tiers: TierConfig = TierConfig()
 
     def __post_init__(self) -> None:
         for name in ("slots", "blocks", "block_size", "context_tokens", "step_tokens", "burst", "depth", "waiting_max"):
@@ -132,6 +185,8 @@ class WorkerConfig:
         for name in ("ratio_decay", "ratio_clip_tokens", "fixed_blocks", "fixed_blocks_decay", "max_preemptions"):
             if not getattr(self, name) >= 0:  # written so that NaN fails too
                 raise BadConfig(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.tiers.host_rows and not self.prefix_cache:
+            raise BadConfig("KV in host memory and in a store is found by the names of the prefix cache, which is off")
         if self.burst > self.block_size:
             raise BadConfig(f"burst ({self.burst}) must not be larger than block_size ({self.block_size})")
         if self.step_tokens < self.slots * self.burst:
