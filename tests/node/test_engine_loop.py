@@ -207,7 +207,8 @@ def test_without_being_asked_for_there_is_no_pulse(benches: list[Bench]) -> None
         assert not isinstance(message, Pulse)
         if isinstance(message, StepOutput) and message.ended:
             break
-    assert not bench.front.poll(0)
+    while bench.front.poll(0):  # the step in which the executor lets go of the slot
+        assert not isinstance(bench.hear(), Pulse)
 
 
 def test_whom_to_call_is_passed_on(benches: list[Bench]) -> None:

@@ -4,12 +4,14 @@ A block has a reference count, perhaps a pin and perhaps a name in the prefix in
 is stored nowhere:
 
     pinned                         leased (granted to a peer's prefill) or receiving (its KV is arriving)
-    references > 0                 running
+    referenced by a row            running
+    referenced by copies only      leaving     (being copied to host memory; comes back when that is over)
     no references, named           evictable   (cached; goes when room is needed, least recently used first, leaves first)
     no references, no name         free
 
 `take` is the only thing that evicts; looking a prefix up and holding its blocks never does. A pinned block has an owner, who
-takes the pin away when nothing outside the engine can write to it any more; until then it cannot be dropped.
+takes the pin away when nothing outside the engine can write to it any more; until then it cannot be dropped. A copy that
+reads blocks has a reference to each (`lend`), so that nobody writes there before it has let go (`give_back`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class BlockGauges:
     leased: int = 0
     """Granted to a peer's prefill of which nothing has arrived."""
     receiving: int = 0
-    """KV of a peer's prefill is arriving in them."""
+    """KV of a peer's prefill, or from host memory, is arriving in them."""
+    leaving: int = 0
+    """Nobody uses them, and they are still being copied to host memory."""
 
 
 class BlockPool:
@@ -52,6 +56,11 @@ class BlockPool:
         self.prefix = prefix
         self._references = np.zeros(blocks, dtype=np.int32)
         self._named = np.zeros(blocks, dtype=np.bool_)
+        self._lent = np.zeros(blocks, dtype=np.int32)
+        """How many of the references are copies'."""
+        self._lent_in_all = 0
+        self.leaving = 0
+        """Blocks that only copies refer to."""
         self._pins = np.zeros(blocks, dtype=np.int8)
         self._pinned = dict.fromkeys(Pin, 0)
         """How many blocks have each pin; not kept for NONE."""
@@ -72,12 +81,16 @@ class BlockPool:
 
     def gauges(self) -> BlockGauges:
         leased, receiving = self._pinned[Pin.LEASED], self._pinned[Pin.RECEIVING]
-        running = self.blocks - self._free_count - self._evictable_count - leased - receiving
-        return BlockGauges(self._free_count, self._evictable_count, running, leased, receiving)
+        running = self.blocks - self._free_count - self._evictable_count - leased - receiving - self.leaving
+        return BlockGauges(self._free_count, self._evictable_count, running, leased, receiving, self.leaving)
 
     def references(self) -> npt.NDArray[np.int32]:
         """A copy, for the laws."""
         return self._references.copy()
+
+    def lent(self) -> npt.NDArray[np.int32]:
+        """A copy, for the laws."""
+        return self._lent.copy()
 
     def pins(self) -> npt.NDArray[np.int8]:
         """A copy, for the laws."""
@@ -122,15 +135,42 @@ class BlockPool:
     def hold(self, blocks: Int32s) -> None:
         """One more reference to each of these distinct, named blocks."""
         self._evictable_count -= self.unreferenced(blocks)
+        self.leaving -= self._read_only_by_copies(blocks)
         self._references[blocks] += 1
+
+    def lend(self, blocks: Int32s) -> None:
+        """A copy reads these distinct, named blocks, which rows hold."""
+        self._references[blocks] += 1
+        self._lent[blocks] += 1
+        self._lent_in_all += len(blocks)
+
+    def give_back(self, blocks: Int32s) -> None:
+        """The copy has let go of these, given in sequence order."""
+        self.leaving -= self._read_only_by_copies(blocks)
+        self._lent[blocks] -= 1
+        self._lent_in_all -= len(blocks)
+        if int(self._lent[blocks].min(initial=0)) < 0:
+            raise InvariantViolated("a block was given back more often than it was lent")
+        self._release(blocks)
+
+    def _read_only_by_copies(self, blocks: Int32s) -> int:
+        """How many of these only copies refer to."""
+        if not self._lent_in_all:
+            return 0  # as nearly always
+        lent = self._lent[blocks]
+        return int(np.count_nonzero((lent > 0) & (self._references[blocks] == lent)))
 
     def drop(self, blocks: Int32s) -> None:
         """One reference less to each of these distinct blocks, given in sequence order."""
         if np.count_nonzero(self._pins[blocks]):
             raise InvariantViolated("a block was dropped while it may still be written from outside")
+        self._release(blocks)
+
+    def _release(self, blocks: Int32s) -> None:
         self._references[blocks] -= 1
         if int(self._references[blocks].min(initial=0)) < 0:
             raise InvariantViolated("a block was dropped more often than it was held")
+        self.leaving += self._read_only_by_copies(blocks)
         idle = blocks[self._references[blocks] == 0]
         unnamed = idle[~self._named[idle]]
         self._push_free(unnamed)

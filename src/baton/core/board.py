@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.blocks import BlockPool
+from baton.core.blocks import BlockPool, Pin
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.errors import InvariantViolated
 from baton.core.journal import PhaseNotes
@@ -40,10 +42,12 @@ from baton.core.records import (
     SchedulerGauges,
     Settled,
     StartedRequest,
+    StorageGauges,
 )
 from baton.core.request import TRANSITIONS, FinishReason, Move, Phase, Serial, Submission, Tokens, next_phase
 from baton.core.reserve import blocks_for
 from baton.core.slots import FINISHED, Slots
+from baton.core.tiers import Tiers
 from baton.core.victims import Rates
 
 Bools = npt.NDArray[np.bool_]
@@ -100,6 +104,10 @@ class Board(ABC):
         self.slots = Slots(config.slots, config.table_width, config.sequence_tokens_max)
         self.pool = BlockPool(config.blocks, prefix)
         self.rates = Rates()
+        self.tiers = Tiers(config, self.pool, self.rates) if config.tiers.host_rows else None
+        """KV outside the pool; None where there is none."""
+        self._departing: dict[Serial, EndedRequest] = {}
+        """Requests that go elsewhere: they are free of their slots, and end when what they leave behind is stored."""
         self._namer = Namer(self.slots, self.pool, config.block_size)
         self._requests: dict[Serial, Request] = {}
         """Every request that is open or whose slot is not free yet."""
@@ -147,9 +155,17 @@ class Board(ABC):
     def _unqueue(self, request: Request) -> None:
         """A request that waits will not run any more."""
 
+    @abstractmethod
+    def _is_restored(self, slot: int) -> None:
+        """What host memory had of a row is in its blocks: it may run."""
+
+    @abstractmethod
+    def _unrestore(self, slot: int) -> None:
+        """A row that may run, or soon could have, ends before any plan has named it."""
+
     @property
     def asleep(self) -> bool:
-        """Whether only a peer can bring on what is open: no pass would do anything."""
+        """Whether only a peer or a copy can bring on what is open: no pass would do anything."""
         return False
 
     def set_clock(self, now_us: int) -> None:
@@ -165,7 +181,7 @@ class Board(ABC):
     @property
     def has_work(self) -> bool:
         """Whether anything is open or not yet given back."""
-        return bool(self._requests)
+        return bool(self._requests or self._departing)
 
     def requests(self) -> tuple[Request, ...]:
         """For the laws."""
@@ -209,6 +225,7 @@ class Board(ABC):
             reserve_ratio=0.0,
             broken_rows=self._broken_rows,
             handovers=HandoverGauges(preempted=self._rescheduled),
+            storage=StorageGauges() if self.tiers is None else self.tiers.gauges(),
         )
 
     # ── intake ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -232,6 +249,8 @@ class Board(ABC):
     ) -> EndedRequest | None:
         """End a request from outside. One that waits ends here; one that runs ends when the executor acknowledges."""
         self._now_us = now_us
+        if serial in self._departing:
+            return self._depart_at_once(serial, reason)
         request = self._requests.get(serial)
         if request is None or request.phase is Phase.FINISHED or request.ends_as is not None:
             return None
@@ -239,6 +258,9 @@ class Board(ABC):
         request.fault = fault
         if request.phase is Phase.WAITING:
             return self._withdraw(request, reason)
+        if request.slot is not None and self.slots.restoring[request.slot]:
+            self._order_end_of_load(request, reason)
+            return None
         if request.slot is not None and not self.slots.told[request.slot] and request.phase is not Phase.PREEMPTING:
             return self._end_untold(request, reason)
         self._order_end(request, reason)
@@ -263,6 +285,7 @@ class Board(ABC):
         slot = self._slot_of(request)
         if slot in self._prefilling:
             self._prefilling.remove(slot)
+        self._unrestore(slot)
         self._end(request, reason, Move.FINISH, ended)
         self._vacate(request)
         return ended[0]
@@ -417,19 +440,20 @@ class Board(ABC):
         slots.stops_from[slot] = len(submission.prompt) + submission.sampling.min_tokens
         slots.set_stop_ids(slot, submission.sampling.stop_token_ids)
 
-    def _charge_start(self, request: Request, hit: Hit) -> None:
+    def _charge_start(self, request: Request, found: int) -> None:
+        """So many of the tokens it starts with need not be computed."""
         bill = request.bill
-        request.found_tokens = hit.computed
+        request.found_tokens = found
         if request.is_fresh:
-            bill.cached_tokens = min(hit.computed, len(request.submission.prompt))
-            request.computed_ever = hit.computed
-            self._count_look_up(request, hit)
+            bill.cached_tokens = min(found, len(request.submission.prompt))
+            request.computed_ever = found
+            self._count_look_up(request, found)
         bill.queue_us += self._now_us - request.since_us
         request.since_us = self._now_us
 
-    def _count_look_up(self, request: Request, hit: Hit) -> None:
+    def _count_look_up(self, request: Request, found: int) -> None:
         self._prefix_queries += request.tokens_at_start
-        self._prefix_hits += hit.computed
+        self._prefix_hits += found
 
     def _flight_of(self, plan: StepPlan, decodes: Crew) -> Flight:
         if not (plan.stops or plan.chunks):
@@ -635,7 +659,9 @@ class Board(ABC):
                 self._requeue(request)
             else:
                 self._end(request, request.ends_as, Move.ACK_END, ended)
-        self._vacate(request)
+        unstored = self._vacate(request)
+        if unstored and request.ends_as is FinishReason.RESCHEDULE and ended and ended[-1].serial == request.serial:
+            self._depart(ended.pop(), unstored)
 
     def lend(self, serial: Serial) -> None:
         """A transfer reads the request's blocks from here on."""
@@ -650,21 +676,120 @@ class Board(ABC):
         if request.phase is Phase.FINISHED:
             self._vacate(request)
 
-    def _vacate(self, request: Request) -> None:
-        """Its slot and blocks are nobody's any more; a request that has ended is forgotten."""
+    def _vacate(self, request: Request) -> list[Key]:
+        """Its slot and blocks are nobody's any more; a request that has ended is forgotten.
+
+        What of its KV is saved is read a while longer. Answers what the store is to have of it and has not yet.
+        """
         if request.lent:
-            return
+            return []
         slot = self._slot_of(request)
+        unstored = self._save(request)
         self.pool.drop(self.slots.blocks(slot))
         self.slots.vacate(slot)
         request.slot = None
         if request.phase is Phase.FINISHED:
             del self._requests[request.serial]
+        return unstored
+
+    # ── KV outside the pool ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _save(self, request: Request) -> list[Key]:
+        config, tiers = self.config.tiers, self.tiers
+        preempted = request.phase is Phase.WAITING or request.ends_as is FinishReason.RESCHEDULE
+        wanted = config.save_preempted if preempted else config.save_finished
+        if tiers is None or not wanted or request.ends_as is FinishReason.ERROR:
+            return []
+        blocks = self.slots.blocks(self._slot_of(request))
+        if not config.cache_outputs:
+            blocks = blocks[: len(request.submission.prompt) // self.config.block_size]
+        return tiers.save(blocks, preempted, self._now_us)
+
+    def _depart(self, ended: EndedRequest, unstored: list[Key]) -> None:
+        if self.tiers is not None:
+            self._departing[ended.serial] = ended
+            self.tiers.depart(ended.serial, unstored, self._now_us)
+
+    def departed(self, serial: Serial) -> EndedRequest:
+        """What it leaves behind is stored, or will not be: its end may be told."""
+        return self._departing.pop(serial)
+
+    def _depart_at_once(self, serial: Serial, reason: FinishReason) -> EndedRequest:
+        if self.tiers is not None:
+            self.tiers.forget_departure(serial)
+        return replace(self._departing.pop(serial), reason=reason, fault=None)
+
+    def _host_rows(self, request: Request, hit: Hit) -> Int32s:
+        """Where host memory continues what the cache has, as far as that is worth bringing back."""
+        if self.tiers is None:
+            return NO_INT32S
+        rows = self.tiers.host.run(self._keys_after(request, hit))
+        return rows if len(rows) and self.tiers.is_worth_loading(len(rows)) else NO_INT32S
+
+    def _keys_after(self, request: Request, hit: Hit) -> list[Key]:
+        """Names of the blocks that would have to be computed, the last token's aside."""
+        usable = (request.tokens_at_start - 1) // self.config.block_size
+        return request.keys[1 + len(hit.blocks) : usable + 1]
+
+    def _seek(self, seeker: Hashable, request: Request) -> None:
+        """Have the store asked for what neither the cache nor host memory has."""
+        if self.tiers is not None and self.config.tiers.store:
+            missing = self._keys_after(request, self._look_up(request))
+            self.tiers.seek(seeker, missing[len(self.tiers.host.run(missing)) :], self._now_us)
+
+    def _restore(self, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
+        """A row and all blocks of what it starts with; it may run when host memory's share has been copied into them."""
+        if self.tiers is None:
+            raise InvariantViolated("KV was to be restored where there is none outside the pool")
+        slots, size = self.slots, self.config.block_size
+        slot = self._occupy(request, hit, Move.RESTORE)
+        slots.protected[slot] = protected
+        fresh = self.pool.take(blocks_for(request.tokens_at_start, size) - len(hit.blocks))
+        slots.append_blocks(slot, fresh)
+        arriving = fresh[: len(rows)]
+        self.pool.pin(arriving, Pin.RECEIVING)
+        slots.restoring[slot] = True
+        request.found_tokens = hit.computed
+        request.bill.queue_us += self._now_us - request.since_us
+        request.since_us = self._now_us
+        first = len(hit.blocks) + 1
+        self.tiers.load(request.serial, request.keys[first : first + len(rows)], rows, arriving, self._now_us)
+
+    def loaded(self, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
+        """So many blocks came from host memory, and nothing writes to its blocks any more. What is missing is computed."""
+        self._now_us = now_us
+        request = self._requests[serial]
+        slot = self._slot_of(request)
+        self.slots.restoring[slot] = False
+        self.pool.pin(self.pool.pinned(self.slots.blocks(slot)), Pin.NONE)
+        request.bill.transfer_us += now_us - request.since_us
+        request.since_us = now_us
+        if request.ends_as is not None:
+            ended: list[EndedRequest] = []
+            self._end(request, request.ends_as, Move.ACK_END, ended)
+            self._vacate(request)
+            return ended[0]
+        tokens = blocks * self.config.block_size
+        computed = request.found_tokens + tokens
+        self.slots.planned[slot] = self.slots.computed[slot] = computed
+        request.bill.restored_tokens += tokens
+        self._name_full_blocks(np.array([slot], dtype=np.int64))
+        self._charge_start(request, computed)
+        self._is_restored(slot)
+        return None
+
+    def _order_end_of_load(self, request: Request, reason: FinishReason) -> None:
+        request.ends_as = reason
+        self._release_followers(request)
+        self._move(request, Move.ORDER_STOP)
+        if self.tiers is not None:
+            self.tiers.give_up_load(request.serial)
 
     def _requeue(self, request: Request) -> None:
         """Back to the head of the queue, with exactly what was delivered to continue from."""
         self._charge_run(request)
         request.outputs = self.slots.outputs(self._slot_of(request))
+        request.is_sought = False
         known = np.concatenate((request.submission.prompt, request.outputs))
         request.keys = self.keys_of(request.submission, known)
         self._move(request, Move.ACK_PREEMPTION)

@@ -58,8 +58,10 @@ class DecodeScheduler(Scheduler):
 
     @property
     def asleep(self) -> bool:
-        due = self._flights or self._stopping or self._arrived or len(self._waiting)
-        return not due and self.slots.occupied == self._receiving
+        return not self._arrived and super().asleep
+
+    def _waiting_for_kv(self) -> int:
+        return super()._waiting_for_kv() + self._receiving
 
     def asked(self) -> list[Request]:
         """What the last pass let in for a peer to prefill; each is said once."""
@@ -79,16 +81,25 @@ class DecodeScheduler(Scheduler):
         if not self._goes_elsewhere(request, hit):
             super()._let_in(step, request, hit, protected)
             return
+        if self.tiers is not None:
+            self.tiers.forget_seeker(request.serial)
         self._booked[request.serial] = self._blocks_to_take(self._wanted(request, protected), hit)
         self._to_ask.append(request)
         request.bill.queue_us += self._now_us - request.since_us
         request.since_us = self._now_us
 
     def _goes_elsewhere(self, request: Request, hit: Hit) -> bool:
-        """What was generated here is computed here again, and siblings find their prompt in the cache."""
-        if not self.may_ask or request.prefills_here or not request.is_fresh or request.leader is not None:
+        """Not what is nearly all here, in the cache or in host memory."""
+        if self._prefills_here(request):
             return False
-        return request.tokens_at_start - hit.computed > self.config.handover.local_tokens
+        missing = request.tokens_at_start - hit.computed
+        if missing > self.config.handover.local_tokens and self.tiers is not None:
+            missing -= len(self.tiers.host.run(self._keys_after(request, hit))) * self.config.block_size
+        return missing > self.config.handover.local_tokens
+
+    def _prefills_here(self, request: Request) -> bool:
+        """What was generated here is computed here again, and siblings find their prompt in the cache."""
+        return not self.may_ask or request.prefills_here or not request.is_fresh or request.leader is not None
 
     def take_back(self, serial: Serial, *, prefills_here: bool, now_us: int) -> None:
         """Nobody prefills it elsewhere: it waits in our own queue."""
@@ -126,7 +137,7 @@ class DecodeScheduler(Scheduler):
         self._unbook(serial)
         slot = self._occupy(request, hit, Move.LEASE)
         self.slots.protected[slot] = protected
-        self._count_look_up(request, hit)
+        self._count_look_up(request, hit.computed)
         request.found_tokens = request.computed_ever = hit.computed
         fresh = self.pool.take(blocks_for(request.tokens_at_start, self.config.block_size) - len(hit.blocks))
         self.slots.append_blocks(slot, fresh)

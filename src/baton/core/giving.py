@@ -43,6 +43,7 @@ from baton.core.prefill import GeneralPrefillScheduler, PrefillScheduler
 from baton.core.prefix import Key
 from baton.core.records import EndedRequest, HandoverGauges, Settled
 from baton.core.request import FinishReason, Serial, Submission
+from baton.core.scheduler import SOUGHT_AHEAD
 
 STEPS_AHEAD = 2
 """A giver offers so many steps' worth of prefill in advance: enough to stay busy, and no more, since it costs room at D."""
@@ -107,6 +108,8 @@ class Given:
     state: Giving = Giving.QUEUED
     keys: list[Key] | None = None
     """Names of the blocks of what it starts with; made when its turn comes, and kept while it waits for room."""
+    is_sought: bool = False
+    """The store was asked for what it starts with."""
     serial: Serial | None = None
     """From the offer on."""
     row_has_ended: bool = False
@@ -213,7 +216,7 @@ class Giver:
         for row, (serial, token) in enumerate(zip(settled.serials.tolist(), settled.tokens.tolist(), strict=True)):
             acts += self._prefilled(self._by_serial[Serial(serial)], token, logprobs.get(row))
         for ended in settled.ended:
-            acts += self._left(ended)
+            acts += self.left(ended)
         return acts + self.advance(now_us)
 
     def expire(self, now_us: int) -> Acts:
@@ -237,11 +240,8 @@ class Giver:
             return acts
         ahead = sum(self._unplanned(entry) for entry in self._active.values() if entry.state in SOON)
         most = STEPS_AHEAD * self._worker_config.step_tokens
-        while self._queue and ahead < most:
-            entry = next(iter(self._queue.values()))
-            known = entry.submission.known
-            entry.keys = entry.keys or self._scheduler.keys_of(entry.submission, known)
-            serial = self._scheduler.hold(entry.submission, entry.keys, len(known) + 1, now_us)
+        while ahead < most and (entry := self._next_to_offer()) is not None:
+            serial = self._scheduler.hold(entry.submission, self._keys_of(entry), entry.submission.known_tokens + 1, now_us)
             if serial is None:
                 break
             entry.serial = serial
@@ -250,6 +250,23 @@ class Giver:
             self._move(entry, GiverMove.OFFER)
             acts.append(Tell(entry.handover.peer, self._offer(entry)))
         return acts
+
+    def _next_to_offer(self) -> Given | None:
+        """In the order of arrival; one whose KV is being brought from the store lets others pass."""
+        tiers = self._scheduler.tiers
+        if tiers is None:
+            return next(iter(self._queue.values()), None)
+        for entry in islice(self._queue.values(), SOUGHT_AHEAD):
+            if not entry.is_sought:
+                entry.is_sought = True
+                self._scheduler.seek(entry.handover, entry.submission, self._keys_of(entry))
+            if not tiers.is_seeking(entry.handover):
+                return entry
+        return None
+
+    def _keys_of(self, entry: Given) -> list[Key]:
+        entry.keys = entry.keys or self._scheduler.keys_of(entry.submission, entry.submission.known)
+        return entry.keys
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -441,9 +458,10 @@ class Giver:
             self._move(entry, GiverMove.LEFT)
             return []
         ended = self._scheduler.order_stop(serial, FinishReason.ABORT, self._now_us)
-        return [] if ended is None else self._left(ended)
+        return [] if ended is None else self.left(ended)
 
-    def _left(self, ended: EndedRequest) -> Acts:
+    def left(self, ended: EndedRequest) -> Acts:
+        """The scheduler has ended a row."""
         entry = self._by_serial.get(ended.serial)
         if entry is None:
             return []
@@ -483,6 +501,8 @@ class Giver:
         self._moves[before, move] += 1
         if before is Giving.QUEUED:
             del self._queue[entry.handover]
+            if self._scheduler.tiers is not None:
+                self._scheduler.tiers.forget_seeker(entry.handover)
         if before in AHEAD and entry.state not in AHEAD:
             self._queued_tokens -= entry.submission.known_tokens
         if entry.state is Giving.OFFERED:

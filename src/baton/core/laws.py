@@ -15,6 +15,7 @@ from baton.core.errors import InvariantViolated
 from baton.core.records import Request
 from baton.core.request import Phase
 from baton.core.slots import NO_REQUEST
+from baton.core.tiers import READS, Kind
 
 
 def audit(scheduler: Board) -> None:
@@ -29,13 +30,13 @@ def _require(holds: bool, what: str) -> None:
 
 
 def blocks_are_conserved(scheduler: Board) -> None:
-    """Free, evictable, leased, receiving and running sum to the pool, and each is what a recount finds."""
+    """Free, evictable, leased, receiving, leaving and running sum to the pool, and each is what a recount finds."""
     pool, gauges = scheduler.pool, scheduler.pool.gauges()
     references, free, named = pool.references(), pool.free_blocks(), pool.prefix.names()
     pins = pool.pins()
-    pinned = gauges.leased + gauges.receiving
+    outside = gauges.leased + gauges.receiving + gauges.leaving
     _require(
-        gauges.free + gauges.evictable + gauges.running + pinned == pool.blocks, f"{gauges} do not sum to {pool.blocks}"
+        gauges.free + gauges.evictable + gauges.running + outside == pool.blocks, f"{gauges} do not sum to {pool.blocks}"
     )
     _require(len(np.unique(free)) == len(free), "a block is in the free list twice")
     _require(not references[free].any(), "a free block has references")
@@ -46,14 +47,17 @@ def blocks_are_conserved(scheduler: Board) -> None:
     _require(leased == gauges.leased, f"{leased} blocks are leased, the gauge says {gauges.leased}")
     _require(receiving == gauges.receiving, f"{receiving} blocks are receiving, the gauge says {gauges.receiving}")
     _require(not (references[pins > 0] != 1).any(), "a pinned block has another number of owners than one")
-    running = int(np.count_nonzero(references)) - leased - receiving
+    lent = pool.lent()
+    leaving = int(np.count_nonzero((lent > 0) & (lent == references)))
+    _require(leaving == gauges.leaving, f"{leaving} blocks are leaving, the gauge says {gauges.leaving}")
+    running = int(np.count_nonzero(references)) - leased - receiving - leaving
     _require(running == gauges.running, f"{running} blocks are in use, the gauge says {gauges.running}")
 
 
 def references_equal_tables(scheduler: Board) -> None:
-    """A block has as many references as tables that name it."""
+    """A block has as many references as tables that name it and copies that read it."""
     slots = scheduler.slots
-    counted = np.zeros(scheduler.pool.blocks, dtype=np.int32)
+    counted = scheduler.pool.lent()
     for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
         blocks = slots.blocks(slot)
         _require(len(np.unique(blocks)) == len(blocks), f"slot {slot} names a block twice")
@@ -128,10 +132,31 @@ def pins_belong_to_leases(scheduler: Board) -> None:
         blocks = slots.blocks(slot)
         pinned = blocks[pins[blocks] > 0]
         owned[pinned] = True
-        waits = not slots.told[slot] and Phase(slots.phase[slot]) in (Phase.RECEIVING, Phase.PREEMPTING)
+        phase = Phase(slots.phase[slot])
+        waits = not slots.told[slot] and phase in (Phase.RECEIVING, Phase.RESTORING, Phase.PREEMPTING)
         _require(waits or not len(pinned), f"slot {slot} runs in blocks that may still be written from outside")
     _require(bool((owned == (pins > 0)).all()), "a block is pinned for nobody")
     _require(not pins[list(scheduler.pool.prefix.names())].any(), "a pinned block has a name")
+
+
+def copies_have_what_they_touch(scheduler: Board) -> None:
+    """Each copy out has lent blocks, each copy in a row that waits for it in pinned blocks, and no others have either."""
+    tiers = scheduler.tiers
+    if tiers is None:
+        return
+    lent = np.zeros(scheduler.pool.blocks, dtype=np.int32)
+    loading, pins = set(), scheduler.pool.pins()
+    for haul in tiers.open():
+        if haul.kind is Kind.OUT:
+            np.add.at(lent, haul.blocks, 1)
+        if haul.serial is not None:
+            loading.add(int(haul.serial))
+            _require(bool((pins[haul.blocks] == Pin.RECEIVING).all()), "a copy writes to blocks that are not kept for it")
+    _require(bool((lent == scheduler.pool.lent()).all()), "blocks are lent to other copies than those that are open")
+    slots = scheduler.slots
+    waiting = set(slots.serial[slots.restoring & (slots.serial != NO_REQUEST)].tolist())
+    _require(waiting == loading, f"requests {sorted(waiting)} wait for copies, {sorted(loading)} have one")
+    tiers.host.audit([key for haul in tiers.open() if haul.kind in READS for key in haul.keys])
 
 
 def the_crew_is_current(scheduler: Board) -> None:
@@ -160,5 +185,6 @@ LAWS: dict[str, Callable[[Board], None]] = {
     "prefills": prefills_fit_together,
     "yielding": nobody_yields_too_often,
     "pins": pins_belong_to_leases,
+    "copies": copies_have_what_they_touch,
     "crew": the_crew_is_current,
 }

@@ -18,6 +18,7 @@ RECENT_MAX = 1024
 STAGES = {
     Phase.RUNNING_PREFILL.name: Stage.PREFILL,
     Phase.RECEIVING.name: Stage.HANDOVER,
+    Phase.RESTORING.name: Stage.PREFILL,
     Phase.HANDING_OVER.name: Stage.HANDOVER,
     Phase.RUNNING_DECODE.name: Stage.DECODE,
 }

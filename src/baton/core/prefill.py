@@ -11,6 +11,8 @@ same two methods; it is there to be compared with.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 
 from baton.core.board import Board, StepBuilder
@@ -32,6 +34,8 @@ class PrefillScheduler(Board):
 
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
         super().__init__(config, prefix)
+        self._begun: set[int] = set()
+        """Rows that may be computed as soon as what host memory has of them is here."""
         self._nobody = self._crew_of_decodes(self.slots.decoding())
 
     @property
@@ -52,15 +56,37 @@ class PrefillScheduler(Board):
         if self._blocks_to_take(request.tokens_at_start, hit) > self.pool.available:
             del self._requests[request.serial]
             return None
+        rows = self._host_rows(request, hit)
+        if len(rows):
+            self._restore(request, hit, rows, protected=False)
+            return request.serial
         slot = self._occupy(request, hit, Move.ADMIT)
         whole = blocks_for(request.tokens_at_start, self.config.block_size)
         self.slots.append_blocks(slot, self.pool.take(whole - len(hit.blocks)))
-        self._charge_start(request, hit)
+        self._charge_start(request, hit.computed)
         return request.serial
 
     def begin(self, serial: Serial) -> None:
-        """The other side has granted room: compute it when its turn comes."""
-        self._prefilling.append(self._slot_of(self._requests[serial]))
+        """The other side has granted room: compute it when its turn comes, and what host memory has of it is here."""
+        slot = self._slot_of(self._requests[serial])
+        if self.slots.restoring[slot]:
+            self._begun.add(slot)
+        else:
+            self._prefilling.append(slot)
+
+    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> None:
+        """Have the store asked for what a request that is to be held will start with."""
+        if self.tiers is not None:
+            self._seek(seeker, Request(Serial(-1), submission, 0, keys, self._now_us, outputs=submission.generated))
+
+    def _is_restored(self, slot: int) -> None:
+        self._move(self._occupant(slot), Move.ADMIT)
+        if slot in self._begun:
+            self._begun.remove(slot)
+            self._prefilling.append(slot)
+
+    def _unrestore(self, slot: int) -> None:
+        self._begun.discard(slot)
 
     def _schedule(self, step: StepBuilder) -> None:
         self._order_stops(step)
@@ -109,8 +135,10 @@ class GeneralPrefillScheduler(Scheduler):
 
     @property
     def asleep(self) -> bool:
-        due = self._flights or self._stopping or len(self._waiting)
-        return not due and self.slots.occupied == np.count_nonzero(self.slots.phase == Phase.HANDING_OVER)
+        return super().asleep
+
+    def _waiting_for_kv(self) -> int:
+        return super()._waiting_for_kv() + int(np.count_nonzero(self.slots.phase == Phase.HANDING_OVER))
 
     def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
         """Only its number: what it needs is found when the queue comes to it."""
@@ -120,6 +148,9 @@ class GeneralPrefillScheduler(Scheduler):
 
     def begin(self, serial: Serial) -> None:
         self._queue_up(self._aside.pop(serial))
+
+    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> None:
+        """The queue has the store asked by itself."""
 
     def _unqueue(self, request: Request) -> None:
         if self._aside.pop(request.serial, None) is None:

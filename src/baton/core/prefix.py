@@ -126,6 +126,9 @@ class PrefixIndex:
         del self._children[parent]
         return self._block_of.get(parent)
 
+    def key_of(self, block: int) -> Key | None:
+        return self._key_of[block]
+
     def is_leaf(self, block: int) -> bool:
         key = self._key_of[block]
         if key is None:

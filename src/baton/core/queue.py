@@ -23,6 +23,9 @@ class WaitingQueue:
     def head(self) -> Request | None:
         return self._places[0][2] if self._places else None
 
+    def first(self, count: int) -> list[Request]:
+        return [request for _, _, request in self._places[:count]]
+
     def push(self, request: Request) -> None:
         insort(self._places, _place(request), key=_order)
 

@@ -21,6 +21,8 @@ class Bill:
     """Tokens whose KV was computed for the first time here; what was generated elsewhere counts as the prompt does."""
     recomputed_tokens: int = 0
     """Tokens whose KV had to be computed again after a preemption."""
+    restored_tokens: int = 0
+    """Tokens whose KV came from host memory or the store."""
     preemptions: int = 0
     queue_us: int = 0
     prefill_us: int = 0
@@ -59,6 +61,8 @@ class Request:
     """Why the attempt ends, where that was not its own doing."""
     prefills_here: bool = False
     """No peer is asked to prefill it (any more)."""
+    is_sought: bool = False
+    """The store was asked for what it starts with."""
     lent: bool = False
     """A transfer may read its blocks: they come back when that is over, too."""
     bill: Bill = field(default_factory=Bill)
@@ -138,6 +142,35 @@ class HandoverGauges:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageGauges:
+    """KV outside the pool, in blocks. All but the first three and `breaker_open` only grow."""
+
+    host_rows: int = 0
+    host_used: int = 0
+    hauls: int = 0
+    """Orders that are open."""
+    saved: int = 0
+    """Copied to host memory."""
+    unsaved: int = 0
+    """Not copied: no room, too many under way, or the copy failed."""
+    loaded: int = 0
+    """Copied back from host memory."""
+    fetched: int = 0
+    """Brought from the store to host memory."""
+    stored: int = 0
+    unstored: int = 0
+    recompute_cheaper: int = 0
+    """Neither saved nor brought back, because computing them again is quicker."""
+    failed: int = 0
+    """Orders that failed."""
+    late: int = 0
+    """Orders that took too long, and were fenced."""
+    breaker_open: int = 0
+    """1 while the store is left alone."""
+    breaker_opened: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerGauges:
     running: int
     waiting: int
@@ -159,6 +192,7 @@ class SchedulerGauges:
     broken_rows: int = 0
     """Rows on which scheduler and executor disagreed; each ended its request with an error, unless it was ending anyway."""
     handovers: HandoverGauges = HandoverGauges()
+    storage: StorageGauges = StorageGauges()
 
 
 @dataclass(frozen=True, slots=True)

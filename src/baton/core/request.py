@@ -17,6 +17,11 @@ Where one instance prefills for another, the request is in a phase of its own on
     D   WAITING ──blocks leased──▶ RECEIVING ──adopt──▶ RUNNING_DECODE
                                        └──order to stop──▶ PREEMPTING    until the transfer is fenced: the ack
 
+Where KV of it lies in host memory, that is copied into its blocks before it runs:
+
+    WAITING ──blocks taken, copy ordered──▶ RESTORING ──admit──▶ RUNNING_PREFILL
+                                                └──order to stop──▶ PREEMPTING    until the copy is over or fenced: the ack
+
 A request whose row the executor was never told of (held for a prefill that was not granted, or adopted and not begun)
 finishes at once.
 
@@ -51,9 +56,10 @@ class Phase(IntEnum):
     RUNNING_PREFILL = 1
     RUNNING_DECODE = 2
     RECEIVING = 3
-    HANDING_OVER = 4
-    PREEMPTING = 5
-    FINISHED = 6
+    RESTORING = 4
+    HANDING_OVER = 5
+    PREEMPTING = 6
+    FINISHED = 7
 
 
 class Move(Enum):
@@ -62,6 +68,7 @@ class Move(Enum):
     ADMIT = "admit"
     PREFILL_PLANNED = "prefill planned"
     LEASE = "blocks leased"
+    RESTORE = "copy from host ordered"
     ADOPT = "adopt"
     HAND_OVER = "prefill planned, to be handed over"
     PREEMPT = "order to yield"
@@ -75,6 +82,10 @@ TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
     (Phase.WAITING, Move.ADMIT): Phase.RUNNING_PREFILL,
     (Phase.WAITING, Move.FINISH): Phase.FINISHED,
     (Phase.WAITING, Move.LEASE): Phase.RECEIVING,
+    (Phase.WAITING, Move.RESTORE): Phase.RESTORING,
+    (Phase.RESTORING, Move.ADMIT): Phase.RUNNING_PREFILL,
+    (Phase.RESTORING, Move.ORDER_STOP): Phase.PREEMPTING,
+    (Phase.RESTORING, Move.FINISH): Phase.FINISHED,
     (Phase.RUNNING_PREFILL, Move.PREFILL_PLANNED): Phase.RUNNING_DECODE,
     (Phase.RUNNING_PREFILL, Move.HAND_OVER): Phase.HANDING_OVER,
     (Phase.RUNNING_PREFILL, Move.ORDER_STOP): Phase.PREEMPTING,

@@ -28,7 +28,10 @@ from baton.core.records import Hit, Request, SchedulerGauges
 from baton.core.request import Move, Serial, Submission
 from baton.core.reserve import Promises, blocks_for
 from baton.core.slots import DECODING, NO_REQUEST, PREEMPTING
-from baton.core.victims import choose_victim
+from baton.core.victims import choose_victim, computing_us, copying_us
+
+SOUGHT_AHEAD = 8
+"""So many at the head of the queue are looked for in the store; so many may pass one that waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class Scheduler(Board):
         super().__init__(config, prefix)
         self._promises = Promises(config)
         self._waiting = WaitingQueue()
+        self._restored: list[int] = []
+        """Rows whose KV has come back from host memory; their Start goes into the next plan."""
         self._preemptions_for_others = 0
         self._preemptions_of_self = 0
         self._unsatisfied_passes = 0
@@ -54,6 +59,15 @@ class Scheduler(Board):
     @property
     def waiting(self) -> int:
         return len(self._waiting) + self._held_back
+
+    @property
+    def asleep(self) -> bool:
+        due = self._flights or self._stopping or self._restored or len(self._waiting)
+        return not due and self.slots.occupied == self._waiting_for_kv()
+
+    def _waiting_for_kv(self) -> int:
+        """Rows that no pass can bring on."""
+        return self.slots.loading
 
     def promised(self) -> int:
         return self._promises.promised(self.slots)
@@ -91,6 +105,8 @@ class Scheduler(Board):
 
     def _unqueue(self, request: Request) -> None:
         self._waiting.remove(request)
+        if self.tiers is not None:
+            self.tiers.forget_seeker(request.serial)
 
     # ── a pass ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -98,6 +114,7 @@ class Scheduler(Board):
         self._continue_decodes(step)
         self._order_stops(step)
         self._continue_prefills(step)
+        self._prefetch()
         if step.may_admit:
             self._admit_waiting(step)
         self._note_pass(step)
@@ -148,7 +165,7 @@ class Scheduler(Board):
             if self.slots.phase[asker] != DECODING:
                 continue  # it was itself the victim for somebody before it
             while coming < 1:
-                victim = choose_victim(self.config.victims, self.slots, asker, self._lost_tokens, self.rates)
+                victim = choose_victim(self.config.victims, self.slots, asker, self._bring_back_us)
                 if victim is None:
                     return
                 coming += self.pool.exclusive(self.slots.blocks(victim))
@@ -158,8 +175,16 @@ class Scheduler(Board):
             else:
                 coming -= 1
 
+    def _bring_back_us(self, rows: Int64s) -> Int64s:
+        """By computing it again or, where it would be kept, by a copy: whichever is quicker."""
+        lost = self._lost_tokens(rows)
+        computing = computing_us(lost, self.rates)
+        if self.tiers is None or not self.config.tiers.save_preempted:
+            return computing
+        return np.minimum(computing, copying_us(lost, self.config.block_size, self.rates))
+
     def _lost_tokens(self, rows: Int64s) -> Int64s:
-        """How many tokens each row would have to compute again: what others hold too is still there when it resumes."""
+        """How many tokens of each row would be gone: what others hold too is still there when it resumes."""
         slots, size = self.slots, self.config.block_size
         kept = [slots.held[slot] - self.pool.exclusive(slots.blocks(slot)) for slot in rows.tolist()]
         return np.asarray(np.maximum(0, slots.known[rows] - np.array(kept, dtype=np.int64) * size))
@@ -167,8 +192,8 @@ class Scheduler(Board):
     def _coming_back(self) -> int:
         """Blocks that will be free once the slots that are being let go of are; those shared by two of them do not count."""
         slots = self.slots
-        leaving = np.flatnonzero((slots.serial != NO_REQUEST) & (slots.phase >= PREEMPTING))
-        return sum(self.pool.exclusive(slots.blocks(slot)) for slot in leaving.tolist())
+        stopping = np.flatnonzero((slots.serial != NO_REQUEST) & (slots.phase >= PREEMPTING))
+        return self.pool.leaving + sum(self.pool.exclusive(slots.blocks(slot)) for slot in stopping.tolist())
 
     def _preempt(self, step: StepBuilder, victim: int, asker: int) -> None:
         request = self._occupant(victim)
@@ -190,6 +215,7 @@ class Scheduler(Board):
         step.grow(rows.astype(np.int32), at.astype(np.int32), blocks)
 
     def _continue_prefills(self, step: StepBuilder) -> None:
+        self._begin_restored(step)
         for slot in tuple(self._prefilling):
             if step.budget <= 0:
                 return
@@ -209,8 +235,45 @@ class Scheduler(Board):
         kept = self._promises.promised(slots) if nobody_decodes else self._promises.kept(slots, asker=slot)
         return missing <= self.pool.available - kept
 
+    def _begin_restored(self, step: StepBuilder) -> None:
+        for slot in self._restored:
+            request = self._occupant(slot)
+            self._move(request, Move.ADMIT)
+            tokens = np.concatenate((request.submission.prompt, request.outputs))
+            self._tell_start(step, slot, tokens, int(self.slots.computed[slot]))
+            self._prefilling.append(slot)
+        self._restored.clear()
+
+    def _is_restored(self, slot: int) -> None:
+        self._restored.append(slot)
+
+    def _unrestore(self, slot: int) -> None:
+        if slot in self._restored:
+            self._restored.remove(slot)
+
+    def _prefetch(self) -> None:
+        """Have the store asked for what those at the head of the queue start with; they may not come to wait for it."""
+        if not self.config.tiers.store:
+            return
+        for request in self._waiting.first(SOUGHT_AHEAD):
+            if not request.is_sought and self._prefills_here(request):
+                request.is_sought = True
+                self._seek(request.serial, request)
+
+    def _prefills_here(self, request: Request) -> bool:
+        """Whether what it starts with is needed here."""
+        del request
+        return True
+
+    def _next_waiting(self) -> Request | None:
+        """The head of the queue; one that is being brought from the store lets others pass."""
+        tiers = self.tiers
+        if tiers is None:
+            return self._waiting.head
+        return next((request for request in self._waiting.first(SOUGHT_AHEAD) if not tiers.is_seeking(request.serial)), None)
+
     def _admit_waiting(self, step: StepBuilder) -> None:
-        while (request := self._waiting.head) and step.budget > 0 and self._has_row:
+        while (request := self._next_waiting()) and step.budget > 0 and self._has_row:
             match self._consider(request):
                 case Admit(hit, protected):
                     self._waiting.remove(request)
@@ -228,7 +291,11 @@ class Scheduler(Board):
         return self._promises.kept(self.slots)
 
     def _let_in(self, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
-        self._start(step, request, hit, protected)
+        rows = self._host_rows(request, hit)
+        if len(rows):
+            self._restore(request, hit, rows, protected)
+        else:
+            self._start(step, request, hit, protected)
 
     def _consider(self, request: Request) -> Admit | Wait:
         """Whether a request's tokens fit beside what is kept for the running ones. Changes nothing."""
@@ -249,7 +316,7 @@ class Scheduler(Board):
         slots = self.slots
         slot = self._occupy(request, hit, Move.ADMIT)
         slots.protected[slot] = protected
-        self._charge_start(request, hit)
+        self._charge_start(request, hit.computed)
         if hit.copy_from is not None:
             target = self.pool.take(1)
             slots.append_blocks(slot, target)

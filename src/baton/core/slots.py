@@ -28,7 +28,7 @@ PAD = -1
 """Fills the unused columns of `stop_ids`. Token ids are never negative, so it equals none."""
 
 PREFILLING, DECODING = int(Phase.RUNNING_PREFILL), int(Phase.RUNNING_DECODE)
-RECEIVING, PREEMPTING, FINISHED = int(Phase.RECEIVING), int(Phase.PREEMPTING), int(Phase.FINISHED)
+RESTORING, PREEMPTING, FINISHED = int(Phase.RESTORING), int(Phase.PREEMPTING), int(Phase.FINISHED)
 """Phases as they stand in the column: numpy compares with a plain number six times as fast as with a member of an enum."""
 
 CACHE_LINE_TOKENS = 16
@@ -48,6 +48,8 @@ class Slots:
         """Nobody listens any more: what it still yields is counted but not delivered."""
         self.told = np.zeros(slots, dtype=np.bool_)
         """A plan has carried its Start: the executor knows the row, and it comes back by a Stop only."""
+        self.restoring = np.zeros(slots, dtype=np.bool_)
+        """A copy from host memory writes to its blocks."""
         self.prompt = np.zeros(slots, dtype=np.int64)
         self.known = np.zeros(slots, dtype=np.int64)
         self.planned = np.zeros(slots, dtype=np.int64)
@@ -81,7 +83,7 @@ class Slots:
         slot = self._empty.pop()
         for column in (self.prompt, self.known, self.planned, self.pending, self.computed, self.published, self.held):
             column[slot] = 0
-        self.protected[slot] = self.muted[slot] = self.told[slot] = False
+        self.protected[slot] = self.muted[slot] = self.told[slot] = self.restoring[slot] = False
         self.serial[slot] = serial
         return slot
 
@@ -140,10 +142,15 @@ class Slots:
         self.held[slot] = held + len(blocks)
 
     def running(self) -> Int64s:
-        """Rows that will still grow, those whose prefill is done elsewhere included."""
+        """Rows that will still grow, those whose KV comes from elsewhere included."""
         phase = self.phase
-        rows: Int64s = ((phase >= PREFILLING) & (phase <= RECEIVING)).nonzero()[0]
+        rows: Int64s = ((phase >= PREFILLING) & (phase <= RESTORING)).nonzero()[0]
         return rows
+
+    @property
+    def loading(self) -> int:
+        """How many rows wait for KV from host memory, or for the fence that ends the waiting."""
+        return int(np.count_nonzero(self.restoring))
 
     def decoding(self) -> Int64s:
         rows: Int64s = (self.phase == DECODING).nonzero()[0]

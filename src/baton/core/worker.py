@@ -29,7 +29,9 @@ from baton.core.prefix import PrefixIndex
 from baton.core.records import EndedRequest, SchedulerGauges, Settled
 from baton.core.request import FinishReason, RequestId, Serial, Submission
 from baton.core.scheduler import Scheduler
+from baton.core.storage import Hauled, HaulFailed, HaulFenced, StorageEffect, StorageEvent
 from baton.core.taking import Taker
+from baton.core.tiers import Departed, Loaded, Outcome
 from baton.core.victims import Rates
 
 IDLE_PASS_US = 1000
@@ -89,7 +91,9 @@ class Tick:
     """`next_deadline` has come."""
 
 
-Event = Submitted | Cancelled | StopFound | StepDone | DrainOrdered | ChangesWanted | Orphaned | Tick | PeerEvent
+Event = (
+    Submitted | Cancelled | StopFound | StepDone | DrainOrdered | ChangesWanted | Orphaned | Tick | PeerEvent | StorageEvent
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ class Withdrawn:
     ended: EndedRequest
 
 
-Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn | PeerEffect
+Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn | PeerEffect | StorageEffect
 
 
 NOTHING = Settled(NO_INT64S, NO_INT32S, NO_INT32S, (), (), ())
@@ -141,15 +145,15 @@ class PrefillMeter:
     def launched(self, plan: StepPlan, now_us: int) -> None:
         self._launched.append((now_us, plan))
 
-    def done(self, rates: Rates, now_us: int) -> Rates:
+    def done(self, rates: Rates, now_us: int) -> None:
         launched_us, plan = self._launched.popleft()
         spent_us = now_us - max(launched_us, self._last_done_us)
         self._last_done_us = now_us
         prefill_tokens = plan.tokens - len(plan.decode_slots)
         if prefill_tokens < METERED_TOKENS or spent_us <= 0:
-            return rates
+            return
         seen = spent_us / plan.tokens
-        return Rates(prefill_us_per_token=rates.prefill_us_per_token * 0.8 + seen * 0.2)
+        rates.prefill_us_per_token = rates.prefill_us_per_token * 0.8 + seen * 0.2
 
 
 class Worker:
@@ -170,6 +174,7 @@ class Worker:
         else:
             self.scheduler = self._queue = Scheduler(config, prefix)
         self._peers = self.giver or self.taker
+        self._tiers = self.scheduler.tiers
         self._draining = False
         self._meter = PrefillMeter()
         self._now_us = 0
@@ -198,19 +203,22 @@ class Worker:
                 self._keep_changes()
             case Orphaned():
                 effects = self._stop_all()
+            case Hauled() | HaulFailed() | HaulFenced():
+                effects = self._hauled(event)
             case _:
                 effects = self._hear(event)
         self._planned_out = idle_pass
-        return effects
+        return effects if self._tiers is None else [*effects, *self._tiers.take_orders()]
 
     def next_deadline(self) -> int | None:
         """A pass is due at once whenever it could plan something, and soon in any case while anything is open."""
-        peers_us = None if self._peers is None else self._peers.next_deadline()
-        if not self.scheduler.has_work or self.scheduler.asleep:
-            return peers_us
-        could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
-        pass_us = self._now_us if could_plan else self._now_us + IDLE_PASS_US
-        return pass_us if peers_us is None else min(peers_us, pass_us)
+        due = [] if self._peers is None else [self._peers.next_deadline()]
+        if self._tiers is not None:
+            due.append(self._tiers.next_deadline())
+        if self.scheduler.has_work and not self.scheduler.asleep:
+            could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
+            due.append(self._now_us if could_plan else self._now_us + IDLE_PASS_US)
+        return min((at_us for at_us in due if at_us is not None), default=None)
 
     def gauges(self) -> SchedulerGauges:
         gauges = self.scheduler.gauges()
@@ -228,10 +236,14 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        return not self.scheduler.has_work and not (self._peers is not None and self._peers.open())
+        if self.scheduler.has_work or (self._tiers is not None and self._tiers.busy):
+            return False
+        return not (self._peers is not None and self._peers.open())
 
     def _pass(self) -> tuple[list[Effect], bool]:
-        effects = [] if self._peers is None else _effects(self._peers.expire(self._now_us))
+        effects = [] if self._tiers is None else self._outcomes(self._tiers.expire(self._now_us))
+        if self._peers is not None:
+            effects += _effects(self._peers.expire(self._now_us))
         if self.scheduler.in_flight >= self.config.depth:
             return effects, False
         plan = self.scheduler.plan(self._now_us)
@@ -245,12 +257,32 @@ class Worker:
         return [*effects, Launch(plan)], False
 
     def _settle(self, result: StepResult) -> list[Effect]:
-        self.scheduler.rates = self._meter.done(self.scheduler.rates, self._now_us)
+        self._meter.done(self.scheduler.rates, self._now_us)
         settled = self.scheduler.settle(result, self._now_us)
         if self.giver is None:
             return [Deliver(settled)]
         # The front end of an instance that prefills for others has nobody who waits for tokens; it learns the gauges.
         return [*_effects(self.giver.settled(settled, self._now_us)), Deliver(NOTHING)]
+
+    def _hauled(self, event: StorageEvent) -> list[Effect]:
+        if self._tiers is None:
+            return []
+        effects = self._outcomes(self._tiers.handle(event, self._now_us))
+        if self.giver is not None:  # what was brought from the store may be what an offer waited for
+            effects += _effects(self.giver.advance(self._now_us))
+        return effects
+
+    def _outcomes(self, outcomes: list[Outcome]) -> list[Effect]:
+        effects: list[Effect] = []
+        for outcome in outcomes:
+            match outcome:
+                case Loaded(serial, blocks):
+                    ended = self.scheduler.loaded(serial, blocks, self._now_us)
+                case Departed(serial):
+                    ended = self.scheduler.departed(serial)
+            if ended is not None:
+                effects += [Withdrawn(ended)] if self.giver is None else _effects(self.giver.left(ended))
+        return effects
 
     def _hear(self, event: PeerEvent) -> list[Effect]:
         return [] if self._peers is None else _effects(self._peers.handle(event, self._now_us))

@@ -33,6 +33,7 @@ from baton.core.peers import (
 )
 from baton.core.plan import StepPlan, StepResult
 from baton.core.prefix import PrefixIndex
+from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, Look, Put
 from baton.core.worker import (
     Accepted,
     Deliver,
@@ -360,6 +361,8 @@ class Instance:
                 what = f"refuses ticket {ticket}: {refusal.code}"
             case Withdrawn(ended):
                 what = f"withdraws {ended.serial}: {ended.reason}"
+            case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceHaul():
+                what = f"{_kind(effect)} {effect.haul}"
             case _:
                 what = _peer_words(effect)
         self.host.world.note(self.host.name, what)

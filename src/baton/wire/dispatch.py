@@ -10,6 +10,7 @@ from collections.abc import Callable
 from baton.core.peers import AttemptFailed, Expect, Fence, HandoverMade, OpenShip, Ship, Tell, Verify
 from baton.core.records import SchedulerGauges
 from baton.core.request import Serial
+from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, Look, Put
 from baton.core.worker import (
     Accepted,
     Cancelled,
@@ -55,13 +56,15 @@ def event_of(message: ToWorker) -> Event:
 
 
 def message_of(effect: Effect, gauges: Callable[[], SchedulerGauges]) -> FromEngine | None:
-    """What the front end must hear; None for what is an executor's or a peer's. `gauges` is read only where they travel."""
+    """What the front end must hear; None for what others carry out. `gauges` is read only where they travel."""
     match effect:
         case Deliver(settled):
             return step_output(settled, gauges())
         case Launch():
             return None
         case Tell() | Expect() | Verify() | OpenShip() | Ship() | Fence() | AttemptFailed() | HandoverMade():
+            return None
+        case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceHaul():
             return None
         case Withdrawn(ended):
             return ended_output(ended, gauges())
