@@ -218,11 +218,13 @@ def fault_of_refusal(refusal: Refusal) -> PdFault:
 def add_bill(choice: Choice, bill: Bill) -> None:
     """A leg's bill onto that of the whole. What a later leg computes of what was known before it is computed again."""
     sum_, first = choice.bill, choice.attempts <= 1
-    again = 0 if first else min(bill.computed_tokens, max(0, choice.began_with - bill.cached_tokens))
+    found = bill.cached_tokens + bill.restored_tokens
+    again = 0 if first else min(bill.computed_tokens, max(0, choice.began_with - found))
     choice.bill = Bill(
         cached_tokens=bill.cached_tokens if first else sum_.cached_tokens,
         computed_tokens=sum_.computed_tokens + bill.computed_tokens - again,
         recomputed_tokens=sum_.recomputed_tokens + bill.recomputed_tokens + again,
+        restored_tokens=sum_.restored_tokens + bill.restored_tokens,
         preemptions=sum_.preemptions + bill.preemptions,
         queue_us=sum_.queue_us + bill.queue_us,
         prefill_us=sum_.prefill_us + bill.prefill_us,

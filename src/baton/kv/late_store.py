@@ -1,8 +1,8 @@
 """A store that is opened when it is first used, and again until that works.
 
-So an instance that starts while its store is down, or hangs, serves without it, and has it as soon as it is there. Until then
-calls fail or hang, as those of any store may; how often one is tried is for the caller to decide. `attach` and `close` do
-neither.
+So an instance that starts while its store is down, or hangs, serves without it, and has it as soon as it is there. Until
+then calls fail or hang, as those of any store may; how often one is tried is for the caller to decide. `attach` and `close`
+do neither.
 """
 
 from __future__ import annotations
@@ -56,17 +56,21 @@ class LateStore:
             if self._store is not None:
                 self._store.close()
 
-    def _opened(self) -> Store:
+    def open(self) -> Store:
+        """Raises BadStore where there can be no such store; whoever only uses it sees one that fails."""
         with self._opening:
             return self._store or self._open()
 
     def _open(self) -> Store:
-        try:
-            store = self._opener()
-        except BadStore as error:  # who asked first was told; for all others it is one that does not work
-            raise StoreFailed(str(error)) from error
+        store = self._opener()
         with self._gate:
             for arena in self._arenas:
                 store.attach(arena)
             self._store = store
         return store
+
+    def _opened(self) -> Store:
+        try:
+            return self.open()
+        except BadStore as error:
+            raise StoreFailed(str(error)) from error
