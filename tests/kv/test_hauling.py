@@ -17,7 +17,7 @@ from baton.core.plan import Int32s
 from baton.core.prefix import KEY_BYTES, Key
 from baton.core.storage import Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put, StorageEvent
 from baton.kv.contract import Bytes2d
-from baton.kv.hauling import HANGS, StoreHauler, StoreTally
+from baton.kv.hauling import ALIGNMENT, HANGS, StoreHauler, StoreTally
 from baton.kv.host import HostMemory
 from baton.kv.store import Store
 from baton.wire.envelope import HEADER_BYTES, object_name
@@ -25,6 +25,8 @@ from tests.support.memory_store import DEADLINE_S, MemoryStore
 
 LAYOUT, OTHER_LAYOUT = bytes(range(16)), bytes(range(1, 17))
 ROWS, BLOCK_BYTES = 16, 96
+OBJECT_BYTES = -(-(HEADER_BYTES + BLOCK_BYTES) // ALIGNMENT) * ALIGNMENT
+"""In an arena."""
 KEYS = tuple(Key(bytes([number]) * KEY_BYTES) for number in range(1, 17))
 NAMES = [object_name(LAYOUT, key) for key in KEYS]
 
@@ -36,7 +38,7 @@ class Bench:
         self.memory = HostMemory(ROWS, BLOCK_BYTES)
         self.memory.rows[:] = np.arange(1, ROWS + 1, dtype=np.uint8)[:, None]
         self._told: queue.SimpleQueue[StorageEvent] = queue.SimpleQueue()
-        arena_bytes = objects * (HEADER_BYTES + BLOCK_BYTES)
+        arena_bytes = objects * OBJECT_BYTES
         self.hauler = StoreHauler(store, self.memory, LAYOUT, self._told.put, threads, arena_bytes, waiting_max)
         self._hauls = 0
 
@@ -138,11 +140,38 @@ def test_what_finds_no_room_is_told_and_counted_and_fails_nothing(bench: Bench, 
     assert bench.hauler.tally() == StoreTally(stored_blocks=2, stored_bytes=2 * BLOCK_BYTES, unstored_blocks=2)
 
 
-def test_buffers_of_all_calls_lie_in_what_was_attached(store: MemoryStore) -> None:
+def test_buffers_of_all_calls_lie_in_the_one_arena_that_was_attached(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers: list[memoryview] = []
+    get, put = store.get, store.put
+
+    def seen_get(names: list[str], into: list[memoryview]) -> list[int]:
+        buffers.extend(into)
+        return get(names, into)
+
+    def seen_put(names: list[str], objects: list[memoryview]) -> list[bool]:
+        buffers.extend(objects)
+        return put(names, objects)
+
+    monkeypatch.setattr(store, "get", seen_get)
+    monkeypatch.setattr(store, "put", seen_put)
     bench = Bench(store, threads=3)
-    assert len(store.arenas) == 6
-    assert all(arena.nbytes >= 4 * (HEADER_BYTES + BLOCK_BYTES) and not arena.readonly for arena in store.arenas)
+    (arena,) = store.arenas
+    assert arena.nbytes == 6 * 4 * OBJECT_BYTES
+    store.hang("put", "get")
+    hauls = [bench.put(at) for at in range(3)] + [bench.get((at,), (at,)) for at in range(3)]
+    store.wait_inside(len(hauls))
+    begin = address(arena)
+    places = sorted(address(buffer) - begin for buffer in buffers)
+    assert places == [thread * 4 * OBJECT_BYTES for thread in range(6)], "each thread has a part of it"
+    assert all(buffer.nbytes == HEADER_BYTES + BLOCK_BYTES for buffer in buffers)
+    store.go_on()
     bench.hauler.close()
+
+
+def address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
 
 
 # ── what is bad ──────────────────────────────────────────────────────────────────────────────────────────────────────────

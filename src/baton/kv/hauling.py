@@ -78,13 +78,10 @@ class _Task:
 class _Arena:
     """Memory of one thread: room for so many objects, one after the other."""
 
-    def __init__(self, objects: int, block_bytes: int) -> None:
-        whole = HEADER_BYTES + block_bytes
-        stride = -(-whole // ALIGNMENT) * ALIGNMENT
-        memory = np.zeros((objects, stride), dtype=np.uint8)
-        self.bytes = memory.data.cast("B")
-        self.objects = [self.bytes[at : at + whole] for at in range(0, objects * stride, stride)]
-        self.payloads: Bytes2d = memory[:, HEADER_BYTES:whole]
+    def __init__(self, memory: Bytes2d, object_bytes: int) -> None:
+        """[objects, bytes of each and more]"""
+        self.objects = [row.data[:object_bytes] for row in memory]
+        self.payloads: Bytes2d = memory[:, HEADER_BYTES:object_bytes]
         """The same as numpy copies it, which lets other threads run meanwhile."""
 
 
@@ -174,11 +171,12 @@ class StoreHauler:
         """Over what is counted, and `_failing`."""
         self._failing = False
         """The last call of the store failed, and it was said."""
-        objects = max(1, arena_bytes // (HEADER_BYTES + self._block_bytes))
-        arenas = [_Arena(objects, self._block_bytes) for _ in range(2 * threads)]
-        for arena in arenas:
-            store.attach(arena.bytes)
-        self._lookers = _Crew("baton-store-look", self._work, [_Arena(1, 0)], waiting_max)  # it moves nothing
+        object_bytes = HEADER_BYTES + self._block_bytes
+        stride = -(-object_bytes // ALIGNMENT) * ALIGNMENT
+        arena = np.zeros((2 * threads, max(1, arena_bytes // stride), stride), dtype=np.uint8)
+        store.attach(arena.data.cast("B"))  # once: a store may keep only what it was told last
+        arenas = [_Arena(part, object_bytes) for part in arena]
+        self._lookers = _Crew("baton-store-look", self._work, [_Arena(arena[0, :0], 0)], waiting_max)  # it moves nothing
         self._readers = _Crew("baton-store-read", self._work, arenas[:threads], waiting_max)
         self._writers = _Crew("baton-store-write", self._work, arenas[threads:], waiting_max)
 
