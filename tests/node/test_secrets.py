@@ -27,6 +27,7 @@ def test_the_key_of_a_store_is_kept_with_it_where_it_is_a_folder_and_else_on_thi
     store, here = tmp_path / "store", tmp_path / "here"
     kept = store_key(f"file:{store}?limit=1G", here)
     assert (store / "prefix.key").exists()
+    assert store.stat().st_mode & 0o777 == 0o700, "others need not read what is stored"
     assert not here.exists()
     assert store_key(f"file:{store}", tmp_path / "another machine") == kept
     assert store_key("valkey://h:1", here) == store_key("mooncake://h:1", here) != kept

@@ -26,6 +26,8 @@ TIERS = "KV beyond the pool"
 PEERS = "Prefill here, decode there"
 ROUTER = "Under a router"
 
+SIZE = "SIZE"
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -130,14 +132,15 @@ MaxPreemptions = Annotated[
 ]
 HostMemoryOption = Annotated[
     str | None,
-    option("host-memory", TIERS, "Memory for KV that leaves the pool, such as 8G. Default: none, or 256M with a store."),
+    option("host-memory", TIERS, "For KV that leaves the pool, such as 8G. Default: none; 256M with a store.", metavar=SIZE),
 ]
 KvStore = Annotated[
     str | None,
-    option("kv-store", TIERS, "Where KV outlives this instance: file:DIR, valkey://HOST:PORT/0 or mooncake://HOST:PORT."),
+    option("kv-store", TIERS, "KV outlives us there: file:DIR, valkey://HOST:PORT/0, mooncake://HOST:PORT.", metavar="URL"),
 ]
 KvStoreLimit = Annotated[
-    str | None, option("kv-store-limit", TIERS, "Most bytes in the store, such as 20G; the least recently used go first.")
+    str | None,
+    option("kv-store-limit", TIERS, "Most bytes in the store, such as 20G; the least recently used go first.", metavar=SIZE),
 ]
 SavePreempted = Annotated[
     bool, switch("save-preempted", TIERS, "Keep the KV of requests that yield, to go on from here or elsewhere.")
@@ -147,7 +150,8 @@ SaveFinished = Annotated[
 ]
 CacheOutputs = Annotated[bool, switch("cache-outputs", TIERS, "Keep the KV of generated tokens too, not only of prompts.")]
 BringBackOption = Annotated[
-    BringBack, option("bring-back", TIERS, "Fetch KV when that is quicker than computing it, as measured; or always.")
+    BringBack,
+    option("bring-back", TIERS, "Fetch KV when that is quicker than computing it (cheapest), or always.", metavar=" "),
 ]
 RoleOption = Annotated[
     RoleName,

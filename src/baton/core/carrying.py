@@ -218,8 +218,7 @@ def fault_of_refusal(refusal: Refusal) -> PdFault:
 def add_bill(choice: Choice, bill: Bill) -> None:
     """A leg's bill onto that of the whole. What a later leg computes of what was known before it is computed again."""
     sum_, first = choice.bill, choice.attempts <= 1
-    found = bill.cached_tokens + bill.restored_tokens
-    again = 0 if first else min(bill.computed_tokens, max(0, choice.began_with - found))
+    again = 0 if first else min(bill.computed_tokens, max(0, choice.began_with - bill.cached_tokens))
     choice.bill = Bill(
         cached_tokens=bill.cached_tokens if first else sum_.cached_tokens,
         computed_tokens=sum_.computed_tokens + bill.computed_tokens - again,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -32,6 +33,8 @@ def store_key(store: str, folder: Path) -> str:
     url = parse_url(store)
     if url.kind == "file":
         folder = Path(url.path).expanduser()
+        with contextlib.suppress(OSError):  # whoever opens the store says why
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return prefix_secret(folder).hex()
 
 
