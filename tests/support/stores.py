@@ -40,7 +40,7 @@ SERVED: dict[str, Served] = {"file": Served(lambda: None, file_served)}
 
 def store_kinds() -> list[object]:
     """Each kind by its name; those that cannot work here are skipped and say why."""
-    params = []
+    params: list[object] = []
     for kind in KINDS:
         reason = SERVED[kind].why_not() if kind in SERVED else f"nobody serves a {kind} store for tests"
         params.append(pytest.param(kind, marks=[pytest.mark.skip(reason=reason)] if reason else [], id=kind))
