@@ -97,7 +97,7 @@ class StoreUrl:
     path: str = ""
     """The folder of `file:`; otherwise what follows the port, without its first slash."""
     user: str | None = None
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
     options: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     limit_bytes: int | None = None
 
