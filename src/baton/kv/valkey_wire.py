@@ -1,7 +1,7 @@
 """One connection to a Valkey or Redis server.
 
 The client library connects, authenticates and chooses the database. What it lacks is ours: fetched objects go from the
-socket straight into the buffers that wait for them (its own way copies twice more and has a quarter of the speed), and a call
+socket straight into the buffers that wait for them (its own way copies twice more, at a quarter of the speed), and a call
 has one deadline, however many pieces the answer comes in.
 
     _held   bytes received and not yet taken, between _begin and _end; lines are read here, objects only as far as they
