@@ -70,7 +70,7 @@ def hanging(server: StoreServer) -> Iterator[None]:
 
 def store_kinds() -> list[object]:
     """Each kind by its name; those that cannot work here are skipped and say why."""
-    params = []
+    params: list[object] = []
     for kind in KINDS:
         reason = SERVED[kind].why_not() if kind in SERVED else f"nobody serves a {kind} store for tests"
         params.append(pytest.param(kind, marks=[pytest.mark.skip(reason=reason)] if reason else [], id=kind))
