@@ -24,6 +24,7 @@ from baton.cli.drain import drain
 from baton.cli.router import router
 from baton.cli.serve import serve
 from baton.cli.sim import sim_app
+from baton.cli.store import store_app
 from baton.cli.up import up
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ bench_app.command("router")(router_cost)
 bench_app.command()(routing)
 app.add_typer(bench_app, name="bench")
 app.add_typer(sim_app, name="sim")
+app.add_typer(store_app, name="store")
 
 
 def _version(asked: bool) -> None:
