@@ -106,6 +106,7 @@ def test_a_master_that_died_and_came_back_is_found_and_is_empty(draw: random.Ran
             wait_until(lambda: answered(lambda: got(store, made)) == MISSING, "the new master is found")
             wait_until(lambda: answered(lambda: put(store, made)) == [True], "the new master has our memory")
             assert got(store, made) == made.data
+            store.close()  # while there is a master: nothing stays behind for the tests after this one
 
 
 def answered(call: Callable[[], object]) -> object:
