@@ -40,6 +40,7 @@ bench: $(READY)
 	$(BIN)/baton bench scheduler --preempting
 	$(BIN)/baton bench pressure
 	$(BIN)/baton bench handover
+	$(BIN)/baton bench store
 	$(BIN)/baton bench predict
 	-$(BIN)/baton bench policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
 

@@ -106,6 +106,7 @@ def test_a_master_that_died_and_came_back_is_found_and_is_empty(draw: random.Ran
             wait_until(lambda: answered(lambda: got(store, made)) == MISSING, "the new master is found")
             wait_until(lambda: answered(lambda: put(store, made)) == [True], "the new master has our memory")
             assert got(store, made) == made.data
+            store.close()  # while there is a master: nothing stays behind for the tests after this one
 
 
 def answered(call: Callable[[], object]) -> object:
@@ -148,17 +149,23 @@ threading.Event().wait()
 """
 
 
-def test_what_lay_with_somebody_who_died_is_missing(server: StoreServer) -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNER, server.url, "first", "second"], stdout=subprocess.PIPE) as owner:
+def test_what_lay_with_somebody_who_died_is_missing() -> None:
+    """A master of its own: for ten seconds it sends some of what is put to the dead one, too."""
+    with contextlib.ExitStack() as lasting:
+        server = lasting.enter_context(mooncake_server())
+        command = [sys.executable, "-c", OWNER, server.url, "first", "second"]
+        owner = lasting.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+        lasting.callback(owner.kill)
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"[True, True]\n"
-        with opened(server.url.replace("256M", "0")) as store:
-            into = memoryview(bytearray(5000))
-            assert store.get(["first"], [into]) == [5000]
-            assert into == b"first" * 1000
-            owner.kill()
-            owner.wait()
-            assert store.get(["first", "second"], [into, memoryview(bytearray(6000))]) == [MISSING, MISSING]
+        store = lasting.enter_context(opened(server.url.replace("256M", "0")))
+        into = memoryview(bytearray(5000))
+        assert store.get(["first"], [into]) == [5000]
+        assert into == b"first" * 1000
+        owner.kill()
+        owner.wait()
+        assert store.get(["first", "second"], [into, memoryview(bytearray(6000))]) == [MISSING, MISSING]
+        assert store.put(["third"], [into]) == [False]
 
 
 def test_what_others_keep_there_is_neither_listed_nor_cleared(server: StoreServer, draw: random.Random) -> None:
@@ -260,6 +267,15 @@ def test_a_client_is_closed_once_and_only_when_its_last_call_has_ended(server: S
     stubborn.go_on.set()
     wait_until(lambda: stubborn.closed > 0, "it is closed")
     assert (stubborn.closed, stubborn.closed_within_a_call) == (1, False)
+
+
+def test_a_client_whose_master_is_gone_is_left_behind(stubborn: Stubborn) -> None:
+    """To close it would hold up every thread of the process for ten seconds."""
+    with mooncake_server() as brief:
+        store = open_store(brief.url, timeout_s=5.0)
+        assert store.look(["a"]) == [True]
+    store.close()
+    assert stubborn.closed == 0
 
 
 def test_so_many_calls_that_hang_are_told_at_last(server: StoreServer, stubborn: Stubborn) -> None:

@@ -201,7 +201,7 @@ class Pretender:
     "answer",
     [
         b"", b"*1\r\n", b"*2\r\n", b"*1\r\n$4\r\nab", b"*1\r\n$4\r\nabcdef\r\n", b"*1\r\n$x\r\n", b"*1\r\n:4\r\n",
-        b"*x\r\n", b"HTTP/1.1\r\n", b"-ERR no\r\n", b"-LOADING soon\r\n", b"$4\r\nabcd\r\n", b"a" * 9000, b"*1\r\n$99999999\r\nab",
+        b"*x\r\n", b"HTTP/1.1\r\n", b"-ERR no\r\n", b"-LOADING it\r\n", b"$4\r\nabcd\r\n", b"a" * 9000, b"*1\r\n$9999\r\nab",
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_a_failure(answer: bytes) -> None:

@@ -29,6 +29,8 @@ class Served:
     why_not: Callable[[], str | None]
     served: Callable[[Path], AbstractContextManager[str]]
     """Given an empty folder; the address of an empty store while it lasts."""
+    tears: bool = False
+    """Who reads an object while another drops it may get something else, which the envelope's checks find."""
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ def mooncake_served(folder: Path) -> Iterator[str]:
 SERVED: dict[str, Served] = {
     "file": Served(lambda: None, file_served),
     "valkey": Served(valkey_why_not, valkey_served),
-    "mooncake": Served(mooncake_why_not, mooncake_served),
+    "mooncake": Served(mooncake_why_not, mooncake_served, tears=True),
 }
 
 

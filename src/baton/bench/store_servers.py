@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -91,10 +91,3 @@ def _wait(child: Child, port: int) -> None:
             return
         time.sleep(_LOOK_S)
     raise ChildFailed(f"{child.name} does not listen on port {port} after {READY_S:g} s\n{child.last_lines()}")
-
-
-SERVERS: dict[str, tuple[Callable[[], str | None], Callable[[], contextlib.AbstractContextManager[StoreServer]]]] = {
-    "valkey": (valkey_why_not, valkey_server),
-    "mooncake": (mooncake_why_not, mooncake_server),
-}
-"""Kind → why not, and how."""

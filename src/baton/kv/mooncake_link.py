@@ -3,8 +3,9 @@
 A call after `close` ends the process, so a client is closed when the last call that uses it has ended, and no earlier.
 
 Two of its calls hold up every thread of ours (it keeps the interpreter's lock): `setup` while it waits for the master, and
-`close`, for a second or two. So nobody is set up with a master that does not answer on its HTTP port; whoever serves
-attaches its arena, and thereby connects, before it serves, and closes when it has served.
+`close`, for a second or two, and for ten where the master is gone. So nobody is set up with a master that does not answer on
+its HTTP port, and a client whose master is gone is left behind, for the end of the process takes it along at once. Whoever
+serves attaches its arena, and thereby connects, before it serves, and closes when it has served.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _AREAS_MAX_BYTES = 1 << 30
 _ANSWER_MAX_BYTES = 1 << 28
 
 Area = npt.NDArray[np.uint8]
+
+_left_behind: list[tuple[Client, Link]] = []
+"""Never closed, so neither they nor the memory that they know may go."""
 
 
 class _Buffers(Protocol):
@@ -90,7 +94,7 @@ def client_class() -> Callable[[], Client]:
 def _end_by_themselves(timeout_s: float) -> None:
     """Calls that were given up shall, unless the environment says otherwise; theirs take half a minute each."""
     limit_ms = str(math.ceil(max(1.0, timeout_s) * 1000))
-    settings = {"MC_RPC_TIMEOUT_MS": limit_ms, "MC_RPC_CONNECT_TIMEOUT_MS": limit_ms, "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
+    settings = {"MC_RPC_TIMEOUT_MS": limit_ms, "MC_RPC_CONNECT_TIMEOUT_MS": "1000", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
@@ -198,6 +202,11 @@ class Link:
             if not self._closed or self._users or self._client is None:
                 return
             client, self._client = self._client, None
+        try:
+            self.ask_master("/health")
+        except StoreFailed:
+            _left_behind.append((client, self))
+            return
         client.close()
         self._registered.clear()
         self.areas.forget()

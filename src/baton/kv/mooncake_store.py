@@ -8,6 +8,9 @@ no longer than the time-out. A call that was given up goes on, and may touch its
 envelope's checks will find; the arena is kept for as long as the client is. Late writes (get) would spoil what somebody else
 fetched in the meantime: hence the areas, each of which belongs to one call until that has really ended.
 
+`drop` and `clear` do not wait for those who are just reading: what they read may then be something else, which the checks
+find, too. (Theirs would refuse for ten seconds after the last look.)
+
 `?segment=` is how much memory an instance gives, from its first put on; an instance that ends takes with it what lies there.
 Ours begin with `baton:`. The client cannot list objects, so for `names` and `stat` the master's own HTTP port is asked
 (`?admin=`, always needed). The engine's ports know no keys and listen on all addresses: use it where the network is trusted.
