@@ -310,6 +310,20 @@ def test_tenants_share_by_salt_alone(one_salt: bytes, other_salt: bytes, shares:
     assert (other.ended[serial].bill.restored_tokens > 0) is shares
 
 
+def test_what_is_crowded_out_of_host_memory_while_a_request_waits_is_sought_when_it_could_be_let_in() -> None:
+    tiers = TierConfig(host_rows=8, store=True, bring_back=BringBack.ALWAYS, haul_blocks=4)
+    driver = TieredDriver(config(blocks=10, tiers=tiers))
+    driver.submit(submission(range(20), 1))
+    driver.run()
+    driver.submit(submission(range(40, 76), 4, name="long"))
+    while not driver.outputs[Serial(1)]:
+        driver.go_on()
+    (waits,) = driver.submit(submission(range(20), 4, name="waits"))
+    driver.run()
+    assert driver.worker.gauges().storage.fetched == 4
+    assert driver.ended[waits].bill.restored_tokens == 16
+
+
 def test_one_that_waits_for_the_store_lets_others_pass_and_not_for_ever() -> None:
     driver = TieredDriver(config(tiers=stored(look_us=30_000, get_us=30_000)))
     (slow,) = driver.submit(submission(range(20), 4))

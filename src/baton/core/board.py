@@ -789,7 +789,7 @@ class Board(ABC):
         """Back to the head of the queue, with exactly what was delivered to continue from."""
         self._charge_run(request)
         request.outputs = self.slots.outputs(self._slot_of(request))
-        request.is_sought = False
+        request.is_sought, request.sought_again = False, 0
         known = np.concatenate((request.submission.prompt, request.outputs))
         request.keys = self.keys_of(request.submission, known)
         self._move(request, Move.ACK_PREEMPTION)

@@ -291,6 +291,10 @@ class Tiers:
         rates.look_us *= FADING
         return False
 
+    def is_known_stored(self, key: Key) -> bool:
+        """The store had it when it was last heard of."""
+        return key in self._stored
+
     def is_seeking(self, seeker: Hashable) -> bool:
         return seeker in self._seeks
 
