@@ -98,8 +98,8 @@ async def test_what_is_beyond_the_pool_arrives(engine: EngineClient) -> None:
     hear(engine, StoreTraffic(10, 20, 30, 40, 50, 60, {"torn": 1}))
     assert engine.gauges.storage == Storage(
         host_blocks=40, host_used=9, open=3, saved=1, unsaved=2, loaded=3, fetched=4, stored=5, unstored=6,
-        recompute_cheaper=7, failed=8, late=9, breaker_open=1, breaker_opened=2, saved_bytes=10, loaded_bytes=20, stored_bytes=30,
-        fetched_bytes=40, missing=50, errors=60, bad={"torn": 1},
+        recompute_cheaper=7, failed=8, late=9, breaker_open=1, breaker_opened=2, saved_bytes=10, loaded_bytes=20,
+        stored_bytes=30, fetched_bytes=40, missing=50, errors=60, bad={"torn": 1},
     )  # fmt: skip
 
 

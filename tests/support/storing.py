@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import httpx2 as httpx
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from baton.cli.main import app
 from baton.core.request import Sampling
@@ -28,6 +27,7 @@ TIGHT = (
 )  # fmt: skip
 """No two requests of full length fit, and nothing keeps the instance from taking on more."""
 PROMPT_TOKENS, ANSWER_TOKENS = 100, 110
+ROUNDS_MAX = 100
 SMALL_HOST = ("--host-memory", "6K")
 """48 blocks of 128 bytes: enough for what is on its way, and not for what comes back later."""
 
@@ -79,6 +79,15 @@ def bills(url: str, bodies: list[Body], answers: list[Texts] | None = None) -> l
     for answer, tokens in zip(given, wanted, strict=True):
         assert tokens_of(answer) == tokens
     return [answer["usage"]["baton"] for answer in given]
+
+
+def ask_until(url: str, holds: Callable[[], bool], bodies: Sequence[list[Body]], answers: list[Texts] | None = None) -> None:
+    """Ask for one list after the other, over and over; every answer on the way there is right."""
+    for number in range(ROUNDS_MAX):
+        bills(url, bodies[number % len(bodies)], answers)
+        if holds():
+            return
+    raise AssertionError(f"it did not happen in {ROUNDS_MAX} rounds: {counts(url)}")
 
 
 def restored(told: Iterable[Body]) -> int:
