@@ -14,7 +14,7 @@ FUNCTION_LINES_MAX = 60
 MAY_IMPORT = {
     "core": set(),
     "executor": {"core"},
-    "kv": {"core"},
+    "kv": {"core", "wire"},
     "wire": {"core"},
     "api": {"core"},
     "node": {"core", "executor", "kv", "wire", "api"},

@@ -1,0 +1,203 @@
+"""Where KV outlives its instance: what a store must do, and how one is opened by its address.
+
+A store moves opaque objects by name. It knows nothing of blocks, models or tenants; it neither looks into what it is given
+nor promises that what it gives back is what it got: whoever fetches verifies (`wire.envelope`). The laws, the same for every
+kind:
+
+- Methods block, each for no longer than the time-out that the store was opened with, and are called from several threads at
+  once. (A file system that hangs cannot be interrupted: then the calling thread is lost, and its owner answers for it.)
+- An object is there whole or not at all, as far as the store can help it.
+- Having nothing and having no room are answers. Trouble of the store itself is StoreFailed.
+- Names are those of `wire.envelope.object_name`, and come in the order of their chain: one is of no use without those
+  before it.
+
+Adding a kind: a module with a function that takes (StoreUrl, timeout_s, limit_bytes) and answers a Store, and a line each
+here, in `KINDS` and in the factories of the contract's tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from baton.core.errors import BatonError
+
+KINDS = ("file", "valkey", "mooncake")
+
+MISSING = -1
+OVERSIZED = -2
+
+_SCHEMES = {"file": "file", "valkey": "valkey", "redis": "valkey", "mooncake": "mooncake"}
+_EXAMPLES = "file:DIR, valkey://HOST:PORT/0 or mooncake://HOST:PORT"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class StoreFailed(BatonError):
+    """Trouble of the store itself: not reached, timed out, an I/O error. Counts for whoever decides to leave it alone."""
+
+
+class BadStore(BatonError):
+    """There can be no such store: a wrong address, a missing library, a folder that is none."""
+
+
+@dataclass(frozen=True)
+class StoreStat:
+    kind: str
+    objects: int
+    bytes: int
+    limit_bytes: int | None
+    details: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    """What else an operator may want to see, by name."""
+
+
+class Store(Protocol):
+    kind: str
+
+    def look(self, names: Sequence[str]) -> list[bool]:
+        """Which of these are there?"""
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int]:
+        """Bytes put into each buffer; MISSING for what is not there, OVERSIZED for what does not fit.
+
+        After StoreFailed the buffers may hold anything.
+        """
+
+    def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> list[bool]:
+        """Whether each is there now; False: no room. What was there already may stay as it was."""
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Forget objects that were found bad."""
+
+    def attach(self, arena: memoryview) -> None:
+        """All buffers from here on lie in `arena`; a store that need not know ignores it."""
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        """Name and size of every object, in any order; what comes or goes meanwhile may be among them or not."""
+
+    def stat(self) -> StoreStat: ...
+
+    def clear(self) -> int:
+        """Drop everything; answers how many objects that was."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class StoreUrl:
+    """An address, taken apart. `limit` is no longer among the options."""
+
+    kind: str
+    host: str = ""
+    port: int | None = None
+    path: str = ""
+    """The folder of `file:`; otherwise what follows the port, without its first slash."""
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    options: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    limit_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """For logs and messages: without the password and the options."""
+        if self.kind == "file":
+            return f"file:{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self.port is None else f":{self.port}"
+        return f"{self.kind}://{host}{port}/{self.path}".removesuffix("/")
+
+
+def open_store(url: str, timeout_s: float = 1.0, limit_bytes: int | None = None, create: bool = True) -> Store:
+    """`limit_bytes` goes before the address's own `?limit=`. Without `create` a folder that is not there is an error, and
+    nothing in one that is there is tidied up: for looking at a store that others use."""
+    parsed = parse_url(url)
+    limit = parsed.limit_bytes if limit_bytes is None else limit_bytes
+    if limit is not None and limit <= 0:
+        raise BadStore(f"a store with a limit of {limit} bytes holds nothing")
+    try:
+        match parsed.kind:
+            case "file":
+                from baton.kv.file_store import open_file
+
+                return open_file(parsed, timeout_s, limit, create)
+            case "valkey":
+                from baton.kv.valkey_store import open_valkey
+
+                return open_valkey(parsed, timeout_s, limit)
+            case _:
+                from baton.kv.mooncake_store import open_mooncake
+
+                return open_mooncake(parsed, timeout_s, limit)
+    except ImportError as error:
+        raise BadStore(
+            f"a {parsed.kind} store needs a library that is not here ({error}); install 'baton-serve[{parsed.kind}]'"
+        ) from error
+
+
+def parse_url(url: str) -> StoreUrl:
+    scheme, colon, rest = url.strip().partition(":")
+    kind = _SCHEMES.get(scheme.lower())
+    if not colon or kind is None:
+        raise BadStore(f"{_shown(url)} is not the address of a store, such as {_EXAMPLES}")
+    return _file_url(url, rest) if kind == "file" else _net_url(url, kind)
+
+
+def parse_size(text: str) -> int:
+    """`20G`, `512MiB` or a plain number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise BadStore(f"{text!r} is not a size; write for example 512M or 20G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _file_url(url: str, rest: str) -> StoreUrl:
+    """Folders are taken as they are written, without %-codes; only a question mark ends one."""
+    path, _, query = rest.partition("?")
+    if path.startswith("//"):
+        if not path.startswith("///"):
+            raise BadStore(f"{url} names a host; a folder of this machine is file:DIR or file:///DIR")
+        path = path[2:]
+    if not path:
+        raise BadStore(f"{url} names no folder; write file:DIR")
+    options, limit = _options(url, query)
+    if options:
+        raise BadStore(f"{url}: a file store has no option {next(iter(options))!r}, only limit")
+    return StoreUrl("file", path=path, options=options, limit_bytes=limit)
+
+
+def _net_url(url: str, kind: str) -> StoreUrl:
+    try:
+        parts = urlsplit(url.strip())
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise BadStore(f"{_shown(url)} is not the address of a store: {error}") from None
+    if not parts.netloc or not host:
+        raise BadStore(f"{_shown(url)} names no host; write for example {_EXAMPLES}")
+    options, limit = _options(url, parts.query)
+    return StoreUrl(
+        kind=kind, host=host, port=port, path=parts.path.removeprefix("/"),
+        user=None if not parts.username else unquote(parts.username),
+        password=None if parts.password is None else unquote(parts.password),
+        options=options, limit_bytes=limit,
+    )  # fmt: skip
+
+
+def _options(url: str, query: str) -> tuple[dict[str, str], int | None]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+    except ValueError:
+        raise BadStore(f"{_shown(url)}: what follows the question mark is not name=value") from None
+    options = dict(pairs)
+    if len(options) != len(pairs):
+        raise BadStore(f"{_shown(url)} has an option twice")
+    limit = options.pop("limit", None)
+    return options, None if limit is None else parse_size(limit)
+
+
+def _shown(url: str) -> str:
+    """Without what stands before an @: it may be a password."""
+    scheme, mark, rest = url.strip().partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if mark else url.strip()

@@ -1,0 +1,111 @@
+"""What a stored block looks like: its KV in an envelope that says whose it is, and by which one knows that it is whole.
+
+    0      6       8       24         40             48           64
+    │ magic │ version │ key │ layout │ payload length │ checksum │ payload …     integers little-endian
+
+The checksum (xxh3_128) is over everything but itself. Pure: no file, socket or clock; stores move these bytes without
+looking into them, and whoever fetched some opens them here before anybody computes with them.
+
+It finds accidents: torn writes, flipped bits, swapped files, blocks of another model, of another version of us. It does not
+find an attacker who may write to the store, since anybody can compute a checksum: who may write is for the store's own
+permissions to say. What a tenant may read is settled by the key: it is a keyed hash of the tenant's salt and of every token.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+
+from xxhash import xxh3_128 as hasher
+from xxhash import xxh3_128_digest
+
+from baton.core.errors import InvariantViolated
+from baton.core.prefix import KEY_BYTES
+
+LAYOUT_BYTES = 16
+VERSION = 1
+_MAGIC = b"batnkv"
+_FIELDS = struct.Struct(f"<6sH{KEY_BYTES}s{LAYOUT_BYTES}sQ")
+_CHECK_BYTES = len(xxh3_128_digest(b""))
+HEADER_BYTES = _FIELDS.size + _CHECK_BYTES
+_LAYOUT_CHARS = 16
+"""Of the layout's digest in a name: enough to keep models apart; the envelope has all of it."""
+
+
+class Flaw(StrEnum):
+    """Why what was stored is not used."""
+
+    TORN = "torn"
+    """Shorter or longer than its header says, or than a header."""
+    FOREIGN = "not ours"
+    VERSION = "version"
+    CHECKSUM = "checksum"
+    OTHER_LAYOUT = "other layout"
+    """Sound, but of another model, number format or block size."""
+    OTHER_KEY = "other key"
+    """Sound, but another block."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opened:
+    """A sound envelope; `payload` is a view into what was opened."""
+
+    key: bytes
+    layout: bytes
+    payload: memoryview
+
+
+def object_name(layout: bytes, key: bytes) -> str:
+    """Under which a store keeps the block."""
+    return f"{layout.hex()[:_LAYOUT_CHARS]}/{key.hex()}"
+
+
+def seal(key: bytes, layout: bytes, payload: memoryview, into: memoryview) -> int:
+    """Put the block into an envelope at the beginning of `into`; answers the number of bytes written."""
+    size = HEADER_BYTES + len(payload)
+    if len(into) < size:
+        raise InvariantViolated(f"an envelope of {size} bytes does not fit into {len(into)}")
+    into[HEADER_BYTES:size] = payload
+    stamp(key, layout, into[:size])
+    return size
+
+
+def stamp(key: bytes, layout: bytes, whole: memoryview) -> None:
+    """Write the header in front of a payload that already lies in its place: a `seal` that copies nothing."""
+    if len(key) != KEY_BYTES or len(layout) != LAYOUT_BYTES or len(whole) < HEADER_BYTES:
+        raise InvariantViolated(f"no envelope has {len(key)} bytes of key, {len(layout)} of layout and {len(whole)} in all")
+    _FIELDS.pack_into(whole, 0, _MAGIC, VERSION, key, layout, len(whole) - HEADER_BYTES)
+    whole[_FIELDS.size : HEADER_BYTES] = _check(whole)
+
+
+def unseal(key: bytes, layout: bytes, data: memoryview) -> memoryview | Flaw:
+    """The block's bytes, as a view into `data`, if this is a sound envelope of this very block."""
+    opened = open_any(data)
+    if isinstance(opened, Flaw):
+        return opened
+    if opened.layout != layout:
+        return Flaw.OTHER_LAYOUT
+    return opened.payload if opened.key == key else Flaw.OTHER_KEY
+
+
+def open_any(data: memoryview) -> Opened | Flaw:
+    """Whatever block this is: for those who look after a store without knowing what ought to be in it."""
+    if len(data) < HEADER_BYTES:
+        return Flaw.TORN
+    magic, version, key, layout, length = _FIELDS.unpack_from(data)
+    if magic != _MAGIC:
+        return Flaw.FOREIGN
+    if version != VERSION:
+        return Flaw.VERSION
+    if length != len(data) - HEADER_BYTES:
+        return Flaw.TORN
+    if data[_FIELDS.size : HEADER_BYTES] != _check(data):
+        return Flaw.CHECKSUM
+    return Opened(key, layout, data[HEADER_BYTES:])
+
+
+def _check(whole: memoryview) -> bytes:
+    state = hasher(whole[: _FIELDS.size])
+    state.update(whole[HEADER_BYTES:])
+    return state.digest()

@@ -1,0 +1,90 @@
+"""Stores to test, by kind, and objects to put into them.
+
+A kind joins by an entry in `SERVED`: why it cannot work here (None where it can), and a context manager that, given an empty
+folder, serves an empty store and tells its address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from baton.kv.store import KINDS
+from baton.wire.envelope import HEADER_BYTES, object_name, seal
+
+LAYOUT = bytes(range(16))
+OTHER_LAYOUT = bytes(range(16, 32))
+
+
+@dataclass(frozen=True)
+class Served:
+    why_not: Callable[[], str | None]
+    served: Callable[[Path], AbstractContextManager[str]]
+    """Given an empty folder; the address of an empty store while it lasts."""
+
+
+@contextlib.contextmanager
+def file_served(folder: Path) -> Iterator[str]:
+    yield f"file:{folder / 'store'}"
+
+
+SERVED: dict[str, Served] = {"file": Served(lambda: None, file_served)}
+
+
+def store_kinds() -> list[object]:
+    """Each kind by its name; those that cannot work here are skipped and say why."""
+    params = []
+    for kind in KINDS:
+        reason = SERVED[kind].why_not() if kind in SERVED else f"nobody serves a {kind} store for tests"
+        params.append(pytest.param(kind, marks=[pytest.mark.skip(reason=reason)] if reason else [], id=kind))
+    return params
+
+
+class Arena:
+    """One piece of memory, from which buffers are taken and never given back: as a store's driver has it."""
+
+    def __init__(self, size: int = 16 << 20) -> None:
+        self.whole = memoryview(mmap.mmap(-1, size))
+        self._at = 0
+
+    def room(self, size: int) -> memoryview:
+        begin, self._at = self._at, self._at + size
+        assert self._at <= len(self.whole), "a larger arena, please"
+        return self.whole[begin : self._at]
+
+    def of(self, data: bytes | memoryview) -> memoryview:
+        buffer = self.room(len(data))
+        buffer[:] = data
+        return buffer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A block and what is stored of it."""
+
+    key: bytes
+    layout: bytes
+    payload: bytes
+    data: bytes
+
+    @property
+    def name(self) -> str:
+        return object_name(self.layout, self.key)
+
+
+def sample(draw: random.Random, size: int = 5000, layout: bytes = LAYOUT, key: bytes | None = None) -> Sample:
+    key, payload = draw.randbytes(16) if key is None else key, draw.randbytes(size)
+    data = memoryview(bytearray(HEADER_BYTES + size))
+    seal(key, layout, memoryview(payload), data)
+    return Sample(key, layout, payload, bytes(data))
+
+
+def samples(draw: random.Random, count: int, size: int = 5000) -> list[Sample]:
+    return [sample(draw, size) for _ in range(count)]
