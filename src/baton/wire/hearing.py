@@ -93,9 +93,16 @@ def _bill_of(item: WireBill) -> Bill:
     if not all(0 <= number <= INT63_MAX for number in msgspec.structs.astuple(item)):
         raise WireError("a bill with a number that nothing can cost")
     return Bill(
-        item.cached_tokens, item.computed_tokens, item.recomputed_tokens, item.preemptions,
-        item.queue_us, item.prefill_us, item.transfer_us, item.decode_us, item.attempts,
-    )  # fmt: skip
+        cached_tokens=item.cached_tokens,
+        computed_tokens=item.computed_tokens,
+        recomputed_tokens=item.recomputed_tokens,
+        preemptions=item.preemptions,
+        queue_us=item.queue_us,
+        prefill_us=item.prefill_us,
+        transfer_us=item.transfer_us,
+        decode_us=item.decode_us,
+        attempts=item.attempts,
+    )
 
 
 def tokens_left(submission: Submission, context_tokens: int) -> int:
