@@ -78,7 +78,15 @@ class HaulBook:
         """Blocks that copies write to."""
         return sum(len(haul.writes_blocks) for haul in self._open.values())
 
-    def note(self, worker: Worker, event: Event, effects: Sequence[Effect], accepted: Collection[int], now_us: int) -> None:
+    def note(
+        self,
+        worker: Worker,
+        event: Event,
+        effects: Sequence[Effect],
+        accepted: Collection[int],
+        deadline_us: int | None,
+        now_us: int,
+    ) -> None:
         """After each event; `accepted`: what clients were promised and have not been told the end of."""
         if isinstance(event, Hauled | HaulFailed | HaulFenced):
             self._ended(worker, event, now_us)
@@ -88,7 +96,7 @@ class HaulBook:
         if self._may_depart:
             self._note_departures(worker, event, accepted, now_us)
         if self._open or self._departing:
-            self._in_time(isinstance(event, Tick), worker.next_deadline(), now_us)
+            self._in_time(isinstance(event, Tick), deadline_us, now_us)
 
     # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from baton.core.blocks import BlockGauges
 from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.laws import LAWS
@@ -127,7 +128,13 @@ class Docket:
         self.peers = book
         self.hauls = hauls
 
-    def note(self, worker: Worker, event: Event, effects: Sequence[Effect], now_us: int) -> bool:
+    @property
+    def awaited_blocks(self) -> int:
+        """Blocks that are kept for KV that arrives, from a peer or from host memory."""
+        leased = 0 if self.peers is None else self.peers.leased_blocks
+        return leased if self.hauls is None else leased + self.hauls.arriving_blocks
+
+    def note(self, worker: Worker, event: Event, effects: Sequence[Effect], deadline_us: int | None, now_us: int) -> bool:
         """Answers whether something happened that is rare enough to look at everything."""
         for effect in effects:
             match effect:
@@ -139,7 +146,7 @@ class Docket:
                 case Withdrawn(ended):
                     self._time_is_billed(ended, now_us)
         if self.hauls is not None:
-            self.hauls.note(worker, event, effects, self._accepted_us, now_us)
+            self.hauls.note(worker, event, effects, self._accepted_us, deadline_us, now_us)
         match event:
             case Cancelled(serial) | StopFound(serial, _):
                 self._doom(worker, [serial])
@@ -215,28 +222,23 @@ class Judge:
     def handled(self, instance: Instance, event: Event, effects: Sequence[Effect]) -> None:
         """After each event of its worker."""
         worker, docket = instance.require_worker(), self._docket(instance)
-        self._cheap_laws(worker)
+        deadline_us = worker.next_deadline()
+        blocks = self._cheap_laws(worker, deadline_us)
         if instance.undelivered > self._undelivered_max:
             raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
         if isinstance(event, Submitted) and isinstance(effects[0], Accepted) and DrainOrdered in instance.ordered:
             raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
         if docket.peers is not None:
-            docket.peers.note(event, effects, worker.next_deadline(), self._world.now_us)
-        rare = docket.note(worker, event, effects, self._world.now_us)
-        self._kept_for_what_arrives(worker, docket)
+            docket.peers.note(event, effects, deadline_us, self._world.now_us)
+        rare = docket.note(worker, event, effects, deadline_us, self._world.now_us)
+        if blocks.leased + blocks.receiving != docket.awaited_blocks:
+            raise LawBroken(LEDGER_SUMS, f"{docket.awaited_blocks} blocks wait for KV: {blocks}")
         if isinstance(event, Submitted) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
         docket.audit_in -= 1
         if rare or docket.audit_in <= 0:
             docket.audit_in = self._audit_every
             self.audit(worker)
-
-    def _kept_for_what_arrives(self, worker: Worker, docket: Docket) -> None:
-        leased = 0 if docket.peers is None else docket.peers.leased_blocks
-        arriving = 0 if docket.hauls is None else docket.hauls.arriving_blocks
-        blocks = worker.scheduler.pool.gauges()
-        if blocks.leased + blocks.receiving != leased + arriving:
-            raise LawBroken(LEDGER_SUMS, f"{leased} blocks are leased, {arriving} wait for a copy: {blocks}")
 
     def _docket(self, instance: Instance) -> Docket:
         place = instance.spec.number, instance.life
@@ -248,13 +250,13 @@ class Judge:
             docket = self._dockets[place] = Docket(self._audit_every, book, hauls)
         return docket
 
-    def _cheap_laws(self, worker: Worker) -> None:
+    def _cheap_laws(self, worker: Worker, deadline_us: int | None) -> BlockGauges:
         config, scheduler = worker.config, worker.scheduler
         blocks, held = scheduler.pool.gauges(), int(np.count_nonzero(scheduler.pool.references()))
         used = blocks.running + blocks.leased + blocks.receiving + blocks.leaving
         if used != held or min(blocks.free, blocks.evictable, blocks.running, blocks.leaving) < 0:
             raise LawBroken(LEDGER_SUMS, f"{held} blocks are held: {blocks}")
-        if scheduler.requests() and worker.next_deadline() is None and not scheduler.asleep:
+        if deadline_us is None and scheduler.requests() and not scheduler.asleep:
             raise LawBroken(DEADLOCK, "no pass is due")
         # Whoever must yield goes back into a full queue too.
         waiting, most = scheduler.waiting, config.waiting_max + config.slots
@@ -262,6 +264,7 @@ class Judge:
             waiting, most = worker.giver.queued, config.waiting_max
         if waiting > most:
             raise LawBroken(QUEUE_BOUND, f"{waiting} wait, {config.waiting_max} may")
+        return blocks
 
     def _refusal_at_the_worker(self, instance: Instance, worker: Worker, event: Submitted, refusal: Refusal) -> None:
         waiting = sum(request.phase is Phase.WAITING for request in worker.scheduler.requests())

@@ -71,6 +71,8 @@ HOST_SHARE = 0.5
 """Of worlds: instances have host memory."""
 STORE_SHARE = 0.6
 """Of those: there is a store behind it."""
+ASKED_AGAIN_SHARE = 0.8
+"""Of questions where there is host memory: somebody else has asked, or will ask, the same."""
 MIXED_SHARE = 0.4
 """Of worlds in which nobody prefills for anybody."""
 SPLITS = (
@@ -333,7 +335,10 @@ def _with_tiers(seed: int, config: WorkerConfig, who: str, *, optional: bool) ->
         retry_us=retry_us,
         retry_us_max=retry_us * stream.choice((1, 4)),
     )
-    return replace(config, prefix_cache=True, tiers=tiers) if has_host and not without else config
+    narrow = int(-(-config.context_tokens // config.block_size) * stream.choice((1.0, 1.0, 1.05, 1.2)))
+    if without or not has_host:
+        return config
+    return replace(config, prefix_cache=True, tiers=tiers, blocks=min(config.blocks, narrow))
 
 
 def _draw_copy_times(seed: int) -> CopyTimes:
@@ -449,7 +454,23 @@ def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> 
     passing = [UserPlan(at_us, False, asks(1)) for at_us in _arrivals(stream, int(arrivals_us))]
     patient = [UserPlan(stream.randrange(span_us // 4), False, asks(4)) for _ in range(2)]
     talking = [UserPlan(stream.randrange(span_us // 3), True, asks(4)) for _ in range(2)]
-    return (*passing, *patient, *talking)
+    if not config.tiers.host_rows:
+        return (*passing, *patient, *talking)
+    return (*_asking_again(stream_of(seed, "asked again"), [*passing, *patient], config.sequence_tokens_max), *talking)
+
+
+def _asking_again(stream: random.Random, users: list[UserPlan], longest: int) -> list[UserPlan]:
+    """A few long prompts come again and again: more than a pool holds, so that what was put aside is wanted again."""
+    tokens = min(24, longest // 2)
+    prompts = [tuple(stream.randrange(VOCABULARY) for _ in range(tokens)) for _ in range(stream.randint(2, 5))]
+
+    def like_others(ask: Ask, prompt: tuple[int, ...], drawn: float) -> Ask:
+        if ask.impossible or drawn > ASKED_AGAIN_SHARE:
+            return ask
+        room = longest - tokens
+        return replace(ask, prompt=prompt, max_tokens=min(room, ask.max_tokens or room))
+
+    return [replace(user, asks=(like_others(user.asks[0], stream.choice(prompts), stream.random()),)) for user in users]
 
 
 def _arrivals(stream: random.Random, span_us: int) -> list[int]:
