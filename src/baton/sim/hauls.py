@@ -59,6 +59,8 @@ class HaulBook:
         self._failures = 0
         """Of the store, in a row."""
         self._alone_until_us: int | None = None
+        self._tries = False
+        """It was asked again since."""
         self._departing: dict[int, int] = {}
         """Requests that have no slot any more and have not ended, and since when."""
         self._doomed: dict[Haul, Serial] = {}
@@ -160,17 +162,21 @@ class HaulBook:
 
     def _judge_store(self, answered: bool, now_us: int) -> None:
         if answered:
-            self._failures, self._alone_until_us = 0, None
+            self._failures, self._alone_until_us, self._tries = 0, None, False
             return
         self._failures += 1
-        over = self._alone_until_us is not None and now_us >= self._alone_until_us
-        if self._failures == self._config.failures_max or (over and self._failures > self._config.failures_max):
-            self._alone_until_us = now_us + self._config.retry_us
-            self.left_alone += 1
+        opens = self._alone_until_us is None and self._failures >= self._config.failures_max
+        if opens or self._tries:
+            self._alone_until_us, self._tries = now_us + self._config.retry_us, False
+        self.left_alone += opens
 
     def _may_ask(self, haul: Haul, new: _Open) -> None:
-        if self._alone_until_us is not None and new.since_us < self._alone_until_us:
+        """Once the time is over, one question shows whether it is there again."""
+        if self._alone_until_us is None:
+            return
+        if self._tries or new.since_us < self._alone_until_us:
             raise LawBroken(LEFT_ALONE, f"{self._where} asks it with haul {haul} after {self._failures} failures: {new}")
+        self._tries = True
 
     # ── laws ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
