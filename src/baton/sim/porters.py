@@ -196,7 +196,7 @@ class Porter:
         self._must_be_untouched(task)
         data = task.reads.memory[task.reads.at]
         task.writes.write(0, data)
-        for key, row in zip(task.keys, data, strict=True):
+        for key, row in zip(task.keys, data, strict=False):  # without names where no worker has ordered it
             self._depot.is_true(key, row.tobytes(), self._host.name)
         self._end(task, Hauled(task.haul, (True,) * len(data)))
 
