@@ -16,22 +16,7 @@ from tests.support.tiers import Shelf, TieredDriver
 
 MIXES = 400
 ACTIONS = st.sampled_from(
-    [
-        "submit",
-        "tick",
-        "tick",
-        "tick",
-        "settle",
-        "settle",
-        "settle",
-        "cancel",
-        "stop",
-        "haul",
-        "haul",
-        "fail",
-        "fence",
-        "later",
-    ]
+    ("submit", *("tick",) * 3, *("settle",) * 3, "cancel", "stop", "haul", "haul", "fail", "fence", "later")
 )
 
 

@@ -1,4 +1,4 @@
-"""Host memory and a store for a Worker under test: real bytes of the scripted pool, and every answer when the test says so."""
+"""Host memory and a store for a Worker under test: real bytes of the scripted pool, and answers when the test says so."""
 
 from __future__ import annotations
 
@@ -67,6 +67,12 @@ class TieredDriver(Driver):
             self.orders.remove(order)
             self._scribble(order)
         self.send(HaulFenced(fence.haul))
+
+    def go_on(self) -> None:
+        """A millisecond of planning and computing; what is under way between the tiers stays so."""
+        self.now_us += 1_000
+        self.tick()
+        self.settle_one()
 
     def settle_all(self) -> None:
         """Until nothing is under way between the tiers."""

@@ -18,12 +18,14 @@ from baton.cli.bench_router import router as router_cost
 from baton.cli.bench_routing import routing
 from baton.cli.bench_scheduler import scheduler
 from baton.cli.bench_split import split
+from baton.cli.bench_store import store as bench_store
 from baton.cli.chaos import chaos
 from baton.cli.chat import chat
 from baton.cli.drain import drain
 from baton.cli.router import router
 from baton.cli.serve import serve
 from baton.cli.sim import sim_app
+from baton.cli.store import store_app
 from baton.cli.up import up
 
 app = typer.Typer(
@@ -45,12 +47,14 @@ bench_app.command()(scheduler)
 bench_app.command()(calibrate)
 bench_app.command()(predict)
 bench_app.command()(handover)
+bench_app.command("store")(bench_store)
 bench_app.command()(split)
 bench_app.command()(prefill_path)
 bench_app.command("router")(router_cost)
 bench_app.command()(routing)
 app.add_typer(bench_app, name="bench")
 app.add_typer(sim_app, name="sim")
+app.add_typer(store_app, name="store")
 
 
 def _version(asked: bool) -> None:

@@ -128,11 +128,14 @@ class Ledger:
             if was.used_bytes is not None:
                 _write(fd, Account(max(0, was.used_bytes - size), was.taken_bytes))
 
-    def recount(self, before: Account, found: int, deadline: float) -> None:
-        """`found` bytes were there after `before` was read; what was taken since may be among them and counts twice."""
+    def recount(self, before: Account, found: int, deadline: float) -> int:
+        """`found` bytes were there after `before` was read; what was taken since may be among them and counts twice.
+        Answers the bytes that are now in use."""
         with self._lock.held(deadline) as fd:
             now = _read(fd)
-            _write(fd, Account(found + max(0, now.taken_bytes - before.taken_bytes), now.taken_bytes))
+            used = found + max(0, now.taken_bytes - before.taken_bytes)
+            _write(fd, Account(used, now.taken_bytes))
+            return used
 
     @contextlib.contextmanager
     def still(self, deadline: float) -> Iterator[None]:

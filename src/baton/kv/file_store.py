@@ -192,8 +192,8 @@ class FileStore:
             try:
                 return self._write_once(path, data, now_ns, deadline)
             except FileNotFoundError:
-                os.makedirs(self._drafts, mode=0o700, exist_ok=True)
-                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                make_folder(self._folder)
+                make_folder(self._drafts)
         raise StoreFailed(f"{self._folder} is removed again and again while objects are written")
 
     def _write_once(self, path: str, data: memoryview, now_ns: int, deadline: float) -> bool:
@@ -204,13 +204,20 @@ class FileStore:
         try:
             _write_all(draft.fd, data)
             os.utime(draft.fd, ns=(now_ns, now_ns))
-            os.rename(draft.path, path)
+            self._publish(draft, path)
             done = True
         finally:
             os.close(draft.fd)
             if not done:
                 self._abandon(draft, len(data))
         return True
+
+    def _publish(self, draft: _Draft, path: str) -> None:
+        try:
+            os.rename(draft.path, path)
+        except FileNotFoundError:
+            make_folder(os.path.dirname(path))
+            os.rename(draft.path, path)
 
     def _begin(self, path: str, size: int, deadline: float) -> _Draft | None:
         """A draft whose bytes are counted; None where there is no room, and none can be made."""
@@ -253,7 +260,7 @@ class FileStore:
         try:
             with self._evicting.held(deadline):
                 if not self._is_room(self._ledger.read(self._deadline()), size):
-                    self._evict(self._count_again(), size)
+                    self._evict(*self._count_again(), size)
         except Busy:
             return False
         return True
@@ -262,10 +269,9 @@ class FileStore:
         used = account.used_bytes
         return used is not None and (self._limit is None or used + size <= self._limit)
 
-    def _evict(self, entries: list[_Entry], size: int) -> None:
+    def _evict(self, entries: list[_Entry], used: int, size: int) -> None:
         if self._limit is None:
             return
-        used = sum(entry.size for entry in entries)
         goal = min(self._limit - size, int(self._limit * KEEP_SHARE))
         freed = 0
         for entry in sorted(entries, key=lambda entry: (entry.used_ns, entry.name)):
@@ -274,15 +280,15 @@ class FileStore:
             freed += _remove(entry.path)
         self._ledger.give_back(freed, self._deadline())
 
-    def _count_again(self) -> list[_Entry]:
-        """All objects, and the ledger brought back to the truth. Drafts first: one that is renamed meanwhile is then found
-        as an object at least once."""
+    def _count_again(self) -> tuple[list[_Entry], int]:
+        """All objects, and the bytes in use, which are what the ledger says from here on. Drafts first: one that is renamed
+        meanwhile is then found as an object at least once."""
         self._sweep()
         before = self._ledger.read(self._deadline())
         drafts = self._draft_sizes()
         entries = list(self._objects())
-        self._ledger.recount(before, sum(drafts) + sum(entry.size for entry in entries), self._deadline())
-        return entries
+        found = sum(drafts) + sum(entry.size for entry in entries)
+        return entries, self._ledger.recount(before, found, self._deadline())
 
     def tidy(self) -> None:
         """Remove what writers that died have left, and count."""
@@ -345,6 +351,19 @@ class FileStore:
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_folder(path: str) -> None:
+    """For us alone. Folders above it that are missing are made as well."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+    except FileNotFoundError:
+        make_folder(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
@@ -424,7 +443,7 @@ def open_file(url: StoreUrl, timeout_s: float, limit_bytes: int | None, create: 
 def _demand_folder(folder: str, create: bool) -> None:
     try:
         if create and not os.path.lexists(folder):
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+            make_folder(folder)
         if not stat.S_ISDIR(os.stat(folder).st_mode):
             raise BadStore(f"{folder} is a file, not a folder for a store")
         os.scandir(folder).close()
@@ -442,7 +461,7 @@ def _make_ready(store: FileStore, folder: str) -> None:
     try:
         if os.path.islink(drafts):
             raise BadStore(f"{drafts} is a link; a store keeps its drafts in the folder itself")
-        os.makedirs(drafts, mode=0o700, exist_ok=True)
+        make_folder(drafts)
         with contextlib.suppress(Busy):
             store.tidy()
     except OSError as error:
