@@ -69,6 +69,7 @@ class Fault(StrEnum):
     STORE_SLOW = "store slow"
     STORE_HANGS = "store gave no answer"
     STORE_TOO_LATE = "answer of the store came after its fence"
+    STORE_FAILS = "question to the store failed"
     STORE_AWAY = "store out of reach"
     STORE_LEFT_ALONE = "store left alone after failures"
     STORE_DEAD = "store died for good"
@@ -128,6 +129,7 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "haul-fence": (Fault.HAUL_FENCE_SLOW,),
     "store-slow": (Fault.STORE_SLOW, Fault.STORE_TOO_LATE),
     "store-hang": (Fault.STORE_HANGS,),
+    "store-fails": (Fault.STORE_FAILS,),
     "store-away": (Fault.STORE_AWAY, Fault.STORE_LEFT_ALONE),
     "store-dead": (Fault.STORE_DEAD,),
     "store-full": (Fault.STORE_FULL,),
@@ -217,6 +219,7 @@ class StoreRates:
 
     slow: float = 0.0
     hangs: float = 0.0
+    fails: float = 0.0
     full: float = 0.0
     torn: float = 0.0
     lost: float = 0.0
@@ -300,17 +303,7 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
     def times(name: str, most: int) -> int:
         return stream_of[name].randint(1, most) if name in classes else 0
 
-    network = NetworkRates(
-        delay_us=200,
-        jitter_us=int(rate("delay", 100, 3_000)),
-        loss=rate("loss", 0.01, 0.3),
-        duplication=rate("duplication", 0.01, 0.5),
-        reordering=rate("reordering", 0.02, 0.4),
-        late_us=log_uniform_us(stream_of["late"], 1_000, 500_000),
-        spike=rate("delay", 0.005, 0.05),
-        spike_us=int(rate("delay", 10_000, 300_000)),
-        bit_flip=rate("bit-flip", 0.005, 0.1),
-    )
+    network = _draw_network(rate, log_uniform_us(stream_of["late"], 1_000, 500_000))
     disk = DiskRates(*(rate("disk", 0.1, 0.6) for _ in range(5)))
     kv = KvRates(
         broken=rate("kv-broken", 0.01, 0.12),
@@ -359,6 +352,20 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
 Rate = Callable[[str, float, float], float]
 
 
+def _draw_network(rate: Rate, late_us: int) -> NetworkRates:
+    return NetworkRates(
+        delay_us=200,
+        jitter_us=int(rate("delay", 100, 3_000)),
+        loss=rate("loss", 0.01, 0.3),
+        duplication=rate("duplication", 0.01, 0.5),
+        reordering=rate("reordering", 0.02, 0.4),
+        late_us=late_us,
+        spike=rate("delay", 0.005, 0.05),
+        spike_us=int(rate("delay", 10_000, 300_000)),
+        bit_flip=rate("bit-flip", 0.005, 0.1),
+    )
+
+
 def _draw_copies(rate: Rate) -> CopyRates:
     return CopyRates(
         slow=rate("copy-slow", 0.05, 0.5), fails=rate("copy-fails", 0.02, 0.3), slow_fence=rate("haul-fence", 0.1, 0.7)
@@ -369,6 +376,7 @@ def _draw_store(rate: Rate) -> StoreRates:
     return StoreRates(
         slow=rate("store-slow", 0.05, 0.6),
         hangs=rate("store-hang", 0.02, 0.3),
+        fails=rate("store-fails", 0.05, 0.4),
         full=rate("store-full", 0.05, 0.6),
         torn=rate("store-torn", 0.02, 0.3),
         lost=rate("store-loss", 0.02, 0.4),

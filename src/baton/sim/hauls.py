@@ -10,17 +10,25 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from baton.core.config import OnPreempt, TierConfig, WorkerConfig
 from baton.core.plan import StepPlan
 from baton.core.request import Serial
 from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put, StorageEvent
-from baton.core.tiers import OF_STORE, Kind
-from baton.core.worker import Cancelled, Effect, Event, Launch, Orphaned, StepDone, StopFound, Tick, Worker
+from baton.core.worker import Cancelled, Effect, Event, Launch, Orphaned, StepDone, StopFound, Tick
 from baton.sim.laws import DEPARTS_IN_TIME, ENDS_AT_ONCE, HAULS_BOUND, HAULS_END, LEFT_ALONE, UNTOUCHED, LawBroken
 from baton.sim.leases import PASS_US
 
 NOTHING: frozenset[int] = frozenset()
+
+
+class Kind(Enum):
+    OUT = "copy to host"
+    IN = "copy to device"
+    LOOK = "look"
+    GET = "get"
+    PUT = "put"
 
 
 class HaulEnd(Enum):
@@ -34,7 +42,18 @@ class HaulEnd(Enum):
 
 
 COPIES = (Kind.OUT, Kind.IN)
+OF_STORE = (Kind.LOOK, Kind.GET, Kind.PUT)
 HAUL_ENDS = [(kind, end) for kind in Kind for end in HaulEnd if not (kind in COPIES and end is HaulEnd.PARTLY)]
+
+
+class Behind(Protocol):
+    """What only the judge may know of a worker."""
+
+    def knows(self, serial: Serial) -> bool:
+        """Whether it has this request, waiting or in a slot."""
+
+    def loads(self) -> list[tuple[Haul, Serial]]:
+        """Copies to the device that are under way for clients' requests, and for which."""
 
 
 @dataclass(slots=True)
@@ -82,7 +101,7 @@ class HaulBook:
 
     def note(
         self,
-        worker: Worker,
+        behind: Behind,
         event: Event,
         effects: Sequence[Effect],
         accepted: Collection[int],
@@ -91,18 +110,18 @@ class HaulBook:
     ) -> None:
         """After each event; `accepted`: what clients were promised and have not been told the end of."""
         if isinstance(event, Hauled | HaulFailed | HaulFenced):
-            self._ended(worker, event, now_us)
+            self._ended(behind, event, now_us)
         for effect in effects:
             self._note_effect(effect, now_us)
-        self._lets_go(worker, event)
+        self._lets_go(behind, event)
         if self._may_depart:
-            self._note_departures(worker, event, accepted, now_us)
+            self._note_departures(behind, event, accepted, now_us)
         if self._open or self._departing:
             self._in_time(isinstance(event, Tick), deadline_us, now_us)
 
     # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _ended(self, worker: Worker, event: StorageEvent, now_us: int) -> None:
+    def _ended(self, behind: Behind, event: StorageEvent, now_us: int) -> None:
         haul = self._open.pop(event.haul, None)
         if haul is None:
             return
@@ -110,7 +129,7 @@ class HaulBook:
         if haul.kind in OF_STORE and not haul.fencing:
             self._judge_store(isinstance(event, Hauled), now_us)
         serial = self._doomed.pop(event.haul, None)
-        if serial is not None and worker.scheduler.request(serial) is not None:
+        if serial is not None and behind.knows(serial):
             raise LawBroken(
                 ENDS_AT_ONCE, f"{self._where}: request {serial} is still there after haul {event.haul} has ended"
             )
@@ -188,23 +207,20 @@ class HaulBook:
             if not haul.reads_blocks.isdisjoint(fresh) or not haul.writes_blocks.isdisjoint(used):
                 raise LawBroken(UNTOUCHED, f"{self._where} plans with blocks of haul {number}: {haul}")
 
-    def _lets_go(self, worker: Worker, event: Event) -> None:
+    def _lets_go(self, behind: Behind, event: Event) -> None:
         """A copy for a request that is told to end is fenced at once, and the request ends with it."""
-        tiers = worker.scheduler.tiers
-        if tiers is None or not isinstance(event, Cancelled | StopFound | Orphaned):
+        if not isinstance(event, Cancelled | StopFound | Orphaned):
             return
-        for haul in tiers.open():
-            if haul.serial is None or worker.giver is not None:
-                continue
-            if isinstance(event, Orphaned) or haul.serial == event.serial:
-                self._doomed[haul.haul] = haul.serial
-                if not self._open[haul.haul].fencing:
-                    raise LawBroken(ENDS_AT_ONCE, f"{self._where} goes on with haul {haul.haul} for request {haul.serial}")
+        for haul, serial in behind.loads():
+            if isinstance(event, Orphaned) or serial == event.serial:
+                self._doomed[haul] = serial
+                if not self._open[haul].fencing:
+                    raise LawBroken(ENDS_AT_ONCE, f"{self._where} goes on with haul {haul} for request {serial}")
 
-    def _note_departures(self, worker: Worker, event: Event, accepted: Collection[int], now_us: int) -> None:
+    def _note_departures(self, behind: Behind, event: Event, accepted: Collection[int], now_us: int) -> None:
         if isinstance(event, StepDone):
             for serial in accepted:
-                if serial not in self._departing and worker.scheduler.request(Serial(serial)) is None:
+                if serial not in self._departing and not behind.knows(Serial(serial)):
                     self._departing[serial] = now_us
         for serial in [serial for serial in self._departing if serial not in accepted]:
             del self._departing[serial]

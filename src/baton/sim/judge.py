@@ -19,14 +19,14 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from baton.core.blocks import BlockGauges
 from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.laws import LAWS
-from baton.core.prefix import PrefixIndex
+from baton.core.prefix import Key, PrefixIndex
 from baton.core.records import EndedRequest
 from baton.core.request import FinishReason, Phase, Serial, Submission
 from baton.core.routing import Outcome
+from baton.core.storage import Haul
 from baton.core.worker import (
     Accepted,
     Cancelled,
@@ -116,6 +116,22 @@ class Causes(Protocol):
         """Whether something happened since then to whoever has kept what a lost router was asked for."""
 
 
+class _Behind:
+    """What books are told of a worker beyond what it hears and orders."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def knows(self, serial: Serial) -> bool:
+        return self._worker.scheduler.request(serial) is not None
+
+    def loads(self) -> list[tuple[Haul, Serial]]:
+        tiers = self._worker.scheduler.tiers
+        if tiers is None or self._worker.giver is not None:
+            return []
+        return [(haul.haul, haul.serial) for haul in tiers.open() if haul.serial is not None]
+
+
 class Docket:
     """What the judge keeps of one life of an instance."""
 
@@ -146,7 +162,7 @@ class Docket:
                 case Withdrawn(ended):
                     self._time_is_billed(ended, now_us)
         if self.hauls is not None:
-            self.hauls.note(worker, event, effects, self._accepted_us, deadline_us, now_us)
+            self.hauls.note(_Behind(worker), event, effects, self._accepted_us, deadline_us, now_us)
         match event:
             case Cancelled(serial) | StopFound(serial, _):
                 self._doom(worker, [serial])
@@ -223,7 +239,7 @@ class Judge:
         """After each event of its worker."""
         worker, docket = instance.require_worker(), self._docket(instance)
         deadline_us = worker.next_deadline()
-        blocks = self._cheap_laws(worker, deadline_us)
+        arriving = self._cheap_laws(worker, deadline_us)
         if instance.undelivered > self._undelivered_max:
             raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
         if isinstance(event, Submitted) and isinstance(effects[0], Accepted) and DrainOrdered in instance.ordered:
@@ -231,8 +247,8 @@ class Judge:
         if docket.peers is not None:
             docket.peers.note(event, effects, deadline_us, self._world.now_us)
         rare = docket.note(worker, event, effects, deadline_us, self._world.now_us)
-        if blocks.leased + blocks.receiving != docket.awaited_blocks:
-            raise LawBroken(LEDGER_SUMS, f"{docket.awaited_blocks} blocks wait for KV: {blocks}")
+        if arriving != docket.awaited_blocks:
+            raise LawBroken(LEDGER_SUMS, f"{docket.awaited_blocks} blocks wait for KV, {arriving} are marked for it")
         if isinstance(event, Submitted) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
         docket.audit_in -= 1
@@ -250,7 +266,8 @@ class Judge:
             docket = self._dockets[place] = Docket(self._audit_every, book, hauls)
         return docket
 
-    def _cheap_laws(self, worker: Worker, deadline_us: int | None) -> BlockGauges:
+    def _cheap_laws(self, worker: Worker, deadline_us: int | None) -> int:
+        """Answers how many blocks are marked for KV that arrives."""
         config, scheduler = worker.config, worker.scheduler
         blocks, held = scheduler.pool.gauges(), int(np.count_nonzero(scheduler.pool.references()))
         used = blocks.running + blocks.leased + blocks.receiving + blocks.leaving
@@ -264,7 +281,7 @@ class Judge:
             waiting, most = worker.giver.queued, config.waiting_max
         if waiting > most:
             raise LawBroken(QUEUE_BOUND, f"{waiting} wait, {config.waiting_max} may")
-        return blocks
+        return blocks.leased + blocks.receiving
 
     def _refusal_at_the_worker(self, instance: Instance, worker: Worker, event: Submitted, refusal: Refusal) -> None:
         waiting = sum(request.phase is Phase.WAITING for request in worker.scheduler.requests())
@@ -305,6 +322,11 @@ class Judge:
     def handovers_to(self, instance: Instance) -> int:
         book = self._docket(instance).peers
         return 0 if book is None else book.made
+
+    def names_of(self, instance: Instance, number: Haul) -> tuple[Key, ...]:
+        """Of what an order that is under way moves."""
+        tiers = instance.require_worker().scheduler.tiers
+        return () if tiers is None else next((haul.keys for haul in tiers.open() if haul.haul == number), ())
 
     def store_looks(self, instance: Instance) -> int:
         """How often this life has asked the store what it has."""

@@ -46,7 +46,7 @@ COPY_SLOW_US = 3_000, 600_000
 FENCED_WITHIN_US = 300_000
 """The slowest fence."""
 Bytes = npt.NDArray[np.uint8]
-Copy = CopyOut | CopyIn
+NamesOf = Callable[[Instance, Haul], tuple[Key, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,12 @@ class CopyTimes:
 class Depot:
     """What all porters of a world have in common."""
 
-    def __init__(self, world: World, rates: CopyRates, times: CopyTimes, store: Store | None) -> None:
+    def __init__(
+        self, world: World, rates: CopyRates, times: CopyTimes, store: Store | None, names_of: NamesOf = lambda *_: ()
+    ) -> None:
+        """`names_of`: what a copy moves, for the laws; the orders themselves do not say it."""
         self.world = world
+        self.names_of = names_of
         self.rates = rates
         self.times = times
         self.store = store
@@ -137,9 +141,11 @@ class Porter:
     def carry_out(self, effect: StorageEffect) -> None:
         match effect:
             case CopyOut(haul, blocks, rows):
-                self._copy(self._begin(haul, self._keys_of(haul), (self._pool, blocks), (self._rows, rows)))
+                names = self._depot.names_of(self._life, haul)
+                self._copy(self._begin(haul, names, (self._pool, blocks), (self._rows, rows)))
             case CopyIn(haul, rows, blocks):
-                self._copy(self._begin(haul, self._keys_of(haul), (self._rows, rows), (self._pool, blocks)))
+                names = self._depot.names_of(self._life, haul)
+                self._copy(self._begin(haul, names, (self._rows, rows), (self._pool, blocks)))
             case Look(haul, keys):
                 self._look(self._begin(haul, keys))
             case Get(haul, keys, rows):
@@ -160,11 +166,6 @@ class Porter:
         self._tasks[haul] = task
         return task
 
-    def _keys_of(self, haul: Haul) -> tuple[Key, ...]:
-        """A copy knows no names; the laws do."""
-        tiers = self._life.require_worker().scheduler.tiers
-        return next((item.keys for item in tiers.open() if item.haul == haul), ()) if tiers is not None else ()
-
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _copy(self, task: _Task) -> None:
@@ -175,7 +176,8 @@ class Porter:
             stream.random(),
             log_uniform_us(stream, *COPY_SLOW_US),
         )
-        took_us = depot.times.begin_us + len(task.keys) * depot.times.block_us + int(share * depot.times.jitter_us)
+        blocks = 0 if task.reads is None else len(task.reads.at)
+        took_us = depot.times.begin_us + blocks * depot.times.block_us + int(share * depot.times.jitter_us)
         if slow < depot.rates.slow:
             depot.world.fire(Fault.COPY_SLOW, self._host.name)
             took_us += slow_us

@@ -461,8 +461,8 @@ def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> 
 
 def _asking_again(stream: random.Random, users: list[UserPlan], longest: int) -> list[UserPlan]:
     """A few long prompts come again and again: more than a pool holds, so that what was put aside is wanted again."""
-    tokens = min(24, longest // 2)
-    prompts = [tuple(stream.randrange(VOCABULARY) for _ in range(tokens)) for _ in range(stream.randint(2, 5))]
+    tokens = longest * 3 // 5
+    prompts = [tuple(stream.randrange(VOCABULARY) for _ in range(tokens)) for _ in range(stream.randint(2, 4))]
 
     def like_others(ask: Ask, prompt: tuple[int, ...], drawn: float) -> Ask:
         if ask.impossible or drawn > ASKED_AGAIN_SHARE:
@@ -470,13 +470,16 @@ def _asking_again(stream: random.Random, users: list[UserPlan], longest: int) ->
         room = longest - tokens
         return replace(ask, prompt=prompt, max_tokens=min(room, ask.max_tokens or room))
 
-    return [replace(user, asks=(like_others(user.asks[0], stream.choice(prompts), stream.random()),)) for user in users]
+    return [
+        replace(user, asks=tuple(like_others(ask, stream.choice(prompts), stream.random()) for ask in user.asks))
+        for user in users
+    ]
 
 
 def _arrivals(stream: random.Random, span_us: int) -> list[int]:
     """An open loop: evenly, or in bunches, as when a batch job or a page with many boxes calls."""
     # `random`, not `randrange`: how often it draws must not depend on the span.
-    bunches = [int(stream.random() * span_us) for _ in range(stream.randint(2, 5))]
+    bunches = [int(stream.random() * span_us) for _ in range(stream.randint(2, 4))]
     bunched = stream.random() < BUNCHED_SHARE
     times = [
         (int(stream.random() * span_us), stream.choice(bunches) + stream.randrange(20_000))
@@ -793,7 +796,7 @@ class Run:
     def _make_depot(self) -> Depot:
         scenario = self.scenario
         store = Store(self.world, scenario.rates.store, scenario.store) if scenario.has_store else None
-        return Depot(self.world, scenario.rates.copies, scenario.copies, store)
+        return Depot(self.world, scenario.rates.copies, scenario.copies, store, self.judge.names_of)
 
     def _fleet(self, router: RouterConfig) -> Fleet:
         scenario = self.scenario

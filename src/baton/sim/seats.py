@@ -57,8 +57,7 @@ class Seat:
         self.when_dead: Callable[[Seat], None] | None = None
         self.at_step: Callable[[Seat, str], None] | None = None
         """Called at each step of a hand-over that is taken here."""
-        self._fabric = fabric
-        self._depot = depot
+        self._fabric, self._depot = fabric, depot
         self.number = spec.number
         self.counter = counter
         self.member: Member | None = None

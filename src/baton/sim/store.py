@@ -76,7 +76,8 @@ class Store:
 
     def _ask(self, work: Callable[[], list[Answer]], answer: Callable[[list[Answer] | None], None]) -> None:
         stream, world = self._stream, self.host.world
-        hangs, slow, share, slow_us = stream.random(), stream.random(), stream.random(), log_uniform_us(stream, *SLOW_US)
+        hangs, fails, slow, share = (stream.random() for _ in range(4))
+        slow_us = log_uniform_us(stream, *SLOW_US)
         took_us = self._times.delay_us + int(share * self._times.jitter_us)
         if self._reach is not Reach.ANSWERS:
             world.fire(Fault.STORE_AWAY, NAME)
@@ -85,6 +86,10 @@ class Store:
             return
         if hangs < self.rates.hangs:
             world.fire(Fault.STORE_HANGS, NAME)
+            return
+        if fails < self.rates.fails:
+            world.fire(Fault.STORE_FAILS, NAME)
+            self.host.after(took_us, answer, None)
             return
         if slow < self.rates.slow:
             world.fire(Fault.STORE_SLOW, NAME)
