@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,9 @@ from baton.core.plan import Int32s
 from baton.core.prefix import KEY_BYTES, Key
 from baton.core.storage import Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put, StorageEvent
 from baton.kv.contract import Bytes2d
-from baton.kv.hauling import ALIGNMENT, HANGS, StoreHauler, StoreTally
+from baton.kv.hauling import ALIGNMENT, CLOSE_S, HANGS, StoreHauler, StoreTally
 from baton.kv.host import HostMemory
-from baton.kv.store import Store
+from baton.kv.store import BadStore, Store
 from baton.wire.envelope import HEADER_BYTES, object_name
 from tests.support.memory_store import DEADLINE_S, MemoryStore
 
@@ -44,6 +45,13 @@ class Bench:
 
     def next(self) -> StorageEvent:
         return self._told.get(timeout=DEADLINE_S)
+
+    def next_of(self, haul: Haul) -> str:
+        """Why it failed."""
+        event = self.next()
+        assert isinstance(event, HaulFailed)
+        assert event.haul == haul
+        return event.reason
 
     @property
     def is_quiet(self) -> bool:
@@ -305,6 +313,81 @@ def test_a_store_that_fails_fails_the_haul_with_its_reason(
     ], "once each, not once a haul"
 
 
+class Odd(MemoryStore):
+    """Its library raises what it likes, or answers less than it was asked."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error = error
+
+    def _odd(self) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        return []
+
+    def look(self, names: Sequence[str]) -> list[bool]:
+        return self._odd()
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int]:
+        return self._odd()
+
+    def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> list[bool]:
+        return self._odd()
+
+    def attach(self, arena: memoryview) -> None:
+        self._odd()
+
+    def close(self) -> None:
+        self._odd()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("who am I?"), "RuntimeError: who am I?"),
+        (ValueError("zip()"), "ValueError: zip()"),
+        (InvariantViolated("ours"), "InvariantViolated: ours"),
+        (BadStore("gone"), "gone"),
+        (None, "the store answers for 0 of 1 objects"),
+    ],
+)
+def test_whatever_a_store_raises_or_leaves_out_fails_the_haul_and_no_thread(error: Exception | None, reason: str) -> None:
+    bench = Bench(Odd(error))
+    for _ in range(2):  # the same threads again
+        assert bench.next_of(bench.look(0)) == reason
+        assert bench.next_of(bench.get((0,), (8,))) == reason
+        assert bench.next_of(bench.put(0)) == reason
+    assert bench.firsts[8] == 9
+    bench.hauler.close()
+
+
+def test_what_no_store_should_raise_is_logged_with_its_traceback_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.store")
+    bench = Bench(Odd(RuntimeError("who am I?")))
+    for _ in range(3):
+        bench.look(0)
+        bench.next()
+    erred, fails = caplog.records
+    assert (erred.levelno, erred.exc_info is not None) == (logging.ERROR, True)
+    assert fails.message == "the store fails, and KV is computed again meanwhile: RuntimeError: who am I?"
+    bench.hauler.close()
+
+
+def test_what_else_came_is_good_even_if_dropping_the_bad_raises(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(store)
+    bench.put(0, 1)
+    bench.next()
+    store.objects[NAMES[0]] = b"?"
+
+    def drop(_names: list[str]) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(store, "drop", drop)
+    bench.get((0, 1), (8, 9))
+    assert bench.next() == Hauled(Haul(2), (False, True))
+    bench.hauler.close()
+
+
 # ── a store that hangs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -441,4 +524,29 @@ def test_closing_does_not_wait_for_a_store_that_hangs(store: MemoryStore, monkey
     store.wait_inside(1)
     bench.hauler.close()
     assert not store.closed, "somebody is still inside"
+    store.go_on()
+
+
+def test_closing_waits_no_longer_for_many_threads_that_hang_than_for_one(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(store, threads=3)
+    store.hang("get", "put")
+    hauls = [bench.get((at,), (at,)) for at in range(3)] + [bench.put(at) for at in range(3)]
+    store.wait_inside(len(hauls))
+    clock_s, really_join = 100.0, threading.Thread.join
+
+    def join(thread: threading.Thread, timeout: float) -> None:
+        nonlocal clock_s
+        if "look" in thread.name:
+            really_join(thread, DEADLINE_S)
+        else:
+            clock_s += timeout
+
+    with monkeypatch.context() as patched:
+        patched.setattr("baton.kv.hauling.time.monotonic", lambda: clock_s)
+        patched.setattr(threading.Thread, "join", join)
+        bench.hauler.close()
+    assert clock_s == 100.0 + CLOSE_S
+    assert not store.closed
     store.go_on()

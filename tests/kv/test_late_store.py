@@ -42,3 +42,18 @@ def test_one_that_never_opened_closes() -> None:
         raise StoreFailed("down")
 
     LateStore("memory", opener).close()
+
+
+def test_whatever_opening_raises_is_a_failure_and_it_is_tried_again() -> None:
+    inner, troubles = MemoryStore(), [RuntimeError("a bug of the library"), UnicodeError("label too long")]
+
+    def opener() -> Store:
+        if troubles:
+            raise troubles.pop(0)
+        return inner
+
+    store = LateStore("memory", opener)
+    for reason in ("RuntimeError: a bug of the library", "UnicodeError: label too long"):
+        with pytest.raises(StoreFailed, match=reason):
+            store.look(["a"])
+    assert store.look(["a"]) == [False]

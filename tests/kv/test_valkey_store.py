@@ -112,6 +112,11 @@ def test_a_server_that_died_and_came_back_is_found_and_is_empty(draw: random.Ran
             assert got(store, made) == made.data
 
 
+def test_a_name_that_no_host_can_have_is_a_failure_of_the_store() -> None:
+    with opened("valkey://a..b:6379") as store, pytest.raises(StoreFailed, match=r"valkey://a\.\.b:6379: .*label"):
+        store.look(["a"])
+
+
 def test_a_full_server_has_no_room_and_still_gives_what_it_has(draw: random.Random) -> None:
     small = ("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
     with valkey_server(options=small) as full, opened(full.url) as store:

@@ -158,6 +158,21 @@ def test_one_that_cannot_even_be_opened_now_is_opened_later(monkeypatch: pytest.
     assert opened.look(["a"]) == [False]
 
 
+@pytest.mark.parametrize("call", ["open", "look"])
+def test_a_library_that_raises_what_it_likes_does_not_end_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: MemoryStore, call: str
+) -> None:
+    def odd(*_: object, **__: object) -> Store:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(store, "look", odd)
+    monkeypatch.setattr(module, "open_store", odd if call == "open" else lambda *_, **__: store)
+    assert open_kv_store(settings(kv_store="valkey://localhost:1/0")) is not None
+    erred, told = caplog.records
+    assert (erred.levelno, erred.exc_info is not None) == (logging.ERROR, True)
+    assert told.message == "the store valkey://localhost:1/0 fails; serving begins without it: RuntimeError: a bug"
+
+
 def test_a_store_that_hangs_does_not_hold_up_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, store: MemoryStore
 ) -> None:

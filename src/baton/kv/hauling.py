@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,9 +28,10 @@ import numpy.typing as npt
 from baton.core.plan import Int32s
 from baton.core.prefix import Key
 from baton.core.storage import Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put
+from baton.kv.border import Border
 from baton.kv.contract import Bytes2d
 from baton.kv.host import Grip, HostMemory, Report
-from baton.kv.store import MISSING, OVERSIZED, Store, StoreFailed
+from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed
 from baton.wire.envelope import HEADER_BYTES, Flaw, object_name, stamp, unseal
 
 log = logging.getLogger("baton.store")
@@ -42,7 +44,7 @@ ALIGNMENT = 64
 WAITING_MAX = 1024
 """Hauls that may wait for the threads of one kind."""
 CLOSE_S = 2.0
-"""How long closing waits for a thread that is inside the store."""
+"""How long closing waits for threads that are inside the store, for all of them together."""
 
 HANGS = "the store hangs: none of its calls has returned"
 BEHIND = "too many transfers wait for the store"
@@ -125,13 +127,16 @@ class _Crew:
             self._waiting.clear()
             return left
 
-    def close(self) -> bool:
-        """What waits is left. False: a thread is still inside the store."""
+    def stop(self) -> None:
+        """What waits is left."""
         with self._news:
             self._closing = True
             self._news.notify_all()
+
+    def ended(self, deadline_s: float) -> bool:
+        """False: at the deadline a thread is still inside the store."""
         for thread in self._threads:
-            thread.join(CLOSE_S)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _is_lost(self) -> bool:
@@ -161,6 +166,7 @@ class StoreHauler:
     ) -> None:
         """`layout`: the digest of what a block is. The store is closed with us."""
         self._store = store
+        self._border = Border()
         self._memory = memory
         self._layout = layout
         self._report = report
@@ -174,7 +180,8 @@ class StoreHauler:
         object_bytes = HEADER_BYTES + self._block_bytes
         stride = -(-object_bytes // ALIGNMENT) * ALIGNMENT
         arena = np.zeros((2 * threads, max(1, arena_bytes // stride), stride), dtype=np.uint8)
-        store.attach(arena.data.cast("B"))  # once: a store may keep only what it was told last
+        with contextlib.suppress(BadStore, StoreFailed), self._border.guarded():
+            store.attach(arena.data.cast("B"))  # once: a store may keep only what it was told last
         arenas = [_Arena(part, object_bytes) for part in arena]
         self._lookers = _Crew("baton-store-look", self._work, [_Arena(arena[0, :0], 0)], waiting_max)  # it moves nothing
         self._readers = _Crew("baton-store-read", self._work, arenas[:threads], waiting_max)
@@ -210,9 +217,13 @@ class StoreHauler:
 
     def close(self) -> None:
         """What waits is left. A store that has not returned from a call is left open: it ends with the process."""
-        returned = [crew.close() for crew in (self._lookers, self._readers, self._writers)]
-        if all(returned):
-            self._store.close()
+        deadline_s = time.monotonic() + CLOSE_S
+        crews = (self._lookers, self._readers, self._writers)
+        for crew in crews:
+            crew.stop()
+        if all(crew.ended(deadline_s) for crew in crews):
+            with contextlib.suppress(BadStore, StoreFailed), self._border.guarded():
+                self._store.close()
 
     def _crew_of(self, task: _Task) -> _Crew:
         match task.order:
@@ -228,7 +239,7 @@ class StoreHauler:
     def _work(self, task: _Task, arena: _Arena) -> None:
         try:
             came = self._came(task, arena)
-        except StoreFailed as failure:
+        except (BadStore, StoreFailed) as failure:
             self._fail(task, str(failure))
         else:
             self._end(task, Hauled(task.order.haul, tuple(came)))
@@ -237,7 +248,8 @@ class StoreHauler:
         """One for each key; fewer where it was fenced, and then nobody asks for them."""
         order, at_once = task.order, len(arena.objects)
         if isinstance(order, Look):
-            return [] if task.grip.fenced else self._store.look(self._names(order.keys))
+            names = self._names(order.keys)
+            return [] if task.grip.fenced else self._border.asked(lambda: self._store.look(names), names)
         move = self._get if isinstance(order, Get) else self._put
         came: list[bool] = []
         for at in range(0, len(order.keys), at_once):
@@ -248,7 +260,7 @@ class StoreHauler:
 
     def _get(self, task: _Task, arena: _Arena, keys: Sequence[Key], rows: Int32s) -> list[bool]:
         names, objects = self._names(keys), arena.objects[: len(keys)]
-        sizes = self._store.get(names, objects)
+        sizes = self._border.asked(lambda: self._store.get(names, objects), names)
         flaws = [self._flaw(key, data, size) for key, data, size in zip(keys, objects, sizes, strict=True)]
         bad = [name for name, flaw in zip(names, flaws, strict=True) if isinstance(flaw, Flaw)]
         if bad:
@@ -276,10 +288,10 @@ class StoreHauler:
     def _put(self, task: _Task, arena: _Arena, keys: Sequence[Key], rows: Int32s) -> list[bool]:
         if not self._moved(task, [(self._memory.rows[row], arena.payloads[at]) for at, row in enumerate(rows.tolist())]):
             return []
-        objects = arena.objects[: len(keys)]
+        names, objects = self._names(keys), arena.objects[: len(keys)]
         for key, whole in zip(keys, objects, strict=True):
             stamp(key, self._layout, whole)
-        stored = self._store.put(self._names(keys), objects)
+        stored = self._border.asked(lambda: self._store.put(names, objects), names)
         kept = sum(stored)
         self._count(stored_blocks=kept, stored_bytes=kept * self._block_bytes, unstored_blocks=len(stored) - kept)
         return stored
@@ -306,8 +318,9 @@ class StoreHauler:
         level = logging.WARNING if news else logging.DEBUG  # a disk that rots is said once; how much, the counters say
         log.log(level, "stored blocks were bad, and are dropped: %s", dict(Counter(flaws)))
         try:
-            self._store.drop(names)
-        except StoreFailed as failure:  # what else came is good all the same
+            with self._border.guarded():
+                self._store.drop(names)
+        except (BadStore, StoreFailed) as failure:  # what else came is good all the same
             log.warning("the store did not drop them: %s", failure)
 
     def _fail(self, task: _Task, reason: str) -> None:

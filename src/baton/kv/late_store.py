@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from baton.kv.border import Border
 from baton.kv.store import BadStore, Store, StoreFailed, StoreStat
 
 
@@ -21,6 +22,7 @@ class LateStore:
         self._arenas: list[memoryview] = []
         self._opening = threading.Lock()
         """May be held for long."""
+        self._border = Border()
         self._gate = threading.Lock()
         """Over the arenas, and whether the store is there."""
 
@@ -58,7 +60,7 @@ class LateStore:
 
     def open(self) -> Store:
         """Raises BadStore where there can be no such store; whoever only uses it sees one that fails."""
-        with self._opening:
+        with self._opening, self._border.guarded():
             return self._store or self._open()
 
     def _open(self) -> Store:

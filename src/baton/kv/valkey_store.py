@@ -124,7 +124,10 @@ class ValkeyStore:
             raise StoreFailed(f"{self._shown}: {error}") from error
 
     def _line(self) -> Line:
-        line = self._lines.get_connection("baton")
+        try:
+            line = self._lines.get_connection("baton")
+        except ValueError as error:  # of the resolver, for names that no host can have
+            raise StoreFailed(f"{self._shown}: {error}") from error
         if not isinstance(line, Line):
             raise InvariantViolated("the pool made a connection that is not ours")
         return line

@@ -15,6 +15,7 @@ from functools import partial
 from baton.core.config import BadConfig
 from baton.core.errors import InvariantViolated
 from baton.core.storage import CopyIn, CopyOut, FenceHaul, Haul, HaulFenced, StorageEffect
+from baton.kv.border import Border
 from baton.kv.contract import KvMemory
 from baton.kv.hauling import StoreHauler, StoreTally
 from baton.kv.host import Copier, HostMemory, Report
@@ -98,8 +99,9 @@ class _Opening:
 
     def run(self) -> None:
         try:
-            self.store.open()
-            self.store.look([PROBE])
+            with Border().guarded():
+                self.store.open()
+                self.store.look([PROBE])
         except (BadStore, StoreFailed) as trouble:
             self.trouble = trouble
         self.over.set()
