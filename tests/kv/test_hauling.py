@@ -148,6 +148,18 @@ def test_what_finds_no_room_is_told_and_counted_and_fails_nothing(bench: Bench, 
     assert bench.hauler.tally() == StoreTally(stored_blocks=2, stored_bytes=2 * BLOCK_BYTES, unstored_blocks=2)
 
 
+def test_a_store_that_is_full_says_so_once_and_once_when_it_has_room_again(
+    bench: Bench, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "baton.store")
+    for objects_max in (4, 1, 2, 2, 16, 16):
+        store.objects_max = objects_max
+        store.clear()
+        bench.put(0, 1, 2)
+        bench.next()
+    assert [record.message for record in caplog.records] == ["the store has no room for more", "the store has room again"]
+
+
 def test_buffers_of_all_calls_lie_in_the_one_arena_that_was_attached(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

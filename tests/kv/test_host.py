@@ -1,4 +1,4 @@
-"""Copies between device blocks and host rows: in order, and let go of as soon as a fence is ordered."""
+"""Copies between device blocks and host rows: first what a request waits for; let go of as soon as a fence is ordered."""
 
 from __future__ import annotations
 
@@ -83,12 +83,23 @@ def test_blocks_go_out_to_rows_and_come_back_into_other_blocks(bench: Bench) -> 
     assert (bench.copier.out_bytes, bench.copier.in_bytes) == (2 * BLOCK_BYTES, 2 * BLOCK_BYTES)
 
 
-def test_copies_are_made_in_the_order_they_were_ordered(bench: Bench) -> None:
+def test_copies_of_one_kind_are_made_in_the_order_they_were_ordered(bench: Bench) -> None:
     for haul in range(50):
-        bench.copier.copy(CopyOut(Haul(2 * haul), numbers(haul % 7), numbers(3)))
-        bench.copier.copy(CopyIn(Haul(2 * haul + 1), numbers(3), numbers(haul % 7 + 1)))
-    assert [bench.next() for _ in range(100)] == [Hauled(Haul(haul), (True,)) for haul in range(100)]
-    assert bench.pool[:, 0].tolist() == [1] * BLOCKS, "each block was handed on to the next before that one went out"
+        bench.copier.copy(CopyOut(Haul(haul), numbers(haul % BLOCKS), numbers(3)))
+    assert [bench.next() for _ in range(50)] == [Hauled(Haul(haul), (True,)) for haul in range(50)]
+    assert bench.memory.rows[3, 0] == 49 % BLOCKS + 1
+
+
+def test_what_a_request_waits_for_goes_before_what_nobody_waits_for(gated: tuple[Bench, GatedPool]) -> None:
+    bench, pool = gated
+    bench.copier.copy(CopyOut(Haul(1), numbers(0), numbers(0)))
+    assert pool.reached.get(timeout=DEADLINE_S) == 0
+    bench.copier.copy(CopyOut(Haul(2), numbers(1), numbers(1)))
+    bench.copier.copy(CopyOut(Haul(3), numbers(2), numbers(2)))
+    bench.copier.copy(CopyIn(Haul(4), numbers(3), numbers(3)))
+    bench.copier.copy(CopyIn(Haul(5), numbers(4), numbers(4)))
+    pool.gate.release(100)
+    assert [bench.next().haul for _ in range(5)] == [1, 4, 5, 2, 3]
 
 
 def test_a_fence_stops_a_copy_at_the_next_block_and_is_answered_only_then(gated: tuple[Bench, GatedPool]) -> None:

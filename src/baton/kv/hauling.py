@@ -174,9 +174,11 @@ class StoreHauler:
         self._counted: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
         self._gate = threading.Lock()
-        """Over what is counted, and `_failing`."""
+        """Over what is counted, `_failing` and `_full`."""
         self._failing = False
         """The last call of the store failed, and it was said."""
+        self._full = False
+        """It had no room for all that was last put, and it was said."""
         object_bytes = HEADER_BYTES + self._block_bytes
         stride = -(-object_bytes // ALIGNMENT) * ALIGNMENT
         arena = np.zeros((2 * threads, max(1, arena_bytes // stride), stride), dtype=np.uint8)
@@ -293,6 +295,7 @@ class StoreHauler:
             stamp(key, self._layout, whole)
         stored = self._border.asked(lambda: self._store.put(names, objects), names)
         kept = sum(stored)
+        self._say_room(kept < len(stored))
         self._count(stored_blocks=kept, stored_bytes=kept * self._block_bytes, unstored_blocks=len(stored) - kept)
         return stored
 
@@ -342,6 +345,13 @@ class StoreHauler:
             log.warning("the store fails, and KV is computed again meanwhile: %s", event.reason)
         elif changed:
             log.warning("the store works again")
+
+    def _say_room(self, full: bool) -> None:
+        """One line when the store begins to have no room, one when it takes everything again."""
+        with self._gate:
+            changed, self._full = full != self._full, full
+        if changed:
+            log.warning("the store has no room for more" if full else "the store has room again")
 
     def _count(self, **more: int) -> None:
         with self._gate:

@@ -1,8 +1,10 @@
 """Rows of host memory, and the one thread that copies between them and the device's blocks.
 
 Owns the memory of the rows and what a haul's hold on them is (`Grip`). Which row holds what is known to the core alone.
-Copies are made in the order in which they were ordered. Orders and fences return at once, and what became of them is
-reported. A fence is answered after the one block that is being copied, however long the copy is.
+Copies into the device go before those out of it: for the first a request waits, for the others nobody. Of each kind they are
+made in the order in which they were ordered. Who orders sees to it that none needs what another, not yet reported, brings.
+Orders and fences return at once, and what became of them is reported. A fence is answered after the one block that is being
+copied, however long the copy is.
 
 How many copies wait is bounded by whoever orders them: each holds rows and blocks of its own.
 """
@@ -79,7 +81,8 @@ class Copier:
         self._memory = memory
         self._report = report
         self._open: dict[Haul, Grip] = {}
-        self._waiting: deque[tuple[CopyOut | CopyIn, Grip]] = deque()
+        self._waiting_in: deque[tuple[CopyIn, Grip]] = deque()
+        self._waiting_out: deque[tuple[CopyOut, Grip]] = deque()
         self._news = threading.Condition()
         self._closing = False
         self.out_bytes = 0
@@ -94,7 +97,10 @@ class Copier:
             raise InvariantViolated(f"blocks {order.blocks.tolist()} cannot be copied to or from {len(order.rows)} rows")
         grip = self._open[order.haul] = Grip()
         with self._news:
-            self._waiting.append((order, grip))
+            if isinstance(order, CopyIn):
+                self._waiting_in.append((order, grip))
+            else:
+                self._waiting_out.append((order, grip))
             self._news.notify()
 
     def fence(self, haul: Haul) -> bool:
@@ -127,8 +133,10 @@ class Copier:
 
     def _next(self) -> tuple[CopyOut | CopyIn, Grip] | None:
         with self._news:
-            self._news.wait_for(lambda: self._waiting or self._closing)
-            return None if self._closing else self._waiting.popleft()
+            self._news.wait_for(lambda: self._waiting_in or self._waiting_out or self._closing)
+            if self._closing:
+                return None
+            return self._waiting_in.popleft() if self._waiting_in else self._waiting_out.popleft()
 
     def _copied(self, order: CopyOut | CopyIn, grip: Grip) -> bool:
         pool, rows = self._pool, self._memory.rows
