@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -196,9 +197,11 @@ class Stubborn:
         self.addresses: list[list[int]] = []
         self.closed = 0
         self.closed_within_a_call = False
+        self.setups = 0
         self._within = 0
 
     def setup(self, *where: object) -> int:
+        self.setups += 1
         return 0
 
     def register_buffer(self, address: int, size: int) -> int:
@@ -269,6 +272,63 @@ def test_a_client_is_closed_once_and_only_when_its_last_call_has_ended(server: S
     assert (stubborn.closed, stubborn.closed_within_a_call) == (1, False)
 
 
+@pytest.mark.parametrize("host", ["", "&host=127.0.0.1"], ids=["found", "given"])
+def test_nobody_is_set_up_with_a_master_that_answers_on_one_port_and_not_on_the_other(
+    server: StoreServer, stubborn: Stubborn, host: str
+) -> None:
+    """That would keep the interpreter's lock for as long as the call may take, at each try."""
+    options = server.url.partition("?")[2] + host
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with opened(f"mooncake://127.0.0.1:{port}?{options}", timeout_s=0.3) as store, pytest.raises(StoreFailed):
+            store.look(["a"])
+        assert stubborn.setups == 0
+        with silent.accept()[0] as line:
+            assert line.recv(1), "it was asked"
+    with opened(server.url + host) as store:
+        assert store.look(["a"]) == [True]
+    assert stubborn.setups == 1
+
+
+def test_what_their_client_raises_is_a_failure_of_the_store(
+    server: StoreServer, stubborn: Stubborn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(*_: object) -> list[int]:
+        raise RuntimeError("Caught an unknown exception!")
+
+    monkeypatch.setattr(stubborn, "batch_is_exist", odd)
+    with opened(server.url, Arena(1 << 16)) as store, pytest.raises(StoreFailed, match="RuntimeError: Caught"):
+        store.look(["a"])
+
+
+HANGING = """
+import sys, threading
+from baton.kv import mooncake_link
+from baton.kv.store import StoreFailed, open_store
+
+class Hanging:
+    def setup(self, *where):
+        return 0
+    def batch_is_exist(self, keys):
+        threading.Event().wait()
+
+mooncake_link.client_class = lambda: Hanging
+store = open_store(sys.argv[1], timeout_s=0.3)
+try:
+    store.look(["a"])
+except StoreFailed as failure:
+    print(failure)
+"""
+
+
+def test_a_call_that_hangs_does_not_keep_the_process_from_ending(server: StoreServer) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, server.url], timeout=60, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "does not answer within 0.3 s" in done.stdout
+
+
 def test_a_client_whose_master_is_gone_is_left_behind(stubborn: Stubborn) -> None:
     """To close it would hold up every thread of the process for ten seconds."""
     with mooncake_server() as brief:
@@ -301,6 +361,12 @@ def test_objects_in_the_arena_are_put_from_where_they_lie_and_others_from_memory
 
 
 # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_name_that_no_host_can_have_is_a_failure_of_the_store(server: StoreServer) -> None:
+    for url in ("mooncake://a..b:1", f"mooncake://a..b:1?{server.url.partition('?')[2]}"):
+        with opened(url) as store, pytest.raises(StoreFailed, match=r"not reached: .*label"):
+            store.look(["a"])
 
 
 @pytest.mark.parametrize("rest", ["/0", "?segment=much", "?colour=red", "?admin=9003", "?admin=host:port"])

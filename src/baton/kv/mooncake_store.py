@@ -3,10 +3,11 @@
     look   one call for all          put    from the attached arena, without a copy of ours
     get    into an area of our own, then copied into the buffers
 
-Their client blocks for as long as it likes, and cannot be stopped. So its calls run in threads of ours, and the caller waits
-no longer than the time-out. A call that was given up goes on, and may touch its memory late. Late reads (put) store what the
-envelope's checks will find; the arena is kept for as long as the client is. Late writes (get) would spoil what somebody else
-fetched in the meantime: hence the areas, each of which belongs to one call until that has really ended.
+Their client blocks for as long as it likes, and cannot be stopped. So its calls run in threads of ours, for which neither
+the caller waits longer than the time-out nor the process at its end. A call that was given up goes on, and may touch its
+memory late. Late reads (put) store what the envelope's checks will find; the arena is kept for as long as the client is.
+Late writes (get) would spoil what somebody else fetched in the meantime: hence the areas, each of which belongs to one call
+until that has really ended.
 
 `drop` and `clear` do not wait for those who are just reading: what they read may then be something else, which the checks
 find, too. (Theirs would refuse for ten seconds after the last look.)
@@ -19,12 +20,15 @@ Ours begin with `baton:`. The client cannot list objects, so for `names` and `st
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import numpy as np
 
+from baton.kv.border import Border
 from baton.kv.mooncake_link import Area, Client, Link, LinkSettings, address_of, client_class
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, StoreStat, StoreUrl, parse_size
 
@@ -83,7 +87,7 @@ class MooncakeStore:
         self._settings = settings
         self._timeout_s = timeout_s
         self._link = Link(settings, timeout_s)
-        self._threads = ThreadPoolExecutor(_CALLS_MAX, thread_name_prefix="mooncake-store")
+        self._threads = _Threads(settings.shown, _CALLS_MAX)
 
     def look(self, names: Sequence[str]) -> list[bool]:
         codes = self._call(lambda client: client.batch_is_exist(_keys(names))) if names else []
@@ -139,9 +143,9 @@ class MooncakeStore:
 
     def close(self) -> None:
         """Waits no longer than the time-out; what hangs then ends with the process."""
-        with contextlib.suppress(StoreFailed, RuntimeError):
+        with contextlib.suppress(StoreFailed):
             self._bounded(self._link.close)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     # ── in the caller's thread ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -154,10 +158,7 @@ class MooncakeStore:
 
     def _bounded(self, work: Callable[[], T], late: Callable[[T], None] | None = None) -> T:
         """`late` is given what comes when nobody waits for it any more."""
-        try:
-            future = self._threads.submit(work)
-        except RuntimeError as error:
-            raise StoreFailed(f"{self._settings.shown} is closed") from error
+        future = self._threads.submit(work)
         wait([future], self._timeout_s)
         if future.done():
             return future.result()
@@ -207,6 +208,57 @@ class MooncakeStore:
             for content, begin in zip(objects, begins[:-1], strict=True):
                 area[begin : begin + len(content)] = np.frombuffer(content, np.uint8)
             return client.batch_put_from(_keys(names), [area.ctypes.data + begin for begin in begins[:-1]], sizes)
+
+
+class _Threads:
+    """So many at most, made when they are needed. A ThreadPoolExecutor will not do: the process would not end while one of
+    its threads hangs."""
+
+    def __init__(self, shown: str, most: int) -> None:
+        self._shown = shown
+        self._most = most
+        self._made = 0
+        self._closed = False
+        self._gate = threading.Lock()
+        """Over the above."""
+        self._idle = threading.Semaphore(0)
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._border = Border()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._gate:
+            if self._closed:
+                raise StoreFailed(f"{self._shown} is closed")
+            self._waiting.put(lambda: self._do(work, future))
+            if not self._idle.acquire(blocking=False) and self._made < self._most:
+                self._made += 1
+                threading.Thread(target=self._run, name=f"mooncake-store-{self._made}", daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Each ends when it has done what it is at."""
+        with self._gate:
+            self._closed = True
+            for _ in range(self._made):
+                self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (call := self._waiting.get()) is not None:
+            call()
+            del call  # it holds what came of it
+            self._idle.release()
+
+    def _do(self, work: Callable[[], T], future: Future[T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            with self._border.guarded():
+                came = work()
+        except (BadStore, StoreFailed) as failure:
+            future.set_exception(failure)
+        else:
+            future.set_result(came)
 
 
 def _keys(names: Sequence[str]) -> list[str]:
