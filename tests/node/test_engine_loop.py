@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +19,19 @@ from baton.core.storage import CopyOut, FenceHaul, Hauled, HaulFenced, StorageEf
 from baton.core.worker import Worker
 from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
+from baton.node import engine
 from baton.node.engine import EngineLoop, end_with_threads
 from baton.node.inbox import Broken, Inbox
+from baton.node.settings import EngineSettings
+from baton.node.storage import Storage
 from baton.wire.messages import (
     AcceptedAs,
+    Failed,
     FromEngine,
     Peers,
     PeerTraffic,
     Pulse,
+    Ready,
     StepOutput,
     StoreTraffic,
     TellNames,
@@ -355,3 +361,52 @@ def test_a_front_end_that_does_not_read_pauses_the_engine(benches: list[Bench]) 
         message = bench.hear()
         outputs += isinstance(message, StepOutput)
     assert bench.executor.steps >= 100 > paused
+
+
+@pytest.fixture
+def front_end(tmp_path: Path) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """Its socket, and that of an engine, which has a context of its own: it ends with the engine."""
+    context, engines_context = zmq.Context[zmq.Socket[bytes]](), zmq.Context[zmq.Socket[bytes]]()
+    ours, engines = context.socket(zmq.DEALER), engines_context.socket(zmq.DEALER)
+    ours.bind(f"ipc://{tmp_path}/engine")
+    ours.setsockopt(zmq.RCVTIMEO, DEADLINE_S * 1000)
+    engines.connect(f"ipc://{tmp_path}/engine")
+    yield ours, engines
+    ours.close(0)
+    engines.close(0)
+    context.term()
+    engines_context.term()
+
+
+def test_the_front_end_hears_of_the_end_before_the_store_is_closed(
+    front_end: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that hangs takes its time to close, and requests that were lost must not wait for that."""
+    ours, engines = front_end
+    heard: list[FromEngine] = []
+
+    class Closing(Storage):
+        def close(self) -> None:
+            heard.extend(decode_from_engine(ours.recv()) for _ in range(2))
+            super().close()
+
+    monkeypatch.setattr(engine, "Storage", Closing)
+    monkeypatch.setattr(engine, "spare_what_is_there", lambda: None)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # whatever it becomes, it is put back
+    settings = EngineSettings("", None, b"x" * 32, blocks=8, host_memory_bytes=1 << 20, kv_store=f"file:{tmp_path}/kv")
+    ours.send(b"no message")
+    with pytest.raises(SystemExit):
+        engine.serve_to_the_end(settings, engines)
+    assert [type(message) for message in heard] == [Ready, Failed]
+
+
+def test_a_store_that_cannot_be_is_said_by_the_front_end_alone(
+    front_end: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        engine.serve_to_the_end(EngineSettings("", None, b"x" * 32, kv_store=f"file:{tmp_path}/file"), front_end[1])
+    assert decode_from_engine(front_end[0].recv()) == Failed(f"{tmp_path}/file is a file, not a folder for a store")
+    assert not caplog.records

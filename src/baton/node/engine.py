@@ -10,6 +10,7 @@ drain it, the engine pauses. Standard input is also the life line: when it close
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -34,6 +35,7 @@ from baton.core.prefix import PrefixIndex
 from baton.core.storage import StorageEffect
 from baton.core.worker import Effect, Event, Launch, StepDone, Tick, Worker
 from baton.executor.contract import Executor
+from baton.kv.store import BadStore
 from baton.node.building import build_executor, worker_config
 from baton.node.handovers import PoolMemory, open_handovers
 from baton.node.inbox import Broken, Inbox, Item
@@ -250,7 +252,8 @@ class EngineLoop:
             self._gauges_changed = False
 
 
-def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
+def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextlib.ExitStack) -> None:
+    """What is to be closed is left to `closing`: that may take a while, and the front end is to hear of our end before."""
     inbox = Inbox()
     end_with_threads(inbox)
     store = open_kv_store(settings)  # first: loading a model takes long, and the address may be wrong
@@ -262,6 +265,7 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     storage = None
     if rows := config.tiers.host_rows:
         storage = Storage(pool.of(executor), rows, store, inbox.put)
+        closing.callback(storage.close)
         details = f"{details}, {describe(settings, rows)}"
     handovers = open_handovers(settings, executor, pool, inbox) if settings.has_peers else None
     ready = Ready(
@@ -278,11 +282,7 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     )
     socket.send(encode_from_engine(ready))
     spare_what_is_there()
-    try:
-        EngineLoop(worker, executor, socket, inbox, handovers, storage).run()
-    finally:
-        if storage is not None:
-            storage.close()
+    EngineLoop(worker, executor, socket, inbox, handovers, storage).run()
 
 
 def end_with_threads(inbox: Inbox) -> None:
@@ -318,18 +318,24 @@ def main() -> None:
     socket.set_hwm(QUEUED_MESSAGES_MAX)
     socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
     socket.connect(settings.endpoint)
-    try:
-        serve(settings, socket)
-    except Exception as error:
-        # Not swallowed: the front end learns why, the traceback goes to the log, and the process ends with it.
-        reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
-        socket.send(encode_from_engine(Failed(reason)))
-        socket.close()
-        zmq.Context.instance().term()
-        if isinstance(error, BatonError):
-            log.error("%s", reason)
-            sys.exit(EXIT_FAILED)
-        raise
+    serve_to_the_end(settings, socket)
+
+
+def serve_to_the_end(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
+    with contextlib.ExitStack() as closing:
+        try:
+            serve(settings, socket, closing)
+        except Exception as error:
+            # Not swallowed: the front end learns why, the traceback goes to the log, and the process ends with it.
+            reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+            socket.send(encode_from_engine(Failed(reason)))
+            socket.close()
+            socket.context.term()
+            if isinstance(error, BatonError):
+                if not isinstance(error, BadStore):  # that one is the user's, to whom the front end says it
+                    log.error("%s", reason)
+                sys.exit(EXIT_FAILED)
+            raise
 
 
 if __name__ == "__main__":
