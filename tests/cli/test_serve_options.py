@@ -138,6 +138,13 @@ def test_a_store_has_host_memory_to_pass_through_unless_told_otherwise(serve: Se
     assert serve("--kv-store", "file:/kv", "--host-memory", "1M")["engine"].host_bytes == 1 << 20
 
 
+def test_an_empty_address_is_no_store(serve: Serve, file: Write) -> None:
+    plain = serve()
+    assert serve("--kv-store", "") == serve(BATON_KV_STORE="") == serve("--config", file('kv-store = ""')) == plain
+    assert plain["engine"].kv_store is None
+    assert serve("--kv-store", "", BATON_KV_STORE="file:/kv") == plain, "which goes before what the environment names"
+
+
 @pytest.mark.parametrize("option", ["--host-memory", "--kv-store-limit"])
 def test_what_is_no_size_is_told_by_the_name_of_its_option(serve: Serve, option: str) -> None:
     assert f"Invalid value for {option}: 'lots' is not a size" in serve.error(option, "lots")

@@ -88,7 +88,7 @@ def test_a_store_is_told_to_all_and_its_address_stands_in_no_command_line(
     up("--kv-store", store, "--host-memory", "1G", "--no-save-finished")
     up("--kv-store", store, "--mixed", "3")
     up("--kv-store", "valkey://me:secret@localhost:6379/0")
-    up()
+    up("--kv-store", "")
     line = " ".join(plans[0].member_command(Member("mixed-1", "mixed"), "h:1", cores=2))
     assert "--host-memory 1G" in line
     assert "--no-save-finished" in line

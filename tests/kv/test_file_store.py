@@ -560,6 +560,11 @@ def test_a_full_disk_is_no_reason_not_to_start(tmp_path: Path, draw: random.Rand
         assert put(store, sample(draw)) == [False]
 
 
+def test_a_folder_that_cannot_be_made_says_why() -> None:
+    with pytest.raises(BadStore, match="the folder /proc/nope/kv cannot be made: No such file or directory"):
+        open_store("file:/proc/nope/kv")
+
+
 def test_who_only_looks_makes_nothing(tmp_path: Path) -> None:
     with pytest.raises(BadStore, match="there is no store at"):
         open_store(f"file:{tmp_path / 'none'}", create=False)

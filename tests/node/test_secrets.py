@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.kv.store import BadStore
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
 from baton.wire.keyfile import KEY_BYTES, read_key, write_key
 
@@ -32,6 +33,25 @@ def test_the_key_of_a_store_is_kept_with_it_where_it_is_a_folder_and_else_on_thi
     assert store_key(f"file:{store}", tmp_path / "another machine") == kept
     assert store_key("valkey://h:1", here) == store_key("mooncake://h:1", here) != kept
     assert (here / "prefix.key").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("file", "is a file, not a folder for a store"),
+        ("file/below", "Not a directory"),
+        ("linked", "is a link; a store keeps its drafts in the folder itself"),
+    ],
+)
+def test_a_folder_that_can_be_no_store_is_what_is_said_and_not_that_its_key_is_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, folder: str, reason: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / ".writing").symlink_to(tmp_path)
+    with pytest.raises(BadStore, match=reason):
+        store_key(f"file:{tmp_path}/{folder}", tmp_path / "here")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 52])

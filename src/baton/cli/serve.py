@@ -262,7 +262,7 @@ def serve(
         peers=tuple(peer or ()), peer_host=peer_host, peer_port=peer_port, transfer=transfer,
         on_preempt=on_preempt or (OnPreempt.RESUME if router is None else OnPreempt.RESCHEDULE),
         prefill_path=prefill_path, prefill_timeout_s=prefill_timeout, lease_s=lease, router=router, name=name or "",
-        host_memory_bytes=_bytes_if_given(host_memory, "--host-memory"), kv_store=kv_store,
+        host_memory_bytes=_bytes_if_given(host_memory, "--host-memory"), kv_store=kv_store or None,
         kv_store_limit_bytes=_bytes_if_given(kv_store_limit, "--kv-store-limit"), save_preempted=save_preempted,
         save_finished=save_finished, cache_outputs=cache_outputs, bring_back=bring_back,
     )  # fmt: skip

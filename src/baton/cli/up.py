@@ -94,11 +94,12 @@ def _up(
     if demo and all(source_of(context, name) == "DEFAULT" for name in ("kv_memory", "kv_blocks")):
         to_instances = ("--kv-memory", DEMO_KV, *to_instances)
     quiet = () if "--log-level" in to_instances else QUIET
+    store = context.params["kv_store"] or None
     try:
         plan = FleetPlan(
             model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
             threads, demo, tuple(context.params["api_key"] or ()), drain_timeout, round(restart_delay_max * 1e6),
-            context.params["admin_key"], context.params["kv_store"], _cluster_key(context.params["kv_store"]),
+            context.params["admin_key"], store, _cluster_key(store),
         )  # fmt: skip
         check_port(context.params["host"], router_port)
         code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)

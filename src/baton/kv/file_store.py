@@ -432,12 +432,31 @@ def _write_all(fd: int, data: memoryview) -> None:
 
 
 def open_file(url: StoreUrl, timeout_s: float, limit_bytes: int | None, create: bool) -> Store:
-    folder = os.path.abspath(os.path.expanduser(url.path))
-    _demand_folder(folder, create)
+    folder = _folder_at(url.path)
+    if create:
+        ready_folder(folder)
+    else:
+        _demand_folder(folder, create=False)
     store = FileStore(folder, timeout_s, limit_bytes)
     if create:
-        _make_ready(store, folder)
+        with _usable(folder), contextlib.suppress(Busy):
+            store.tidy()
     return store
+
+
+def ready_folder(path: str) -> None:
+    """Makes it, and in it what a store needs. Raises BadStore with the reason where that cannot be."""
+    folder = _folder_at(path)
+    drafts = os.path.join(folder, ".writing")
+    _demand_folder(folder, create=True)
+    if os.path.islink(drafts):
+        raise BadStore(f"{drafts} is a link; a store keeps its drafts in the folder itself")
+    with _usable(folder):
+        make_folder(drafts)
+
+
+def _folder_at(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _demand_folder(folder: str, create: bool) -> None:
@@ -447,24 +466,22 @@ def _demand_folder(folder: str, create: bool) -> None:
         if not stat.S_ISDIR(os.stat(folder).st_mode):
             raise BadStore(f"{folder} is a file, not a folder for a store")
         os.scandir(folder).close()
-    except FileNotFoundError:
+    except FileNotFoundError as error:
         if os.path.islink(folder):
             raise BadStore(f"{folder} is a link to nothing") from None
-        raise BadStore(f"the folder {folder} cannot be made" if create else f"there is no store at {folder}") from None
+        if not create:
+            raise BadStore(f"there is no store at {folder}") from None
+        raise BadStore(f"the folder {folder} cannot be made: {_reason(error)}") from error
     except (OSError, ValueError) as error:
         raise BadStore(f"{folder} cannot be a store: {_reason(error)}") from error
 
 
-def _make_ready(store: FileStore, folder: str) -> None:
+@contextlib.contextmanager
+def _usable(folder: str) -> Iterator[None]:
     """A full disk is no reason not to start, and neither is a process that stands still with the lock: what is stored can
     still be read, and the next one tidies up."""
-    drafts = os.path.join(folder, ".writing")
     try:
-        if os.path.islink(drafts):
-            raise BadStore(f"{drafts} is a link; a store keeps its drafts in the folder itself")
-        make_folder(drafts)
-        with contextlib.suppress(Busy):
-            store.tidy()
+        yield
     except OSError as error:
         if error.errno in _NO_LOCKS:
             raise BadStore(f"{folder} cannot be a store: its file system has no locks ({_reason(error)})") from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import secrets
 from pathlib import Path
 
+from baton.kv.file_store import ready_folder
 from baton.kv.store import parse_url
 from baton.wire.keyfile import KEY_BYTES, read_key, write_key
 
@@ -29,12 +29,12 @@ def store_key(store: str, folder: Path) -> str:
     """What stands in for a cluster key where a store is and none is given: all who use the store name prefixes alike.
 
     It is kept with the store where that is a folder, else in `folder`. Whoever can read it could read the KV beside it too.
+    Raises BadStore where there can be no such folder: that is what is wrong then, not the key.
     """
     url = parse_url(store)
     if url.kind == "file":
+        ready_folder(url.path)
         folder = Path(url.path).expanduser()
-        with contextlib.suppress(OSError):  # whoever opens the store says why
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return prefix_secret(folder).hex()
 
 

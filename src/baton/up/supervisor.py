@@ -81,8 +81,7 @@ class Supervisor:
             self._environment[API_KEYS_VARIABLE] = " ".join(plan.api_keys)
         if plan.admin_key is not None:
             self._environment[ADMIN_KEY_VARIABLE] = plan.admin_key
-        if plan.kv_store is not None:
-            self._environment[STORE_VARIABLE] = plan.kv_store
+        self._environment[STORE_VARIABLE] = plan.kv_store or ""  # empty is none, also where our own environment names one
         self._environment.pop(CONFIG_VARIABLE, None)
         self._bound = bound_to(os.getpid())
         self._ports = Ports(plan.router_port)
