@@ -40,6 +40,7 @@ bench: $(READY)
 	$(BIN)/baton bench scheduler --preempting
 	$(BIN)/baton bench pressure
 	$(BIN)/baton bench handover
+	$(BIN)/baton bench store
 	$(BIN)/baton bench predict
 	-$(BIN)/baton bench policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
 
@@ -51,7 +52,7 @@ chaos: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot,valkey]'
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mooncake]'  # not on every platform
 	tools/mooncake-libraries.sh $(CURDIR)/$(VENV)
 	tools/browser.sh

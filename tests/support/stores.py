@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.bench.store_servers import StoreServer, mooncake_server, mooncake_why_not, valkey_server, valkey_why_not
 from baton.kv.store import KINDS
 from baton.wire.envelope import HEADER_BYTES, object_name, seal
 
@@ -28,6 +29,8 @@ class Served:
     why_not: Callable[[], str | None]
     served: Callable[[Path], AbstractContextManager[str]]
     """Given an empty folder; the address of an empty store while it lasts."""
+    tears: bool = False
+    """Who reads an object while another drops it may get something else, which the envelope's checks find."""
 
 
 @contextlib.contextmanager
@@ -35,7 +38,36 @@ def file_served(folder: Path) -> Iterator[str]:
     yield f"file:{folder / 'store'}"
 
 
-SERVED: dict[str, Served] = {"file": Served(lambda: None, file_served)}
+@contextlib.contextmanager
+def valkey_served(folder: Path) -> Iterator[str]:
+    with valkey_server() as server:
+        yield server.url
+
+
+@contextlib.contextmanager
+def mooncake_served(folder: Path) -> Iterator[str]:
+    with mooncake_server() as server:
+        yield server.url
+
+
+SERVED: dict[str, Served] = {
+    "file": Served(lambda: None, file_served),
+    "valkey": Served(valkey_why_not, valkey_served),
+    "mooncake": Served(mooncake_why_not, mooncake_served, tears=True),
+}
+
+
+@contextlib.contextmanager
+def hanging(server: StoreServer) -> Iterator[None]:
+    """Stopped for good while this lasts: it takes connections, and never answers."""
+    server.child.pause()
+    state = Path(f"/proc/{server.child.pid}/stat")
+    while state.read_text().rpartition(")")[2].split()[0] != "T":
+        pass
+    try:
+        yield
+    finally:
+        server.child.resume()
 
 
 def store_kinds() -> list[object]:

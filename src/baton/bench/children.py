@@ -37,6 +37,10 @@ class Child:
         self._process = process
         self._log = log
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def check_alive(self) -> None:
         code = self._process.poll()
         if code is not None:

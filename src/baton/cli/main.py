@@ -18,6 +18,7 @@ from baton.cli.bench_router import router as router_cost
 from baton.cli.bench_routing import routing
 from baton.cli.bench_scheduler import scheduler
 from baton.cli.bench_split import split
+from baton.cli.bench_store import store as bench_store
 from baton.cli.chaos import chaos
 from baton.cli.chat import chat
 from baton.cli.drain import drain
@@ -46,6 +47,7 @@ bench_app.command()(scheduler)
 bench_app.command()(calibrate)
 bench_app.command()(predict)
 bench_app.command()(handover)
+bench_app.command("store")(bench_store)
 bench_app.command()(split)
 bench_app.command()(prefill_path)
 bench_app.command("router")(router_cost)

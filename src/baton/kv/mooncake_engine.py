@@ -45,11 +45,17 @@ def why_not() -> str | None:
 
 
 @cache
-def _engine_class() -> Callable[[], _TransferEngine]:
+def load_libraries() -> None:
+    """What anything of mooncake's needs before it can be imported."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     for library in _in_order(LIBRARIES):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+@cache
+def _engine_class() -> Callable[[], _TransferEngine]:
+    load_libraries()
     from mooncake.engine import TransferEngine
 
     made: Callable[[], _TransferEngine] = TransferEngine

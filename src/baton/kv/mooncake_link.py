@@ -1,0 +1,279 @@
+"""Their client of a Mooncake Store: finding it, making it when it is needed, and the memory that it knows.
+
+A call after `close` ends the process, so a client is closed when the last call that uses it has ended, and no earlier.
+
+Two of its calls hold up every thread of ours (it keeps the interpreter's lock): `setup` while it waits for the master, and
+`close`, for a second or two, and for ten where the master is gone. So nobody is set up with a master that does not answer on
+its HTTP port, and a client whose master is gone is left behind, for the end of the process takes it along at once. Whoever
+serves attaches its arena, and thereby connects, before it serves, and closes when it has served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import math
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.kv.mooncake_engine import load_libraries
+from baton.kv.store import StoreFailed
+
+_AREA_BYTES = 8 << 20
+_AREAS_MAX_BYTES = 1 << 30
+_ANSWER_MAX_BYTES = 1 << 28
+
+Area = npt.NDArray[np.uint8]
+
+_left_behind: list[tuple[Client, Link]] = []
+"""Never closed, so neither they nor the memory that they know may go."""
+
+
+class _Buffers(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+class _InMemory(Protocol):
+    @property
+    def buffer_descriptor(self) -> _Buffers: ...
+
+
+class _Replica(Protocol):
+    def is_memory_replica(self) -> bool: ...
+    def get_memory_descriptor(self) -> _InMemory: ...
+
+
+class _Mounted(TypedDict):
+    ret: int
+
+
+class Client(Protocol):
+    """What we use of theirs. Zero is success, less is a code of theirs."""
+
+    def setup(
+        self, local_hostname: str, metadata_server: str, global_segment_size: int, local_buffer_size: int,
+        protocol: str, rdma_devices: str, master_server_addr: str,
+    ) -> int: ...  # fmt: skip
+    def allocate_and_mount_segment(self, size: int, protocol: str) -> _Mounted: ...
+    def register_buffer(self, address: int, size: int) -> int: ...
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], to: list[int], sizes: list[int]) -> list[int]: ...
+    def batch_put_from(self, keys: list[str], of: list[int], sizes: list[int]) -> list[int]: ...
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
+    def batch_get_replica_desc(self, keys: list[str]) -> Mapping[str, Sequence[_Replica]]: ...
+    def remove_by_regex(self, pattern: str, force: bool) -> int: ...
+    def close(self) -> int: ...
+
+
+@cache
+def why_not() -> str | None:
+    try:
+        client_class()
+    except ImportError as error:
+        return f"mooncake's store client cannot be loaded: {error}"
+    return None
+
+
+def client_class() -> Callable[[], Client]:
+    load_libraries()
+    from mooncake.store import MooncakeDistributedStore
+
+    made: Callable[[], Client] = MooncakeDistributedStore
+    return made
+
+
+def _end_by_themselves(timeout_s: float) -> None:
+    """Calls that were given up shall, unless the environment says otherwise; theirs take half a minute each."""
+    limit_ms = str(math.ceil(max(1.0, timeout_s) * 1000))
+    settings = {"MC_RPC_TIMEOUT_MS": limit_ms, "MC_RPC_CONNECT_TIMEOUT_MS": "1000", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    shown: str
+    master: tuple[str, int]
+    admin: tuple[str, int]
+    metadata: str
+    protocol: str
+    device: str
+    segment_bytes: int
+    host: str | None
+    """Under which others reach us; None: found out."""
+
+
+class Link:
+    """Their client, made when it is needed; closed when the last call that uses it has ended."""
+
+    def __init__(self, settings: LinkSettings, timeout_s: float) -> None:
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._making = threading.Lock()
+        self._gate = threading.Lock()
+        self._client: Client | None = None
+        self._users = 0
+        self._closed = False
+        self._arena: memoryview | None = None
+        self._registered: list[tuple[int, int, memoryview]] = []
+        """Address, size, and what keeps it from going."""
+        self.areas = Areas(settings.shown)
+        self.given_bytes = 0
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Client]:
+        client = self._take()
+        try:
+            yield client
+        finally:
+            self._leave()
+
+    def attach(self, arena: memoryview) -> None:
+        self._arena = arena
+
+    def knows(self, address: int, size: int) -> bool:
+        return any(begin <= address and address + size <= begin + length for begin, length, _ in self._registered)
+
+    def mount(self, client: Client) -> None:
+        """Give the memory that we are to give, once."""
+        with self._making:
+            if self.given_bytes or not self._settings.segment_bytes:
+                return
+            answer = client.allocate_and_mount_segment(self._settings.segment_bytes, self._settings.protocol)
+            if answer["ret"]:
+                raise StoreFailed(f"{self._settings.shown} does not take {self._settings.segment_bytes} bytes of our memory")
+            self.given_bytes = self._settings.segment_bytes
+
+    def ask_master(self, path: str) -> bytes:
+        host, port = self._settings.admin
+        line = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        try:
+            line.request("GET", path)
+            answer = line.getresponse()
+            content = answer.read(_ANSWER_MAX_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            hint = "the master's HTTP port, which ?admin= names"
+            raise StoreFailed(f"{self._settings.shown}: {host}:{port} ({hint}) is not reached: {error}") from error
+        finally:
+            line.close()
+        if answer.status != http.HTTPStatus.OK:
+            raise StoreFailed(f"{self._settings.shown}: {host}:{port} answers {path} with {answer.status}")
+        return content
+
+    def close(self) -> None:
+        with self._gate:
+            self._closed = True
+        self._close_if_unused()
+
+    def _take(self) -> Client:
+        if not self._making.acquire(timeout=self._timeout_s):
+            raise StoreFailed(f"{self._settings.shown} is still being connected to")
+        try:
+            with self._gate:
+                if self._closed:
+                    raise StoreFailed(f"{self._settings.shown} is closed")
+                self._users += 1
+            with contextlib.ExitStack() as unless_made:
+                unless_made.callback(self._leave)
+                if self._client is None:
+                    self._client = self._made()
+                self._register(self._client)
+                unless_made.pop_all()
+            return self._client
+        finally:
+            self._making.release()
+
+    def _leave(self) -> None:
+        with self._gate:
+            self._users -= 1
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        with self._gate:
+            if not self._closed or self._users or self._client is None:
+                return
+            client, self._client = self._client, None
+        try:
+            self.ask_master("/health")
+        except StoreFailed:
+            _left_behind.append((client, self))
+            return
+        client.close()
+        self._registered.clear()
+        self.areas.forget()
+
+    def _made(self) -> Client:
+        settings, (host, port) = self._settings, self._settings.master
+        self.ask_master("/health")
+        try:
+            with socket.create_connection((host, port), self._timeout_s) as line:
+                ours = settings.host or line.getsockname()[0]
+        except OSError as error:
+            raise StoreFailed(f"{settings.shown} is not reached: {error}") from error
+        _end_by_themselves(self._timeout_s)
+        client = client_class()()
+        if client.setup(ours, settings.metadata, 0, 0, settings.protocol, settings.device, f"{host}:{port}"):
+            raise StoreFailed(f"{settings.shown} does not take us in as {ours}")
+        return client
+
+    def _register(self, client: Client) -> None:
+        arena = self._arena
+        if arena is None or self.knows(address_of(arena), len(arena)):
+            return
+        if client.register_buffer(address_of(arena), len(arena)):
+            raise StoreFailed(f"{self._settings.shown} does not take an arena of {len(arena)} bytes")
+        self._registered.append((address_of(arena), len(arena), arena))
+
+
+class Areas:
+    """Memory of ours that the client knows. Each piece belongs to one call, until that has ended."""
+
+    def __init__(self, shown: str) -> None:
+        self._shown = shown
+        self._gate = threading.Lock()
+        self._spare: list[Area] = []
+        self._all: list[Area] = []
+
+    def take(self, client: Client, size: int) -> Area:
+        with self._gate:
+            for at, area in enumerate(self._spare):
+                if area.size >= size:
+                    return self._spare.pop(at)
+            wanted = max(_AREA_BYTES, 1 << (size - 1).bit_length())
+            if sum(area.size for area in self._all) + wanted > _AREAS_MAX_BYTES:
+                raise StoreFailed(f"{self._shown}: too many calls hang")
+            area = np.zeros(wanted, np.uint8)
+            if client.register_buffer(area.ctypes.data, area.size):
+                raise StoreFailed(f"{self._shown} does not take {wanted} bytes of memory")
+            self._all.append(area)
+            return area
+
+    def give_back(self, area: Area) -> None:
+        with self._gate:
+            self._spare.append(area)
+
+    @contextlib.contextmanager
+    def lent(self, client: Client, size: int) -> Iterator[Area]:
+        area = self.take(client, size)
+        try:
+            yield area
+        finally:
+            self.give_back(area)
+
+    def forget(self) -> None:
+        with self._gate:
+            self._spare.clear()
+            self._all.clear()
+
+
+def address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)

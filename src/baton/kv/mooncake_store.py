@@ -1,0 +1,226 @@
+"""`mooncake`: objects in a Mooncake Store. A master knows where each lies; the memory is that of the instances themselves.
+
+    look   one call for all          put    from the attached arena, without a copy of ours
+    get    into an area of our own, then copied into the buffers
+
+Their client blocks for as long as it likes, and cannot be stopped. So its calls run in threads of ours, and the caller waits
+no longer than the time-out. A call that was given up goes on, and may touch its memory late. Late reads (put) store what the
+envelope's checks will find; the arena is kept for as long as the client is. Late writes (get) would spoil what somebody else
+fetched in the meantime: hence the areas, each of which belongs to one call until that has really ended.
+
+`drop` and `clear` do not wait for those who are just reading: what they read may then be something else, which the checks
+find, too. (Theirs would refuse for ten seconds after the last look.)
+
+`?segment=` is how much memory an instance gives, from its first put on; an instance that ends takes with it what lies there.
+Ours begin with `baton:`. The client cannot list objects, so for `names` and `stat` the master's own HTTP port is asked
+(`?admin=`, always needed). The engine's ports know no keys and listen on all addresses: use it where the network is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import numpy as np
+
+from baton.kv.mooncake_link import Area, Client, Link, LinkSettings, address_of, client_class
+from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, StoreStat, StoreUrl, parse_size
+
+PORT = 50051
+ADMIN_PORT = 9003
+PREFIX = "baton:"
+SEGMENT_BYTES = 512 << 20
+_OPTIONS = ("metadata", "segment", "protocol", "device", "host", "admin")
+_CALLS_MAX = 16
+"""At once, with those that hang."""
+_LINE_BYTES = 64
+_PAGE = 512
+
+_NO_ROOM = -200
+_DOES_NOT_FIT = -600
+_TRANSFER_FAILED = -800
+_NOT_THERE = (-702, -703, -704, -707, _TRANSFER_FAILED)
+"""No sound copy, not written to the end, never heard of, gone meanwhile; or it lies with somebody who is gone."""
+
+T = TypeVar("T")
+
+
+def open_mooncake(url: StoreUrl, timeout_s: float, limit_bytes: int | None) -> Store:
+    """Connects when it is first used: a master may come later than we do."""
+    client_class()
+    return MooncakeStore(_settings_of(url, limit_bytes), timeout_s)
+
+
+def _settings_of(url: StoreUrl, limit_bytes: int | None) -> LinkSettings:
+    for name in url.options:
+        if name not in _OPTIONS:
+            raise BadStore(f"{url}: a mooncake store has no option {name!r}, only limit, {', '.join(_OPTIONS)}")
+    if url.path:
+        raise BadStore(f"{url}: nothing follows the port of a mooncake store")
+    segment = url.options.get("segment")
+    given = limit_bytes if limit_bytes is not None else SEGMENT_BYTES
+    return LinkSettings(
+        shown=str(url), master=(url.host, url.port or PORT), admin=_admin_of(url),
+        metadata=url.options.get("metadata", "P2PHANDSHAKE"), protocol=url.options.get("protocol", "tcp"),
+        device=url.options.get("device", ""), segment_bytes=given if segment is None else parse_size(segment),
+        host=url.options.get("host"),
+    )  # fmt: skip
+
+
+def _admin_of(url: StoreUrl) -> tuple[str, int]:
+    host, _, port = url.options.get("admin", f"{url.host}:{ADMIN_PORT}").rpartition(":")
+    if not host or not port.isdecimal():
+        raise BadStore(f"{url}: admin is the address of the master's HTTP port, such as {url.host}:{ADMIN_PORT}")
+    return host, int(port)
+
+
+class MooncakeStore:
+    kind = "mooncake"
+
+    def __init__(self, settings: LinkSettings, timeout_s: float) -> None:
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._link = Link(settings, timeout_s)
+        self._threads = ThreadPoolExecutor(_CALLS_MAX, thread_name_prefix="mooncake-store")
+
+    def look(self, names: Sequence[str]) -> list[bool]:
+        codes = self._call(lambda client: client.batch_is_exist(_keys(names))) if names else []
+        return [self._sound(code) > 0 for code in codes]
+
+    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int]:
+        if not names:
+            return []
+        sizes = [len(view) for view in into]
+        area, codes = self._call(lambda client: self._fetch(client, names, sizes), self._give_back)
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(self._link.areas.give_back, area)
+            counts = [self._count(code) for code in codes]
+            for view, begin, count in zip(into, _begins(sizes)[:-1], counts, strict=True):
+                if count > 0:
+                    view[:count] = area[begin : begin + count].data
+        return counts
+
+    def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> list[bool]:
+        if not names:
+            return []
+        codes = self._call(lambda client: self._send(client, names, objects))
+        return [code not in (_NO_ROOM, _TRANSFER_FAILED) and self._sound(code) == 0 for code in codes]
+
+    def drop(self, names: Sequence[str]) -> None:
+        codes = self._call(lambda client: client.batch_remove(_keys(names), True)) if names else []
+        for code in codes:
+            if code not in _NOT_THERE:
+                self._sound(code)
+
+    def attach(self, arena: memoryview) -> None:
+        """Connects and registers it, if that can be; else when it can. Kept until the connection is closed."""
+        self._link.attach(arena)
+        with contextlib.suppress(StoreFailed):
+            self._call(lambda client: client.batch_is_exist([]))
+
+    def names(self) -> Iterator[tuple[str, int]]:
+        listed = self._bounded(lambda: self._link.ask_master("/get_all_keys")).decode("utf-8", "replace").split("\n")
+        keys = [key for key in listed if key.startswith(PREFIX)]
+        for begin in range(0, len(keys), _PAGE):
+            yield from self._sizes(keys[begin : begin + _PAGE])
+
+    def stat(self) -> StoreStat:
+        sizes = [size for _, size in self.names()]
+        metrics = self._bounded(lambda: self._link.ask_master("/metrics")).decode("utf-8", "replace")
+        values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("master_") and " " in line)
+        capacity = int(float(values.get("master_total_capacity_bytes", "0")))
+        details = {"capacity of all instances": str(capacity), "given by this one": str(self._link.given_bytes)}
+        return StoreStat(self.kind, len(sizes), sum(sizes), capacity or None, details)
+
+    def clear(self) -> int:
+        return self._sound(self._call(lambda client: client.remove_by_regex(f"^{PREFIX}", True)))
+
+    def close(self) -> None:
+        """Waits no longer than the time-out; what hangs then ends with the process."""
+        with contextlib.suppress(StoreFailed, RuntimeError):
+            self._bounded(self._link.close)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ── in the caller's thread ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _call(self, job: Callable[[Client], T], late: Callable[[T], None] | None = None) -> T:
+        def work() -> T:
+            with self._link.client() as client:
+                return job(client)
+
+        return self._bounded(work, late)
+
+    def _bounded(self, work: Callable[[], T], late: Callable[[T], None] | None = None) -> T:
+        """`late` is given what comes when nobody waits for it any more."""
+        try:
+            future = self._threads.submit(work)
+        except RuntimeError as error:
+            raise StoreFailed(f"{self._settings.shown} is closed") from error
+        wait([future], self._timeout_s)
+        if future.done():
+            return future.result()
+        if not future.cancel() and late is not None:
+            future.add_done_callback(lambda ended: _hand(ended, late))
+        raise StoreFailed(f"{self._settings.shown} does not answer within {self._timeout_s:g} s")
+
+    def _sizes(self, keys: list[str]) -> Iterator[tuple[str, int]]:
+        found = self._call(lambda client: client.batch_get_replica_desc(keys))
+        for key in keys:
+            in_memory = [each.get_memory_descriptor() for each in found.get(key, ()) if each.is_memory_replica()]
+            if in_memory:
+                yield key.removeprefix(PREFIX), in_memory[0].buffer_descriptor.size
+
+    def _give_back(self, fetched: tuple[Area, list[int]]) -> None:
+        self._link.areas.give_back(fetched[0])
+
+    def _count(self, code: int) -> int:
+        if code in _NOT_THERE:
+            return MISSING
+        return OVERSIZED if code == _DOES_NOT_FIT else self._sound(code)
+
+    def _sound(self, code: int) -> int:
+        if code < 0:
+            raise StoreFailed(f"{self._settings.shown} answers with mooncake's error {code}")
+        return code
+
+    # ── in a thread of ours ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fetch(self, client: Client, names: Sequence[str], sizes: list[int]) -> tuple[Area, list[int]]:
+        begins = _begins(sizes)
+        area = self._link.areas.take(client, begins[-1])
+        with contextlib.ExitStack() as unless_ended:
+            unless_ended.callback(self._link.areas.give_back, area)
+            codes = client.batch_get_into(_keys(names), [area.ctypes.data + begin for begin in begins[:-1]], sizes)
+            unless_ended.pop_all()
+        return area, codes
+
+    def _send(self, client: Client, names: Sequence[str], objects: Sequence[memoryview]) -> list[int]:
+        self._link.mount(client)
+        sizes = [len(content) for content in objects]
+        addresses = [address_of(content) for content in objects]
+        if all(self._link.knows(address, size) for address, size in zip(addresses, sizes, strict=True)):
+            return client.batch_put_from(_keys(names), addresses, sizes)
+        begins = _begins(sizes)
+        with self._link.areas.lent(client, begins[-1]) as area:
+            for content, begin in zip(objects, begins[:-1], strict=True):
+                area[begin : begin + len(content)] = np.frombuffer(content, np.uint8)
+            return client.batch_put_from(_keys(names), [area.ctypes.data + begin for begin in begins[:-1]], sizes)
+
+
+def _keys(names: Sequence[str]) -> list[str]:
+    return [PREFIX + name for name in names]
+
+
+def _begins(sizes: Sequence[int]) -> list[int]:
+    """Where each begins when they lie one behind the other, and the end of them all."""
+    begins = [0]
+    for size in sizes:
+        begins.append(begins[-1] + -(-size // _LINE_BYTES) * _LINE_BYTES)
+    return begins
+
+
+def _hand(ended: Future[T], late: Callable[[T], None]) -> None:
+    if ended.exception() is None:
+        late(ended.result())
