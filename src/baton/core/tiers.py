@@ -166,10 +166,8 @@ class Tiers:
 
     @property
     def busy(self) -> bool:
-        """Whether something is still to be saved."""
-        return bool(self._to_put and self.breaker.allows(self._now_us)) or any(
-            haul.kind in (Kind.OUT, Kind.PUT) for haul in self._open.values()
-        )
+        """Whether something is being saved. What waits for its turn waits for one of these, or for a store that is gone."""
+        return any(haul.kind in (Kind.OUT, Kind.PUT) for haul in self._open.values())
 
     def next_deadline(self) -> int | None:
         hauls = (haul.deadline_us for haul in self._open.values() if not haul.fencing)
@@ -358,7 +356,7 @@ class Tiers:
         haul = self._open.get(event.haul)
         if haul is not None:
             self._ended(haul, event)
-            self._go_on()
+        self._go_on()
         return self._take_outcomes()
 
     def expire(self, now_us: int) -> list[Outcome]:
