@@ -57,8 +57,12 @@ class DelayedStore:
     def _delayed(self, call: Callable[[], T]) -> T:
         began_s = time.perf_counter()
         answer = call()
-        self._released.wait((self._times - 1) * (time.perf_counter() - began_s))
+        self._released.wait(self.delay_s(time.perf_counter() - began_s))
         return answer
+
+    def delay_s(self, spent_s: float) -> float:
+        """How long an answer that took so long is held back."""
+        return (self._times - 1) * spent_s
 
 
 class SilentStore(DelayedStore):

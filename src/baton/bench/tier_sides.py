@@ -61,7 +61,7 @@ def why_not(side: TierSide) -> str | None:
 
 
 @contextlib.contextmanager
-def store_args(side: TierSide, folder: Path | None, limit: str, link_bytes_per_s: float) -> Iterator[tuple[str, ...]]:
+def store_args(side: TierSide, folder: Path | None, limit: str, link_bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
     """An empty store of its own, as `baton serve` is told of it; it is gone afterwards."""
     match side.store:
         case None:

@@ -9,6 +9,7 @@ import typer
 from baton import __version__
 from baton.cli.bench import bench_app
 from baton.cli.bench_calibrate import calibrate
+from baton.cli.bench_chat_tiers import chat_tiers
 from baton.cli.bench_handover import handover
 from baton.cli.bench_passes import passes
 from baton.cli.bench_policies import policies
@@ -45,6 +46,7 @@ app.command()(chat)
 app.command()(chaos)
 bench_app.command()(pressure)
 bench_app.command()(tiers)
+bench_app.command()(chat_tiers)
 bench_app.command()(passes)
 bench_app.command()(policies)
 bench_app.command()(scheduler)
