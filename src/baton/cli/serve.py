@@ -132,7 +132,7 @@ MaxPreemptions = Annotated[
 ]
 HostMemoryOption = Annotated[
     str | None,
-    option("host-memory", TIERS, "For KV that leaves the pool, such as 8G. Default: none; 256M with a store.", metavar=SIZE),
+    option("host-memory", TIERS, "For KV that leaves the pool, such as 8G. Default: none; 1G with a store.", metavar=SIZE),
 ]
 KvStore = Annotated[
     str | None,

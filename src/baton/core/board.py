@@ -445,7 +445,7 @@ class Board(ABC):
         bill = request.bill
         request.found_tokens = found
         if request.is_fresh:
-            bill.cached_tokens = min(found, len(request.submission.prompt))
+            bill.cached_tokens = found
             request.computed_ever = found
             self._count_look_up(request, found)
         bill.queue_us += self._now_us - request.since_us
@@ -538,7 +538,7 @@ class Board(ABC):
     def _note_prefilled(self, request: Request, started: list[StartedRequest]) -> None:
         """The first token since its start has come."""
         if request.is_fresh:
-            started.append(StartedRequest(request.serial, request.bill.cached_tokens))
+            started.append(StartedRequest(request.serial, request.cached_of_prompt))
         request.bill.prefill_us += self._now_us - request.since_us
         request.since_us = self._now_us
         self._release_followers(request)

@@ -412,6 +412,7 @@ class Giver:
             token=entry.token,
             logprobs=entry.logprobs,
             cached_tokens=request.bill.cached_tokens,
+            restored_tokens=request.bill.restored_tokens,
             queue_us=max(0, request.since_us - entry.arrived_us - request.bill.prefill_us),
             prefill_us=request.bill.prefill_us,
             prompt_digest=prompt_digest(entry.submission, self._fingerprint),

@@ -7,7 +7,7 @@ import msgspec
 from baton.core.config import MIXED, ROLES, BringBack, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
 
 DEFAULT_PEER_PORT = 8100
-STAGING_BYTES = 256 << 20
+STAGING_BYTES = 1 << 30
 """Host memory of an instance with a store for which none is set: what is on its way there and back lies in it."""
 
 
