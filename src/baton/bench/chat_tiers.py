@@ -1,9 +1,9 @@
 """`baton bench chat-tiers`: conversations of several rounds on one instance whose pool holds few of them.
 
-Owns the measurement. All conversations are open at once, with a pause before each round, and a prompt carries all that was
-said before. What the instance still has of it need not be computed: in the pool itself, in host memory, or in a store. The
-instances (nothing, host memory, a file store, Valkey) are all up and take turns; the lengths are those of a trace, cut to
-what a CPU can do, and each pair has words of its own. The host memory in front of a store is too small for all, too.
+Owns the measurement. Many conversations are open at once, with a pause before each next round, and a prompt carries all that
+was said before. What the instance still has of it need not be computed: in the pool itself, in host memory, or in a store.
+The instances (nothing, host memory, a file store, Valkey) are all up and take turns; the lengths are those of a trace, cut
+to what a CPU can do, and each pair has words of its own. The host memory in front of a store is too small for all, too.
 
 The figures are the share of prompt tokens that need not be computed, as usage tells it, and the time to the first token.
 """
@@ -43,7 +43,7 @@ from baton.bench.workload import Session
 
 SCHEMA = 1
 STORE_LIMIT = "4G"
-TALKS = Talks(count=78, concurrency=78, input_scale=0.25, output_tokens_max=16, context_tokens=1024)
+TALKS = Talks(count=78, concurrency=39, input_scale=0.25, output_tokens_max=16, context_tokens=1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ChatOptions:
     """None: no model."""
     talks: Talks = TALKS
     pairs: int = 3
-    think_s: float = 4.0
+    think_s: float = 2.0
     pool_blocks: int = 96
     block_size: int = 32
     slots: int = 16
@@ -203,9 +203,10 @@ def show(console: Console, report: ChatReport) -> None:
     told = report.settings
     title = (
         f"{machine_title(report.model, report.machine, report.versions)}\n"
-        f"{told['count']} conversations open at once, {report.requests} requests, {report.prompt_tokens:,} prompt tokens "
-        f"({report.new_tokens:,} new), answers up to {told['output_tokens_max']}, pauses of {told['think_s']:g} s\n"
-        f"pool of {told['pool_blocks']} blocks of {told['block_size']}, {told['slots']} at once; host {told['host']}, "
+        f"{told['count']} conversations, {told['concurrency']} at once, {report.requests} requests, "
+        f"{report.prompt_tokens:,} prompt tokens ({report.new_tokens:,} new), "
+        f"answers up to {told['output_tokens_max']}, pauses of {told['think_s']:g} s\n"
+        f"pool of {told['pool_blocks']} blocks of {told['block_size']}, {told['slots']} slots; host {told['host']}, "
         f"{told['staging']} in front of a store"
     )
     table = Table(title=title, title_justify="left")

@@ -20,7 +20,8 @@ from baton.cli.bench_screen import model_folder, progress_bar, refuse, stop_serv
 from baton.sim.workload import BadWorkload
 
 ModelName = Annotated[str, typer.Argument(help="Model folder, a built-in model, or scripted for none.")]
-Sessions = Annotated[int, typer.Option(min=1, max=10_000, help="Conversations, all open at once.")]
+Sessions = Annotated[int, typer.Option(min=1, max=10_000, help="Conversations.")]
+Concurrency = Annotated[int, typer.Option(min=1, max=1024, help="Conversations at once.")]
 Think = Annotated[float, typer.Option("--think", min=0.0, max=600.0, help="Seconds before each next round.")]
 Pool = Annotated[int, typer.Option("--kv-blocks", min=1, help="Blocks of 32 tokens in the pool.")]
 Folder = Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="Where stores are made [temporary files].")]
@@ -33,7 +34,8 @@ def chat_tiers(
     traces: TracesFolder = None,
     pairs: Pairs = 3,
     sessions: Sessions = 78,
-    think: Think = 4.0,
+    concurrency: Concurrency = 39,
+    think: Think = 2.0,
     kv_blocks: Pool = 96,
     our_args: OurArgs = "",
     folder: Folder = None,
@@ -46,7 +48,7 @@ def chat_tiers(
     """
     console = wide_console()
     stop_servers_on_sigterm()
-    talks = replace(TALKS, count=sessions, concurrency=sessions, seed=seed)
+    talks = replace(TALKS, count=sessions, concurrency=concurrency, seed=seed)
     try:
         drawn = talks.drawn(read_talks(find_talks(trace, traces)))
     except (NoTalks, BadWorkload, TraceMalformed) as error:
