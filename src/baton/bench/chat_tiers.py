@@ -57,7 +57,7 @@ class ChatOptions:
     block_size: int = 32
     slots: int = 16
     host: str = "2G"
-    staging: str = "48M"
+    staging: str = "128M"
     """Host memory in front of a store."""
     args: tuple[str, ...] = ()
     folder: Path | None = None
