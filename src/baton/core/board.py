@@ -106,8 +106,8 @@ class Board(ABC):
         self.rates = Rates()
         self.tiers = Tiers(config, self.pool, self.rates) if config.tiers.host_rows else None
         """KV outside the pool; None where there is none."""
-        self._departing: dict[Serial, EndedRequest] = {}
-        """Requests that go elsewhere: they are free of their slots, and end when what they leave behind is stored."""
+        self._departing: dict[Serial, tuple[EndedRequest, int]] = {}
+        """Requests that go elsewhere: free of their slots since then, they end when what they leave behind is stored."""
         self._namer = Namer(self.slots, self.pool, config.block_size)
         self._requests: dict[Serial, Request] = {}
         """Every request that is open or whose slot is not free yet."""
@@ -707,17 +707,23 @@ class Board(ABC):
 
     def _depart(self, ended: EndedRequest, unstored: list[Key]) -> None:
         if self.tiers is not None:
-            self._departing[ended.serial] = ended
+            self._departing[ended.serial] = ended, self._now_us
             self.tiers.depart(ended.serial, unstored, self._now_us)
+
+    def departing(self) -> tuple[Serial, ...]:
+        """Requests whose end waits for what they leave behind."""
+        return tuple(self._departing)
 
     def departed(self, serial: Serial) -> EndedRequest:
         """What it leaves behind is stored, or will not be: its end may be told."""
-        return self._departing.pop(serial)
+        ended, since_us = self._departing.pop(serial)
+        ended.bill.transfer_us += self._now_us - since_us
+        return ended
 
     def _depart_at_once(self, serial: Serial, reason: FinishReason) -> EndedRequest:
         if self.tiers is not None:
             self.tiers.forget_departure(serial)
-        return replace(self._departing.pop(serial), reason=reason, fault=None)
+        return replace(self.departed(serial), reason=reason, fault=None)
 
     def _host_rows(self, request: Request, hit: Hit) -> Int32s:
         """Where host memory continues what the cache has, as far as that is worth bringing back."""

@@ -306,7 +306,7 @@ class Worker:
         return [Withdrawn(ended)] if ended else []
 
     def _stop_all(self) -> list[Effect]:
-        serials = [request.serial for request in self.scheduler.requests()]
+        serials = [*(request.serial for request in self.scheduler.requests()), *self.scheduler.departing()]
         return [effect for serial in serials for effect in self._stop(serial, FinishReason.ABORT, None)]
 
     def _submit(self, event: Submitted) -> Accepted | GroupRefused:
