@@ -211,7 +211,7 @@ def test_metrics_tell_the_role_peers_and_hand_overs(served: Served, engine: Scri
 
 def test_metrics_tell_what_is_beyond_the_pool(served: Served, engine: ScriptedEngine) -> None:
     storage = Storage(
-        host_blocks=1, host_used=2, saved=3, unsaved=4, loaded=5, stored=6, unstored=7, fetched=8, missing=9,
+        host_blocks=1, host_used=2, open=20, saved=3, unsaved=4, loaded=5, stored=6, unstored=7, fetched=8, missing=9,
         bad={"torn": 10}, recompute_cheaper=11, failed=12, late=13, errors=14, breaker_open=1, breaker_opened=15,
         saved_bytes=16, loaded_bytes=17, stored_bytes=18, fetched_bytes=19,
     )  # fmt: skip
@@ -222,8 +222,8 @@ def test_metrics_tell_what_is_beyond_the_pool(served: Served, engine: ScriptedEn
         "host_kv_blocks": 1, "host_kv_blocks_used": 2, "kv_saved_blocks_total": 3, "kv_unsaved_blocks_total": 4,
         "kv_loaded_blocks_total": 5, "store_stored_blocks_total": 6, "store_unstored_blocks_total": 7,
         "store_fetched_blocks_total": 8, "store_missing_blocks_total": 9, "kv_recompute_cheaper_blocks_total": 11,
-        "kv_transfers_failed_total": 12, "kv_transfers_late_total": 13, "store_errors_total": 14, "store_breaker_open": 1,
-        "store_breaker_opened_total": 15, "kv_saved_bytes_total": 16, "kv_loaded_bytes_total": 17,
+        "kv_transfers_open": 20, "kv_transfers_failed_total": 12, "kv_transfers_late_total": 13, "store_errors_total": 14,
+        "store_breaker_open": 1, "store_breaker_opened_total": 15, "kv_saved_bytes_total": 16, "kv_loaded_bytes_total": 17,
         "store_stored_bytes_total": 18, "store_fetched_bytes_total": 19,
     }  # fmt: skip
     assert {name: page[f'baton_{name}{{model_name="tiny"}}'] for name in shown} == {

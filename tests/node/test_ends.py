@@ -43,7 +43,7 @@ GAUGES = SchedulerGauges(
     chunk_prefill_unsatisfied=0,
     reserve_ratio=0.5,
     handovers=HandoverGauges(peers=1, open=2, made=3, refused=4, not_delivered=5, preempted=6, timed_out=7),
-    storage=StorageGauges(40, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2),
+    storage=StorageGauges(40, 9, 3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2),
 )
 
 
@@ -97,9 +97,9 @@ async def test_block_states_and_hand_overs_arrive(engine: EngineClient) -> None:
 async def test_what_is_beyond_the_pool_arrives(engine: EngineClient) -> None:
     hear(engine, StoreTraffic(10, 20, 30, 40, 50, 60, {"torn": 1}))
     assert engine.gauges.storage == Storage(
-        host_blocks=40, host_used=9, saved=1, unsaved=2, loaded=3, fetched=4, stored=5, unstored=6, recompute_cheaper=7,
-        failed=8, late=9, breaker_open=1, breaker_opened=2, saved_bytes=10, loaded_bytes=20, stored_bytes=30,
-        fetched_bytes=40, missing=50, errors=60, bad={"torn": 1},
+        host_blocks=40, host_used=9, open=3, saved=1, unsaved=2, loaded=3, fetched=4, stored=5, unstored=6,
+        recompute_cheaper=7, failed=8, late=9, breaker_open=1, breaker_opened=2, saved_bytes=10, loaded_bytes=20,
+        stored_bytes=30, fetched_bytes=40, missing=50, errors=60, bad={"torn": 1},
     )  # fmt: skip
 
 

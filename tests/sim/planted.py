@@ -1105,8 +1105,8 @@ def stop_only_the_waiting_orphans(patch: Patch) -> None:
 def bill_the_clock(patch: Patch) -> None:
     charge_then = Scheduler._charge_start
 
-    def charge(self: Scheduler, request: Request, hit: Hit) -> None:
-        charge_then(self, request, hit)
+    def charge(self: Scheduler, request: Request, found: int) -> None:
+        charge_then(self, request, found)
         request.bill.queue_us += self._now_us
 
     patch.set(Scheduler, "_charge_start", charge)

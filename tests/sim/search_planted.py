@@ -22,9 +22,9 @@ from threading import Lock
 from types import FrameType
 
 from baton.sim.scenario import draw_scenario, run_seed
-from tests.sim import planted_peers, planted_routing
+from tests.sim import planted_peers, planted_routing, planted_tiers
 from tests.sim.planted import Catch, read_catches, write_catches
-from tests.sim.planted_routing import BUGS
+from tests.sim.planted_tiers import BUGS
 
 EVENTS_CHEAP = 6_000
 """An undisturbed world takes two to three thousand."""
@@ -75,6 +75,8 @@ def _can_show(name: str, seed: int) -> bool:
             return scenario.router is not None
         case planted_peers.__name__:
             return scenario.router is None and any(role.takes for role in scenario.roles)
+        case planted_tiers.__name__:
+            return bool(scenario.config.tiers.host_rows or scenario.giver.tiers.host_rows)
     return scenario.router is None
 
 
@@ -82,7 +84,7 @@ def _likely_first(name: str, seeds: int) -> Iterator[int]:
     """Where it can show; for what is not the router's own doing, then also where there is one."""
     likely = {seed for seed in range(seeds) if _can_show(name, seed)}
     yield from sorted(likely)
-    if BUGS[name].plant.__module__ != planted_routing.__name__:
+    if BUGS[name].plant.__module__ not in (planted_routing.__name__, planted_tiers.__name__):
         yield from (seed for seed in range(seeds) if seed not in likely)
 
 

@@ -1,4 +1,6 @@
-"""A crash, or a long pause, after every single event of a small world with hand-overs or a router in it: every law holds.
+"""A crash, or a long pause, after every single event of a small world with hand-overs, a router or a store in it.
+
+Every law holds.
 
 The whole walk (every event, both instances, both blows, all kinds of worlds) runs with BATON_TEST_EXHAUSTIVE=1; without it,
 every crash in one kind of world and a sample of everything else.
@@ -11,7 +13,7 @@ import os
 import pytest
 
 from baton.core.config import DECODE, MIXED, PREFILL, OnPreempt, PrefillPath, Role
-from baton.sim.exhaustive import Blow, Strike, events_of, fleet_world, small_world, strikes, struck
+from baton.sim.exhaustive import Blow, Strike, events_of, fleet_world, shelved_world, small_world, strikes, struck
 from baton.sim.scenario import Run, Scenario
 
 WHOLE = os.environ.get("BATON_TEST_EXHAUSTIVE") == "1"
@@ -90,3 +92,34 @@ def test_neither_do_pauses_nor_both_crashes_nor_a_pair(roles: tuple[Role, ...]) 
         holds(scenario, strike)
     for event in range(1, events_of(scenario) + 1, SAMPLED_EVERY):
         holds(scenario, Strike(event, 0, Blow.CRASH, then_router=True))
+
+
+# ── with host memory and a store ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_shelved_world_saves_stores_fetches_restores_and_preempts() -> None:
+    verdict = Run(shelved_world(OnPreempt.RESUME)).verdict()
+    assert verdict.broken is None
+    for move in (
+        "haul: OUT ─all of it done→",
+        "haul: PUT ─all of it done→",
+        "haul: GET ─all of it done→",
+        "haul: IN ─all of it done→",
+        "request: RESTORING ─admit→",
+        "request: RUNNING_DECODE ─order to yield→",
+    ):
+        assert verdict.moves[move] >= 1, move
+
+
+def test_a_crash_after_any_event_of_an_instance_with_a_store_breaks_no_law() -> None:
+    scenario = shelved_world(OnPreempt.RESUME)
+    for event in range(1, events_of(scenario) + 1):
+        holds(scenario, Strike(event, 0, Blow.CRASH))
+
+
+@pytest.mark.parametrize("roles", [EQUALS, PAIR], ids=["equals", "pair"])
+@pytest.mark.parametrize("on_preempt", OnPreempt)
+def test_neither_do_pauses_nor_a_pair_with_a_store(roles: tuple[Role, ...], on_preempt: OnPreempt) -> None:
+    scenario = shelved_world(on_preempt, roles)
+    for strike in strikes(scenario, SAMPLED_EVERY):
+        holds(scenario, strike)

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from baton.cli.main import app
 from baton.cli.sim_fuzz import replay_command
-from baton.core.config import OnPreempt, PrefillPath
+from baton.core.config import BringBack, OnPreempt, PrefillPath
 from baton.core.routing import Policy, RouterConfig
 from baton.core.scheduler import Scheduler
 from baton.sim import fuzz
-from baton.sim.faults import CLASSES, OF_ROUTERS, Fault
+from baton.sim.faults import CLASSES, OF_ROUTERS, OF_STORAGE, OF_STORES, Fault
 from baton.sim.fuzz import EVERY_FAULT, NothingBroken, ShardDied, Totals, run_many, shrink
 from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
 from baton.sim.shard import SeedReport
@@ -127,6 +127,10 @@ def test_leaving_a_class_of_faults_out_leaves_requests_and_the_other_rates_as_th
                     assert before.impossible or (before.prompt, before.stop_after) == (after.prompt, after.stop_after)
 
 
+SHORT_LIMITS = {Fault.COPY_WHILE_FENCING, Fault.STORE_TOO_LATE, Fault.STORE_LEFT_ALONE}
+"""What a time limit brings about that is too short even on a good day."""
+
+
 def test_a_world_without_faults_answers_everybody_in_full() -> None:
     for seed in range(20):
         verdict = run_seed(seed, Trim(classes=()))
@@ -139,7 +143,7 @@ def test_a_world_without_faults_answers_everybody_in_full() -> None:
         if verdict.scenario.config.on_preempt is OnPreempt.RESCHEDULE:  # a small pool and a short limit are no faults
             ends |= {"pd_reschedule: 500", "pd_reschedule: 502", "pd_reschedule: 408"}
         assert set(map(str, verdict.ends)) <= ends
-        assert not verdict.fired
+        assert set(verdict.fired) <= SHORT_LIMITS
 
 
 def check_undisturbed(verdict: Verdict, router: RouterConfig) -> None:
@@ -152,7 +156,8 @@ def check_undisturbed(verdict: Verdict, router: RouterConfig) -> None:
     if verdict.scenario.config.on_preempt is OnPreempt.RESCHEDULE:
         ends |= {"pd_reschedule: 500", "pd_reschedule: 501", "pd_reschedule: 502", "pd_reschedule: 408"}
     assert set(map(str, verdict.ends)) <= ends
-    assert set(verdict.fired) <= {Fault.LEG_REFUSED, Fault.LEG_YIELDED, Fault.KV_WHILE_FENCING, Fault.KV_TOO_LATE}
+    usual = {Fault.LEG_REFUSED, Fault.LEG_YIELDED, Fault.KV_WHILE_FENCING, Fault.KV_TOO_LATE}
+    assert set(verdict.fired) <= usual | SHORT_LIMITS
 
 
 def test_most_worlds_have_a_router_and_all_of_its_policies_are_drawn() -> None:
@@ -163,6 +168,22 @@ def test_most_worlds_have_a_router_and_all_of_its_policies_are_drawn() -> None:
     assert {router.preempt_retry_exclude_decode for router in routers} == {False, True}
     for scenario in drawn:
         assert scenario.router is not None or not set(scenario.classes) & set(OF_ROUTERS)
+
+
+def test_half_of_the_worlds_have_host_memory_and_most_of_those_a_store() -> None:
+    drawn = [draw_scenario(seed) for seed in range(400)]
+    with_host = [scenario for scenario in drawn if scenario.config.tiers.host_rows]
+    with_store = [scenario for scenario in drawn if scenario.has_store]
+    assert 150 <= len(with_host) <= 230
+    assert 80 <= len(with_store) <= 150
+    assert {scenario.config.tiers.bring_back for scenario in with_host} == set(BringBack)
+    shares = [scenario.config.tiers.host_rows / scenario.config.blocks for scenario in with_host]
+    assert min(shares) < 0.2
+    assert max(shares) > 3
+    for scenario in drawn:
+        of_storage = set(scenario.classes) & set(OF_STORAGE)
+        assert scenario.has_store or not of_storage & set(OF_STORES)
+        assert scenario.config.tiers.host_rows or scenario.giver.tiers.host_rows or not of_storage
 
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:

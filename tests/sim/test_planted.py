@@ -11,9 +11,9 @@ from functools import cache
 import pytest
 
 from baton.sim.scenario import Verdict, run_seed
-from tests.sim import planted_peers, planted_routing
+from tests.sim import planted_peers, planted_routing, planted_tiers
 from tests.sim.planted import Bug, Catch, read_catches
-from tests.sim.planted_routing import BUGS
+from tests.sim.planted_tiers import BUGS
 
 CATCHES = read_catches()
 HINT = "search again: python -m tests.sim.search_planted --names {}"
@@ -29,7 +29,9 @@ def test_the_registry_is_large_enough_and_every_bug_is_on_record() -> None:
     layers = [bug.layer for bug in BUGS.values()]
     of_peers = [bug for bug in BUGS.values() if bug.plant.__module__ == planted_peers.__name__]
     of_routers = [bug for bug in BUGS.values() if bug.plant.__module__ == planted_routing.__name__]
-    assert len(BUGS) >= 150
+    of_tiers = [bug for bug in BUGS.values() if bug.plant.__module__ == planted_tiers.__name__]
+    assert len(BUGS) >= 200
+    assert len(of_tiers) >= 30
     assert len(of_peers) >= 40
     assert len(of_routers) >= 40
     assert layers.count("core") >= 12

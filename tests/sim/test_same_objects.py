@@ -21,7 +21,8 @@ from baton.wire.switch import Switch
 SIM = Path(__file__).parents[2] / "src" / "baton" / "sim"
 
 MAY_SEE_OF_CORE = {
-    "config", "errors", "laws", "peers", "plan", "prefix", "records", "request", "router", "routing", "worker",
+    "config", "errors", "laws", "peers", "plan", "prefix", "records", "request", "router", "routing",
+    "storage", "worker",
 }  # fmt: skip
 """The doors of the deciding code and the values that pass them; what decides behind a door is not for the simulator."""
 TABLES = {"carrying", "fleet", "request"}

@@ -140,11 +140,13 @@ class Handovers:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """KV beyond the pool, in blocks unless it says otherwise. All but the first two and `breaker_open` only grow."""
+    """KV beyond the pool, in blocks unless it says otherwise. All but the first three and `breaker_open` only grow."""
 
     host_blocks: int = 0
     """Room in host memory."""
     host_used: int = 0
+    open: int = 0
+    """Transfers under way."""
     saved: int = 0
     """From the pool to host memory."""
     unsaved: int = 0

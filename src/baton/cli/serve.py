@@ -75,7 +75,7 @@ Host = Annotated[str, option("host", API, "Address to listen on. Another than lo
 Port = Annotated[int, option("port", API, "Port to listen on; 0 picks a free one.", 0, 65535)]
 ApiKeys = Annotated[
     list[str] | None,
-    option("api-key", API, "A key that clients must present; repeat for several tenants, which share no KV."),
+    option("api-key", API, "Clients must present it; repeat for tenants. They share no KV, unless given as GROUP:KEY."),
 ]
 Names = Annotated[
     list[str] | None, option("served-model-name", API, "Name in the API; repeat for aliases. Default: the model's own.")

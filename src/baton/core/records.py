@@ -63,6 +63,8 @@ class Request:
     """No peer is asked to prefill it (any more)."""
     is_sought: bool = False
     """The store was asked for what it starts with."""
+    sought_again: int = 0
+    """How often since then, when it could have been let in."""
     lent: bool = False
     """A transfer may read its blocks: they come back when that is over, too."""
     bill: Bill = field(default_factory=Bill)

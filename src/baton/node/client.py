@@ -110,8 +110,6 @@ class EngineClient:
         """Since the start, for whomever."""
         self._traffic = PeerTraffic({}, 0)
         self._store_traffic = StoreTraffic()
-        self._hauls = 0
-        """Transfers between the pool, host memory and the store that are under way."""
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
         self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
@@ -246,7 +244,7 @@ class EngineClient:
 
     async def wait_idle(self) -> None:
         """Until no request is open, nor a hand-over to a peer, and what is being kept of KV is where it should be."""
-        while self.open_requests or self._gauges.handovers.open or self._hauls:
+        while self.open_requests or self._gauges.handovers.open or self._gauges.storage.open:
             self._fewer.clear()
             await self._fewer.wait()
 
@@ -330,7 +328,6 @@ class EngineClient:
             self.tokens_made += len(message.tokens) // 4  # each has four bytes
         if isinstance(message, StepOutput | Pulse):
             self._gauges = _gauges_of(message.gauges, self._settings)
-            self._hauls = message.gauges.storage.hauls
         elif isinstance(message, PeerTraffic):
             self._traffic = message
         elif isinstance(message, StoreTraffic):
@@ -429,6 +426,7 @@ def _storage_of(item: WireStorage) -> Storage:
     return Storage(
         host_blocks=item.host_rows,
         host_used=item.host_used,
+        open=item.hauls,
         saved=item.saved,
         unsaved=item.unsaved,
         loaded=item.loaded,

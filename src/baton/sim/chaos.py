@@ -13,7 +13,9 @@ from baton.sim.faults import Fault, Rates, log_uniform_us
 from baton.sim.instance import PEER_STEPS, Instance
 from baton.sim.neighbours import end_name
 from baton.sim.network import Network
+from baton.sim.porters import Depot
 from baton.sim.seats import FRONT, Seat
+from baton.sim.store import Store
 from baton.sim.transfer import Fabric
 from baton.sim.world import Host, World
 
@@ -53,6 +55,7 @@ class Chaos:
         rates: Rates,
         span_us: int,
         fabric: Fabric | None = None,
+        depot: Depot | None = None,
     ) -> None:
         self._world = world
         self._network = network
@@ -63,6 +66,7 @@ class Chaos:
         self._span_us = span_us
         self._over = False
         self._fabric = fabric
+        self._depot = depot
         self._pairs = [(seat, peer) for seat in seats for peer in seat.peers if seat.role.takes]
         self._aims: list[_Aim] = []
 
@@ -82,6 +86,8 @@ class Chaos:
                 self._world.at(stream.randrange(self._span_us), begin, stream, stream.choice(self._seats))
         if self._pairs:
             self._unleash_on_peers()
+        if self._depot is not None and self._depot.store is not None:
+            self._unleash_on_store(self._depot.store)
         for seat in self._seats:
             seat.set_device(disagreement=rates.disagreement)
             seat.when_opened = self._crash_at_opening if rates.crashes else None
@@ -99,11 +105,24 @@ class Chaos:
             for seat in self._seats:
                 seat.at_step = self._step_taken
 
+    def _unleash_on_store(self, store: Store) -> None:
+        rates, world = self._rates, self._world
+        for time in range(rates.store_absences):
+            stream = world.stream(f"chaos store-away {time}")
+            world.at(stream.randrange(self._span_us), store.go_away, stream)
+        for time in range(rates.store_wipes):
+            world.at(world.stream(f"chaos store-wipe {time}").randrange(self._span_us), store.wipe)
+        if rates.store_deaths:
+            stream = world.stream("chaos store-dead")
+            world.at(stream.randrange(self._span_us), store.die, stream)
+
     def heal(self) -> None:
         """No fault any more: everything that was cut, stopped or slowed is as it was."""
         self._over = True
         if self._fabric is not None:
             self._fabric.heal()
+        if self._depot is not None:
+            self._depot.heal()
         self._network.heal()
         self._resume_front()
         for seat in self._seats:

@@ -11,12 +11,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from baton.core.config import DECODE, PREFILL, HandoverConfig, OnPreempt, PrefillPath, Role, WorkerConfig
+from baton.core.config import (
+    DECODE,
+    MIXED,
+    PREFILL,
+    BringBack,
+    HandoverConfig,
+    OnPreempt,
+    PrefillPath,
+    Role,
+    TierConfig,
+    WorkerConfig,
+)
 from baton.core.request import Sampling
 from baton.core.routing import RouterConfig
 from baton.sim.asks import Ask
 from baton.sim.faults import DiskRates, Fault, NetworkRates, Rates
+from baton.sim.porters import CopyTimes
 from baton.sim.scenario import FlatTimes, Run, Scenario, UserPlan, Verdict
+from baton.sim.store import StoreTimes
 from baton.sim.transfer import KvTimes
 from baton.wire.link import LinkConfig
 
@@ -85,6 +98,28 @@ def fleet_world(roles: tuple[Role, ...], loss_retry_count: int = 2) -> Scenario:
     )
     link = LinkConfig(heartbeat_us=200_000, silent_us=500_000, acceptor_silent_us=700_000)
     return replace(small, roles=roles, router=router, link=link)
+
+
+def shelved_world(on_preempt: OnPreempt, roles: tuple[Role, ...] = (MIXED, MIXED)) -> Scenario:
+    """Host memory and a store: pools too small for two prompts, which come again here and elsewhere."""
+    small = small_world(pulls=False, on_preempt=on_preempt, path=PrefillPath.SHORT)
+    tiers = TierConfig(
+        host_rows=10, store=True, bring_back=BringBack.ALWAYS, haul_blocks=2, copy_us=4_000, look_us=5_000, get_us=5_000,
+        put_us=10_000, depart_us=5_000, retry_us=20_000, retry_us_max=40_000,
+    )  # fmt: skip
+    config = replace(small.config, slots=2, blocks=8, context_tokens=30, tiers=tiers)
+    one, other, third = tuple(range(14)), tuple(range(20, 5, -1)), (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5)
+    asked = (
+        (0, one, 1, None), (500, other, 1, None), (70_000, other, 2, None), (70_500, one, 1, None),
+        (120_000, third, 1, None), (121_000, third, 1, None), (160_000, one, 1, 9_000), (161_000, other, 1, None),
+    )  # fmt: skip
+    users = tuple(
+        UserPlan(at_us, False, (replace(_ask(index, prompt, choices, patience_us), max_tokens=9),))
+        for index, (at_us, prompt, choices, patience_us) in enumerate(asked)
+    )
+    copies = CopyTimes(begin_us=300, block_us=50, jitter_us=200, stage_us=100, fence_us=500)
+    store = StoreTimes(delay_us=400, jitter_us=200, objects_max=64)
+    return replace(small, roles=roles, config=config, giver=config, users=users, copies=copies, store=store)
 
 
 def _ask(index: int, prompt: tuple[int, ...], choices: int, patience_us: int | None) -> Ask:

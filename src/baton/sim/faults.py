@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -66,6 +66,25 @@ class Fault(StrEnum):
     FORGED_BY_MEMBER = "forged frame of a member"
     LEG_REFUSED = "leg refused by an instance"
     LEG_YIELDED = "leg ended for want of room"
+    STORE_SLOW = "store slow"
+    STORE_HANGS = "store gave no answer"
+    STORE_TOO_LATE = "answer of the store came after its fence"
+    STORE_FAILS = "question to the store failed"
+    STORE_AWAY = "store out of reach"
+    STORE_LEFT_ALONE = "store left alone after failures"
+    STORE_DEAD = "store died for good"
+    STORE_FULL = "store full"
+    STORE_TORN = "object torn"
+    STORE_LOST = "object lost"
+    STORE_FLIPPED = "bit flipped in an object"
+    STORE_SWAPPED = "objects swapped"
+    STORE_ALIEN = "object of another model or tenant under our name"
+    STORE_BAD = "bad object found when it was fetched, and dropped"
+    STORE_WIPED = "store emptied"
+    COPY_SLOW = "copy between device and host slow"
+    COPY_FAILED = "copy between device and host failed"
+    COPY_WHILE_FENCING = "copy ended while it was being fenced"
+    HAUL_FENCE_SLOW = "fence of a copy or of the store took long"
 
 
 CLASSES: dict[str, tuple[Fault, ...]] = {
@@ -105,18 +124,39 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "reset": (Fault.RESET,),
     "forgery": (Fault.FORGED, Fault.FORGED_BY_MEMBER),
     "crowding": (Fault.LEG_REFUSED, Fault.LEG_YIELDED),
+    "copy-slow": (Fault.COPY_SLOW, Fault.COPY_WHILE_FENCING),
+    "copy-fails": (Fault.COPY_FAILED,),
+    "haul-fence": (Fault.HAUL_FENCE_SLOW,),
+    "store-slow": (Fault.STORE_SLOW, Fault.STORE_TOO_LATE),
+    "store-hang": (Fault.STORE_HANGS,),
+    "store-fails": (Fault.STORE_FAILS,),
+    "store-away": (Fault.STORE_AWAY, Fault.STORE_LEFT_ALONE),
+    "store-dead": (Fault.STORE_DEAD,),
+    "store-full": (Fault.STORE_FULL,),
+    "store-torn": (Fault.STORE_TORN, Fault.STORE_BAD),
+    "store-loss": (Fault.STORE_LOST,),
+    "store-flip": (Fault.STORE_FLIPPED,),
+    "store-swap": (Fault.STORE_SWAPPED,),
+    "store-alien": (Fault.STORE_ALIEN,),
+    "store-wipe": (Fault.STORE_WIPED,),
 }
 """What a seed draws from, and a user names on the command line."""
 
 _NAMES = tuple(CLASSES)
 OF_PEERS = _NAMES[_NAMES.index("kv-broken") : _NAMES.index("router-crash")]
 """Of these a world draws only where instances prefill for each other."""
-OF_ROUTERS = _NAMES[_NAMES.index("router-crash") :]
+OF_ROUTERS = _NAMES[_NAMES.index("router-crash") : _NAMES.index("copy-slow")]
 """Of these a world draws only where a router carries requests."""
+OF_COPIES = _NAMES[_NAMES.index("copy-slow") : _NAMES.index("store-slow")]
+"""Of these a world draws only where instances have host memory."""
+OF_STORES = _NAMES[_NAMES.index("store-slow") :]
+"""Of these a world draws only where there is a store."""
+OF_STORAGE = OF_COPIES + OF_STORES
 NOT_ROUTED = ("rolling-restart",)
 """Of these a world draws only where none does."""
 
 CLASSES_MIN, CLASSES_MAX, PEER_CLASSES_MAX, ROUTER_CLASSES_MAX = 3, 8, 5, 4
+STORE_CLASSES_MAX = 5
 SILENCING_US = 10_000
 """Packets that come later than this may make one side believe that the other is gone."""
 
@@ -165,12 +205,41 @@ class KvRates:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyRates:
+    """Chance a copy between device and host; the last: a fence."""
+
+    slow: float = 0.0
+    fails: float = 0.0
+    slow_fence: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRates:
+    """Chance a question to the store; from `torn` on, an object that it is given."""
+
+    slow: float = 0.0
+    hangs: float = 0.0
+    fails: float = 0.0
+    full: float = 0.0
+    torn: float = 0.0
+    lost: float = 0.0
+    flipped: float = 0.0
+    swapped: float = 0.0
+    alien: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
     """How often each thing goes wrong while chaos reigns. Zero: never."""
 
     network: NetworkRates
     disk: DiskRates
     kv: KvRates = KvRates()
+    copies: CopyRates = CopyRates()
+    store: StoreRates = StoreRates()
+    store_absences: int = 0
+    store_wipes: int = 0
+    store_deaths: int = 0
     partitions: int = 0
     peer_partitions: int = 0
     step_crashes: int = 0
@@ -200,15 +269,23 @@ class Rates:
     """Arrival rate ×."""
 
 
-def draw_classes(stream: random.Random, with_peers: bool, of_router: random.Random | None = None) -> tuple[str, ...]:
-    """`of_router`: from which to draw what can go wrong with a router; None: there is none."""
-    usual = tuple(name for name in CLASSES if name not in OF_PEERS + OF_ROUTERS)
+def draw_classes(
+    stream: random.Random,
+    with_peers: bool,
+    of_router: random.Random | None = None,
+    of_storage: tuple[random.Random, Sequence[str]] | None = None,
+) -> tuple[str, ...]:
+    """`of_router`: from which to draw what can go wrong with a router; None: there is none. `of_storage`: so, too."""
+    usual = tuple(name for name in CLASSES if name not in OF_PEERS + OF_ROUTERS + OF_STORAGE)
     drawn = stream.sample(usual, stream.randint(CLASSES_MIN, CLASSES_MAX))
     of_peers = stream.sample(OF_PEERS, stream.randint(0, PEER_CLASSES_MAX))
     drawn = drawn + of_peers if with_peers else drawn
     if of_router is not None:
         drawn = [name for name in drawn if name not in NOT_ROUTED]
         drawn += of_router.sample(OF_ROUTERS, of_router.randint(1, ROUTER_CLASSES_MAX))
+    if of_storage is not None:
+        drawing, names = of_storage
+        drawn += drawing.sample(names, min(len(names), drawing.randint(0, STORE_CLASSES_MAX)))
     return tuple(sorted(drawn))
 
 
@@ -226,17 +303,7 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
     def times(name: str, most: int) -> int:
         return stream_of[name].randint(1, most) if name in classes else 0
 
-    network = NetworkRates(
-        delay_us=200,
-        jitter_us=int(rate("delay", 100, 3_000)),
-        loss=rate("loss", 0.01, 0.3),
-        duplication=rate("duplication", 0.01, 0.5),
-        reordering=rate("reordering", 0.02, 0.4),
-        late_us=log_uniform_us(stream_of["late"], 1_000, 500_000),
-        spike=rate("delay", 0.005, 0.05),
-        spike_us=int(rate("delay", 10_000, 300_000)),
-        bit_flip=rate("bit-flip", 0.005, 0.1),
-    )
+    network = _draw_network(rate, log_uniform_us(stream_of["late"], 1_000, 500_000))
     disk = DiskRates(*(rate("disk", 0.1, 0.6) for _ in range(5)))
     kv = KvRates(
         broken=rate("kv-broken", 0.01, 0.12),
@@ -251,6 +318,11 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         network=network,
         disk=disk,
         kv=kv,
+        copies=_draw_copies(rate),
+        store=_draw_store(rate),
+        store_absences=times("store-away", 3),
+        store_wipes=times("store-wipe", 2),
+        store_deaths=times("store-dead", 1),
         peer_partitions=times("peer-partition", 3),
         step_crashes=times("step-crash", 3),
         step_pauses=times("step-pause", 3),
@@ -274,4 +346,41 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         slow_reader=rate("slow-reader", 0.1, 0.6),
         nonsense=rate("nonsense", 0.03, 0.2),
         overload=max(1.0, rate("overload", 1.5, 4.0)),
+    )
+
+
+Rate = Callable[[str, float, float], float]
+
+
+def _draw_network(rate: Rate, late_us: int) -> NetworkRates:
+    return NetworkRates(
+        delay_us=200,
+        jitter_us=int(rate("delay", 100, 3_000)),
+        loss=rate("loss", 0.01, 0.3),
+        duplication=rate("duplication", 0.01, 0.5),
+        reordering=rate("reordering", 0.02, 0.4),
+        late_us=late_us,
+        spike=rate("delay", 0.005, 0.05),
+        spike_us=int(rate("delay", 10_000, 300_000)),
+        bit_flip=rate("bit-flip", 0.005, 0.1),
+    )
+
+
+def _draw_copies(rate: Rate) -> CopyRates:
+    return CopyRates(
+        slow=rate("copy-slow", 0.05, 0.5), fails=rate("copy-fails", 0.02, 0.3), slow_fence=rate("haul-fence", 0.1, 0.7)
+    )
+
+
+def _draw_store(rate: Rate) -> StoreRates:
+    return StoreRates(
+        slow=rate("store-slow", 0.05, 0.6),
+        hangs=rate("store-hang", 0.02, 0.3),
+        fails=rate("store-fails", 0.05, 0.4),
+        full=rate("store-full", 0.05, 0.6),
+        torn=rate("store-torn", 0.02, 0.3),
+        lost=rate("store-loss", 0.02, 0.4),
+        flipped=rate("store-flip", 0.02, 0.3),
+        swapped=rate("store-swap", 0.02, 0.3),
+        alien=rate("store-alien", 0.02, 0.3),
     )

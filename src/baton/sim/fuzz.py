@@ -23,7 +23,7 @@ from baton.core.errors import BatonError
 from baton.core.fleet import TRANSITIONS as MEMBER_MOVES
 from baton.core.request import TRANSITIONS as REQUEST_MOVES
 from baton.sim.faults import Fault
-from baton.sim.judge import move_name, peer_tables
+from baton.sim.judge import haul_table, move_name, peer_tables
 from baton.sim.laws import OWN_CHECKS, LawBroken
 from baton.sim.scenario import Trim, Verdict, run_seed
 from baton.sim.shard import SeedReport
@@ -40,6 +40,7 @@ _MACHINES: list[tuple[str, Iterable[tuple[Enum, Enum]]]] = [
     ("desk", DESK_MOVES),
     ("link", LINK_MOVES),
     *peer_tables(),
+    haul_table(),
     ("carrying", CARRY_MOVES),
     ("member", MEMBER_MOVES),
     ("relay", RELAY_MOVES),

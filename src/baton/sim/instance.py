@@ -33,7 +33,7 @@ from baton.core.peers import (
 )
 from baton.core.plan import StepPlan, StepResult
 from baton.core.prefix import PrefixIndex
-from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, Look, Put
+from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, Look, Put, StorageEffect, StorageEvent
 from baton.core.worker import (
     Accepted,
     Deliver,
@@ -74,6 +74,7 @@ KEY_FILE = "prefix.key"
 PULSE_US = 100_000
 """How often the engine gives a sign of life, once its front end has asked for it."""
 _OF_PEERS = frozenset(get_args(PeerEffect))
+_OF_STORAGE = frozenset(get_args(StorageEffect))
 
 
 class Conversation(Protocol):
@@ -99,6 +100,13 @@ class Peers(Protocol):
 
     def meet(self, addresses: tuple[str, ...]) -> None:
         """Who prefills from now on: call these, and hang up on all others."""
+
+
+class Storage(Protocol):
+    """Whoever carries out what the worker orders about KV outside the pool, and answers with `Instance.hauled`."""
+
+    def carry_out(self, effect: StorageEffect) -> None:
+        """Returns at once."""
 
 
 class Watcher(Protocol):
@@ -149,6 +157,8 @@ class Instance:
         self._inbox: deque[bytes] = deque()
         self._heard: deque[PeerEvent] = deque()
         self.peers: Peers | None = None
+        self._hauled: deque[StorageEvent] = deque()
+        self.storage: Storage | None = None
         self.at_step: Callable[[str], None] | None = None
         """Told of each step of a hand-over that is taken here, by name: for whoever makes crashes happen then."""
         self.hindered_us = 0
@@ -240,6 +250,11 @@ class Instance:
         self._heard.append(event)
         self._pump()
 
+    def hauled(self, event: StorageEvent) -> None:
+        """Something that was ordered of KV outside the pool is over."""
+        self._hauled.append(event)
+        self._pump()
+
     @property
     def kv(self) -> KvView:
         return self._executor.kv
@@ -275,6 +290,8 @@ class Instance:
             if self.peers is not None:
                 self.peers.told(heard)
             self._tell(heard)
+        while self._hauled and self._has_room:
+            self._tell(self._hauled.popleft())
         while self._results and self._has_room:
             self._tell(StepDone(self._results.popleft()))
         while self._has_room and (deadline := worker.next_deadline()) is not None and deadline <= self.host.world.now_us:
@@ -335,6 +352,9 @@ class Instance:
             elif type(effect) in _OF_PEERS:
                 if self.peers is not None:
                     self.peers.carry_out(cast("PeerEffect", effect))
+            elif type(effect) in _OF_STORAGE:
+                if self.storage is not None:
+                    self.storage.carry_out(cast("StorageEffect", effect))
             elif self._conversation is not None:
                 message = message_of(effect, worker.gauges)
                 if message is not None:

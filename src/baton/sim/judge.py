@@ -22,10 +22,11 @@ import numpy as np
 from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.laws import LAWS
-from baton.core.prefix import PrefixIndex
+from baton.core.prefix import Key, PrefixIndex
 from baton.core.records import EndedRequest
 from baton.core.request import FinishReason, Phase, Serial, Submission
 from baton.core.routing import Outcome
+from baton.core.storage import Haul
 from baton.core.worker import (
     Accepted,
     Cancelled,
@@ -43,6 +44,7 @@ from baton.core.worker import (
 )
 from baton.executor.scripted import undisturbed
 from baton.sim.faults import Fault
+from baton.sim.hauls import HAUL_ENDS, HaulBook
 from baton.sim.instance import Instance
 from baton.sim.laws import (
     CAN_RESUME,
@@ -96,6 +98,11 @@ def peer_tables() -> list[tuple[str, list[tuple[Enum, Enum]]]]:
     return tables
 
 
+def haul_table() -> tuple[str, list[tuple[Enum, Enum]]]:
+    """Every kind of order about KV outside the pool, and every way in which it can end."""
+    return "haul", [(kind, end) for kind, end in HAUL_ENDS]
+
+
 class Causes(Protocol):
     """What happened, as far as it excuses somebody."""
 
@@ -109,18 +116,41 @@ class Causes(Protocol):
         """Whether something happened since then to whoever has kept what a lost router was asked for."""
 
 
+class _Behind:
+    """What books are told of a worker beyond what it hears and orders."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def knows(self, serial: Serial) -> bool:
+        return self._worker.scheduler.request(serial) is not None
+
+    def loads(self) -> list[tuple[Haul, Serial]]:
+        tiers = self._worker.scheduler.tiers
+        if tiers is None or self._worker.giver is not None:
+            return []
+        return [(haul.haul, haul.serial) for haul in tiers.open() if haul.serial is not None]
+
+
 class Docket:
     """What the judge keeps of one life of an instance."""
 
-    def __init__(self, audit_in: int, book: PeerBook | None) -> None:
+    def __init__(self, audit_in: int, book: PeerBook | None, hauls: HaulBook | None = None) -> None:
         self.audit_in = audit_in
         self._steps = 0
         self._accepted_us: dict[int, int] = {}
         self._doomed: dict[int, int] = {}
         """Requests that were told to end, and the step by which each must be gone."""
         self.peers = book
+        self.hauls = hauls
 
-    def note(self, worker: Worker, event: Event, effects: Sequence[Effect], now_us: int) -> bool:
+    @property
+    def awaited_blocks(self) -> int:
+        """Blocks that are kept for KV that arrives, from a peer or from host memory."""
+        leased = 0 if self.peers is None else self.peers.leased_blocks
+        return leased if self.hauls is None else leased + self.hauls.arriving_blocks
+
+    def note(self, worker: Worker, event: Event, effects: Sequence[Effect], deadline_us: int | None, now_us: int) -> bool:
         """Answers whether something happened that is rare enough to look at everything."""
         for effect in effects:
             match effect:
@@ -131,6 +161,8 @@ class Docket:
                         self._time_is_billed(ended, now_us)
                 case Withdrawn(ended):
                     self._time_is_billed(ended, now_us)
+        if self.hauls is not None:
+            self.hauls.note(_Behind(worker), event, effects, self._accepted_us, deadline_us, now_us)
         match event:
             case Cancelled(serial) | StopFound(serial, _):
                 self._doom(worker, [serial])
@@ -154,6 +186,8 @@ class Docket:
             request = worker.scheduler.request(Serial(serial))
             if worker.taker is not None and worker.taker.knows(Serial(serial)):
                 continue  # it ends with its fence, and that is looked at as a lease
+            if request is not None and request.slot is not None and worker.scheduler.slots.restoring[request.slot]:
+                continue  # so does this one, and that is looked at as a haul
             if request is not None:
                 if request.phase is Phase.WAITING:
                     raise LawBroken(ENDS_AT_ONCE, f"request {serial} still waits after the order to end it")
@@ -204,17 +238,17 @@ class Judge:
     def handled(self, instance: Instance, event: Event, effects: Sequence[Effect]) -> None:
         """After each event of its worker."""
         worker, docket = instance.require_worker(), self._docket(instance)
-        self._cheap_laws(worker)
+        deadline_us = worker.next_deadline()
+        arriving = self._cheap_laws(worker, deadline_us)
         if instance.undelivered > self._undelivered_max:
             raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
         if isinstance(event, Submitted) and isinstance(effects[0], Accepted) and DrainOrdered in instance.ordered:
             raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
         if docket.peers is not None:
-            docket.peers.note(event, effects, worker.next_deadline(), self._world.now_us)
-            blocks = worker.scheduler.pool.gauges()
-            if blocks.leased + blocks.receiving != docket.peers.leased_blocks:
-                raise LawBroken(LEDGER_SUMS, f"{docket.peers.leased_blocks} blocks are leased: {blocks}")
-        rare = docket.note(worker, event, effects, self._world.now_us)
+            docket.peers.note(event, effects, deadline_us, self._world.now_us)
+        rare = docket.note(worker, event, effects, deadline_us, self._world.now_us)
+        if arriving != docket.awaited_blocks:
+            raise LawBroken(LEDGER_SUMS, f"{docket.awaited_blocks} blocks wait for KV, {arriving} are marked for it")
         if isinstance(event, Submitted) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
         docket.audit_in -= 1
@@ -228,15 +262,18 @@ class Judge:
         if docket is None:
             config = instance.spec.config
             book = PeerBook(config, instance.host.name) if config.role.takes or config.role.gives else None
-            docket = self._dockets[place] = Docket(self._audit_every, book)
+            hauls = HaulBook(config, instance.host.name) if config.tiers.host_rows else None
+            docket = self._dockets[place] = Docket(self._audit_every, book, hauls)
         return docket
 
-    def _cheap_laws(self, worker: Worker) -> None:
+    def _cheap_laws(self, worker: Worker, deadline_us: int | None) -> int:
+        """Answers how many blocks are marked for KV that arrives."""
         config, scheduler = worker.config, worker.scheduler
         blocks, held = scheduler.pool.gauges(), int(np.count_nonzero(scheduler.pool.references()))
-        if blocks.running + blocks.leased + blocks.receiving != held or min(blocks.free, blocks.evictable) < 0:
+        used = blocks.running + blocks.leased + blocks.receiving + blocks.leaving
+        if used != held or min(blocks.free, blocks.evictable, blocks.running, blocks.leaving) < 0:
             raise LawBroken(LEDGER_SUMS, f"{held} blocks are held: {blocks}")
-        if scheduler.requests() and worker.next_deadline() is None and not scheduler.asleep:
+        if deadline_us is None and scheduler.requests() and not scheduler.asleep:
             raise LawBroken(DEADLOCK, "no pass is due")
         # Whoever must yield goes back into a full queue too.
         waiting, most = scheduler.waiting, config.waiting_max + config.slots
@@ -244,6 +281,7 @@ class Judge:
             waiting, most = worker.giver.queued, config.waiting_max
         if waiting > most:
             raise LawBroken(QUEUE_BOUND, f"{waiting} wait, {config.waiting_max} may")
+        return blocks.leased + blocks.receiving
 
     def _refusal_at_the_worker(self, instance: Instance, worker: Worker, event: Submitted, refusal: Refusal) -> None:
         waiting = sum(request.phase is Phase.WAITING for request in worker.scheduler.requests())
@@ -268,6 +306,10 @@ class Judge:
                 self.took_moves("giver", worker.giver.moves())
             if worker.taker is not None:
                 self.took_moves("taker", worker.taker.moves())
+            hauls = self._docket(instance).hauls
+            if hauls is not None:
+                self.took_moves("haul", hauls.moves)
+                self._world.fired[Fault.STORE_LEFT_ALONE] += hauls.left_alone
 
     def took_moves(self, machine: str, moves: Mapping[tuple[State, Move], int]) -> None:
         for (state, move), times in moves.items():
@@ -280,6 +322,16 @@ class Judge:
     def handovers_to(self, instance: Instance) -> int:
         book = self._docket(instance).peers
         return 0 if book is None else book.made
+
+    def names_of(self, instance: Instance, number: Haul) -> tuple[Key, ...]:
+        """Of what an order that is under way moves."""
+        tiers = instance.require_worker().scheduler.tiers
+        return () if tiers is None else next((haul.keys for haul in tiers.open() if haul.haul == number), ())
+
+    def store_looks(self, instance: Instance) -> int:
+        """How often this life has asked the store what it has."""
+        book = self._docket(instance).hauls
+        return 0 if book is None else book.looks
 
     def nothing_held_for(self, instance: Instance, peer: str, since_us: int) -> None:
         book = self._docket(instance).peers
@@ -294,10 +346,11 @@ class Judge:
     def nothing_held(self, instance: Instance) -> None:
         gauges = instance.require_worker().gauges()
         blocks, book = gauges.blocks, self._docket(instance).peers
-        held = gauges.running, gauges.waiting, blocks.running, blocks.leased, blocks.receiving, gauges.handovers.open
-        if any(held):
-            what = "running, waiting, blocks running, leased, receiving, hand-overs"
-            raise LawBroken(NOTHING_HELD, f"{instance.host.name} still has {held} {what}")
+        held = gauges.running, gauges.waiting, gauges.handovers.open, gauges.storage.hauls
+        kept = blocks.running, blocks.leased, blocks.receiving, blocks.leaving
+        if any(held + kept):
+            what = "running, waiting, hand-overs, hauls; blocks running, leased, receiving, leaving"
+            raise LawBroken(NOTHING_HELD, f"{instance.host.name} still has {held + kept} {what}")
         if book is not None and book.open:
             raise LawBroken(NOTHING_HELD, f"{instance.host.name} has {book.open} asked, leased or on their way out")
 

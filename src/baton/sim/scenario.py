@@ -20,11 +20,13 @@ from baton.core.config import (
     DECODE,
     MIXED,
     PREFILL,
+    BringBack,
     HandoverConfig,
     OnPreempt,
     PrefillPath,
     ReservePolicy,
     Role,
+    TierConfig,
     VictimPolicy,
     WorkerConfig,
 )
@@ -34,7 +36,7 @@ from baton.executor.scripted import ScriptedExecutor
 from baton.sim.asks import VOCABULARY, Ask, draw_ask, probe_ask
 from baton.sim.chaos import Chaos
 from baton.sim.clients import Entrance, User
-from baton.sim.faults import CLASSES, Fault, Rates, draw_classes, draw_rates
+from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, Fault, Rates, draw_classes, draw_rates
 from baton.sim.fleets import Fleet
 from baton.sim.front import Front, OneInstance
 from baton.sim.gate import Gate
@@ -44,7 +46,9 @@ from baton.sim.laws import DEADLOCK, LIVENESS, RECOVERY, LawBroken
 from baton.sim.legs import LegBook
 from baton.sim.lines import LinkEnd, initiator
 from baton.sim.network import Network
+from baton.sim.porters import CopyTimes, Depot
 from baton.sim.seats import FRONT, Seat, seat_name
+from baton.sim.store import Store, StoreTimes
 from baton.sim.transfer import Fabric, KvTimes
 from baton.sim.upheaval import Upheaval
 from baton.sim.world import Host, World, stream_of
@@ -63,6 +67,12 @@ PEER_DEAD_US = 3_000_000
 WITHOUT_ROUTER = (0, 1, 5)
 """Seeds that end so have a world without a router."""
 BUNCHED_SHARE = 0.7
+HOST_SHARE = 0.5
+"""Of worlds: instances have host memory."""
+STORE_SHARE = 0.6
+"""Of those: there is a store behind it."""
+ASKED_AGAIN_SHARE = 0.8
+"""Of questions where there is host memory: somebody else has asked, or will ask, the same."""
 MIXED_SHARE = 0.4
 """Of worlds in which nobody prefills for anybody."""
 SPLITS = (
@@ -80,6 +90,8 @@ UNBOUNDED = 1 << 30
 SUSPECTED_WITHIN_US = 200_000
 """Beyond the time that a router waits for a sign of life: what was under way arrives late."""
 SAID_WITHIN_US = 350_000
+PLAIN_COPIES = CopyTimes(begin_us=100, block_us=20, jitter_us=0, stage_us=100, fence_us=500)
+PLAIN_STORE = StoreTimes(delay_us=500, jitter_us=0, objects_max=1024)
 PROBE_FROM = 1_000_000
 """Indices of the questions that are asked when everything has healed."""
 
@@ -129,6 +141,10 @@ class Scenario:
     users: tuple[UserPlan, ...]
     router: RouterConfig | None = None
     """None: clients speak to the instances, as to a front end that only spreads them."""
+    copies: CopyTimes = PLAIN_COPIES
+    """Between device and host memory, where there is some."""
+    store: StoreTimes = PLAIN_STORE
+    """Where there is one."""
 
     @property
     def instances(self) -> int:
@@ -157,6 +173,19 @@ class Scenario:
         return tokens < giver.context_tokens and not protected and in_time
 
     @property
+    def has_store(self) -> bool:
+        return self.config.tiers.store or self.giver.tiers.store
+
+    @property
+    def looks_in_store(self) -> bool:
+        """Whether whoever prefills something new asks the store for it first, whatever that costs."""
+        prefilling = [self.config_of(number) for number in range(self.instances)]
+        return all(
+            config.tiers.store and config.tiers.bring_back is BringBack.ALWAYS and config.context_tokens > HANDED_OVER_TOKENS
+            for config in prefilling
+        )
+
+    @property
     def asks(self) -> tuple[int, ...]:
         """Their indices."""
         return tuple(ask.index for user in self.users for ask in user.asks)
@@ -182,11 +211,18 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
     stream = stream_of(seed, "scenario")
     roles = _draw_roles(seed)
     has_router = seed % 10 not in WITHOUT_ROUTER
-    classes = draw_classes(stream, any(role.takes for role in roles), stream_of(seed, "of router") if has_router else None)
+    plain, splits = _draw_config(seed), any(role.takes for role in roles)
+    config = _with_tiers(seed, plain, "of those that serve", optional=splits)
+    giver = _with_tiers(seed, _draw_giver(seed, plain), "of those that prefill", optional=splits)
+    classes = draw_classes(
+        stream,
+        splits,
+        stream_of(seed, "of router") if has_router else None,
+        _of_storage(seed, config, giver),
+    )
     classes = classes if trim.classes is None else trim.classes
     rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in (*CLASSES, "late")}, classes)
     span_us = stream.randint(400_000, 1_600_000)
-    config = _draw_config(seed)
     users = _draw_users(seed, config, rates, span_us)
     if trim.asks is not None:
         users = _only(users, trim.asks)
@@ -197,15 +233,25 @@ def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
         classes=classes,
         rates=rates,
         config=config,
-        giver=_draw_giver(seed, config),
+        giver=giver,
         kv=_draw_kv_times(seed),
-        layers=stream_of(seed, "layers").choice((1, 2, 2, 3)) if any(role.takes for role in roles) else 1,
+        layers=stream_of(seed, "layers").choice((1, 2, 2, 3)) if splits else 1,
         times=FlatTimes(shape.randint(3_000, 20_000), shape.randint(10, 500)),
         link=_draw_line(seed, classes) if has_router else _draw_link(seed, classes),
         span_us=span_us,
         users=users,
         router=_draw_carrying(seed, classes) if has_router else None,
+        copies=_draw_copy_times(seed),
+        store=_draw_store_times(seed),
     )
+
+
+def _of_storage(seed: int, config: WorkerConfig, giver: WorkerConfig) -> tuple[random.Random, Sequence[str]] | None:
+    """From what to draw which of the faults of KV outside the pool; None: there is none."""
+    if not (config.tiers.host_rows or giver.tiers.host_rows):
+        return None
+    has_store = config.tiers.store or giver.tiers.store
+    return stream_of(seed, "of storage"), OF_STORAGE if has_store else OF_COPIES
 
 
 def _draw_carrying(seed: int, classes: tuple[str, ...]) -> RouterConfig:
@@ -259,6 +305,59 @@ def _draw_giver(seed: int, config: WorkerConfig) -> WorkerConfig:
         waiting_max=stream.choice((1, 3, 64)),
         prefix_cache=stream.random() < 0.8,
         prefill_path=stream.choice(tuple(PrefillPath)),
+    )
+
+
+def _with_tiers(seed: int, config: WorkerConfig, who: str, *, optional: bool) -> WorkerConfig:
+    """Host memory from next to nothing to more than the pool; time limits that good days keep and bad ones do not.
+
+    `optional`: there are others in the same world who may have some.
+    """
+    world, stream = stream_of(seed, "storage"), stream_of(seed, f"tiers {who}")
+    has_host, has_store = world.random() < HOST_SHARE, world.random() < STORE_SHARE
+    without, rows = stream.random() < 0.1 and optional, int(config.blocks * stream.choice((0.1, 0.4, 1.0, 2.0, 4.0)))
+    retry_us = stream.choice((5_000, 50_000, 200_000))
+    tiers = TierConfig(
+        host_rows=max(1, rows),
+        store=has_store,
+        save_preempted=stream.random() < 0.9,
+        save_finished=stream.random() < 0.8,
+        cache_outputs=stream.random() < 0.8,
+        bring_back=stream.choice((BringBack.ALWAYS, BringBack.ALWAYS, BringBack.ALWAYS, BringBack.CHEAPEST)),
+        haul_blocks=stream.choice((1, 2, 4, 16)),
+        hauls_max=stream.choice((1, 2, 8)),
+        copy_us=stream.choice((5_000, 30_000, 200_000)),
+        look_us=stream.choice((3_000, 10_000, 50_000)),
+        get_us=stream.choice((5_000, 20_000, 100_000)),
+        put_us=stream.choice((5_000, 30_000, 300_000)),
+        depart_us=stream.choice((3_000, 20_000, 100_000)),
+        failures_max=stream.choice((1, 2, 3, 3)),
+        retry_us=retry_us,
+        retry_us_max=retry_us * stream.choice((1, 4)),
+    )
+    narrow = int(-(-config.context_tokens // config.block_size) * stream.choice((1.0, 1.0, 1.05, 1.2)))
+    if without or not has_host:
+        return config
+    return replace(config, prefix_cache=True, tiers=tiers, blocks=min(config.blocks, narrow))
+
+
+def _draw_copy_times(seed: int) -> CopyTimes:
+    stream = stream_of(seed, "copy times")
+    return CopyTimes(
+        begin_us=stream.choice((20, 100, 1_000)),
+        block_us=stream.choice((2, 20, 200)),
+        jitter_us=stream.choice((0, 500, 5_000)),
+        stage_us=stream.choice((50, 1_000)),
+        fence_us=stream.choice((100, 1_000, 5_000)),
+    )
+
+
+def _draw_store_times(seed: int) -> StoreTimes:
+    stream = stream_of(seed, "store times")
+    return StoreTimes(
+        delay_us=stream.choice((100, 500, 2_000)),
+        jitter_us=stream.choice((0, 1_000, 5_000)),
+        objects_max=stream.choice((8, 64, 1_024)),
     )
 
 
@@ -355,13 +454,32 @@ def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> 
     passing = [UserPlan(at_us, False, asks(1)) for at_us in _arrivals(stream, int(arrivals_us))]
     patient = [UserPlan(stream.randrange(span_us // 4), False, asks(4)) for _ in range(2)]
     talking = [UserPlan(stream.randrange(span_us // 3), True, asks(4)) for _ in range(2)]
-    return (*passing, *patient, *talking)
+    if not config.tiers.host_rows:
+        return (*passing, *patient, *talking)
+    return (*_asking_again(stream_of(seed, "asked again"), [*passing, *patient], config.sequence_tokens_max), *talking)
+
+
+def _asking_again(stream: random.Random, users: list[UserPlan], longest: int) -> list[UserPlan]:
+    """A few long prompts come again and again: more than a pool holds, so that what was put aside is wanted again."""
+    tokens = longest * 3 // 5
+    prompts = [tuple(stream.randrange(VOCABULARY) for _ in range(tokens)) for _ in range(stream.randint(2, 4))]
+
+    def like_others(ask: Ask, prompt: tuple[int, ...], drawn: float) -> Ask:
+        if ask.impossible or drawn > ASKED_AGAIN_SHARE:
+            return ask
+        room = longest - tokens
+        return replace(ask, prompt=prompt, max_tokens=min(room, ask.max_tokens or room))
+
+    return [
+        replace(user, asks=tuple(like_others(ask, stream.choice(prompts), stream.random()) for ask in user.asks))
+        for user in users
+    ]
 
 
 def _arrivals(stream: random.Random, span_us: int) -> list[int]:
     """An open loop: evenly, or in bunches, as when a batch job or a page with many boxes calls."""
     # `random`, not `randrange`: how often it draws must not depend on the span.
-    bunches = [int(stream.random() * span_us) for _ in range(stream.randint(2, 5))]
+    bunches = [int(stream.random() * span_us) for _ in range(stream.randint(2, 4))]
     bunched = stream.random() < BUNCHED_SHARE
     times = [
         (int(stream.random() * span_us), stream.choice(bunches) + stream.randrange(20_000))
@@ -388,13 +506,14 @@ class Run:
         self.fabric = Fabric(self.world, scenario.rates.kv, scenario.kv)
         serving = [number for number, role in enumerate(scenario.roles) if role.serves]
         self.front = Front(scenario.instances, serving)
+        self.depot = self._make_depot()
         self.when_healed: Callable[[], None] | None = None
         self._lines: list[LinkEnd] = []
         self._secret = self.world.stream("key of the fleet").randbytes(32)
         self.seats = [self._seat(number) for number in range(scenario.instances)]
         self.fleet = None if scenario.router is None else self._fleet(scenario.router)
         self.chaos = Chaos(
-            self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us, self.fabric
+            self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us, self.fabric, self.depot
         )
         entrance = self.front if self.fleet is None else self.fleet.gate
         self.users = [self._user(plan.asks, entrance, plan.converses) for plan in scenario.users]
@@ -536,6 +655,7 @@ class Run:
         probes = [self._user((probe_ask(PROBE_FROM + seat.number),), self._door_of(seat), False) for seat in serving]
         self._until_answered(probes)
         self._ask_for_a_handover()
+        self._ask_for_a_look()
 
     def _door_of(self, seat: Seat) -> Entrance:
         """Where a question must be asked so that this one answers it; behind a router, somebody does."""
@@ -565,6 +685,24 @@ class Run:
             made = self._handovers()
             if made == before or (self.fleet is None and made[seat.number] == before[seat.number]):
                 raise LawBroken(RECOVERY, f"{seat.name} prefilled by itself, though {', '.join(seat.peers)} were there")
+
+    def _ask_for_a_look(self) -> None:
+        """A store that is there again is asked again: by the first who prefills something new after it was left alone."""
+        store, scenario = self.depot.store, self.scenario
+        if store is None or store.is_dead or not scenario.looks_in_store:
+            return
+        patience_us = max(config.tiers.retry_us_max for config in (scenario.config, scenario.giver))
+        self._until(self.world.now_us + patience_us)
+        before = self._looks()
+        stream = stream_of(scenario.seed, "looks")
+        prompt = tuple(stream.randrange(VOCABULARY) for _ in range(HANDED_OVER_TOKENS))
+        seat = next(seat for seat in self.seats if seat.role.serves)
+        self._until_answered([self._user((probe_ask(PROBE_FROM * 3, prompt),), self._door_of(seat), False)])
+        if self._looks() == before:
+            raise LawBroken(RECOVERY, "nobody asks the store any more, though it is there again")
+
+    def _looks(self) -> int:
+        return sum(0 if seat.instance is None else self.judge.store_looks(seat.instance) for seat in self.seats)
 
     def _handovers(self) -> list[int]:
         return [0 if seat.instance is None else self.judge.handovers_to(seat.instance) for seat in self.seats]
@@ -596,6 +734,8 @@ class Run:
         if any(end.receiver.open or end.sender.open for end in ends):
             return False
         if self.fleet is not None and not self.fleet.is_quiet:
+            return False
+        if any(worker is not None and worker.gauges().storage.hauls for worker in workers):
             return False
         return not self.front.open_requests and all(worker is not None and worker.is_idle for worker in workers)
 
@@ -629,7 +769,7 @@ class Run:
             scenario.config_of(number),
             partial(_scripted, scenario.layers),
             scenario.times,
-            None if router is None else self._secret,
+            None if router is None and not scenario.has_store else self._secret,
         )
         counter = self.front.counters[number] if router is None else None
         seat = Seat(
@@ -643,6 +783,7 @@ class Run:
             self.fabric,
             scenario.peers_of(number),
             0 if router is None else router.orphan_grace_us,
+            self.depot,
         )
         seat.when_dead = self._look_for_what_is_held
         if counter is not None:
@@ -651,6 +792,11 @@ class Run:
             )
             self._lines.append(line)
         return seat
+
+    def _make_depot(self) -> Depot:
+        scenario = self.scenario
+        store = Store(self.world, scenario.rates.store, scenario.store) if scenario.has_store else None
+        return Depot(self.world, scenario.rates.copies, scenario.copies, store, self.judge.names_of)
 
     def _fleet(self, router: RouterConfig) -> Fleet:
         scenario = self.scenario

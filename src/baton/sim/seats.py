@@ -17,6 +17,7 @@ from baton.sim.lines import LinkEnd, acceptor
 from baton.sim.member import Member, line_names
 from baton.sim.neighbours import Neighbours
 from baton.sim.network import Network
+from baton.sim.porters import Depot, Porter
 from baton.sim.transfer import Fabric
 from baton.sim.world import Host, World
 from baton.wire.link import LinkConfig
@@ -42,6 +43,7 @@ class Seat:
         fabric: Fabric | None = None,
         peers: Sequence[str] = (),
         grace_us: int = 0,
+        depot: Depot | None = None,
     ) -> None:
         """`counter`: the front end's side of it; None: it serves a router, and keeps what it has for it for `grace_us`."""
         self.name = seat_name(spec.number)
@@ -55,7 +57,7 @@ class Seat:
         self.when_dead: Callable[[Seat], None] | None = None
         self.at_step: Callable[[Seat, str], None] | None = None
         """Called at each step of a hand-over that is taken here."""
-        self._fabric = fabric
+        self._fabric, self._depot = fabric, depot
         self.number = spec.number
         self.counter = counter
         self.member: Member | None = None
@@ -127,6 +129,8 @@ class Seat:
         self.front.restart()
         life = Instance(self.host, self.disk, self._spec, self._watcher)
         life.device.disagreement, life.device.slowness = self.disagreement, self.slowness
+        if self._depot is not None and self._spec.config.tiers.host_rows:
+            life.storage = Porter(self._depot, life)
         self.instance = life
         self._note(f"starts life {self.host.lives + 1}")
         life.start(self._serve)

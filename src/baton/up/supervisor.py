@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
+from baton.api.auth import secret_of
 from baton.node.lifeline import bound_to
 from baton.up.fleet import SERVING_ROLES, FleetPlan, Member, Ports
 from baton.up.log import FleetLog, LineCutter
@@ -164,7 +165,7 @@ class Supervisor:
         None where a signal came first.
         """
         patient_s = time.monotonic() + PATIENCE_S
-        key = self._plan.admin_key or next(iter(self._plan.api_keys), None)
+        key = self._plan.admin_key or next(map(secret_of, self._plan.api_keys), None)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers) as http:
             while not self._stopping.is_set() and not self._failure():

@@ -1,0 +1,261 @@
+"""What was promised about KV outside the pool, checked on what one worker hears and orders.
+
+Owns the book of one life: which copies and questions to the store are under way, what each reads and writes, how often the
+store has failed, and who waits to be told that it goes elsewhere. The bytes themselves are checked by `porters`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from baton.core.config import OnPreempt, TierConfig, WorkerConfig
+from baton.core.plan import StepPlan
+from baton.core.request import Serial
+from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put, StorageEvent
+from baton.core.worker import Cancelled, Effect, Event, Launch, Orphaned, StepDone, StopFound, Tick
+from baton.sim.laws import DEPARTS_IN_TIME, ENDS_AT_ONCE, HAULS_BOUND, HAULS_END, LEFT_ALONE, UNTOUCHED, LawBroken
+from baton.sim.leases import PASS_US
+
+NOTHING: frozenset[int] = frozenset()
+
+
+class Kind(Enum):
+    OUT = "copy to host"
+    IN = "copy to device"
+    LOOK = "look"
+    GET = "get"
+    PUT = "put"
+
+
+class HaulEnd(Enum):
+    """How a haul can end, as far as its driver is concerned."""
+
+    DONE = "all of it done"
+    PARTLY = "some of it missing"
+    FAILED = "failed"
+    FENCED = "fenced"
+    DONE_LATE = "ended while it was being fenced"
+
+
+COPIES = (Kind.OUT, Kind.IN)
+OF_STORE = (Kind.LOOK, Kind.GET, Kind.PUT)
+HAUL_ENDS = [(kind, end) for kind in Kind for end in HaulEnd if not (kind in COPIES and end is HaulEnd.PARTLY)]
+
+
+class Behind(Protocol):
+    """What only the judge may know of a worker."""
+
+    def knows(self, serial: Serial) -> bool:
+        """Whether it has this request, waiting or in a slot."""
+
+    def loads(self) -> list[tuple[Haul, Serial]]:
+        """Copies to the device that are under way for clients' requests, and for which."""
+
+
+@dataclass(slots=True)
+class _Open:
+    kind: Kind
+    since_us: int
+    limit_us: int
+    reads_blocks: frozenset[int] = NOTHING
+    writes_blocks: frozenset[int] = NOTHING
+    reads_rows: frozenset[int] = NOTHING
+    writes_rows: frozenset[int] = NOTHING
+    fencing: bool = False
+
+
+class HaulBook:
+    def __init__(self, config: WorkerConfig, where: str) -> None:
+        self._config: TierConfig = config.tiers
+        self._may_depart = config.tiers.store and config.on_preempt is OnPreempt.RESCHEDULE
+        self._where = where
+        self._open: dict[Haul, _Open] = {}
+        self._last = -1
+        self._failures = 0
+        """Of the store, in a row."""
+        self._alone_until_us: int | None = None
+        self._tries = False
+        """It was asked again since."""
+        self._departing: dict[int, int] = {}
+        """Requests that have no slot any more and have not ended, and since when."""
+        self._doomed: dict[Haul, Serial] = {}
+        """Copies for requests that were told to end."""
+        self.looks = 0
+        """How often the store was asked what it has."""
+        self.left_alone = 0
+        """How often the store was given up for a while."""
+        self.moves: Counter[tuple[Kind, HaulEnd]] = Counter()
+
+    @property
+    def open(self) -> int:
+        return len(self._open)
+
+    @property
+    def arriving_blocks(self) -> int:
+        """Blocks that copies write to."""
+        return sum(len(haul.writes_blocks) for haul in self._open.values())
+
+    def note(
+        self,
+        behind: Behind,
+        event: Event,
+        effects: Sequence[Effect],
+        accepted: Collection[int],
+        deadline_us: int | None,
+        now_us: int,
+    ) -> None:
+        """After each event; `accepted`: what clients were promised and have not been told the end of."""
+        if isinstance(event, Hauled | HaulFailed | HaulFenced):
+            self._ended(behind, event, now_us)
+        for effect in effects:
+            self._note_effect(effect, now_us)
+        self._lets_go(behind, event)
+        if self._may_depart:
+            self._note_departures(behind, event, accepted, now_us)
+        if self._open or self._departing:
+            self._in_time(isinstance(event, Tick), deadline_us, now_us)
+
+    # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _ended(self, behind: Behind, event: StorageEvent, now_us: int) -> None:
+        haul = self._open.pop(event.haul, None)
+        if haul is None:
+            return
+        self.moves[haul.kind, _end_of(haul, event)] += 1
+        if haul.kind in OF_STORE and not haul.fencing:
+            self._judge_store(isinstance(event, Hauled), now_us)
+        serial = self._doomed.pop(event.haul, None)
+        if serial is not None and behind.knows(serial):
+            raise LawBroken(
+                ENDS_AT_ONCE, f"{self._where}: request {serial} is still there after haul {event.haul} has ended"
+            )
+
+    def _note_effect(self, effect: Effect, now_us: int) -> None:
+        config = self._config
+        match effect:
+            case CopyOut(haul, blocks, rows):
+                out = _Open(Kind.OUT, now_us, config.copy_us, reads_blocks=_set(blocks), writes_rows=_set(rows))
+                self._ordered(haul, out, len(rows))
+            case CopyIn(haul, rows, blocks):
+                into = _Open(Kind.IN, now_us, config.copy_us, reads_rows=_set(rows), writes_blocks=_set(blocks))
+                self._ordered(haul, into, 0)
+            case Look(haul):
+                self.looks += 1
+                self._ordered(haul, _Open(Kind.LOOK, now_us, config.look_us), 0)
+            case Get(haul, _, rows):
+                self._ordered(haul, _Open(Kind.GET, now_us, config.get_us, writes_rows=_set(rows)), len(rows))
+            case Put(haul, _, rows):
+                self._ordered(haul, _Open(Kind.PUT, now_us, config.put_us, reads_rows=_set(rows)), len(rows))
+            case FenceHaul(haul):
+                self._fencing(haul, now_us)
+            case Launch(plan):
+                self._touches_nothing(plan)
+
+    def _ordered(self, haul: Haul, new: _Open, blocks: int) -> None:
+        if haul <= self._last:
+            raise LawBroken(UNTOUCHED, f"{self._where}: haul {haul} is ordered after haul {self._last}")
+        self._last = haul
+        for other, old in self._open.items():
+            if _meet(new, old):
+                raise LawBroken(UNTOUCHED, f"{self._where}: haul {haul} ({new}) meets haul {other} ({old})")
+        same = sum(old.kind is new.kind for old in self._open.values())
+        if blocks > self._config.haul_blocks or (new.kind in (Kind.GET, Kind.PUT) and same >= self._config.hauls_max):
+            raise LawBroken(HAULS_BOUND, f"{self._where}: haul {haul} has {blocks} blocks, {same} like it are open")
+        if new.kind in OF_STORE:
+            self._may_ask(haul, new)
+        self._open[haul] = new
+
+    def _fencing(self, number: Haul, now_us: int) -> None:
+        haul = self._open.get(number)
+        if haul is None or haul.fencing:
+            raise LawBroken(HAULS_END, f"{self._where} fences haul {number}, which has ended or is being fenced")
+        haul.fencing = True
+        if haul.kind in OF_STORE:
+            self._judge_store(False, now_us)
+
+    # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _judge_store(self, answered: bool, now_us: int) -> None:
+        if answered:
+            self._failures, self._alone_until_us, self._tries = 0, None, False
+            return
+        self._failures += 1
+        opens = self._alone_until_us is None and self._failures >= self._config.failures_max
+        if opens or self._tries:
+            self._alone_until_us, self._tries = now_us + self._config.retry_us, False
+        self.left_alone += opens
+
+    def _may_ask(self, haul: Haul, new: _Open) -> None:
+        """Once the time is over, one question shows whether it is there again."""
+        if self._alone_until_us is None:
+            return
+        if self._tries or new.since_us < self._alone_until_us:
+            raise LawBroken(LEFT_ALONE, f"{self._where} asks it with haul {haul} after {self._failures} failures: {new}")
+        self._tries = True
+
+    # ── laws ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _touches_nothing(self, plan: StepPlan) -> None:
+        """No step may write where a copy reads, or be told of a block before its KV is there."""
+        fresh = {*plan.grow_blocks.tolist(), *(copy.target for copy in plan.copies)}
+        used = fresh.union(block for start in plan.starts for block in start.blocks.tolist())
+        for number, haul in self._open.items():
+            if not haul.reads_blocks.isdisjoint(fresh) or not haul.writes_blocks.isdisjoint(used):
+                raise LawBroken(UNTOUCHED, f"{self._where} plans with blocks of haul {number}: {haul}")
+
+    def _lets_go(self, behind: Behind, event: Event) -> None:
+        """A copy for a request that is told to end is fenced at once, and the request ends with it."""
+        if not isinstance(event, Cancelled | StopFound | Orphaned):
+            return
+        for haul, serial in behind.loads():
+            if isinstance(event, Orphaned) or serial == event.serial:
+                self._doomed[haul] = serial
+                if not self._open[haul].fencing:
+                    raise LawBroken(ENDS_AT_ONCE, f"{self._where} goes on with haul {haul} for request {serial}")
+
+    def _note_departures(self, behind: Behind, event: Event, accepted: Collection[int], now_us: int) -> None:
+        if isinstance(event, StepDone):
+            for serial in accepted:
+                if serial not in self._departing and not behind.knows(Serial(serial)):
+                    self._departing[serial] = now_us
+        for serial in [serial for serial in self._departing if serial not in accepted]:
+            del self._departing[serial]
+        if self._departing and isinstance(event, Orphaned):
+            raise LawBroken(ENDS_AT_ONCE, f"{self._where} keeps {list(self._departing)} for nobody")
+
+    def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
+        ends = [(f"haul {number}", haul.since_us + haul.limit_us) for number, haul in self._open.items() if not haul.fencing]
+        leaving = [(f"request {serial}", at_us + self._config.depart_us) for serial, at_us in self._departing.items()]
+        for law, due in ((HAULS_END, ends), (DEPARTS_IN_TIME, leaving)):
+            for what, end_us in due:
+                if is_pass and now_us >= end_us:
+                    raise LawBroken(law, f"{self._where}: {what} should have ended {now_us - end_us} µs ago")
+                if deadline_us is None or deadline_us > max(now_us, end_us) + PASS_US:
+                    raise LawBroken(law, f"{self._where} looks at {deadline_us}, but {what} ends at {end_us}")
+
+
+def _meet(new: _Open, old: _Open) -> bool:
+    """Whether one of them writes where the other reads or writes."""
+    blocks = new.writes_blocks & (old.reads_blocks | old.writes_blocks) | new.reads_blocks & old.writes_blocks
+    rows = new.writes_rows & (old.reads_rows | old.writes_rows) | new.reads_rows & old.writes_rows
+    return bool(blocks or rows)
+
+
+def _end_of(haul: _Open, event: StorageEvent) -> HaulEnd:
+    match event:
+        case HaulFenced():
+            return HaulEnd.FENCED
+        case _ if haul.fencing:
+            return HaulEnd.DONE_LATE
+        case HaulFailed():
+            return HaulEnd.FAILED
+        case Hauled(_, came):
+            return HaulEnd.DONE if all(came) else HaulEnd.PARTLY
+
+
+def _set(numbers: Iterable[int]) -> frozenset[int]:
+    return frozenset(int(number) for number in numbers)

@@ -1,0 +1,319 @@
+"""KV outside the pools: the host memory of an instance, its copies, and its dealings with the store.
+
+Owns what a driver owns in service: the rows of host memory, as real bytes, and every haul that is under way. What drivers
+promise is kept here whatever happens: an order returns at once; what is exchanged with the store lies in private buffers,
+and is opened and verified before it reaches a row; a fence takes its time and is always answered; after any answer nothing
+of that haul is read or written. Before it, anything may be: a copy that fails or is fenced leaves nonsense behind.
+
+Laws are checked where the bytes are: while a haul is under way, nobody else writes what it reads or where it writes; and
+under one name the same bytes are found wherever they went.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.plan import Int32s
+from baton.core.prefix import Key
+from baton.core.storage import (
+    CopyIn,
+    CopyOut,
+    FenceHaul,
+    Get,
+    Haul,
+    Hauled,
+    HaulFailed,
+    HaulFenced,
+    Look,
+    Put,
+    StorageEffect,
+    StorageEvent,
+)
+from baton.sim.faults import CopyRates, Fault, log_uniform_us
+from baton.sim.instance import Instance
+from baton.sim.laws import TRUE_NAME, UNTOUCHED, LawBroken
+from baton.sim.store import Store
+from baton.sim.world import World
+from baton.wire.envelope import HEADER_BYTES, LAYOUT_BYTES, Flaw, object_name, seal, unseal
+
+NONSENSE = 0xEE
+COPY_SLOW_US = 3_000, 600_000
+FENCED_WITHIN_US = 300_000
+"""The slowest fence."""
+Bytes = npt.NDArray[np.uint8]
+NamesOf = Callable[[Instance, Haul], tuple[Key, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTimes:
+    begin_us: int
+    block_us: int
+    jitter_us: int
+    stage_us: int
+    """Within so long what is to be stored is in private buffers."""
+    fence_us: int
+
+
+class Depot:
+    """What all porters of a world have in common."""
+
+    def __init__(
+        self, world: World, rates: CopyRates, times: CopyTimes, store: Store | None, names_of: NamesOf = lambda *_: ()
+    ) -> None:
+        """`names_of`: what a copy moves, for the laws; the orders themselves do not say it."""
+        self.world = world
+        self.names_of = names_of
+        self.rates = rates
+        self.times = times
+        self.store = store
+        self._known: dict[Key, bytes] = {}
+
+    def heal(self) -> None:
+        self.rates = CopyRates()
+        if self.store is not None:
+            self.store.heal()
+
+    def is_true(self, key: Key, data: bytes, where: str) -> None:
+        """A name stands for the same KV everywhere, and always."""
+        known = self._known.setdefault(key, data)
+        if known != data:
+            raise LawBroken(TRUE_NAME, f"{where} has other KV under {key.hex()} than there was before")
+
+
+@dataclass(slots=True, eq=False)
+class _Range:
+    """Some rows or blocks that a haul has to do with, and what must lie there as long as it has."""
+
+    memory: Bytes
+    at: Int32s
+    there: Bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.there = self.memory[self.at]
+
+    @property
+    def is_untouched(self) -> bool:
+        return bool((self.memory[self.at] == self.there).all())
+
+    def write(self, first: int, data: Bytes) -> None:
+        self.memory[self.at[first : first + len(data)]] = data
+        self.there[first : first + len(data)] = data
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A haul under way."""
+
+    haul: Haul
+    keys: tuple[Key, ...]
+    reads: _Range | None = None
+    writes: _Range | None = None
+    fencing: bool = False
+    over: bool = False
+    """Nothing of it is read or written any more."""
+
+
+class Porter:
+    """Of one life of an instance."""
+
+    def __init__(self, depot: Depot, life: Instance) -> None:
+        config = life.spec.config
+        self._depot = depot
+        self._store = depot.store if config.tiers.store else None
+        self._life = life
+        self._host = life.host
+        self._pool = life.kv.pool
+        self._rows: Bytes = np.zeros((config.tiers.host_rows, self._pool.shape[1]), dtype=np.uint8)
+        self._stream = life.host.world.stream(f"porter {life.host.name} life {life.life}")
+        self._tasks: dict[Haul, _Task] = {}
+        shape = f"{life.kv.dtype} {config.block_size} {life.kv.layers}".encode()
+        self._layout = hashlib.blake2b(life.fingerprint + shape, digest_size=LAYOUT_BYTES).digest()
+
+    @property
+    def open(self) -> int:
+        return len(self._tasks)
+
+    def carry_out(self, effect: StorageEffect) -> None:
+        match effect:
+            case CopyOut(haul, blocks, rows):
+                names = self._depot.names_of(self._life, haul)
+                self._copy(self._begin(haul, names, (self._pool, blocks), (self._rows, rows)))
+            case CopyIn(haul, rows, blocks):
+                names = self._depot.names_of(self._life, haul)
+                self._copy(self._begin(haul, names, (self._rows, rows), (self._pool, blocks)))
+            case Look(haul, keys):
+                self._look(self._begin(haul, keys))
+            case Get(haul, keys, rows):
+                self._get(self._begin(haul, keys, None, (self._rows, rows)))
+            case Put(haul, keys, rows):
+                self._put(self._begin(haul, keys, (self._rows, rows)))
+            case FenceHaul(haul):
+                self._fence(haul)
+
+    def _begin(
+        self,
+        haul: Haul,
+        keys: tuple[Key, ...],
+        reads: tuple[Bytes, Int32s] | None = None,
+        writes: tuple[Bytes, Int32s] | None = None,
+    ) -> _Task:
+        task = _Task(haul, keys, None if reads is None else _Range(*reads), None if writes is None else _Range(*writes))
+        self._tasks[haul] = task
+        return task
+
+    # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _copy(self, task: _Task) -> None:
+        stream, depot = self._stream, self._depot
+        slow, fails, share, slow_us = (
+            stream.random(),
+            stream.random(),
+            stream.random(),
+            log_uniform_us(stream, *COPY_SLOW_US),
+        )
+        blocks = 0 if task.reads is None else len(task.reads.at)
+        took_us = depot.times.begin_us + blocks * depot.times.block_us + int(share * depot.times.jitter_us)
+        if slow < depot.rates.slow:
+            depot.world.fire(Fault.COPY_SLOW, self._host.name)
+            took_us += slow_us
+        self._host.after(took_us // 2, self._copy_half, task)
+        self._host.after(took_us, self._copy_fails if fails < depot.rates.fails else self._copied, task)
+
+    def _copy_half(self, task: _Task) -> None:
+        if not task.over and task.reads is not None and task.writes is not None:
+            self._must_be_untouched(task)
+            half = len(task.reads.at) // 2
+            task.writes.write(0, task.reads.memory[task.reads.at[:half]])
+
+    def _copied(self, task: _Task) -> None:
+        if task.over or task.reads is None or task.writes is None:
+            return
+        if task.fencing:
+            self._depot.world.fire(Fault.COPY_WHILE_FENCING, self._host.name)
+        self._must_be_untouched(task)
+        data = task.reads.memory[task.reads.at]
+        task.writes.write(0, data)
+        for key, row in zip(task.keys, data, strict=False):  # without names where no worker has ordered it
+            self._depot.is_true(key, row.tobytes(), self._host.name)
+        self._end(task, Hauled(task.haul, (True,) * len(data)))
+
+    def _copy_fails(self, task: _Task) -> None:
+        if not task.over:
+            self._depot.world.fire(Fault.COPY_FAILED, self._host.name)
+            self._spoil(task)
+            self._end(task, HaulFailed(task.haul, "a simulated fault of the copier"))
+
+    # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look(self, task: _Task) -> None:
+        if self._store is not None:
+            self._store.look(self._names(task.keys), lambda found: self._back(self._looked, task, found))
+
+    def _looked(self, task: _Task, found: list[bool] | None) -> None:
+        self._end(task, _failed(task) if found is None else Hauled(task.haul, tuple(found)))
+
+    def _get(self, task: _Task) -> None:
+        if self._store is not None:
+            self._store.get(self._names(task.keys), lambda objects: self._back(self._got, task, objects))
+
+    def _got(self, task: _Task, objects: list[bytes | None] | None) -> None:
+        """Only now, and only if nobody has fenced it meanwhile, a row is touched."""
+        if objects is None:
+            self._end(task, _failed(task))
+            return
+        self._must_be_untouched(task)
+        came = tuple(self._accept(task, at, data) for at, data in enumerate(objects))
+        self._end(task, Hauled(task.haul, came))
+
+    def _accept(self, task: _Task, at: int, data: bytes | None) -> bool:
+        key = task.keys[at]
+        if data is None or task.writes is None or self._store is None:
+            return False
+        payload = unseal(key, self._layout, memoryview(data))
+        if isinstance(payload, Flaw):
+            self._depot.world.fire(Fault.STORE_BAD, self._host.name)
+            self._store.drop(self._names((key,)))
+            return False
+        if len(payload) != self._rows.shape[1]:
+            raise LawBroken(TRUE_NAME, f"{self._host.name} accepts {len(payload)} bytes as a block: {key.hex()}")
+        self._depot.is_true(key, bytes(payload), self._host.name)
+        task.writes.write(at, np.frombuffer(payload, dtype=np.uint8)[None])
+        return True
+
+    def _put(self, task: _Task) -> None:
+        self._host.after(int(self._stream.random() * self._depot.times.stage_us), self._stage, task)
+
+    def _stage(self, task: _Task) -> None:
+        """Into private buffers; the rows are not looked at again."""
+        if task.over or task.reads is None or self._store is None:
+            return
+        self._must_be_untouched(task)
+        objects = []
+        for key, row in zip(task.keys, task.reads.memory[task.reads.at], strict=True):
+            self._depot.is_true(key, row.tobytes(), self._host.name)
+            whole = bytearray(HEADER_BYTES + len(row))
+            seal(key, self._layout, memoryview(row), memoryview(whole))
+            objects.append((object_name(self._layout, key), bytes(whole)))
+        self._store.put(objects, lambda placed: self._back(self._looked, task, placed))
+
+    def _back(self, act: Callable[..., None], task: _Task, answer: object) -> None:
+        """The store has answered: heard by the life that asked, if that still lasts, and not if it is fenced."""
+        if self._life.life == self._host.lives:
+            self._host.run(self._hear, act, task, answer)
+
+    def _hear(self, act: Callable[..., None], task: _Task, answer: object) -> None:
+        if task.over:
+            self._depot.world.fire(Fault.STORE_TOO_LATE, self._host.name)
+        else:
+            act(task, answer)
+
+    def _names(self, keys: tuple[Key, ...]) -> list[str]:
+        return [object_name(self._layout, key) for key in keys]
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fence(self, haul: Haul) -> None:
+        stream, depot = self._stream, self._depot
+        slow, share, long_us = stream.random(), stream.random(), stream.randrange(5_000, FENCED_WITHIN_US)
+        if haul in self._tasks:
+            self._tasks[haul].fencing = True
+        took_us = int(share * depot.times.fence_us)
+        if slow < depot.rates.slow_fence:
+            depot.world.fire(Fault.HAUL_FENCE_SLOW, self._host.name)
+            took_us = long_us
+        self._host.after(took_us, self._fenced, haul)
+
+    def _fenced(self, haul: Haul) -> None:
+        task = self._tasks.get(haul)
+        if task is None:
+            self._life.hauled(HaulFenced(haul))
+        else:
+            self._spoil(task)
+            self._end(task, HaulFenced(haul))
+
+    def _spoil(self, task: _Task) -> None:
+        """It was in the middle of writing."""
+        self._must_be_untouched(task)
+        if task.writes is not None:
+            half = len(task.writes.at) // 2 + 1
+            task.writes.write(0, np.full_like(task.writes.there[:half], NONSENSE))
+
+    def _end(self, task: _Task, event: StorageEvent) -> None:
+        self._must_be_untouched(task)
+        task.over = True
+        del self._tasks[task.haul]
+        self._life.hauled(event)
+
+    def _must_be_untouched(self, task: _Task) -> None:
+        for part, what in ((task.reads, "reads"), (task.writes, "writes")):
+            if part is not None and not part.is_untouched:
+                raise LawBroken(UNTOUCHED, f"{self._host.name}: somebody wrote to what haul {task.haul} {what}: {part.at}")
+
+
+def _failed(task: _Task) -> HaulFailed:
+    return HaulFailed(task.haul, "the store is out of reach")
