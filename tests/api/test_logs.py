@@ -47,7 +47,7 @@ def test_a_finished_request_has_one_line_with_its_cost_and_the_state(served: Ser
     first, second = lines()
     assert first == {
         "id": "one", "path": "/v1/completions", "status": "200", "finish": "length,length", "prompt": "2", "completion": "6",
-        "cached": "1", **PAID, "preemptions": "4", "recomputed": "14", **STATE,
+        "cached": "1", **PAID, "preemptions": "4", "recomputed": "14", "restored": "0", **STATE,
     }  # fmt: skip
     assert second == {
         "id": "two", "path": "/v1/chat/completions", "status": "200", "finish": "stop", "prompt": "5", "completion": "17",
