@@ -258,8 +258,7 @@ class Giver:
             return next(iter(self._queue.values()), None)
         for entry in islice(self._queue.values(), SOUGHT_AHEAD):
             if not entry.is_sought:
-                entry.is_sought = True
-                self._scheduler.seek(entry.handover, entry.submission, self._keys_of(entry))
+                entry.is_sought = self._scheduler.seek(entry.handover, entry.submission, self._keys_of(entry))
             if not tiers.is_seeking(entry.handover):
                 return entry
         return None
@@ -440,7 +439,8 @@ class Giver:
             return []
         if entry.state is Giving.OFFERED and entry.serial is not None:
             self._move(entry, GiverMove.DROP)
-            self._scheduler.order_stop(entry.serial, FinishReason.ABORT, self._now_us)  # nothing has begun: it ends at once
+            # Nothing has begun: it ends at once, or when no copy from host memory writes to its blocks any more.
+            self._scheduler.order_stop(entry.serial, FinishReason.ABORT, self._now_us)
             return []
         self._move(entry, GiverMove.GIVE_UP)
         return [Fence(entry.handover)]

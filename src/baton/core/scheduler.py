@@ -259,8 +259,7 @@ class Scheduler(Board):
             return
         for request in self._waiting.first(SOUGHT_AHEAD):
             if not request.is_sought and self._prefills_here(request):
-                request.is_sought = True
-                self._seek(request.serial, request)
+                request.is_sought = self._seek(request.serial, request)
 
     def _prefills_here(self, request: Request) -> bool:
         """Whether what it starts with is needed here."""

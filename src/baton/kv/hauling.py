@@ -178,7 +178,7 @@ class StoreHauler:
         self._failing = False
         """The last call of the store failed, and it was said."""
         self._full = False
-        """It had no room for all that was last put, and it was said."""
+        """It had no room for all that was put last, and it was said."""
         object_bytes = HEADER_BYTES + self._block_bytes
         stride = -(-object_bytes // ALIGNMENT) * ALIGNMENT
         arena = np.zeros((2 * threads, max(1, arena_bytes // stride), stride), dtype=np.uint8)
@@ -295,8 +295,8 @@ class StoreHauler:
             stamp(key, self._layout, whole)
         stored = self._border.asked(lambda: self._store.put(names, objects), names)
         kept = sum(stored)
-        self._say_room(kept < len(stored))
         self._count(stored_blocks=kept, stored_bytes=kept * self._block_bytes, unstored_blocks=len(stored) - kept)
+        self._say_whether_full(kept < len(stored))
         return stored
 
     def _moved(self, task: _Task, moves: list[tuple[Bytes, Bytes]]) -> bool:
@@ -346,12 +346,14 @@ class StoreHauler:
         elif changed:
             log.warning("the store works again")
 
-    def _say_room(self, full: bool) -> None:
-        """One line when the store begins to have no room, one when it takes everything again."""
+    def _say_whether_full(self, full: bool) -> None:
+        """One line when it begins and one when it ends; how much is not kept, the counters say."""
         with self._gate:
             changed, self._full = full != self._full, full
-        if changed:
-            log.warning("the store has no room for more" if full else "the store has room again")
+        if changed and full:
+            log.warning("the store has no room; KV that does not fit is computed again when it is needed")
+        elif changed:
+            log.warning("the store has room again")
 
     def _count(self, **more: int) -> None:
         with self._gate:
