@@ -228,14 +228,18 @@ class HaulBook:
             raise LawBroken(ENDS_AT_ONCE, f"{self._where} keeps {list(self._departing)} for nobody")
 
     def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
-        ends = [(f"haul {number}", haul.since_us + haul.limit_us) for number, haul in self._open.items() if not haul.fencing]
-        leaving = [(f"request {serial}", at_us + self._config.depart_us) for serial, at_us in self._departing.items()]
-        for law, due in ((HAULS_END, ends), (DEPARTS_IN_TIME, leaving)):
-            for what, end_us in due:
-                if is_pass and now_us >= end_us:
-                    raise LawBroken(law, f"{self._where}: {what} should have ended {now_us - end_us} µs ago")
-                if deadline_us is None or deadline_us > max(now_us, end_us) + PASS_US:
-                    raise LawBroken(law, f"{self._where} looks at {deadline_us}, but {what} ends at {end_us}")
+        for number, haul in self._open.items():
+            if not haul.fencing:
+                self._due(HAULS_END, f"haul {number}", haul.since_us + haul.limit_us, is_pass, deadline_us, now_us)
+        for serial, at_us in self._departing.items():
+            end_us = at_us + self._config.depart_us
+            self._due(DEPARTS_IN_TIME, f"request {serial}", end_us, is_pass, deadline_us, now_us)
+
+    def _due(self, law: str, what: str, end_us: int, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
+        if is_pass and now_us >= end_us:
+            raise LawBroken(law, f"{self._where}: {what} should have ended {now_us - end_us} µs ago")
+        if deadline_us is None or deadline_us > max(now_us, end_us) + PASS_US:
+            raise LawBroken(law, f"{self._where} looks at {deadline_us}, but {what} ends at {end_us}")
 
 
 def _meet(new: _Open, old: _Open) -> bool:

@@ -222,6 +222,8 @@ class Judge:
         self._keys: dict[int, list[bytes]] = {}
         """The prefix keys that the lives of each instance have made."""
         self._errors = 0
+        self.peers_share_a_store = False
+        """What one of them computed for another, in vain, is there for it when it computes by itself."""
         self.behind_router = False
         """A router that has no place cannot know what no instance would take."""
 
@@ -443,8 +445,8 @@ class Judge:
             known, legs = known + ended.generated_tokens, max(1, bill.attempts)
         if bill.cached_tokens >= known or bill.preemptions > preemptions_max * legs:
             raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
-        if legs > 1 or resumed:
-            return  # an earlier leg of its own may have left it there
+        if legs > 1 or resumed or (self.peers_share_a_store and bill.attempts):
+            return  # an earlier leg of its own may have left it there, or a peer that had begun it
         found = bytes(submission.prompt[: bill.cached_tokens].tolist())
         if found and self._asked[submission.salt, found] < 2:  # the first is its own
             raise LawBroken(OWN_PREFIXES, f"{name} found {len(found)} tokens that nobody of its tenant has asked for")

@@ -181,7 +181,7 @@ class Porter:
         if slow < depot.rates.slow:
             depot.world.fire(Fault.COPY_SLOW, self._host.name)
             took_us += slow_us
-        self._host.after(took_us // 2, self._copy_half, task)
+            self._host.after(took_us // 2, self._copy_half, task)
         self._host.after(took_us, self._copy_fails if fails < depot.rates.fails else self._copied, task)
 
     def _copy_half(self, task: _Task) -> None:

@@ -324,7 +324,7 @@ def _with_tiers(seed: int, config: WorkerConfig, who: str, *, optional: bool) ->
         save_finished=stream.random() < 0.8,
         cache_outputs=stream.random() < 0.8,
         bring_back=stream.choice((BringBack.ALWAYS, BringBack.ALWAYS, BringBack.ALWAYS, BringBack.CHEAPEST)),
-        haul_blocks=stream.choice((1, 2, 4, 16)),
+        haul_blocks=stream.choice((1, 4, 8, 16)),
         hauls_max=stream.choice((1, 2, 8)),
         copy_us=stream.choice((5_000, 30_000, 200_000)),
         look_us=stream.choice((3_000, 10_000, 50_000)),
@@ -335,7 +335,8 @@ def _with_tiers(seed: int, config: WorkerConfig, who: str, *, optional: bool) ->
         retry_us=retry_us,
         retry_us_max=retry_us * stream.choice((1, 4)),
     )
-    narrow = int(-(-config.context_tokens // config.block_size) * stream.choice((1.0, 1.0, 1.05, 1.2)))
+    pools = (1.1, 1.4, 10.0) if optional else (1.0, 1.0, 1.05, 1.2)
+    narrow = int(-(-config.context_tokens // config.block_size) * stream.choice(pools))
     if without or not has_host:
         return config
     return replace(config, prefix_cache=True, tiers=tiers, blocks=min(config.blocks, narrow))
@@ -461,7 +462,7 @@ def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> 
 
 def _asking_again(stream: random.Random, users: list[UserPlan], longest: int) -> list[UserPlan]:
     """A few long prompts come again and again: more than a pool holds, so that what was put aside is wanted again."""
-    tokens = longest * 3 // 5
+    tokens = min(20, longest // 2)
     prompts = [tuple(stream.randrange(VOCABULARY) for _ in range(tokens)) for _ in range(stream.randint(2, 4))]
 
     def like_others(ask: Ask, prompt: tuple[int, ...], drawn: float) -> Ask:
@@ -796,6 +797,7 @@ class Run:
     def _make_depot(self) -> Depot:
         scenario = self.scenario
         store = Store(self.world, scenario.rates.store, scenario.store) if scenario.has_store else None
+        self.judge.peers_share_a_store = store is not None and any(role.takes for role in scenario.roles)
         return Depot(self.world, scenario.rates.copies, scenario.copies, store, self.judge.names_of)
 
     def _fleet(self, router: RouterConfig) -> Fleet:
