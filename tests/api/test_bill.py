@@ -16,6 +16,7 @@ BILL = Bill(
     cached_tokens=3,
     computed_tokens=20,
     recomputed_tokens=7,
+    restored_tokens=64,
     preemptions=2,
     attempts=1,
     queue_ms=1.5,
@@ -27,6 +28,7 @@ AS_JSON = {
     "cached_tokens": 3,
     "computed_tokens": 20,
     "recomputed_tokens": 7,
+    "restored_tokens": 64,
     "preemptions": 2,
     "attempts": 1,
     "queue_ms": 1.5,
@@ -106,7 +108,7 @@ def test_an_answer_cut_by_a_stop_string_has_its_bill_and_nothing_after_the_cut(
 def test_of_several_choices_counts_are_summed_and_the_longest_times_told(served: Served, engine: ScriptedEngine) -> None:
     def bill(submission: Submission) -> Bill:
         choice = submission.sampling.choice
-        return Bill(1, 10 + choice, choice, 1, 1, queue_ms=5.0 - choice, prefill_ms=choice, transfer_ms=0, decode_ms=9.0)
+        return Bill(1, 10 + choice, choice, 16, 1, 1, queue_ms=5.0 - choice, prefill_ms=choice, transfer_ms=0, decode_ms=9.0)
 
     engine.bill = bill
     usage = served.complete(prompt=["a", "b"], n=2, baton_usage=True).json()["usage"]
@@ -114,6 +116,7 @@ def test_of_several_choices_counts_are_summed_and_the_longest_times_told(served:
         "cached_tokens": 4,
         "computed_tokens": 42,
         "recomputed_tokens": 2,
+        "restored_tokens": 64,
         "preemptions": 4,
         "attempts": 4,
         "queue_ms": 5.0,

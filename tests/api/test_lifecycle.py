@@ -167,6 +167,22 @@ def test_no_kv_is_shared_between_tenants_nor_between_salts(locked: Served, engin
     assert b"" not in salts
 
 
+def test_keys_of_one_group_share_kv_and_nothing_else(engine: ScriptedEngine, text: ModelText) -> None:
+    keys = ("team:one", "team:two", "others:three", "four", ":five:six")
+    with serving(engine, text, ApiSettings(served_model_names=("tiny",), api_keys=keys)) as running:
+        for key in ("one", "two", "three", "four", "five:six"):
+            assert running.chat(headers=bearer(key), cache_salt=None).status == 200
+        for key in ("one", "two"):
+            running.chat(headers=bearer(key), cache_salt="a")
+        for key in ("team:one", "team", ":five:six", "five", "six"):
+            assert running.chat(headers=bearer(key)).status == 401
+    salts = [group[0].salt for group in engine.groups]
+    assert salts[0] == salts[1]
+    assert len(set(salts[1:5])) == 4
+    assert salts[5] == salts[6] != salts[0]
+    assert engine.groups[0][0].request_id != engine.groups[1][0].request_id, "what may be cancelled is a key's own"
+
+
 def test_an_open_server_has_no_salt_but_the_client_s(served: Served, engine: ScriptedEngine) -> None:
     served.chat()
     served.chat(cache_salt="a")
@@ -272,7 +288,8 @@ def test_a_model_without_a_template_still_completes(engine: ScriptedEngine, sett
 
 
 def test_bad_settings_are_refused() -> None:
-    for names, keys in [((), ()), (("",), ()), (("a",), ("",))]:
+    bad_keys = (("",), ("team:",), (":",), ("our team:key",), ("team:key", "key"), ("team:key", "others:key"))
+    for names, keys in [((), ()), (("",), ()), *((("a",), keys) for keys in bad_keys)]:
         with pytest.raises(BatonError, match=r"served_model_names|API key"):
             ApiSettings(served_model_names=names, api_keys=keys)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.api.engine import Bill, Gauges, Handovers
+from baton.api.engine import Bill, Gauges, Handovers, Storage
 from baton.api.logs import StateLog
 from baton.core.errors import Refusal, RefusalCode
 from tests.api.conftest import Served
@@ -150,6 +150,14 @@ def test_leased_and_receiving_blocks_are_in_the_lines_while_there_are_any(
             assert {name: line[name] for name in STATE} == STATE
 
 
+def test_the_state_is_logged_while_blocks_are_leaving(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.engine")
+    engine.gauges = Gauges(blocks={"free": 250, "evictable": 0, "running": 0, "leaving": 6})
+    log = StateLog(engine, lambda: 0, now_s=10.0)
+    log.tick(11.0)
+    assert caplog.messages == ["running=0 waiting=0 free=250 evictable=0 leaving=6 ratio=0.000 tokens_per_s=0.0"]
+
+
 def test_the_state_is_logged_while_a_prefill_is_awaited(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.engine")
     engine.gauges = Gauges(blocks={"free": 250, "evictable": 0, "running": 0, "leased": 6, "receiving": 0})
@@ -199,6 +207,31 @@ def test_metrics_tell_the_role_peers_and_hand_overs(served: Served, engine: Scri
     for state, blocks in states.items():
         assert page[f'baton_kv_blocks{{model_name="tiny",state="{state}"}}'] == f"{blocks}.0"
     assert page['baton_kv_cache_usage_perc{model_name="tiny"}'] == str(1 - 192 / 320), "leased blocks are in use"
+
+
+def test_metrics_tell_what_is_beyond_the_pool(served: Served, engine: ScriptedEngine) -> None:
+    storage = Storage(
+        host_blocks=1, host_used=2, open=20, saved=3, unsaved=4, loaded=5, stored=6, unstored=7, fetched=8, missing=9,
+        bad={"torn": 10}, recompute_cheaper=11, failed=12, late=13, errors=14, breaker_open=1, breaker_opened=15,
+        saved_bytes=16, loaded_bytes=17, stored_bytes=18, fetched_bytes=19,
+    )  # fmt: skip
+    blocks = {"free": 192, "evictable": 0, "running": 60, "leaving": 4}
+    engine.gauges = replace(engine.gauges, blocks=blocks, storage=storage)
+    page = samples(served)
+    shown = {
+        "host_kv_blocks": 1, "host_kv_blocks_used": 2, "kv_saved_blocks_total": 3, "kv_unsaved_blocks_total": 4,
+        "kv_loaded_blocks_total": 5, "store_stored_blocks_total": 6, "store_unstored_blocks_total": 7,
+        "store_fetched_blocks_total": 8, "store_missing_blocks_total": 9, "kv_recompute_cheaper_blocks_total": 11,
+        "kv_transfers_open": 20, "kv_transfers_failed_total": 12, "kv_transfers_late_total": 13, "store_errors_total": 14,
+        "store_breaker_open": 1, "store_breaker_opened_total": 15, "kv_saved_bytes_total": 16, "kv_loaded_bytes_total": 17,
+        "store_stored_bytes_total": 18, "store_fetched_bytes_total": 19,
+    }  # fmt: skip
+    assert {name: page[f'baton_{name}{{model_name="tiny"}}'] for name in shown} == {
+        name: f"{value}.0" for name, value in shown.items()
+    }
+    assert page['baton_store_bad_blocks_total{model_name="tiny",reason="torn"}'] == "10.0"
+    assert page['baton_kv_blocks{model_name="tiny",state="leaving"}'] == "4.0"
+    assert page['baton_kv_cache_usage_perc{model_name="tiny"}'] == str(1 - 192 / 256), "leaving blocks are in use"
 
 
 def test_an_instance_without_peers_has_the_same_metrics_at_0(served: Served) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from baton.cli import serve as serve_module
 from baton.cli.main import app
 from baton.cli.serve import LogLevel, log_to_stderr
-from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
+from baton.core.config import BringBack, ReservePolicy, VictimPolicy, WorkerConfig
 from baton.node.settings import EngineSettings
 
 Settings = dict[str, Any]
@@ -107,6 +107,40 @@ def test_every_option_of_an_instance_with_peers_is_a_flag_and_a_key_of_the_file(
     assert (engine.transfer, engine.on_preempt) == ("tcp", "reschedule")
     assert (engine.prefill_timeout_s, engine.lease_s, flags["cluster_key_file"]) == (5.0, 1.5, "key")
     assert serve("--config", path) == flags
+
+
+def test_every_option_of_kv_beyond_the_pool_is_a_flag_and_a_key_of_the_file(serve: Serve, file: Write) -> None:
+    flags = serve(
+        "--host-memory", "1G", "--kv-store", "file:/kv", "--kv-store-limit", "20G", "--no-save-preempted",
+        "--no-save-finished", "--no-cache-outputs", "--bring-back", "always",
+    )  # fmt: skip
+    path = file(
+        """
+        host-memory = "1G"
+        kv-store = "file:/kv"
+        kv-store-limit = "20G"
+        save-preempted = false
+        save-finished = false
+        cache-outputs = false
+        bring-back = "always"
+        """
+    )
+    engine: EngineSettings = flags["engine"]
+    assert (engine.host_memory_bytes, engine.kv_store, engine.kv_store_limit_bytes) == (1 << 30, "file:/kv", 20 << 30)
+    assert (engine.save_preempted, engine.save_finished, engine.cache_outputs) == (False, False, False)
+    assert engine.bring_back is BringBack.ALWAYS
+    assert serve("--config", path) == flags
+
+
+def test_a_store_has_host_memory_to_pass_through_unless_told_otherwise(serve: Serve) -> None:
+    assert serve()["engine"].host_bytes == 0
+    assert serve("--kv-store", "file:/kv")["engine"].host_bytes == 256 << 20
+    assert serve("--kv-store", "file:/kv", "--host-memory", "1M")["engine"].host_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("option", ["--host-memory", "--kv-store-limit"])
+def test_what_is_no_size_is_told_by_the_name_of_its_option(serve: Serve, option: str) -> None:
+    assert f"Invalid value for {option}: 'lots' is not a size" in serve.error(option, "lots")
 
 
 def test_the_cluster_key_comes_from_the_environment_too(serve: Serve) -> None:

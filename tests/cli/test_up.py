@@ -80,6 +80,26 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
     assert "--dtype" not in router
 
 
+def test_a_store_is_told_to_all_and_its_address_stands_in_no_command_line(
+    plans: list[FleetPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store = f"file:{tmp_path}/kv"
+    up("--kv-store", store, "--host-memory", "1G", "--no-save-finished")
+    up("--kv-store", store, "--mixed", "3")
+    up("--kv-store", "valkey://me:secret@localhost:6379/0")
+    up()
+    line = " ".join(plans[0].member_command(Member("mixed-1", "mixed"), "h:1", cores=2))
+    assert "--host-memory 1G" in line
+    assert "--no-save-finished" in line
+    assert [plan.kv_store for plan in plans] == [store, store, "valkey://me:secret@localhost:6379/0", None]
+    assert not any("secret" in word for word in plans[2].member_command(Member("mixed-1", "mixed"), "h:1", cores=2))
+    first, second, other, none = (plan.cluster_key for plan in plans)
+    assert first == second != other, "what was stored is found after the fleet was started again"
+    assert none is None
+    assert not any(key in repr(plan) for plan in plans for key in (first, other, "secret") if key is not None)
+
+
 def test_threads_that_were_given_are_not_shared_out(plans: list[FleetPlan]) -> None:
     up("--mixed", "4", "--threads", "3")
     assert "--threads 3" in " ".join(plans[0].member_command(Member("mixed-1", "mixed"), "h:1", cores=2))
@@ -105,6 +125,7 @@ def test_instances_are_quiet_unless_asked(plans: list[FleetPlan]) -> None:
         (("--role", "decode"), "No such option: --role"),
         (("--cluster-key", "secret"), "No such option: --cluster-key"),
         (("--kv-block", "5"), "--kv-blocks"),
+        (("--kv-store", "somewhere"), "is not the address of a store"),
     ],
 )
 def test_what_makes_no_sense_is_told(plans: list[FleetPlan], options: tuple[str, ...], said: str) -> None:

@@ -51,7 +51,7 @@ def test_an_answer_cut_anywhere_goes_on_with_the_same_tokens(cut: int, cached: b
         assert end.reason is (FinishReason.LENGTH if len(tokens) == 20 else FinishReason.STOP)
 
 
-def test_what_was_generated_elsewhere_is_billed_as_computed_once_and_cached_tokens_are_of_the_prompt() -> None:
+def test_what_was_generated_elsewhere_is_billed_once_as_computed_or_as_found() -> None:
     driver, tokens = Driver(config()), whole(SEEDED)
     serials = []
     for cut in (12, 12):
@@ -59,8 +59,8 @@ def test_what_was_generated_elsewhere_is_billed_as_computed_once_and_cached_toke
         driver.run()
     cold, warm = (driver.ended[serial].bill for serial in serials)
     assert (cold.cached_tokens, cold.computed_tokens) == (0, len(PROMPT) + len(tokens) - 1)
-    assert warm.cached_tokens == len(PROMPT), "more of the prompt was found than there is"
-    assert warm.computed_tokens < cold.computed_tokens - len(PROMPT)
+    assert warm.cached_tokens > len(PROMPT)
+    assert warm.computed_tokens == cold.computed_tokens - warm.cached_tokens
     assert warm.recomputed_tokens == cold.recomputed_tokens == 0
 
 

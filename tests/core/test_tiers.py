@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from baton.core.breaker import Breaker
-from baton.core.config import BadConfig, BringBack, OnPreempt, ReservePolicy, TierConfig, VictimPolicy, WorkerConfig
+from baton.core.config import (
+    PREFILL,
+    BadConfig,
+    BringBack,
+    HandoverConfig,
+    OnPreempt,
+    ReservePolicy,
+    TierConfig,
+    VictimPolicy,
+    WorkerConfig,
+)
 from baton.core.errors import InvariantViolated
 from baton.core.host import HostRows
+from baton.core.peers import (
+    Adopted,
+    Ask,
+    AttemptFailed,
+    Commit,
+    Fence,
+    Fenced,
+    Grant,
+    Handover,
+    Heard,
+    OpenShip,
+    PeerId,
+    PeerMessage,
+    PeerOpened,
+    Release,
+    Ship,
+    Shipped,
+    Tell,
+)
 from baton.core.prefix import Key
 from baton.core.request import FinishReason, Phase, Serial
 from baton.core.storage import CopyIn, CopyOut, Get, HaulFailed, Look, Put
+from baton.core.tiers import STORED_US
+from baton.core.worker import Effect
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, submission
 from tests.support.tiers import Shelf, TieredDriver
@@ -310,6 +343,20 @@ def test_tenants_share_by_salt_alone(one_salt: bytes, other_salt: bytes, shares:
     assert (other.ended[serial].bill.restored_tokens > 0) is shares
 
 
+def test_what_is_crowded_out_of_host_memory_while_a_request_waits_is_sought_when_it_could_be_let_in() -> None:
+    tiers = TierConfig(host_rows=8, store=True, bring_back=BringBack.ALWAYS, haul_blocks=4)
+    driver = TieredDriver(config(blocks=10, tiers=tiers))
+    driver.submit(submission(range(20), 1))
+    driver.run()
+    driver.submit(submission(range(40, 76), 4, name="long"))
+    while not driver.outputs[Serial(1)]:
+        driver.go_on()
+    (waits,) = driver.submit(submission(range(20), 4, name="waits"))
+    driver.run()
+    assert driver.worker.gauges().storage.fetched == 4
+    assert driver.ended[waits].bill.restored_tokens == 16
+
+
 def test_one_that_waits_for_the_store_lets_others_pass_and_not_for_ever() -> None:
     driver = TieredDriver(config(tiers=stored(look_us=30_000, get_us=30_000)))
     (slow,) = driver.submit(submission(range(20), 4))
@@ -449,3 +496,212 @@ def test_settings_that_cannot_work_are_refused_by_name() -> None:
         WorkerConfig(slots=1, blocks=1, prefix_cache=False, tiers=TierConfig(host_rows=1))
     with pytest.raises(BadConfig, match="haul_blocks"):
         TierConfig(haul_blocks=0)
+
+
+# ── what a store that is half broken may cost ────────────────────────────────────────────────────────────────────────
+
+
+def served_without_gets(driver: TieredDriver, prompt: list[int]) -> int:
+    """How long a request takes, in microseconds, of a store that answers everything but gets."""
+    began_us = driver.now_us
+    (serial,) = driver.submit(submission(prompt, 4, name=str(prompt[0])))
+    while serial not in driver.ended:
+        at = next((at for at, order in enumerate(driver.orders) if not isinstance(order, Get)), None)
+        if driver.is_due:
+            driver.tick()
+        elif driver.fences:
+            driver.answer_fence()
+        elif at is not None:
+            driver.finish(at)
+        elif driver.in_flight:
+            driver.settle_one()
+        else:
+            driver.now_us = max(driver.now_us + 1, driver.worker.next_deadline() or 0)
+    return driver.now_us - began_us
+
+
+def test_a_store_that_looks_and_does_not_get_is_left_alone_too() -> None:
+    shelf, prompts = Shelf(), [[number] * 20 for number in range(8)]
+    one = TieredDriver(config(tiers=stored()), shelf)
+    for prompt in prompts:
+        one.submit(submission(prompt, 4, name=str(prompt[0])))
+    one.run()
+    other = TieredDriver(config(tiers=stored(get_us=50_000, failures_max=3)), shelf)
+    waits = [served_without_gets(other, prompt) for prompt in prompts]
+    assert sum(wait >= 50_000 for wait in waits) == 3
+    assert other.worker.gauges().storage.breaker_open
+
+
+def test_saving_the_end_of_a_chain_does_not_crowd_out_its_beginning() -> None:
+    driver = TieredDriver(config(tiers=TierConfig(host_rows=8, bring_back=BringBack.ALWAYS)))
+    whole = [*range(16), *[7] * 16]
+    for prompt in (whole[:16], [50] * 16, whole):
+        driver.submit(submission(prompt, 1, name=str(prompt[-1])))
+        driver.run()
+    names = driver.worker.scheduler.keys_of(submission(whole), submission(whole).prompt)[1:]
+    tiers = driver.worker.scheduler.tiers
+    assert tiers is not None
+    assert len(tiers.host.run(names)) == 8
+
+
+def test_a_store_that_comes_back_empty_is_filled_again() -> None:
+    driver = TieredDriver(config(tiers=stored(failures_max=1, retry_us=1_000)))
+    driver.submit(submission(range(20), 4))
+    driver.run()
+    assert driver.shelf.objects
+    driver.shelf.objects.clear()
+    driver.shelf.fails = True
+    driver.submit(submission(range(30, 50), 4, name="meanwhile"))
+    driver.run()
+    driver.shelf.fails = False
+    driver.now_us += 2_000
+    driver.submit(submission(range(20), 4, name="again"))
+    driver.run()
+    assert len(driver.shelf.objects) >= 4
+
+
+def test_what_the_store_was_known_to_have_long_ago_is_put_again() -> None:
+    driver = TieredDriver(config(tiers=stored()))
+    for _ in range(2):
+        driver.submit(submission(range(20), 4))
+        driver.run()
+        driver.shelf.objects.clear()
+        driver.now_us += STORED_US
+    driver.submit(submission(range(20), 4))
+    driver.run()
+    assert len(driver.shelf.objects) == 4
+
+
+def test_who_could_not_be_sought_is_sought_when_that_is_possible() -> None:
+    shelf = Shelf()
+    one = TieredDriver(config(tiers=stored()), shelf)
+    one.submit(submission(range(20), 4))
+    one.run()
+    other = TieredDriver(replace(config(tiers=stored(hauls_max=1)), slots=1), shelf)
+    other.submit(submission([60] * 3, 20, name="runs"))
+    other.go_on()
+    other.submit(submission(range(30, 50), 4, name="first"), submission(range(20), 4, name="second"))
+    other.run()
+    assert other.worker.gauges().storage.fetched == 4
+
+
+def test_the_end_waits_for_nothing_that_the_store_turns_out_to_have() -> None:
+    driver, serial = leaving_for_elsewhere()
+    while any(isinstance(order, CopyOut) for order in driver.orders):
+        driver.finish()
+    tiers = driver.worker.scheduler.tiers
+    assert tiers is not None
+    (departure,) = tiers._departures.values()
+    wanted = tuple(departure.keys)
+    assert wanted
+    assert serial not in driver.ended
+    for key in wanted:
+        tiers._remember_stored(key)
+    driver.now_us += 1
+    driver.cancel(Serial(999))
+    assert driver.ended[serial].reason is FinishReason.RESCHEDULE
+
+
+def test_a_stop_string_found_while_the_end_waits_cuts_the_answer() -> None:
+    driver, serial = leaving_for_elsewhere()
+    driver.stop_found(serial, keep=2)
+    assert (driver.ended[serial].reason, driver.ended[serial].generated_tokens) == (FinishReason.STOP, 2)
+
+
+def test_one_that_is_cancelled_while_it_is_restored_has_computed_nothing() -> None:
+    driver = TieredDriver(config())
+    driver.submit(submission(range(32), 2))
+    driver.run()
+    driver.submit(submission([60] * 16, 60, name="crowd"))
+    driver.run()
+    (serial,) = driver.submit(submission(range(32), 2, name="again"))
+    driver.tick()
+    assert any(isinstance(order, CopyIn) for order in driver.orders)
+    driver.cancel(serial)
+    driver.answer_fence()
+    assert driver.ended[serial].bill.computed_tokens == 0
+
+
+# ── an instance that prefills for others ─────────────────────────────────────────────────────────────────────────────
+
+
+class Giver(TieredDriver):
+    """Whose taker says what the test lets it say."""
+
+    TAKER = PeerId("d")
+
+    def __init__(self, slots: int = 1) -> None:
+        super().__init__(replace(config(), slots=slots, role=PREFILL, handover=HandoverConfig(vocabulary=VOCABULARY)))
+        self.said: list[PeerMessage] = []
+        self.asked = 0
+        self.send(PeerOpened(self.TAKER))
+
+    def _take(self, effect: Effect) -> None:
+        match effect:
+            case Tell(_, message):
+                self.said.append(message)
+            case Fence(handover):
+                self.send(Fenced(handover))
+            case OpenShip() | Ship() | AttemptFailed():
+                pass
+            case _:
+                super()._take(effect)
+
+    def ask(self, prompt: list[int]) -> int:
+        self.asked += 1
+        self.send(Heard(self.TAKER, Ask(self.asked, 1, submission(prompt, 4, name=str(self.asked)))))
+        return self.asked
+
+    def grant(self, request: int) -> None:
+        self.send(Heard(self.TAKER, Grant(request, 1, 0, 1 << 30, b"token")))
+
+    def adopt(self, request: int) -> None:
+        for _ in range(3):
+            self.go_on()
+        self.send(Shipped(Handover(self.TAKER, request, 1), b"checks"))
+        self.send(Heard(self.TAKER, Adopted(request, 1)))
+        for _ in range(3):
+            self.go_on()
+        self.settle_all()
+
+    def prefill(self, prompt: list[int]) -> None:
+        request = self.ask(prompt)
+        self.settle_all()
+        self.grant(request)
+        self.adopt(request)
+
+
+def test_what_prefills_for_others_restores_before_it_computes() -> None:
+    driver = Giver()
+    driver.prefill([*range(20)])
+    driver.prefill([*range(30, 62), *range(40)])
+    driver.prefill([*range(62, 2, -1), *range(20)])
+    request = driver.ask([*range(20)])
+    driver.grant(request)
+    assert [type(order) for order in driver.orders] == [CopyIn]
+    before = len(driver.plans)
+    driver.go_on()
+    assert len(driver.plans) == before, "nothing is computed before the copy has ended"
+    driver.finish()
+    driver.adopt(request)
+    commit = next(message for message in reversed(driver.said) if isinstance(message, Commit))
+    assert (commit.cached_tokens, commit.restored_tokens) == (16, 16)
+
+
+def test_a_grant_for_one_that_is_gone_is_not_taken_for_another_in_its_slot() -> None:
+    driver = Giver()
+    driver.prefill([*range(20)])
+    driver.prefill([*range(30, 62), *range(40)])
+    driver.prefill([*range(62, 2, -1), *range(20)])
+    gone = driver.ask([*range(20)])
+    driver.grant(gone)
+    driver.send(Heard(driver.TAKER, Release(gone, 1, "its client left")))
+    driver.settle_all()
+    request = driver.ask([*range(30, 62)])
+    driver.settle_all()
+    before = len(driver.plans)
+    driver.go_on()
+    assert len(driver.plans) == before, "nobody has granted it room"
+    driver.grant(request)
+    driver.adopt(request)
+    assert driver.worker.is_idle

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
-from baton.api.engine import Bill, Ended, Fault, Handovers
+from baton.api.engine import Bill, Ended, Fault, Handovers, Storage
 from baton.core.blocks import BlockGauges
 from baton.core.peers import PdCode, PdFault, PdStage
 from baton.core.records import Bill as CoreBill
-from baton.core.records import EndedRequest, HandoverGauges, SchedulerGauges
+from baton.core.records import EndedRequest, HandoverGauges, SchedulerGauges, StorageGauges
 from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.node.client import EngineClient
 from baton.node.settings import EngineSettings
@@ -20,6 +21,8 @@ from baton.wire.messages import (
     AcceptedAs,
     FromEngine,
     Ready,
+    StepOutput,
+    StoreTraffic,
     decode_from_engine,
     encode_from_engine,
     ended_output,
@@ -29,7 +32,7 @@ from baton.wire.messages import (
 GAUGES = SchedulerGauges(
     running=1,
     waiting=2,
-    blocks=BlockGauges(free=3, evictable=4, running=5, leased=6, receiving=7),
+    blocks=BlockGauges(free=3, evictable=4, running=5, leased=6, receiving=7, leaving=8),
     prefix_queries=0,
     prefix_hits=0,
     stale_results=0,
@@ -40,6 +43,7 @@ GAUGES = SchedulerGauges(
     chunk_prefill_unsatisfied=0,
     reserve_ratio=0.5,
     handovers=HandoverGauges(peers=1, open=2, made=3, refused=4, not_delivered=5, preempted=6, timed_out=7),
+    storage=StorageGauges(40, 9, 3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2),
 )
 
 
@@ -85,5 +89,25 @@ async def test_an_ordinary_end_has_no_fault_and_the_bill_names_attempts_and_tran
 
 async def test_block_states_and_hand_overs_arrive(engine: EngineClient) -> None:
     await end_of_a_request(engine, FinishReason.STOP, CoreBill(), None)
-    assert engine.gauges.blocks == {"free": 3, "evictable": 4, "running": 5, "leased": 6, "receiving": 7}
+    states = {"free": 3, "evictable": 4, "running": 5, "leased": 6, "receiving": 7, "leaving": 8}
+    assert engine.gauges.blocks == states
     assert engine.gauges.handovers == Handovers(1, 2, 3, 4, 5, 6, 7)
+
+
+async def test_what_is_beyond_the_pool_arrives(engine: EngineClient) -> None:
+    hear(engine, StoreTraffic(10, 20, 30, 40, 50, 60, {"torn": 1}))
+    assert engine.gauges.storage == Storage(
+        host_blocks=40, host_used=9, open=3, saved=1, unsaved=2, loaded=3, fetched=4, stored=5, unstored=6,
+        recompute_cheaper=7, failed=8, late=9, breaker_open=1, breaker_opened=2, saved_bytes=10, loaded_bytes=20,
+        stored_bytes=30, fetched_bytes=40, missing=50, errors=60, bad={"torn": 1},
+    )  # fmt: skip
+
+
+async def test_it_is_idle_when_what_is_kept_of_kv_is_where_it_should_be(engine: EngineClient) -> None:
+    at_work = replace(GAUGES, handovers=HandoverGauges(), storage=StorageGauges(hauls=1))
+    hear(engine, StepOutput(b"", b"", b"", (), (), (), wire_gauges(at_work)))
+    idle = asyncio.ensure_future(engine.wait_idle())
+    await asyncio.sleep(0)
+    assert not idle.done()
+    hear(engine, StepOutput(b"", b"", b"", (), (), (), wire_gauges(replace(at_work, storage=StorageGauges()))))
+    await asyncio.wait_for(idle, 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import zmq
 
-from baton.core.config import DECODE, Role, WorkerConfig
+from baton.core.config import DECODE, Role, TierConfig, WorkerConfig
 from baton.core.peers import Heard, Offer, PeerEffect, PeerId, PeerOpened, Refuse, Release, Tell
 from baton.core.plan import StepPlan, StepResult
 from baton.core.prefix import KEY_BYTES, PrefixIndex
+from baton.core.storage import CopyOut, FenceHaul, Hauled, HaulFenced, StorageEffect
 from baton.core.worker import Worker
 from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
@@ -25,7 +27,9 @@ from baton.wire.messages import (
     PeerTraffic,
     Pulse,
     StepOutput,
+    StoreTraffic,
     TellNames,
+    WireGauges,
     decode_from_engine,
     encode_to_engine,
     submit,
@@ -96,11 +100,29 @@ class Orders:
             assert self.news.wait_for(lambda: len(self.told) >= count, DEADLINE_S)
 
 
+class Shelves:
+    """Stands where host memory and the store are: keeps what it is told to do, and answers fences alone."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.told: queue.SimpleQueue[StorageEffect] = queue.SimpleQueue()
+        self._inbox = inbox
+
+    def carry_out(self, effect: StorageEffect) -> None:
+        if isinstance(effect, FenceHaul):
+            self._inbox.put(HaulFenced(effect.haul))
+        self.told.put(effect)
+
+    def traffic(self) -> StoreTraffic:
+        return StoreTraffic(saved_bytes=7)
+
+
 class Bench:
     """A loop on a thread of its own, and the front end's end of its socket."""
 
-    def __init__(self, role: Role | None = None, queued_max: int = 100) -> None:
-        config = WorkerConfig(slots=4, blocks=64, block_size=4, context_tokens=200, step_tokens=64, **_role(role))
+    def __init__(self, role: Role | None = None, queued_max: int = 100, tiers: TierConfig | None = None) -> None:
+        config = WorkerConfig(
+            slots=4, blocks=64, block_size=4, context_tokens=200, step_tokens=64, tiers=tiers or TierConfig(), **_role(role)
+        )
         self.executor = GatedExecutor(ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens))
         self.inbox, self.orders = Inbox(), Orders()
         self._context = zmq.Context()
@@ -112,7 +134,9 @@ class Bench:
         self.front.bind("inproc://loop")
         self._back.connect("inproc://loop")
         worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks), b"secret")
-        self.loop = EngineLoop(worker, self.executor, self._back, self.inbox, None if role is None else self.orders)
+        self.shelves = Shelves(self.inbox)
+        handovers, storage = None if role is None else self.orders, None if tiers is None else self.shelves
+        self.loop = EngineLoop(worker, self.executor, self._back, self.inbox, handovers, storage)
         self.death: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -128,6 +152,12 @@ class Bench:
 
     def hear(self) -> FromEngine:
         return decode_from_engine(self.front.recv())
+
+    def gauges(self) -> WireGauges:
+        """The next that the front end is told."""
+        while not isinstance(message := self.hear(), StepOutput):
+            pass
+        return message.gauges
 
     def pulse(self) -> Pulse:
         while not isinstance(message := self.hear(), Pulse):
@@ -233,6 +263,43 @@ def test_transfers_are_told_of_every_step_that_is_over(benches: list[Bench]) -> 
         if isinstance(message, StepOutput) and message.ended:
             break
     assert bench.orders.steps[:4] == [1, 2, 3, 4]
+
+
+def test_kv_is_kept_and_the_front_end_hears_of_it_though_no_step_is_left(benches: list[Bench]) -> None:
+    bench = Bench(tiers=TierConfig(host_rows=8))
+    benches.append(bench)
+    bench.executor.gate.release(100)
+    bench.ask(list(range(1, 9)), 2)
+    order = bench.shelves.told.get(timeout=DEADLINE_S)
+    assert isinstance(order, CopyOut)
+    while bench.gauges().leaving_blocks != len(order.blocks):
+        pass
+    bench.inbox.put(Hauled(order.haul, (True,) * len(order.blocks)))
+    while (gauges := bench.gauges()).leaving_blocks:
+        pass
+    assert (gauges.storage.host_used, gauges.storage.saved) == (len(order.blocks), len(order.blocks))
+
+
+def test_the_time_limit_of_a_copy_is_kept_while_a_step_computes(benches: list[Bench]) -> None:
+    bench = Bench(tiers=TierConfig(host_rows=8, copy_us=30_000))
+    benches.append(bench)
+    bench.ask([1, 2, 3], 50)
+    bench.ask(list(range(1, 9)), 1)
+    bench.executor.gate.release(4)  # the fifth step does not end
+    order = bench.shelves.told.get(timeout=DEADLINE_S)
+    assert isinstance(order, CopyOut)
+    assert bench.shelves.told.get(timeout=DEADLINE_S) == FenceHaul(order.haul)
+    assert bench.executor.steps <= 4
+    while bench.gauges().storage.late != 1:
+        pass
+
+
+def test_the_front_end_hears_what_moved(benches: list[Bench]) -> None:
+    bench = Bench(tiers=TierConfig(host_rows=8))
+    benches.append(bench)
+    while not isinstance(message := bench.hear(), StoreTraffic):
+        pass
+    assert message.saved_bytes == 7
 
 
 def test_a_step_that_fails_ends_the_loop(benches: list[Bench]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.node.secrets import prefix_secret, shared_prefix_secret
+from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
 from baton.wire.keyfile import KEY_BYTES, read_key, write_key
 
 
@@ -21,6 +21,17 @@ def test_who_has_the_cluster_key_names_prefixes_alike_and_nobody_learns_the_key_
     key, other = b"k" * 32, b"o" * 32
     assert shared_prefix_secret(key) == shared_prefix_secret(key)
     assert len({key, shared_prefix_secret(key), shared_prefix_secret(other)}) == 3
+
+
+def test_the_key_of_a_store_is_kept_with_it_where_it_is_a_folder_and_else_on_this_machine(tmp_path: Path) -> None:
+    store, here = tmp_path / "store", tmp_path / "here"
+    kept = store_key(f"file:{store}?limit=1G", here)
+    assert (store / "prefix.key").exists()
+    assert store.stat().st_mode & 0o777 == 0o700, "others need not read what is stored"
+    assert not here.exists()
+    assert store_key(f"file:{store}", tmp_path / "another machine") == kept
+    assert store_key("valkey://h:1", here) == store_key("mooncake://h:1", here) != kept
+    assert (here / "prefix.key").exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 52])

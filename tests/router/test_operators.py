@@ -51,9 +51,9 @@ def test_only_the_admin_key_sees_and_changes_the_fleet(text: ModelText, keys: tu
 
 
 def test_clients_and_probes_are_served_as_before_and_the_dashboards_chat_by_the_admin_key(text: ModelText) -> None:
-    with running(text, settings("tenant"), admin_key="operator") as fleet:
+    with running(text, settings("group:tenant"), admin_key="op:erator") as fleet:
         fleet.add("a")
-        for key in ("tenant", "operator"):
+        for key in ("tenant", "op:erator"):
             headers = {"Authorization": f"Bearer {key}"}
             assert fleet.served.complete(headers, max_tokens=2).status == 200
             assert status(fleet, "GET", "/metrics", key)[0] == 200

@@ -36,7 +36,7 @@ from baton.router.window import Window, middle_of, size_of
 S = 1_000_000
 
 
-LEDGER = Ledger(free=90, evictable=4, used=3, leased=2, receiving=1)
+LEDGER = Ledger(free=90, evictable=4, used=3, leased=2, receiving=1, leaving=5, host_blocks=40, host_used=7)
 
 
 @dataclass
@@ -253,9 +253,10 @@ def test_a_ledger_is_sampled_and_an_instance_that_is_lost_is_shown_as_gone_at_on
     router = RouterState(0)
     router.sample([view(open=2)], 5, 1 * S)
     told = shown(router)
-    assert told["ledgers"] == {"d1": [[1 * S, 90, 4, 3, 2, 1, 0, 0]]}
+    assert told["ledgers"] == {"d1": [[1 * S, 90, 4, 3, 2, 1, 5, 0, 0]]}
     assert told["fleet"][0][:4] == [1 * S, 5, 0, 0]
-    assert (told["instances"][0]["state"], told["instances"][0]["ledger"]) == ("ready", [90, 4, 3, 2, 1])
+    assert (told["instances"][0]["state"], told["instances"][0]["ledger"]) == ("ready", [90, 4, 3, 2, 1, 5])
+    assert (told["instances"][0]["host_used"], told["instances"][0]["host_blocks"]) == (7, 40)
 
     router.take(FleetChanged(Instance("d1"), 1, "lost", "reset"), 2 * S)
     assert shown(router)["instances"][0]["state"] == "gone"

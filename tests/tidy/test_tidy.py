@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "api": {"core"},
     "node": {"core", "executor", "kv", "wire", "api"},
     "router": {"core", "wire", "api", "node"},
-    "up": {"core", "node"},
+    "up": {"core", "api", "node"},
     "sim": {"core", "wire", "executor"},
     "bench": {"core", "executor", "kv", "wire", "api", "node", "sim", "router", "up"},
     "cli": {"core", "executor", "kv", "wire", "api", "node", "bench", "sim", "router", "up"},

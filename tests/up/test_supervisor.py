@@ -156,11 +156,11 @@ async def test_keys_reach_all_by_the_environment_and_the_file_of_options_nobody(
 ) -> None:
     monkeypatch.setenv("BATON_CONFIG", "a file with options of all")
     monkeypatch.setenv("BATON_API_KEY", "from outside")
-    async with fleet(tmp_path, api_keys=("one", "two"), admin_key="three") as running:
+    async with fleet(tmp_path, api_keys=("group:one", "two"), admin_key="three") as running:
         await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
         for pid in running.pids():
             variables = _environment(pid)
-            assert (variables["BATON_API_KEY"], variables["BATON_ADMIN_KEY"]) == ("one two", "three")
+            assert (variables["BATON_API_KEY"], variables["BATON_ADMIN_KEY"]) == ("group:one two", "three")
             assert "BATON_CONFIG" not in variables
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,7 +30,7 @@ from baton.core.peers import (
     Verify,
 )
 from baton.core.plan import NO_INT32S, Logprobs
-from baton.core.records import Bill, EndedRequest, HandoverGauges, SchedulerGauges, Settled, StartedRequest
+from baton.core.records import Bill, EndedRequest, HandoverGauges, SchedulerGauges, Settled, StartedRequest, StorageGauges
 from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.wire import messages
 from baton.wire.dispatch import message_of
@@ -133,17 +136,25 @@ def _said_again(ended: EndedRequest, gauges: SchedulerGauges) -> messages.StepOu
 @pytest.mark.parametrize("code", PdCode)
 def test_the_fault_of_an_attempt_survives_the_wire(code: PdCode) -> None:
     fault = PdFault(code, PdStage.TRANSFER, "the checks differ")
-    bill = Bill(1, 2, 3, 4, queue_us=5, prefill_us=6, transfer_us=7, decode_us=8, attempts=9)
+    bill = Bill(1, 2, 3, 10, 4, queue_us=5, prefill_us=6, transfer_us=7, decode_us=8, attempts=9)
     (ended,) = _said_again(EndedRequest(Serial(1), FinishReason.RESCHEDULE, 3, bill, fault), GAUGES).ended
     assert messages.fault_of(ended.fault) == fault
     assert ended.reason is FinishReason.RESCHEDULE
-    assert ended.bill == messages.WireBill(1, 2, 3, 4, queue_us=5, prefill_us=6, transfer_us=7, decode_us=8, attempts=9)
+    assert ended.bill == messages.WireBill(1, 2, 3, 10, 4, queue_us=5, prefill_us=6, transfer_us=7, decode_us=8, attempts=9)
 
 
 def test_an_end_without_a_fault_has_none_on_the_wire() -> None:
     (ended,) = _said_again(EndedRequest(Serial(1), FinishReason.STOP, 3, Bill()), GAUGES).ended
     assert ended.fault is None
     assert messages.fault_of(ended.fault) is None
+
+
+def test_what_is_beyond_the_pool_survives_the_wire() -> None:
+    storage = StorageGauges(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14)
+    gauges = replace(GAUGES, blocks=BlockGauges(3, 4, 5, leaving=6), storage=storage)
+    said = _said_again(EndedRequest(Serial(1), FinishReason.STOP, 3, Bill()), gauges).gauges
+    assert said.leaving_blocks == 6
+    assert msgspec.structs.asdict(said.storage) == asdict(storage)
 
 
 def test_leased_and_receiving_blocks_and_hand_overs_survive_the_wire() -> None:

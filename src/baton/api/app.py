@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from baton.api import openapi
 from baton.api.answer import ClientGone
-from baton.api.auth import OPEN_PATHS, Auth, Keys
+from baton.api.auth import OPEN_PATHS, Auth, Keys, kv_owners
 from baton.api.edge import HEADER, Edge, asker_of
 from baton.api.engine import UNKNOWN_CONTEXT, Engine
 from baton.api.errors import ApiError, InternalField, engine_dead, invalid
@@ -66,12 +66,13 @@ class Routes:
         self._metrics = metrics
         self._server = Server(engine, metrics)
         self._defaults = settings.default_sampling.over(text.defaults)
+        self._kv_owners = kv_owners(settings.api_keys)
         self._preparer = Preparer(text, self._policy, settings.served_model_names)
         self._started_s = int(time.time())
 
     def _policy(self) -> Policy:
         info = self._engine.info
-        return Policy(info, frozenset(i for i in self._text.eos_ids if i < info.vocabulary), self._defaults)
+        return Policy(info, frozenset(i for i in self._text.eos_ids if i < info.vocabulary), self._defaults, self._kv_owners)
 
     async def generate(self, request: Request) -> Response:
         path: str = request.scope["path"]

@@ -1,6 +1,7 @@
 """Who is calling: API keys, and the tenant that follows from them.
 
-A tenant is a hash of its key ("" where no key is set): it names what a caller may cancel and salts the KV cache.
+A tenant is a hash of its key ("" where no key is set): it names what a caller may cancel and salts the KV cache. Keys that
+an operator gives as `GROUP:KEY` share KV within the group, and nothing else; `:KEY` has no group, and may have more colons.
 `/health` and `/ready` stay open for probes; everything else needs a key once one is set, `/metrics` too, since it shows
 what other tenants do.
 """
@@ -8,7 +9,8 @@ what other tenants do.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from starlette.datastructures import Headers
@@ -17,15 +19,44 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.api.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
+_GROUP = re.compile(r"[A-Za-z0-9_.-]{0,64}")
 
 
 def tenant_of(key: str) -> str:
     return blake2b(key.encode(), digest_size=16, person=b"baton-tenant").hexdigest()
 
 
+def secret_of(key: str) -> str:
+    """What callers present, of a key as an operator writes it."""
+    return _split(key)[1]
+
+
+def kv_owners(keys: Sequence[str]) -> Mapping[str, str]:
+    """By tenant, where KV is not its own: the group whose it is. No tenant can be called like one."""
+    return {tenant_of(secret): f"group:{group}" for group, secret in map(_split, keys) if group}
+
+
+def why_not_keys(keys: Sequence[str]) -> str | None:
+    """What is wrong with keys as an operator writes them."""
+    if not all(secret_of(key) for key in keys):
+        return "an API key is empty: anybody could present it"
+    if not all(_GROUP.fullmatch(_split(key)[0]) for key in keys):
+        return "of an API key with a colon, what is before it names a group, in letters, digits, '.', '_' and '-'"
+    if len({secret_of(key) for key in keys}) < len(set(keys)):
+        return "an API key is in two groups"
+    return None
+
+
+def _split(key: str) -> tuple[str, str]:
+    """Group, "" where there is none, and secret."""
+    group, colon, secret = key.partition(":")
+    return (group, secret) if colon else ("", key)
+
+
 class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
-        self._tenants = [tenant_of(key) for key in keys]
+        """As an operator writes them."""
+        self._tenants = [tenant_of(secret_of(key)) for key in keys]
 
     def tenant(self, authorization: str | None) -> str:
         """The caller's tenant; raises a 401. Every key is compared, in constant time, over hashes of equal length."""

@@ -37,6 +37,8 @@ class Bill:
     """Tokens whose KV was computed for the first time."""
     recomputed_tokens: int = 0
     """Tokens whose KV had to be computed again after a preemption."""
+    restored_tokens: int = 0
+    """Tokens whose KV came from host memory or the store."""
     preemptions: int = 0
     attempts: int = 0
     """How often a peer was asked to prefill it; 0 where it was prefilled here."""
@@ -118,7 +120,7 @@ class EngineInfo:
     client goes on after a restart; and an attempt that ends early has been tried everywhere, which is an error."""
 
 
-BLOCK_STATES = ("free", "evictable", "running", "leased", "receiving")
+BLOCK_STATES = ("free", "evictable", "running", "leased", "receiving", "leaving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,45 @@ class Handovers:
     not_delivered: int = 0
     preempted: int = 0
     timed_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """KV beyond the pool, in blocks unless it says otherwise. All but the first three and `breaker_open` only grow."""
+
+    host_blocks: int = 0
+    """Room in host memory."""
+    host_used: int = 0
+    open: int = 0
+    """Transfers under way."""
+    saved: int = 0
+    """From the pool to host memory."""
+    unsaved: int = 0
+    loaded: int = 0
+    """From host memory to the pool."""
+    stored: int = 0
+    """From host memory to the store."""
+    unstored: int = 0
+    fetched: int = 0
+    """From the store to host memory."""
+    missing: int = 0
+    """That the store was asked for and did not have."""
+    bad: Mapping[str, int] = field(default_factory=dict)
+    """Found in the store and not used, by what was wrong with them."""
+    recompute_cheaper: int = 0
+    failed: int = 0
+    """Transfers that failed."""
+    late: int = 0
+    """Transfers that were given up as too slow."""
+    errors: int = 0
+    """Transfers that the store failed."""
+    breaker_open: int = 0
+    """1 while the store is left alone."""
+    breaker_opened: int = 0
+    saved_bytes: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    fetched_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +200,7 @@ class Gauges:
     reserve_ratio: float = 0.0
     role: str = "mixed"
     handovers: Handovers = field(default_factory=Handovers)
+    storage: Storage = field(default_factory=Storage)
     refused_connections: Mapping[str, int] = field(default_factory=dict)
     """Connections and frames of peers, by reason."""
     arrived_bytes: int = 0

@@ -1,9 +1,9 @@
 """What an operator reads while a server runs: one line for each finished request, one a second for the engine's state.
 
 Owns the loggers `baton.access` and `baton.engine` and the shape of their lines: `name=value`, always the same names in the
-same order; only `leased` and `receiving`, which most instances never have, are left out while they are 0. A router, which
-computes nothing, says of a request where it was instead of what state it is in. Promises to format nothing while the level
-hides it. Does not know where lines go: whoever starts a server decides that.
+same order; only `leased`, `receiving` and `leaving`, which most instances never have, are left out while they are 0. A
+router, which computes nothing, says of a request where it was instead of what state it is in. Promises to format nothing
+while the level hides it. Does not know where lines go: whoever starts a server decides that.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ class _State(NamedTuple):
     evictable: int
     leased: int
     receiving: int
+    leaving: int
     ratio: float | None
     """None: of a router."""
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.running or self.waiting or self.leased or self.receiving)
+        return bool(self.running or self.waiting or self.leased or self.receiving or self.leaving)
 
     def __str__(self) -> str:
-        arriving = "".join(f" {name}={n}" for name, n in (("leased", self.leased), ("receiving", self.receiving)) if n)
+        rare = (("leased", self.leased), ("receiving", self.receiving), ("leaving", self.leaving))
+        moving = "".join(f" {name}={count}" for name, count in rare if count)
         head = f"running={self.running} waiting={self.waiting} free={self.free} evictable={self.evictable}"
-        return f"{head}{arriving}" if self.ratio is None else f"{head}{arriving} ratio={self.ratio:.3f}"
+        return f"{head}{moving}" if self.ratio is None else f"{head}{moving} ratio={self.ratio:.3f}"
 
 
 def _state_of(gauges: Gauges) -> _State:
@@ -62,6 +64,7 @@ def _state_of(gauges: Gauges) -> _State:
         evictable=blocks.get("evictable", 0),
         leased=blocks.get("leased", 0),
         receiving=blocks.get("receiving", 0),
+        leaving=blocks.get("leaving", 0),
         ratio=None if gauges.role == ROUTER else gauges.reserve_ratio,
     )
 

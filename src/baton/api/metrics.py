@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.api.engine import BLOCK_STATES, Engine, Gauges, Handovers
+from baton.api.engine import BLOCK_STATES, Engine, Gauges, Handovers, Storage
 from baton.api.reader import Delta
 from baton.core.request import FinishReason
 
@@ -35,6 +35,8 @@ class _EngineCollector(Collector):
         yield role
         yield from self._of_blocks(gauges)
         yield from self._of_handovers(gauges.handovers)
+        yield from self._of_host_memory(gauges.storage)
+        yield from self._of_store(gauges.storage)
         refused = CounterMetricFamily(
             "baton_peer_refusals", "Connections and frames of peers that were refused", labels=["reason", "model_name"]
         )
@@ -82,6 +84,40 @@ class _EngineCollector(Collector):
         for outcome, count in outcomes.items():
             family.add_metric([outcome, self._model], count)
         yield family
+
+    def _of_host_memory(self, storage: Storage) -> Iterable[Metric]:
+        yield self._gauge("host_kv_blocks", "KV blocks that host memory has room for", storage.host_blocks)
+        yield self._gauge("host_kv_blocks_used", "KV blocks that host memory holds", storage.host_used)
+        yield self._count("kv_saved_blocks", "KV blocks copied from the pool to host memory", storage.saved)
+        yield self._count("kv_unsaved_blocks", "KV blocks that host memory had no room or time for", storage.unsaved)
+        yield self._count("kv_loaded_blocks", "KV blocks copied back from host memory", storage.loaded)
+        yield self._count("kv_saved_bytes", "KV copied from the pool to host memory", storage.saved_bytes)
+        yield self._count("kv_loaded_bytes", "KV copied back from host memory", storage.loaded_bytes)
+        yield self._count(
+            "kv_recompute_cheaper_blocks",
+            "KV blocks that were not kept or fetched because computing them is quicker",
+            storage.recompute_cheaper,
+        )
+        yield self._gauge("kv_transfers_open", "Transfers with host memory or the store under way", storage.open)
+        yield self._count("kv_transfers_failed", "Transfers with host memory or the store that failed", storage.failed)
+        yield self._count("kv_transfers_late", "Transfers with host memory or the store given up as too slow", storage.late)
+
+    def _of_store(self, storage: Storage) -> Iterable[Metric]:
+        yield self._count("store_stored_blocks", "KV blocks written to the store", storage.stored)
+        yield self._count("store_unstored_blocks", "KV blocks that the store had no room for or failed", storage.unstored)
+        yield self._count("store_fetched_blocks", "KV blocks read from the store", storage.fetched)
+        yield self._count("store_missing_blocks", "KV blocks that the store did not have any more", storage.missing)
+        yield self._count("store_stored_bytes", "KV written to the store", storage.stored_bytes)
+        yield self._count("store_fetched_bytes", "KV read from the store", storage.fetched_bytes)
+        yield self._count("store_errors", "Transfers that the store failed", storage.errors)
+        yield self._gauge("store_breaker_open", "1 while the store is left alone because it failed", storage.breaker_open)
+        yield self._count("store_breaker_opened", "How often the store was left alone", storage.breaker_opened)
+        bad = CounterMetricFamily(
+            "baton_store_bad_blocks", "Stored KV that was found bad, dropped and never used", labels=["reason", "model_name"]
+        )
+        for reason, count in storage.bad.items():
+            bad.add_metric([reason, self._model], count)
+        yield bad
 
     def _preemptions(self, gauges: Gauges) -> Metric:
         labels = ["cause", "policy", "model_name"]

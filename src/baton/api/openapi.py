@@ -62,7 +62,7 @@ _TEXT: Json = {"type": "string"}
 _COUNT: Json = {"type": "integer", "minimum": 0}
 _IDS: Json = {"type": "array", "items": _COUNT}
 _MS: Json = {"type": "number", "minimum": 0}
-_BILL_COUNTS = ("cached_tokens", "computed_tokens", "recomputed_tokens", "preemptions", "attempts")
+_BILL_COUNTS = ("cached_tokens", "computed_tokens", "recomputed_tokens", "restored_tokens", "preemptions", "attempts")
 _BILL_TIMES = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms")
 _BILL = _answer(_BILL_COUNTS + _BILL_TIMES, dict.fromkeys(_BILL_COUNTS, _COUNT) | dict.fromkeys(_BILL_TIMES, _MS)) | {
     "type": ["object", "null"],

@@ -6,8 +6,8 @@ engine's facts (context, vocabulary), the seed and the salt. Pure: the random se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from baton.api.engine import EngineInfo
@@ -35,12 +35,12 @@ class Asker:
         return RequestId(f"{owner}{self.request_id}:{index}")
 
 
-def salt_of(tenant: str, cache_salt: str | None) -> bytes:
-    """KV is shared only among equal salts: within a tenant, and within it only for the same `cache_salt`."""
-    if not tenant and cache_salt is None:
+def salt_of(owner: str, cache_salt: str | None) -> bytes:
+    """KV is shared only among equal salts: within a tenant or its group, and within it only for the same `cache_salt`."""
+    if not owner and cache_salt is None:
         return b""
     inner = b"" if cache_salt is None else blake2b(cache_salt.encode(), digest_size=16).digest()
-    return blake2b(tenant.encode() + b"\0" + inner, digest_size=16, person=b"baton-kv-salt").digest()
+    return blake2b(owner.encode() + b"\0" + inner, digest_size=16, person=b"baton-kv-salt").digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Policy:
     info: EngineInfo
     eos_ids: frozenset[int]
     defaults: SamplingDefaults
+    kv_owners: Mapping[str, str] = field(default_factory=dict)
+    """By tenant, where that shares its KV: with whom."""
 
 
 def group_of(
@@ -67,7 +69,8 @@ def group_of(
     n = body.n or 1
     seed = random_seed if body.seed is None else body.seed & _SEED_MASK
     samplings = [sampling_of(body, policy, seed, choice) for choice in range(n)]
-    salt, priority = salt_of(asker.tenant, body.cache_salt), body.priority or 0
+    owner = policy.kv_owners.get(asker.tenant, asker.tenant)
+    salt, priority = salt_of(owner, body.cache_salt), body.priority or 0
     group = []
     for i, prompt in enumerate(prompts):
         tokens = frozen_tokens(prompt)

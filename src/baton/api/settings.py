@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.api.auth import why_not_keys
 from baton.api.text import SamplingDefaults
 from baton.core.errors import BatonError
 
@@ -18,7 +19,7 @@ class ApiSettings:
     served_model_names: tuple[str, ...]
     """The first is shown in answers; a request may use any of them."""
     api_keys: tuple[str, ...] = ()
-    """Empty: everybody may call, as one tenant."""
+    """Empty: everybody may call, as one tenant. `GROUP:KEY` shares KV with the others of its group."""
     body_bytes_max: int = 4 << 20
     chat_template: str | Path | None = None
     """Overrides the model's own: a path to a template, or the template itself."""
@@ -30,7 +31,8 @@ class ApiSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise BadApiSettings("served_model_names needs at least one name, and no empty one")
-        if not all(self.api_keys):
-            raise BadApiSettings("an API key is empty: anybody could present it")
+        reason = why_not_keys(self.api_keys)
+        if reason is not None:
+            raise BadApiSettings(reason)
         if self.body_bytes_max < 1:
             raise BadApiSettings("body_bytes_max must be at least 1")

@@ -102,6 +102,7 @@ def bill_of(readers: Sequence[ChoiceReader]) -> Bill | None:
         cached_tokens=sum(bill.cached_tokens for bill in bills),
         computed_tokens=sum(bill.computed_tokens for bill in bills),
         recomputed_tokens=sum(bill.recomputed_tokens for bill in bills),
+        restored_tokens=sum(bill.restored_tokens for bill in bills),
         preemptions=sum(bill.preemptions for bill in bills),
         attempts=sum(bill.attempts for bill in bills),
         queue_ms=max(bill.queue_ms for bill in bills),

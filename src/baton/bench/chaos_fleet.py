@@ -35,6 +35,7 @@ class _Ledger(msgspec.Struct):
     used: int = 0
     leased: int = 0
     receiving: int = 0
+    leaving: int = 0
 
 
 class _Instance(msgspec.Struct):

@@ -15,15 +15,18 @@ import typer
 from rich.console import Console
 
 from baton.cli.options import config_file, option, switch, variable
-from baton.core.config import OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
+from baton.core.config import BringBack, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
 from baton.core.errors import BatonError
 from baton.node.settings import EngineSettings
 
 console = Console(stderr=True, highlight=False)
 
 API, MODEL, KV, PRESSURE, LOG = "API", "Model", "KV cache and scheduling", "Under KV pressure", "Log"
+TIERS = "KV beyond the pool"
 PEERS = "Prefill here, decode there"
 ROUTER = "Under a router"
+
+SIZE = "SIZE"
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -72,7 +75,7 @@ Host = Annotated[str, option("host", API, "Address to listen on. Another than lo
 Port = Annotated[int, option("port", API, "Port to listen on; 0 picks a free one.", 0, 65535)]
 ApiKeys = Annotated[
     list[str] | None,
-    option("api-key", API, "A key that clients must present; repeat for several tenants, which share no KV."),
+    option("api-key", API, "Clients must present it; repeat for tenants. They share no KV, unless given as GROUP:KEY."),
 ]
 Names = Annotated[
     list[str] | None, option("served-model-name", API, "Name in the API; repeat for aliases. Default: the model's own.")
@@ -127,6 +130,29 @@ Victims = Annotated[
 MaxPreemptions = Annotated[
     int, option("max-preemptions", PRESSURE, "A request that yielded this often is no longer a victim.", 0)
 ]
+HostMemoryOption = Annotated[
+    str | None,
+    option("host-memory", TIERS, "For KV that leaves the pool, such as 8G. Default: none; 1G with a store.", metavar=SIZE),
+]
+KvStore = Annotated[
+    str | None,
+    option("kv-store", TIERS, "KV outlives us there: file:DIR, valkey://HOST:PORT/0, mooncake://HOST:PORT.", metavar="URL"),
+]
+KvStoreLimit = Annotated[
+    str | None,
+    option("kv-store-limit", TIERS, "Most bytes in the store, such as 20G; the least recently used go first.", metavar=SIZE),
+]
+SavePreempted = Annotated[
+    bool, switch("save-preempted", TIERS, "Keep the KV of requests that yield, to go on from here or elsewhere.")
+]
+SaveFinished = Annotated[
+    bool, switch("save-finished", TIERS, "Keep the KV of requests that end, for others that begin alike.")
+]
+CacheOutputs = Annotated[bool, switch("cache-outputs", TIERS, "Keep the KV of generated tokens too, not only of prompts.")]
+BringBackOption = Annotated[
+    BringBack,
+    option("bring-back", TIERS, "Fetch KV when that is quicker than computing it (cheapest), or always.", metavar=" "),
+]
 RoleOption = Annotated[
     RoleName,
     option("role", PEERS, "mixed does all; decode takes requests and has its peers prefill them; prefill does that."),
@@ -180,32 +206,25 @@ LogLevelOption = Annotated[
 Config = Annotated[Path | None, config_file(lambda: serve)]
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, hint: str = "--kv-memory") -> int:
     """`2G`, `512MiB`, `1.5g` or a plain number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G", param_hint="--kv-memory")
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G", param_hint=hint)
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _bytes_if_given(text: str | None, hint: str) -> int | None:
+    return None if text is None else parse_bytes(text, hint)
 
 
 def serve(
     model: Model = "smollm2",
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    api_key: ApiKeys = None,
-    served_model_name: Names = None,
-    max_waiting: MaxWaiting = 1024,
-    chat_template: Template = None,
-    drain_timeout: DrainTimeout = 30.0,
-    dtype: DtypeOption = Dtype.BFLOAT16,
-    attention: AttentionOption = Attention.AUTO,
-    threads: Threads = None,
-    max_model_len: MaxModelLen = None,
-    executor: Executor = ExecutorKind.TORCH,
-    step_ms: StepMs = 0.0,
-    max_num_seqs: MaxNumSeqs = 64,
-    max_num_batched_tokens: MaxBatched = 2048,
-    block_size: BlockSize = 16,
+    host: Host = "127.0.0.1", port: Port = 8000, api_key: ApiKeys = None, served_model_name: Names = None,
+    max_waiting: MaxWaiting = 1024, chat_template: Template = None, drain_timeout: DrainTimeout = 30.0,
+    dtype: DtypeOption = Dtype.BFLOAT16, attention: AttentionOption = Attention.AUTO, threads: Threads = None,
+    max_model_len: MaxModelLen = None, executor: Executor = ExecutorKind.TORCH, step_ms: StepMs = 0.0,
+    max_num_seqs: MaxNumSeqs = 64, max_num_batched_tokens: MaxBatched = 2048, block_size: BlockSize = 16,
     kv_blocks: KvBlocks = None, kv_memory: KvMemory = "2G",
     prefix_cache: PrefixCache = True, plan_ahead: PlanAhead = 2,
     reserve: Reserve = ReservePolicy.NEW_TOKEN_RATIO,
@@ -213,6 +232,9 @@ def serve(
     ratio_clip_tokens: RatioClip = 4096,
     fixed_blocks: FixedBlocks = 16, fixed_blocks_decay: FixedBlocksDecay = 0.025,
     victims: Victims = VictimPolicy.NEWEST, max_preemptions: MaxPreemptions = 8,
+    host_memory: HostMemoryOption = None, kv_store: KvStore = None, kv_store_limit: KvStoreLimit = None,
+    save_preempted: SavePreempted = True, save_finished: SaveFinished = True, cache_outputs: CacheOutputs = True,
+    bring_back: BringBackOption = BringBack.CHEAPEST,
     role: RoleOption = RoleName.MIXED, peer: PeerList = None, peer_host: PeerHost = "127.0.0.1", peer_port: PeerPort = None,
     cluster_key: ClusterKey = None, cluster_key_file: ClusterKeyFile = None, transfer: TransferOption = Transfer.AUTO,
     on_preempt: OnPreemptOption = None, prefill_path: PrefillPathOption = PrefillPath.SHORT,
@@ -240,6 +262,9 @@ def serve(
         peers=tuple(peer or ()), peer_host=peer_host, peer_port=peer_port, transfer=transfer,
         on_preempt=on_preempt or (OnPreempt.RESUME if router is None else OnPreempt.RESCHEDULE),
         prefill_path=prefill_path, prefill_timeout_s=prefill_timeout, lease_s=lease, router=router, name=name or "",
+        host_memory_bytes=_bytes_if_given(host_memory, "--host-memory"), kv_store=kv_store,
+        kv_store_limit_bytes=_bytes_if_given(kv_store_limit, "--kv-store-limit"), save_preempted=save_preempted,
+        save_finished=save_finished, cache_outputs=cache_outputs, bring_back=bring_back,
     )  # fmt: skip
     scripted = executor is ExecutorKind.SCRIPTED
     _run(

@@ -30,7 +30,7 @@ DECIDED = frozenset(
      "cluster_key_file"]
 )  # fmt: skip
 """Options of the others that are not the caller's to give."""
-HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key", "admin_key"])
+HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key", "admin_key", "kv_store"])
 SETTLED = {name.replace("_", "-"): "is not an option of baton up, which settles it for each process" for name in DECIDED}
 SETTLED["port"] += "; the port of the API is 'router-port'"
 OF_THE_ROUTER = frozenset(["host", "max_waiting", "chat_template"])
@@ -98,7 +98,7 @@ def _up(
         plan = FleetPlan(
             model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
             threads, demo, tuple(context.params["api_key"] or ()), drain_timeout, round(restart_delay_max * 1e6),
-            context.params["admin_key"],
+            context.params["admin_key"], context.params["kv_store"], _cluster_key(context.params["kv_store"]),
         )  # fmt: skip
         check_port(context.params["host"], router_port)
         code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
@@ -106,6 +106,16 @@ def _up(
         Console(stderr=True, highlight=False).print(f"baton up: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     raise typer.Exit(code)
+
+
+def _cluster_key(store: str | None) -> str | None:
+    """With a store it must be the same at every start: the names of what is stored are made with it."""
+    if store is None:
+        return None
+    from baton.executor.cachedir import cache_folder
+    from baton.node.secrets import store_key
+
+    return store_key(store, cache_folder())
 
 
 def check_port(host: str, port: int) -> None:

@@ -250,7 +250,7 @@ class Board(ABC):
         """End a request from outside. One that waits ends here; one that runs ends when the executor acknowledges."""
         self._now_us = now_us
         if serial in self._departing:
-            return self._depart_at_once(serial, reason)
+            return self._depart_at_once(serial, reason, keep)
         request = self._requests.get(serial)
         if request is None or request.phase is Phase.FINISHED or request.ends_as is not None:
             return None
@@ -445,7 +445,7 @@ class Board(ABC):
         bill = request.bill
         request.found_tokens = found
         if request.is_fresh:
-            bill.cached_tokens = min(found, len(request.submission.prompt))
+            bill.cached_tokens = found
             request.computed_ever = found
             self._count_look_up(request, found)
         bill.queue_us += self._now_us - request.since_us
@@ -538,7 +538,7 @@ class Board(ABC):
     def _note_prefilled(self, request: Request, started: list[StartedRequest]) -> None:
         """The first token since its start has come."""
         if request.is_fresh:
-            started.append(StartedRequest(request.serial, request.bill.cached_tokens))
+            started.append(StartedRequest(request.serial, request.cached_of_prompt))
         request.bill.prefill_us += self._now_us - request.since_us
         request.since_us = self._now_us
         self._release_followers(request)
@@ -720,28 +720,33 @@ class Board(ABC):
         ended.bill.transfer_us += self._now_us - since_us
         return ended
 
-    def _depart_at_once(self, serial: Serial, reason: FinishReason) -> EndedRequest:
+    def _depart_at_once(self, serial: Serial, reason: FinishReason, keep: int | None) -> EndedRequest:
         if self.tiers is not None:
             self.tiers.forget_departure(serial)
-        return replace(self.departed(serial), reason=reason, fault=None)
+        ended = self.departed(serial)
+        generated = ended.generated_tokens if keep is None else min(keep, ended.generated_tokens)
+        return replace(ended, reason=reason, generated_tokens=generated, fault=None)
 
     def _host_rows(self, request: Request, hit: Hit) -> Int32s:
         """Where host memory continues what the cache has, as far as that is worth bringing back."""
         if self.tiers is None:
             return NO_INT32S
         rows = self.tiers.host.run(self._keys_after(request, hit))
-        return rows if len(rows) and self.tiers.is_worth_loading(len(rows)) else NO_INT32S
+        return rows if len(rows) and self.tiers.brings_back(len(rows)) else NO_INT32S
 
     def _keys_after(self, request: Request, hit: Hit) -> list[Key]:
         """Names of the blocks that would have to be computed, the last token's aside."""
         usable = (request.tokens_at_start - 1) // self.config.block_size
         return request.keys[1 + len(hit.blocks) : usable + 1]
 
-    def _seek(self, seeker: Hashable, request: Request) -> None:
-        """Have the store asked for what neither the cache nor host memory has."""
-        if self.tiers is not None and self.config.tiers.store:
-            missing = self._keys_after(request, self._look_up(request))
-            self.tiers.seek(seeker, missing[len(self.tiers.host.run(missing)) :], self._now_us)
+    def _seek(self, seeker: Hashable, request: Request) -> bool:
+        """Have the store asked for what neither the cache nor host memory has. False: not now."""
+        if self.tiers is None or not self.config.tiers.store:
+            return True
+        after = self._keys_after(request, self._look_up(request))
+        here = len(self.tiers.host.run(after))
+        self.tiers.host.touch(after[:here])
+        return self.tiers.seek(seeker, after[here:], self._now_us)
 
     def _restore(self, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
         """A row and all blocks of what it starts with; it may run when host memory's share has been copied into them."""
@@ -756,6 +761,7 @@ class Board(ABC):
         self.pool.pin(arriving, Pin.RECEIVING)
         slots.restoring[slot] = True
         request.found_tokens = hit.computed
+        request.computed_ever = max(request.computed_ever, hit.computed)
         request.bill.queue_us += self._now_us - request.since_us
         request.since_us = self._now_us
         first = len(hit.blocks) + 1
@@ -786,6 +792,7 @@ class Board(ABC):
 
     def _order_end_of_load(self, request: Request, reason: FinishReason) -> None:
         request.ends_as = reason
+        self._unrestore(self._slot_of(request))
         self._release_followers(request)
         self._move(request, Move.ORDER_STOP)
         if self.tiers is not None:
@@ -795,7 +802,7 @@ class Board(ABC):
         """Back to the head of the queue, with exactly what was delivered to continue from."""
         self._charge_run(request)
         request.outputs = self.slots.outputs(self._slot_of(request))
-        request.is_sought = False
+        request.is_sought, request.sought_again = False, 0
         known = np.concatenate((request.submission.prompt, request.outputs))
         request.keys = self.keys_of(request.submission, known)
         self._move(request, Move.ACK_PREEMPTION)

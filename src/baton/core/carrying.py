@@ -223,6 +223,7 @@ def add_bill(choice: Choice, bill: Bill) -> None:
         cached_tokens=bill.cached_tokens if first else sum_.cached_tokens,
         computed_tokens=sum_.computed_tokens + bill.computed_tokens - again,
         recomputed_tokens=sum_.recomputed_tokens + bill.recomputed_tokens + again,
+        restored_tokens=sum_.restored_tokens + bill.restored_tokens,
         preemptions=sum_.preemptions + bill.preemptions,
         queue_us=sum_.queue_us + bill.queue_us,
         prefill_us=sum_.prefill_us + bill.prefill_us,

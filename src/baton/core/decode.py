@@ -179,7 +179,8 @@ class DecodeScheduler(Scheduler):
         bill.queue_us += queued
         bill.prefill_us += computed
         bill.transfer_us += passed - queued - computed
-        bill.cached_tokens = min(commit.cached_tokens, len(request.submission.prompt))
+        bill.cached_tokens = min(commit.cached_tokens, tokens)
+        bill.restored_tokens += min(commit.restored_tokens, bill.cached_tokens)
         bill.computed_tokens += tokens - bill.cached_tokens
         request.found_tokens = request.computed_ever = tokens
         request.since_us = self._now_us
@@ -244,6 +245,6 @@ def _one_token(request: Request, tokens: Int32s, logprobs: Logprobs | None, ende
         counts=np.ones(1, dtype=NO_INT32S.dtype),
         tokens=tokens,
         logprobs=lines,
-        started=(StartedRequest(request.serial, request.bill.cached_tokens),),
+        started=(StartedRequest(request.serial, request.cached_of_prompt),),
         ended=tuple(ended),
     )

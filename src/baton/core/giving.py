@@ -258,8 +258,7 @@ class Giver:
             return next(iter(self._queue.values()), None)
         for entry in islice(self._queue.values(), SOUGHT_AHEAD):
             if not entry.is_sought:
-                entry.is_sought = True
-                self._scheduler.seek(entry.handover, entry.submission, self._keys_of(entry))
+                entry.is_sought = self._scheduler.seek(entry.handover, entry.submission, self._keys_of(entry))
             if not tiers.is_seeking(entry.handover):
                 return entry
         return None
@@ -412,6 +411,7 @@ class Giver:
             token=entry.token,
             logprobs=entry.logprobs,
             cached_tokens=request.bill.cached_tokens,
+            restored_tokens=request.bill.restored_tokens,
             queue_us=max(0, request.since_us - entry.arrived_us - request.bill.prefill_us),
             prefill_us=request.bill.prefill_us,
             prompt_digest=prompt_digest(entry.submission, self._fingerprint),
@@ -439,7 +439,8 @@ class Giver:
             return []
         if entry.state is Giving.OFFERED and entry.serial is not None:
             self._move(entry, GiverMove.DROP)
-            self._scheduler.order_stop(entry.serial, FinishReason.ABORT, self._now_us)  # nothing has begun: it ends at once
+            # Nothing has begun: it ends at once, or when no copy from host memory writes to its blocks any more.
+            self._scheduler.order_stop(entry.serial, FinishReason.ABORT, self._now_us)
             return []
         self._move(entry, GiverMove.GIVE_UP)
         return [Fence(entry.handover)]

@@ -36,9 +36,6 @@ class HostRows:
     def __contains__(self, key: Key) -> bool:
         return key in self._ready or key in self._filling
 
-    def is_filling(self, key: Key) -> bool:
-        return key in self._filling
-
     def run(self, keys: Sequence[Key]) -> Int32s:
         """The rows of the longest leading run of keys that are ready."""
         rows = []
@@ -73,10 +70,15 @@ class HostRows:
         """Nothing came of filling these, and nobody writes to their rows any more."""
         self._free.extend(self._filling.pop(key) for key in keys)
 
-    def read(self, keys: Sequence[Key]) -> None:
-        """A haul reads these ready rows; they have been used, too."""
+    def touch(self, keys: Sequence[Key]) -> None:
+        """These ready ones, given in sequence order, are of use."""
         for key in reversed(keys):
             self._ready.move_to_end(key)
+
+    def read(self, keys: Sequence[Key]) -> None:
+        """A haul reads these ready rows."""
+        self.touch(keys)
+        for key in keys:
             self._readers[self._ready[key]] += 1
 
     def let_go(self, keys: Iterable[Key]) -> None:

@@ -136,7 +136,7 @@ class Commit:
     logprobs: Logprobs | None
     """Of that token, one line; `row` means nothing here."""
     cached_tokens: int
-    """Prompt tokens that P did not compute because its prefix cache had them."""
+    """Of the tokens it starts with, those that P did not compute, because its cache or another tier had them."""
     queue_us: int
     prefill_us: int
     prompt_digest: bytes
@@ -145,6 +145,8 @@ class Commit:
     """One checksum a block that was sent, in order; opaque here, verified by the driver against what arrived."""
     queued_tokens: int = 0
     """As in an Offer, without this one."""
+    restored_tokens: int = 0
+    """Of the cached ones, those that came from host memory or the store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,9 @@ class PrefillScheduler(Board):
         else:
             self._prefilling.append(slot)
 
-    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> None:
-        """Have the store asked for what a request that is to be held will start with."""
-        if self.tiers is not None:
-            self._seek(seeker, Request(Serial(-1), submission, 0, keys, self._now_us, outputs=submission.generated))
+    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> bool:
+        """Have the store asked for what a request that is to be held will start with. False: not now."""
+        return self._seek(seeker, Request(Serial(-1), submission, 0, keys, self._now_us, outputs=submission.generated))
 
     def _is_restored(self, slot: int) -> None:
         self._move(self._occupant(slot), Move.ADMIT)
@@ -133,10 +132,6 @@ class GeneralPrefillScheduler(Scheduler):
     def waiting(self) -> int:
         return super().waiting + len(self._aside)
 
-    @property
-    def asleep(self) -> bool:
-        return super().asleep
-
     def _waiting_for_kv(self) -> int:
         return super()._waiting_for_kv() + int(np.count_nonzero(self.slots.phase == Phase.HANDING_OVER))
 
@@ -149,8 +144,9 @@ class GeneralPrefillScheduler(Scheduler):
     def begin(self, serial: Serial) -> None:
         self._queue_up(self._aside.pop(serial))
 
-    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> None:
+    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> bool:  # noqa: ARG002
         """The queue has the store asked by itself."""
+        return True
 
     def _unqueue(self, request: Request) -> None:
         if self._aside.pop(request.serial, None) is None:

@@ -16,7 +16,7 @@ class Bill:
     """What a request cost so far."""
 
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had at the first start."""
+    """Tokens that need not be computed at the first start: of the prompt, and of what was generated elsewhere."""
     computed_tokens: int = 0
     """Tokens whose KV was computed for the first time here; what was generated elsewhere counts as the prompt does."""
     recomputed_tokens: int = 0
@@ -63,6 +63,8 @@ class Request:
     """No peer is asked to prefill it (any more)."""
     is_sought: bool = False
     """The store was asked for what it starts with."""
+    sought_again: int = 0
+    """How often since then, when it could have been let in."""
     lent: bool = False
     """A transfer may read its blocks: they come back when that is over, too."""
     bill: Bill = field(default_factory=Bill)
@@ -74,6 +76,11 @@ class Request:
     @property
     def tokens_at_start(self) -> int:
         return len(self.submission.prompt) + len(self.outputs)
+
+    @property
+    def cached_of_prompt(self) -> int:
+        """What the client is told: what was generated elsewhere is no part of its prompt."""
+        return min(self.bill.cached_tokens, len(self.submission.prompt))
 
     @property
     def is_fresh(self) -> bool:

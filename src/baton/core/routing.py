@@ -135,6 +135,11 @@ class Ledger:
     """Blocks of running requests."""
     leased: int = 0
     receiving: int = 0
+    leaving: int = 0
+    """Blocks that are being copied to host memory."""
+    host_blocks: int = 0
+    """Room for so many in host memory."""
+    host_used: int = 0
     steps: int = 0
     preemptions: int = 0
     handovers: int = 0

@@ -32,6 +32,8 @@ from baton.core.victims import choose_victim, computing_us, copying_us
 
 SOUGHT_AHEAD = 8
 """So many at the head of the queue are looked for in the store; so many may pass one that waits for it."""
+SOUGHT_AGAIN_MAX = 2
+"""So often one that could be let in is looked for in the store once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +259,7 @@ class Scheduler(Board):
             return
         for request in self._waiting.first(SOUGHT_AHEAD):
             if not request.is_sought and self._prefills_here(request):
-                request.is_sought = True
-                self._seek(request.serial, request)
+                request.is_sought = self._seek(request.serial, request)
 
     def _prefills_here(self, request: Request) -> bool:
         """Whether what it starts with is needed here."""
@@ -275,11 +276,27 @@ class Scheduler(Board):
     def _admit_waiting(self, step: StepBuilder) -> None:
         while (request := self._next_waiting()) and step.budget > 0 and self._has_row:
             match self._consider(request):
+                case Admit(hit, _) if self._is_sought_again(request, hit):
+                    continue  # it lets others pass
                 case Admit(hit, protected):
                     self._waiting.remove(request)
                     self._let_in(step, request, hit, protected)
                 case Wait():
                     return
+
+    def _is_sought_again(self, request: Request, hit: Hit) -> bool:
+        """What it starts with may have been in host memory, or on its way to the store, when it began to wait, and be in the
+        store alone by now."""
+        tiers = self.tiers
+        if tiers is None or request.sought_again >= SOUGHT_AGAIN_MAX or not self._prefills_here(request):
+            return False
+        after = self._keys_after(request, hit)
+        missing = after[len(tiers.host.run(after)) :]
+        if not missing or not tiers.is_known_stored(missing[0]):
+            return False
+        request.sought_again += 1
+        tiers.seek(request.serial, missing, self._now_us)
+        return tiers.is_seeking(request.serial)
 
     @property
     def _has_row(self) -> bool:

@@ -14,7 +14,7 @@ Nothing here waits, and nothing evicts while it looks. Bytes are the driver's: `
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -44,16 +44,16 @@ from baton.core.storage import (
 )
 from baton.core.victims import Rates
 
-SEEKS_MAX = 32
-"""Most requests whose KV is looked for at a time."""
 FINISHED_SHARE = 4
 """While more than one in so many blocks is leaving, those of finished requests are not saved too."""
+STORED_US = 300_000_000
+"""So long it is believed that a store has what it had: it may evict, or have been emptied."""
 STORED_KEPT = 4
 """So many times the rows of host memory are remembered as stored."""
 FADING = 0.98
 """A rate that keeps us from trying is believed a little less each time, so that one bad measurement is not for ever."""
-NEW_SHARE = 0.3
-"""Of a measurement in the rate that is believed."""
+BETTER_SHARE, WORSE_SHARE = 0.3, 0.1
+"""Of a measurement in the rate that is believed. It has the machine's hiccups in it, too, and those only make it worse."""
 
 
 class Kind(Enum):
@@ -84,8 +84,6 @@ class OpenHaul:
     seeker: Hashable = None
     """LOOK: who wants to know."""
     fencing: bool = False
-    given_up: bool = False
-    """It was not late: nobody wants it any more."""
 
 
 @dataclass(slots=True)
@@ -128,7 +126,9 @@ class Tiers:
         self._block_size = config.block_size
         self._pool = pool
         self.host = HostRows(config.tiers.host_rows)
-        self.breaker = Breaker(config.tiers.failures_max, config.tiers.retry_us, config.tiers.retry_us_max)
+        limits = config.tiers.failures_max, config.tiers.retry_us, config.tiers.retry_us_max
+        self._breakers = {kind: Breaker(*limits) for kind in OF_STORE}
+        """One for each kind of order: a store may answer looks and hang in everything else."""
         self._rates = rates
         self._open: dict[Haul, OpenHaul] = {}
         self._fills: dict[Key, Haul] = {}
@@ -139,8 +139,8 @@ class Tiers:
         self._putting: set[Key] = set()
         self._at_store = dict.fromkeys(OF_STORE, 0)
         """Orders to the store that are open, of each kind."""
-        self._stored: OrderedDict[Key, None] = OrderedDict()
-        """What the store was last known to have; it may have dropped it since."""
+        self._stored: OrderedDict[Key, int] = OrderedDict()
+        """What the store was known to have, and when; it may have dropped it since."""
         self._departures: dict[Serial, _Departure] = {}
         self._orders: list[StorageEffect] = []
         self._outcomes: list[Outcome] = []
@@ -155,8 +155,8 @@ class Tiers:
             "host_rows": self.host.rows,
             "host_used": self.host.used,
             "hauls": len(self._open),
-            "breaker_open": int(self.breaker.is_open),
-            "breaker_opened": self.breaker.opened,
+            "breaker_open": int(any(breaker.is_open for breaker in self._breakers.values())),
+            "breaker_opened": sum(breaker.opened for breaker in self._breakers.values()),
         }
         return StorageGauges(**{**self._counts, **now})
 
@@ -191,34 +191,38 @@ class Tiers:
         self._now_us = now_us
         named = [(key, block) for block in blocks.tolist() if (key := self._pool.prefix.key_of(block)) is not None]
         missing = [(key, block) for key, block in named if key not in self.host]
-        if missing and self._is_worth_saving(len(missing), preempted):
+        here = [key for key, _ in named if self.host.row_of(key) is not None] if len(missing) < len(named) else []
+        self.host.touch(here)
+        if missing and self._may_save(len(missing), preempted):
             rows = self.host.take([key for key, _ in missing])
             self._counts["unsaved"] += len(missing) - len(rows)
             self._copy_out(missing[: len(rows)], rows)
         elif missing:
             self._counts["unsaved"] += len(missing)
-        for key, _ in reversed(named):
-            if self.host.row_of(key) is not None:
-                self._offer_to_store(key)
-        self._put_some()
-        if not self._config.store or self.breaker.is_open:
+        if not self._config.store:
             return []
-        return [key for key, _ in named if key in self.host and key not in self._stored]
+        for key in reversed(here):
+            self._offer_to_store(key)
+        self._put_some()
+        if self._breakers[Kind.PUT].is_open:
+            return []
+        return [key for key, _ in named if key in self._fills or key in self._to_put or key in self._putting]
 
-    def _is_worth_saving(self, blocks: int, preempted: bool) -> bool:
+    def _may_save(self, blocks: int, preempted: bool) -> bool:
         if not preempted and self._pool.leaving * FINISHED_SHARE > self._pool.blocks:
             return False
-        return self.is_worth_loading(blocks)
+        return self.brings_back(blocks)
 
-    def is_worth_loading(self, blocks: int) -> bool:
-        """Whether so many blocks come from host memory sooner than they are computed."""
-        if self._config.bring_back is BringBack.ALWAYS:
-            return True
-        if self._rates.copy_us_per_block < self._block_size * self._rates.prefill_us_per_token:
+    def brings_back(self, blocks: int) -> bool:
+        """Whether so many blocks are to come from host memory rather than be computed; where not, that is noted."""
+        if self._config.bring_back is BringBack.ALWAYS or self._copying_is_quicker():
             return True
         self._counts["recompute_cheaper"] += blocks
         self._rates.copy_us_per_block *= FADING
         return False
+
+    def _copying_is_quicker(self) -> bool:
+        return self._rates.copy_us_per_block < self._block_size * self._rates.prefill_us_per_token
 
     def _copy_out(self, saved: list[tuple[Key, int]], rows: Int32s) -> None:
         """The end of the sequence first: it is then the least recently used, here and in the store."""
@@ -231,7 +235,7 @@ class Tiers:
             self._orders.append(CopyOut(haul, blocks, rows[first : first + most]))
 
     def _offer_to_store(self, key: Key) -> None:
-        if self._config.store and key not in self._stored and key not in self._putting:
+        if self._config.store and not self.is_known_stored(key) and key not in self._putting:
             self._to_put[key] = None
             if len(self._to_put) > self.host.rows:
                 self._give_up_storing(next(iter(self._to_put)))
@@ -242,7 +246,7 @@ class Tiers:
         self._nobody_waits_for(key)
 
     def _put_some(self) -> None:
-        while self._to_put and self._at_store[Kind.PUT] < self._config.hauls_max and self.breaker.allows(self._now_us):
+        while self._to_put and self._may_ask(Kind.PUT):
             keys: list[Key] = []
             while self._to_put and len(keys) < self._config.haul_blocks:
                 key = next(iter(self._to_put))
@@ -266,22 +270,31 @@ class Tiers:
         self._departures[serial] = _Departure(set(keys), now_us + self._config.depart_us)
 
     def forget_departure(self, serial: Serial) -> None:
+        """Departed does not come."""
         del self._departures[serial]
+
+    def _may_ask(self, kind: Kind) -> bool:
+        return self._at_store[kind] < self._config.hauls_max and self._breakers[kind].allows(self._now_us)
 
     # ── seeking ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def seek(self, seeker: Hashable, keys: Sequence[Key], now_us: int) -> None:
-        """Bring what the store has of these keys, which continue what is here, into host memory."""
+    def seek(self, seeker: Hashable, keys: Sequence[Key], now_us: int) -> bool:
+        """Bring what the store has of these keys, which continue what is here, into host memory. False: not now."""
         self._now_us = now_us
-        if not self._may_seek(len(keys)) or seeker in self._seeks:
-            return
+        if not keys or seeker in self._seeks:
+            return True
+        # Where getting is tried with one order only, so is looking: it would have to wait for that one.
+        if not (self._may_ask(Kind.LOOK) and self._breakers[Kind.GET].allows(now_us)):
+            return False
+        if not self._fetches(len(keys)):
+            return True
         haul = self._begin(Kind.LOOK, tuple(keys), self._config.look_us, seeker=seeker)
         self._seeks[seeker] = _Seek({haul}, now_us + self._config.look_us + self._config.get_us)
         self._orders.append(Look(haul, tuple(keys)))
+        return True
 
-    def _may_seek(self, blocks: int) -> bool:
-        if not (self._config.store and blocks and len(self._seeks) < SEEKS_MAX and self.breaker.allows(self._now_us)):
-            return False
+    def _fetches(self, blocks: int) -> bool:
+        """Whether so many blocks are to come from the store rather than be computed; where not, that is noted."""
         if self._config.bring_back is BringBack.ALWAYS:
             return True
         rates = self._rates
@@ -292,6 +305,11 @@ class Tiers:
         rates.fetch_us_per_block *= FADING
         rates.look_us *= FADING
         return False
+
+    def is_known_stored(self, key: Key) -> bool:
+        """The store had it when it was last heard of, and that is not long ago."""
+        known_us = self._stored.get(key)
+        return known_us is not None and self._now_us - known_us < STORED_US
 
     def is_seeking(self, seeker: Hashable) -> bool:
         return seeker in self._seeks
@@ -304,8 +322,7 @@ class Tiers:
         there = _leading(came)
         for key in haul.keys[:there]:
             self._remember_stored(key)
-        for key in haul.keys[there:]:
-            self._stored.pop(key, None)
+        self._lacks(haul.keys[there:])
         seek = self._seeks.get(haul.seeker)
         if seek is None:
             return
@@ -314,7 +331,7 @@ class Tiers:
 
     def _get_some(self) -> None:
         for seek in self._seeks.values():
-            while seek.wanted and self._at_store[Kind.GET] < self._config.hauls_max and self.breaker.allows(self._now_us):
+            while seek.wanted and self._may_ask(Kind.GET):
                 self._get(seek)
 
     def _get(self, seek: _Seek) -> None:
@@ -348,45 +365,56 @@ class Tiers:
         """Nobody wants it any more. Loaded still comes, when nothing writes to the blocks."""
         for haul in self._open.values():
             if haul.serial == serial and not haul.fencing:
-                haul.given_up = True
                 self._fence(haul)
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def handle(self, event: StorageEvent, now_us: int) -> list[Outcome]:
+    def handle(self, event: StorageEvent, now_us: int) -> None:
         self._now_us = now_us
         haul = self._open.get(event.haul)
         if haul is not None:
             self._ended(haul, event)
         self._go_on()
-        return self._take_outcomes()
 
-    def expire(self, now_us: int) -> list[Outcome]:
+    def expire(self, now_us: int) -> None:
         """Fence what is late; let go of who waited long enough."""
         self._now_us = now_us
         for haul in [haul for haul in self._open.values() if not haul.fencing and haul.deadline_us <= now_us]:
             self._counts["late"] += 1
             self._fence(haul)
+            self._measure(haul)
             if haul.kind in OF_STORE:
-                self.breaker.failed(now_us)
+                self._has_failed(haul.kind)
                 self._found(haul)
+            if haul.kind is Kind.GET:
+                self._lacks(haul.keys)
         for seeker in [seeker for seeker, seek in self._seeks.items() if seek.until_us <= now_us]:
             del self._seeks[seeker]
         for serial in [serial for serial, departure in self._departures.items() if departure.until_us <= now_us]:
             self._depart_now(serial)
         self._go_on()
-        return self._take_outcomes()
+
+    def _lacks(self, keys: Iterable[Key]) -> None:
+        """The store is not believed to have these any more."""
+        for key in keys:
+            self._stored.pop(key, None)
+
+    def _has_failed(self, kind: Kind) -> None:
+        self._breakers[kind].failed(self._now_us)
+        if self._breakers[kind].is_open:
+            self._stored.clear()  # it may come back empty
 
     def _go_on(self) -> None:
         """Whatever ended may be what the next orders waited for; a store that is given up is waited for by nobody."""
         self._put_some()
         self._get_some()
-        if self.breaker.is_open:
+        if self._breakers[Kind.PUT].is_open:
             for serial in list(self._departures):
                 self._depart_now(serial)
         self._end_seeks()
 
-    def _take_outcomes(self) -> list[Outcome]:
+    def take_outcomes(self) -> list[Outcome]:
+        """What has happened since the last call; to be asked for after whatever may have had an effect here."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -406,7 +434,7 @@ class Tiers:
             self._fills.update(dict.fromkeys(keys, haul))
         if kind in OF_STORE:
             self._at_store[kind] += 1
-            self.breaker.asked()
+            self._breakers[kind].asked()
         return haul
 
     def _fence(self, haul: OpenHaul) -> None:
@@ -442,9 +470,9 @@ class Tiers:
             self._measure(haul)
         if haul.kind in OF_STORE:
             if failed:
-                self.breaker.failed(self._now_us)
+                self._has_failed(haul.kind)
             else:
-                self.breaker.succeeded()
+                self._breakers[haul.kind].succeeded()
 
     def _measure(self, haul: OpenHaul) -> None:
         took_us, rates = self._now_us - haul.began_us, self._rates
@@ -484,7 +512,8 @@ class Tiers:
             if is_there:
                 self._remember_stored(key)
             else:
-                self._stored.pop(key, None)
+                self._lacks([key])
+                self._nobody_waits_for(key)
         if False in came:
             for seek in self._seeks.values():
                 if haul.haul in seek.waits_for:
@@ -498,7 +527,8 @@ class Tiers:
         for key, is_there in zip(haul.keys, came, strict=True):
             if is_there:
                 self._remember_stored(key)
-            self._nobody_waits_for(key)
+            else:
+                self._nobody_waits_for(key)
 
     def _fill(self, haul: OpenHaul, came: Sequence[bool]) -> None:
         for key in haul.keys:
@@ -507,8 +537,10 @@ class Tiers:
         self.host.spoilt([key for key, is_there in zip(haul.keys, came, strict=True) if not is_there])
 
     def _remember_stored(self, key: Key) -> None:
-        self._stored[key] = None
+        self._stored[key] = self._now_us
         self._stored.move_to_end(key)
+        self._to_put.pop(key, None)
+        self._nobody_waits_for(key)
         if len(self._stored) > STORED_KEPT * self.host.rows:
             self._stored.popitem(last=False)
 
@@ -529,7 +561,7 @@ class Tiers:
             seek.waits_for.discard(haul.haul)
 
     def _end_seeks(self) -> None:
-        gone = not self.breaker.allows(self._now_us)
+        gone = not self._breakers[Kind.GET].allows(self._now_us)
         for seeker in [seeker for seeker, seek in self._seeks.items() if not seek.waits_for and (gone or not seek.wanted)]:
             del self._seeks[seeker]
 
@@ -539,4 +571,5 @@ def _leading(came: Sequence[bool]) -> int:
 
 
 def _blend(believed: float, measured: float) -> float:
-    return believed * (1 - NEW_SHARE) + measured * NEW_SHARE
+    share = BETTER_SHARE if measured < believed else WORSE_SHARE
+    return believed * (1 - share) + measured * share

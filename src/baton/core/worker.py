@@ -208,7 +208,10 @@ class Worker:
             case _:
                 effects = self._hear(event)
         self._planned_out = idle_pass
-        return effects if self._tiers is None else [*effects, *self._tiers.take_orders()]
+        if self._tiers is not None:
+            effects += self._outcomes(self._tiers.take_outcomes())
+            effects += self._tiers.take_orders()
+        return effects
 
     def next_deadline(self) -> int | None:
         """A pass is due at once whenever it could plan something, and soon in any case while anything is open."""
@@ -241,9 +244,9 @@ class Worker:
         return not (self._peers is not None and self._peers.open())
 
     def _pass(self) -> tuple[list[Effect], bool]:
-        effects = [] if self._tiers is None else self._outcomes(self._tiers.expire(self._now_us))
-        if self._peers is not None:
-            effects += _effects(self._peers.expire(self._now_us))
+        if self._tiers is not None:
+            self._tiers.expire(self._now_us)
+        effects = [] if self._peers is None else _effects(self._peers.expire(self._now_us))
         if self.scheduler.in_flight >= self.config.depth:
             return effects, False
         plan = self.scheduler.plan(self._now_us)
@@ -265,12 +268,10 @@ class Worker:
         return [*_effects(self.giver.settled(settled, self._now_us)), Deliver(NOTHING)]
 
     def _hauled(self, event: StorageEvent) -> list[Effect]:
-        if self._tiers is None:
-            return []
-        effects = self._outcomes(self._tiers.handle(event, self._now_us))
-        if self.giver is not None:  # what was brought from the store may be what an offer waited for
-            effects += _effects(self.giver.advance(self._now_us))
-        return effects
+        if self._tiers is not None:
+            self._tiers.handle(event, self._now_us)
+        # What was brought from the store may be what an offer waited for.
+        return [] if self.giver is None else _effects(self.giver.advance(self._now_us))
 
     def _outcomes(self, outcomes: list[Outcome]) -> list[Effect]:
         effects: list[Effect] = []

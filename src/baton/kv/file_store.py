@@ -448,8 +448,9 @@ def _demand_folder(folder: str, create: bool) -> None:
             raise BadStore(f"{folder} is a file, not a folder for a store")
         os.scandir(folder).close()
     except FileNotFoundError:
-        linked = os.path.islink(folder)
-        raise BadStore(f"{folder} is a link to nothing" if linked else f"there is no store at {folder}") from None
+        if os.path.islink(folder):
+            raise BadStore(f"{folder} is a link to nothing") from None
+        raise BadStore(f"the folder {folder} cannot be made" if create else f"there is no store at {folder}") from None
     except (OSError, ValueError) as error:
         raise BadStore(f"{folder} cannot be a store: {_reason(error)}") from error
 

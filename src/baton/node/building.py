@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from baton.core.config import ROLES, HandoverConfig, WorkerConfig
+from baton.core.config import ROLES, BadConfig, HandoverConfig, TierConfig, WorkerConfig
 from baton.core.plan import StepPlan, StepResult
 from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.scripted import ScriptedExecutor
@@ -90,7 +90,8 @@ class PacedExecutor:
         self._inner.close()
 
 
-def worker_config(settings: EngineSettings, shape: ExecutorShape) -> WorkerConfig:
+def worker_config(settings: EngineSettings, shape: ExecutorShape, block_bytes: int = 0) -> WorkerConfig:
+    """`block_bytes`: of KV; 0 where the executor keeps none, and then there is none to keep elsewhere."""
     return WorkerConfig(
         slots=shape.slots,
         blocks=shape.blocks,
@@ -118,4 +119,19 @@ def worker_config(settings: EngineSettings, shape: ExecutorShape) -> WorkerConfi
             renew_us=round(settings.lease_s * 1e6 / RENEWALS_A_LEASE),
             deadline_us=round(settings.prefill_timeout_s * 1e6),
         ),
+        tiers=_tiers(settings, block_bytes) if block_bytes else TierConfig(),
+    )
+
+
+def _tiers(settings: EngineSettings, block_bytes: int) -> TierConfig:
+    rows = settings.host_bytes // block_bytes
+    if settings.host_bytes and not rows:
+        raise BadConfig(f"--host-memory of {settings.host_bytes} bytes has no room for one block of {block_bytes}")
+    return TierConfig(
+        host_rows=rows,
+        store=settings.kv_store is not None,
+        save_preempted=settings.save_preempted,
+        save_finished=settings.save_finished,
+        cache_outputs=settings.cache_outputs,
+        bring_back=settings.bring_back,
     )

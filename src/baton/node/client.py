@@ -26,6 +26,7 @@ from baton.api.engine import (
     EngineInfo,
     Gauges,
     Handovers,
+    Storage,
     TokenStream,
 )
 from baton.api.origin import Origin
@@ -46,10 +47,12 @@ from baton.wire.messages import (
     Ready,
     RefusedWith,
     StepOutput,
+    StoreTraffic,
     Submit,
     ToEngine,
     WireGauges,
     WireHandovers,
+    WireStorage,
     decode_from_engine,
     encode_to_engine,
     fault_of,
@@ -106,6 +109,7 @@ class EngineClient:
         self.tokens_made = 0
         """Since the start, for whomever."""
         self._traffic = PeerTraffic({}, 0)
+        self._store_traffic = StoreTraffic()
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
         self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
@@ -216,8 +220,18 @@ class EngineClient:
 
     @property
     def gauges(self) -> Gauges:
-        traffic = self._traffic
-        return replace(self._gauges, refused_connections=traffic.refused, arrived_bytes=traffic.arrived_bytes)
+        peers, store = self._traffic, self._store_traffic
+        storage = replace(
+            self._gauges.storage,
+            missing=store.missing_blocks,
+            bad=store.bad_blocks,
+            errors=store.errors,
+            saved_bytes=store.saved_bytes,
+            loaded_bytes=store.loaded_bytes,
+            stored_bytes=store.stored_bytes,
+            fetched_bytes=store.fetched_bytes,
+        )
+        return replace(self._gauges, storage=storage, refused_connections=peers.refused, arrived_bytes=peers.arrived_bytes)
 
     @property
     def open_requests(self) -> int:
@@ -229,8 +243,8 @@ class EngineClient:
         return monotonic_us() - self._heard_us
 
     async def wait_idle(self) -> None:
-        """Until no request is open, nor a hand-over to a peer."""
-        while self.open_requests or self._gauges.handovers.open:
+        """Until no request is open, nor a hand-over to a peer, and what is being kept of KV is where it should be."""
+        while self.open_requests or self._gauges.handovers.open or self._gauges.storage.open:
             self._fewer.clear()
             await self._fewer.wait()
 
@@ -316,6 +330,8 @@ class EngineClient:
             self._gauges = _gauges_of(message.gauges, self._settings)
         elif isinstance(message, PeerTraffic):
             self._traffic = message
+        elif isinstance(message, StoreTraffic):
+            self._store_traffic = message
         own = message if self._sharer is None else _own(message, self._sharer)
         if own is not None:
             self._take_own(own)
@@ -389,6 +405,7 @@ def _gauges_of(item: WireGauges, settings: EngineSettings) -> Gauges:
             "running": item.running_blocks,
             "leased": item.leased_blocks,
             "receiving": item.receiving_blocks,
+            "leaving": item.leaving_blocks,
         },
         prefix_queries=item.prefix_queries,
         prefix_hits=item.prefix_hits,
@@ -401,6 +418,26 @@ def _gauges_of(item: WireGauges, settings: EngineSettings) -> Gauges:
         chunk_prefill_unsatisfied=item.chunk_prefill_unsatisfied,
         reserve_ratio=item.reserve_ratio,
         handovers=_handovers_of(item.handovers),
+        storage=_storage_of(item.storage),
+    )
+
+
+def _storage_of(item: WireStorage) -> Storage:
+    return Storage(
+        host_blocks=item.host_rows,
+        host_used=item.host_used,
+        open=item.hauls,
+        saved=item.saved,
+        unsaved=item.unsaved,
+        loaded=item.loaded,
+        stored=item.stored,
+        unstored=item.unstored,
+        fetched=item.fetched,
+        recompute_cheaper=item.recompute_cheaper,
+        failed=item.failed,
+        late=item.late,
+        breaker_open=item.breaker_open,
+        breaker_opened=item.breaker_opened,
     )
 
 

@@ -28,9 +28,10 @@ import zmq
 
 from baton.core.config import BadConfig
 from baton.core.errors import BatonError
-from baton.core.peers import PeerEffect, PeerEvent
+from baton.core.peers import PeerEffect
 from baton.core.plan import StepPlan
 from baton.core.prefix import PrefixIndex
+from baton.core.storage import StorageEffect
 from baton.core.worker import Effect, Event, Launch, StepDone, Tick, Worker
 from baton.executor.contract import Executor
 from baton.node.building import build_executor, worker_config
@@ -39,6 +40,7 @@ from baton.node.inbox import Broken, Inbox, Item
 from baton.node.lifeline import die_with_parent
 from baton.node.pauses import spare_what_is_there
 from baton.node.settings import EngineSettings
+from baton.node.storage import Storage, describe, open_kv_store
 from baton.wire.dispatch import event_of, message_of
 from baton.wire.messages import (
     WIRE_VERSION,
@@ -48,6 +50,7 @@ from baton.wire.messages import (
     PeerTraffic,
     Ready,
     StepOutput,
+    StoreTraffic,
     TellNames,
     decode_to_engine,
     encode_from_engine,
@@ -62,11 +65,12 @@ QUEUED_MESSAGES_MAX = 1000
 MESSAGES_A_TURN = 256
 """How many messages are taken in before the next step is planned."""
 TICK_IN_FLIGHT_US = 20_000
-"""While a step computes there is nothing to plan, but leases and renewals with peers run on; they are looked at so often."""
+"""While a step computes there is nothing to plan, but leases, renewals with peers and time limits of hauls run on; they are
+looked at so often."""
 PULSE_US = 100_000
 """How often the front end gets a sign of life once it has asked for them."""
 GAUGES_US = 50_000
-"""How old the front end's gauges may be when peers change them and no step does."""
+"""How old the front end's gauges may be when peers or hauls change them and no step does."""
 TRAFFIC_US = 1_000_000
 """How often the front end hears of refused connections and of bytes that came."""
 LAST_WORDS_MS = 1000
@@ -76,6 +80,7 @@ EXIT_ORPHANED = 3
 
 _IPC = "ipc://"
 _PEER_EFFECTS = get_args(PeerEffect)
+_STORAGE_EFFECTS = get_args(StorageEffect)
 
 
 def monotonic_us() -> int:
@@ -94,6 +99,14 @@ class Handovers(Protocol):
     def traffic(self) -> PeerTraffic: ...
 
 
+class Hauls(Protocol):
+    """What carries out orders that concern KV beyond the pool. Every method returns at once."""
+
+    def carry_out(self, effect: StorageEffect) -> None: ...
+
+    def traffic(self) -> StoreTraffic: ...
+
+
 class EngineLoop:
     def __init__(
         self,
@@ -102,6 +115,7 @@ class EngineLoop:
         socket: zmq.Socket[bytes],
         inbox: Inbox | None = None,
         handovers: Handovers | None = None,
+        storage: Hauls | None = None,
         now_us: Callable[[], int] = monotonic_us,
     ) -> None:
         self._worker = worker
@@ -109,14 +123,21 @@ class EngineLoop:
         self._socket = socket
         self._inbox = Inbox() if inbox is None else inbox
         self._handovers = handovers
+        self._storage = storage
+        self._has_others = handovers is not None or storage is not None
+        """Somebody beside the executor has orders, with deadlines that run on while a step computes."""
         self._now_us = now_us
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-collector")
         self._steps_in_flight = 0
         self._gauges_changed = False
-        """Peers may have changed them since the front end was told."""
-        self._traffic = PeerTraffic({}, 0)
+        """Others may have changed them since the front end was told."""
+        self._traffic: dict[type[PeerTraffic | StoreTraffic], PeerTraffic | StoreTraffic] = {
+            PeerTraffic: PeerTraffic({}, 0),
+            StoreTraffic: StoreTraffic(),
+        }
+        """What the front end was last told of it."""
         self._report_us = 0
-        """When the front end is next told of what happened with peers and in no step."""
+        """When the front end is next told of what happened with others and in no step."""
         self._pulse_us: int | None = None
         """When the next Pulse is due; None until the front end asks for them."""
         self._poller = zmq.Poller()
@@ -137,13 +158,13 @@ class EngineLoop:
             self._beat(now_us)
         if deadline is not None and deadline <= now_us:
             self._tell(Tick())
-        elif self._handovers is not None and self._report_us <= now_us:
-            self._report(self._handovers, now_us)
+        elif self._has_others and self._report_us <= now_us:
+            self._report(now_us)
         else:
             self._poller.poll(self._patience_ms(deadline, now_us))
 
     def _patience_ms(self, deadline: int | None, now_us: int) -> int | None:
-        if self._handovers is None:
+        if not self._has_others:
             # With a step in flight nothing is planned before it ends, and nothing else has a deadline.
             until_us = None if self._steps_in_flight else deadline
         else:
@@ -153,13 +174,14 @@ class EngineLoop:
             until_us = self._pulse_us if until_us is None else min(until_us, self._pulse_us)
         return None if until_us is None else -(-(until_us - now_us) // 1000)
 
-    def _report(self, handovers: Handovers, now_us: int) -> None:
+    def _report(self, now_us: int) -> None:
         self._report_us = now_us + TRAFFIC_US
         if self._gauges_changed:
             self._send(StepOutput(b"", b"", b"", (), (), (), wire_gauges(self._worker.gauges())))
-        if (traffic := handovers.traffic()) != self._traffic:
-            self._traffic = traffic
-            self._send(traffic)
+        for others in (self._handovers, self._storage):
+            if others is not None and (traffic := others.traffic()) != self._traffic[type(traffic)]:
+                self._traffic[type(traffic)] = traffic
+                self._send(traffic)
 
     def _beat(self, now_us: int) -> None:
         self._pulse_us = now_us + PULSE_US
@@ -184,7 +206,7 @@ class EngineLoop:
         if self._handovers is not None:  # else this instance neither has peers nor needs them
             self._handovers.call(addresses)
 
-    def _event(self, item: Item) -> Event | PeerEvent:
+    def _event(self, item: Item) -> Event:
         if isinstance(item, Broken):
             raise item.error
         if not isinstance(item, Future):
@@ -195,21 +217,23 @@ class EngineLoop:
             self._handovers.step_done(done.result.step)
         return done
 
-    def _tell(self, event: Event | PeerEvent) -> None:
+    def _tell(self, event: Event) -> None:
         now_us = self._now_us()
-        if self._handovers is not None and not self._gauges_changed:
+        if self._has_others and not self._gauges_changed:
             self._gauges_changed = True
             self._report_us = min(self._report_us, now_us + GAUGES_US)
         for effect in self._worker.handle(event, now_us):
             self._carry_out(effect)
 
-    def _carry_out(self, effect: Effect | PeerEffect) -> None:
+    def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Launch):
             self._launch(effect.plan)
         elif (message := message_of(effect, self._worker.gauges)) is not None:
             self._send(message)
         elif self._handovers is not None and isinstance(effect, _PEER_EFFECTS):
             self._handovers.carry_out(effect)
+        elif self._storage is not None and isinstance(effect, _STORAGE_EFFECTS):
+            self._storage.carry_out(effect)
 
     def _launch(self, plan: StepPlan) -> None:
         self._executor.launch(plan)
@@ -229,11 +253,16 @@ class EngineLoop:
 def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     inbox = Inbox()
     end_with_threads(inbox)
+    store = open_kv_store(settings)  # first: loading a model takes long, and the address may be wrong
     pool = PoolMemory(settings)
     executor, details = build_executor(settings, pool.allocate)
-    config = worker_config(settings, executor.shape)
+    config = worker_config(settings, executor.shape, executor.kv.pool.shape[1])
     prefix = PrefixIndex(settings.prefix_secret, executor.fingerprint, config.blocks)
     worker = Worker(config, prefix, handover_secret=secrets.token_bytes(32))
+    storage = None
+    if rows := config.tiers.host_rows:
+        storage = Storage(pool.of(executor), rows, store, inbox.put)
+        details = f"{details}, {describe(settings, rows)}"
     handovers = open_handovers(settings, executor, pool, inbox) if settings.has_peers else None
     ready = Ready(
         version=WIRE_VERSION,
@@ -249,7 +278,11 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes]) -> None:
     )
     socket.send(encode_from_engine(ready))
     spare_what_is_there()
-    EngineLoop(worker, executor, socket, inbox, handovers).run()
+    try:
+        EngineLoop(worker, executor, socket, inbox, handovers, storage).run()
+    finally:
+        if storage is not None:
+            storage.close()
 
 
 def end_with_threads(inbox: Inbox) -> None:

@@ -1,7 +1,7 @@
 """What other threads of the engine process have for its loop, in the order it came, and the bell that wakes the loop.
 
 Putting never blocks and may happen on any thread; taking is the loop's alone. Nothing is lost and nothing is bounded here:
-how much may wait is the business of those who put (steps in flight, peers, transfers), who may ask `len`.
+how much may wait is the business of those who put (steps in flight, peers, transfers, hauls), who may ask `len`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from baton.core.peers import PeerEvent
+from baton.core.storage import StorageEvent
 from baton.core.worker import StepDone
 
 
@@ -23,7 +24,7 @@ class Broken:
     error: BaseException
 
 
-Item = Future[StepDone] | PeerEvent | Broken
+Item = Future[StepDone] | PeerEvent | StorageEvent | Broken
 
 
 class Inbox:

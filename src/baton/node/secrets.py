@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import secrets
 from pathlib import Path
 
+from baton.kv.store import parse_url
 from baton.wire.keyfile import KEY_BYTES, read_key, write_key
 
 log = logging.getLogger("baton.node")
@@ -21,6 +23,19 @@ def prefix_secret(folder: Path) -> bytes:
 def shared_prefix_secret(cluster_key: bytes) -> bytes:
     """The same at all who hold the cluster key, so that a router knows a prefix by the name that its instances give it."""
     return hashlib.blake2b(key=cluster_key, digest_size=KEY_BYTES, person=b"baton-prefixes").digest()
+
+
+def store_key(store: str, folder: Path) -> str:
+    """What stands in for a cluster key where a store is and none is given: all who use the store name prefixes alike.
+
+    It is kept with the store where that is a folder, else in `folder`. Whoever can read it could read the KV beside it too.
+    """
+    url = parse_url(store)
+    if url.kind == "file":
+        folder = Path(url.path).expanduser()
+        with contextlib.suppress(OSError):  # whoever opens the store says why
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return prefix_secret(folder).hex()
 
 
 def kept_secret(path: Path, when_replaced: str) -> bytes:

@@ -31,11 +31,12 @@ from baton.node.hosting import CannotServe, HttpServer, Say, StopSignals, bind, 
 from baton.node.joining import Fenced, Membership, RouterAt
 from baton.node.lean import leave_torch_out
 from baton.node.models import resolve_model
-from baton.node.pairing import check_pairing, cluster_key, split_address
+from baton.node.pairing import check_pairing, cluster_key, key_for, split_address
 from baton.node.pauses import spare_what_is_there
 from baton.node.scripted_text import write_byte_tokenizer
-from baton.node.secrets import prefix_secret, shared_prefix_secret
+from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
 from baton.node.settings import EngineSettings
+from baton.node.storage import check_storage
 from baton.wire.membership import Join
 from baton.wire.relay import Relay
 
@@ -61,6 +62,7 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         check_pairing(self.engine)
+        check_storage(self.engine)
         check_host(self.host, self.api_keys)
 
     @property
@@ -94,7 +96,7 @@ def _api_settings(settings: ServeSettings) -> ApiSettings:
 def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, EngineSettings]:
     """Where the text side finds its tokeniser, and the engine's settings made whole."""
     key = cluster_key(settings.engine, settings.cluster_key, settings.cluster_key_file, cache_folder())
-    secret = prefix_secret(cache_folder()) if settings.engine.router is None else shared_prefix_secret(key)
+    secret = _prefix_secret(settings, key)
     base = msgspec.structs.replace(settings.engine, prefix_secret=secret, cluster_key=key)
     if settings.scripted:
         write_byte_tokenizer(scratch)
@@ -102,6 +104,17 @@ def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, En
     folder = resolve_model(settings.model, say)
     say(f"loading {folder}")
     return folder, msgspec.structs.replace(base, model_folder=str(folder))
+
+
+def _prefix_secret(settings: ServeSettings, key: bytes) -> bytes:
+    """Under a router and with a store, of what all have who must find the same prefixes; else this machine's own."""
+    store = settings.engine.kv_store
+    if settings.engine.router is not None:
+        return shared_prefix_secret(key)
+    if store is None:
+        return prefix_secret(cache_folder())
+    is_given = settings.cluster_key is not None or settings.cluster_key_file is not None
+    return shared_prefix_secret(key if is_given else key_for((), store_key(store, cache_folder()), None, cache_folder()))
 
 
 def default_name(host: str, role: str, port: int) -> str:

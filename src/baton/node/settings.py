@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from baton.core.config import MIXED, ROLES, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
+from baton.core.config import MIXED, ROLES, BringBack, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
 
 DEFAULT_PEER_PORT = 8100
+STAGING_BYTES = 1 << 30
+"""Host memory of an instance with a store for which none is set: what is on its way there and back lies in it."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,8 +58,23 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_path: PrefillPath = PrefillPath.SHORT
     prefill_timeout_s: float = 60.0
     lease_s: float = 2.0
+    host_memory_bytes: int | None = None
+    """For KV that the pool has no room for. None: STAGING_BYTES with a store, else nothing."""
+    kv_store: str | None = None
+    """The address of a store, as `kv.store` reads it."""
+    kv_store_limit_bytes: int | None = None
+    save_preempted: bool = True
+    save_finished: bool = True
+    cache_outputs: bool = True
+    bring_back: BringBack = BringBack.CHEAPEST
     step_ms: float = 0.0
     """Scripted only: how long a step takes at least."""
+
+    @property
+    def host_bytes(self) -> int:
+        if self.host_memory_bytes is not None:
+            return self.host_memory_bytes
+        return 0 if self.kv_store is None else STAGING_BYTES
 
     @property
     def has_peers(self) -> bool:

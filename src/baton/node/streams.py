@@ -91,6 +91,7 @@ def ended_of(reason: FinishReason, bill: CoreBill | WireBill, fault: PdFault | N
             cached_tokens=bill.cached_tokens,
             computed_tokens=bill.computed_tokens,
             recomputed_tokens=bill.recomputed_tokens,
+            restored_tokens=bill.restored_tokens,
             preemptions=bill.preemptions,
             attempts=bill.attempts,
             queue_ms=bill.queue_us / 1000,

@@ -43,7 +43,7 @@ def create_router_app(
     idempotency = Middleware(Idempotency, grace_s=orphan_grace_s, body_bytes_max=settings.body_bytes_max)
     operators = () if admin_key is None else (Middleware(Operators, admin_key=admin_key),)
     if settings.api_keys and admin_key is not None:
-        settings = replace(settings, api_keys=(*settings.api_keys, admin_key))
+        settings = replace(settings, api_keys=(*settings.api_keys, f":{admin_key}"))  # as it is
     extras = Extras(
         orphanage=engine,
         missing=lambda: missing(engine.views()),

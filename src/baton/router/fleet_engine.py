@@ -110,6 +110,7 @@ class FleetEngine:
                 "running": sum(one.used for one in ledgers),
                 "leased": sum(one.leased for one in ledgers),
                 "receiving": sum(one.receiving for one in ledgers),
+                "leaving": sum(one.leaving for one in ledgers),
             },
             prefix_queries=self._totals.of("prefix_queries"),
             prefix_hits=self._totals.of("prefix_hits"),

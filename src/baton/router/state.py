@@ -113,6 +113,8 @@ class _Seen:
             "running": ledger.running,
             "waiting": ledger.waiting,
             "ledger": _blocks(ledger),
+            "host_blocks": ledger.host_blocks,
+            "host_used": ledger.host_used,
             "preemptions": ledger.preemptions,
             "handovers": ledger.handovers,
             "prefix_queries": ledger.prefix_queries,
@@ -120,7 +122,7 @@ class _Seen:
         }
 
 
-LEDGER_COLUMNS = ("at_us", "free", "evictable", "used", "leased", "receiving", "running", "waiting")
+LEDGER_COLUMNS = ("at_us", "free", "evictable", "used", "leased", "receiving", "leaving", "running", "waiting")
 FLEET_COLUMNS = ("at_us", "waiting", "open", "tokens", "ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "moves")
 
 
@@ -328,7 +330,7 @@ def _lanes(choices: int) -> list[Lane]:
 
 
 def _blocks(ledger: Ledger) -> list[int]:
-    return [ledger.free, ledger.evictable, ledger.used, ledger.leased, ledger.receiving]
+    return [ledger.free, ledger.evictable, ledger.used, ledger.leased, ledger.receiving, ledger.leaving]
 
 
 def _after(ring: Iterable[tuple[int, T]], since: int) -> list[T]:

@@ -104,7 +104,7 @@ class OldLife:
 
 # ── frames that nobody should send ───────────────────────────────────────────────────────────────────────────────────────
 
-BILL = WireBill(0, 0, 0, 0, 0, 0, 0, 0, 0)
+BILL = WireBill(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 NOBODYS = 999_999
 """A serial and a ticket that nobody has."""
 

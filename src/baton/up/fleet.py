@@ -56,6 +56,10 @@ class FleetPlan:
     restart_delay_us_max: int = 10_000_000
     admin_key: str | None = field(default=None, repr=False)
     """It goes the same way."""
+    kv_store: str | None = field(default=None, repr=False)
+    """So does this, which may have a password in it."""
+    cluster_key: str | None = field(default=None, repr=False)
+    """And so does this. None: one for this fleet alone."""
 
     def __post_init__(self) -> None:
         if self.decode + self.mixed == 0:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
+from baton.api.auth import secret_of
 from baton.node.lifeline import bound_to
 from baton.up.fleet import SERVING_ROLES, FleetPlan, Member, Ports
 from baton.up.log import FleetLog, LineCutter
@@ -31,6 +32,7 @@ from baton.up.restarts import Again, GiveUp, Restarts
 
 ROUTER = "router"
 KEY_VARIABLE, API_KEYS_VARIABLE, ADMIN_KEY_VARIABLE = "BATON_CLUSTER_KEY", "BATON_API_KEY", "BATON_ADMIN_KEY"
+STORE_VARIABLE = "BATON_KV_STORE"
 CONFIG_VARIABLE = "BATON_CONFIG"
 """Not for children: the file has options that are not theirs, and what is theirs is in their command lines."""
 HELD_LINES_MAX = 40
@@ -74,11 +76,13 @@ class Supervisor:
         self._plan = plan
         self._log = log
         self._cores = cores
-        self._environment = {**os.environ, KEY_VARIABLE: secrets.token_hex(32), "COLUMNS": "500"}
+        self._environment = {**os.environ, KEY_VARIABLE: plan.cluster_key or secrets.token_hex(32), "COLUMNS": "500"}
         if plan.api_keys:
             self._environment[API_KEYS_VARIABLE] = " ".join(plan.api_keys)
         if plan.admin_key is not None:
             self._environment[ADMIN_KEY_VARIABLE] = plan.admin_key
+        if plan.kv_store is not None:
+            self._environment[STORE_VARIABLE] = plan.kv_store
         self._environment.pop(CONFIG_VARIABLE, None)
         self._bound = bound_to(os.getpid())
         self._ports = Ports(plan.router_port)
@@ -161,7 +165,7 @@ class Supervisor:
         None where a signal came first.
         """
         patient_s = time.monotonic() + PATIENCE_S
-        key = self._plan.admin_key or next(iter(self._plan.api_keys), None)
+        key = self._plan.admin_key or next(map(secret_of, self._plan.api_keys), None)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers) as http:
             while not self._stopping.is_set() and not self._failure():

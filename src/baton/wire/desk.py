@@ -43,6 +43,7 @@ from baton.wire.messages import (
     Rows,
     StepOutput,
     StopAt,
+    StoreTraffic,
     Submit,
     ToEngine,
     WireEnded,
@@ -279,7 +280,7 @@ class Desk:
                 return Took([Came(message)], [])
             case Failed(reason):
                 return Took([Died(reason)], [])
-            case PeerTraffic() | Pulse():
+            case PeerTraffic() | StoreTraffic() | Pulse():
                 return Took([], [])
 
     def lose(self, reason: str) -> list[Lost]:

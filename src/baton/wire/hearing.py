@@ -62,8 +62,9 @@ def _keys(data: bytes) -> tuple[bytes, ...]:
 
 
 def _ledger_of(item: WireGauges) -> Ledger:
-    plain = msgspec.structs.astuple(item)[:-1]
-    if not all(0 <= number <= INT63_MAX for number in plain) or not math.isfinite(item.reserve_ratio):
+    told = (*msgspec.structs.astuple(item), *msgspec.structs.astuple(item.storage))
+    numbers = [number for number in told if isinstance(number, int | float)]
+    if not all(0 <= number <= INT63_MAX for number in numbers) or not math.isfinite(item.reserve_ratio):
         raise WireError("gauges that no engine can have")
     if not 0 <= item.handovers.made <= INT63_MAX:
         raise WireError(f"{item.handovers.made} hand-overs")
@@ -75,6 +76,9 @@ def _ledger_of(item: WireGauges) -> Ledger:
         used=item.running_blocks,
         leased=item.leased_blocks,
         receiving=item.receiving_blocks,
+        leaving=item.leaving_blocks,
+        host_blocks=item.storage.host_rows,
+        host_used=item.storage.host_used,
         steps=item.steps,
         preemptions=item.preemptions_for_others + item.preemptions_of_self,
         handovers=item.handovers.made,
@@ -92,17 +96,7 @@ def end_of(item: WireEnded) -> ChoiceEnd:
 def _bill_of(item: WireBill) -> Bill:
     if not all(0 <= number <= INT63_MAX for number in msgspec.structs.astuple(item)):
         raise WireError("a bill with a number that nothing can cost")
-    return Bill(
-        cached_tokens=item.cached_tokens,
-        computed_tokens=item.computed_tokens,
-        recomputed_tokens=item.recomputed_tokens,
-        preemptions=item.preemptions,
-        queue_us=item.queue_us,
-        prefill_us=item.prefill_us,
-        transfer_us=item.transfer_us,
-        decode_us=item.decode_us,
-        attempts=item.attempts,
-    )
+    return Bill(**msgspec.structs.asdict(item))
 
 
 def tokens_left(submission: Submission, context_tokens: int) -> int:

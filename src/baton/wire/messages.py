@@ -18,13 +18,13 @@ from baton.core.errors import BatonError, Refusal, RefusalCode
 from baton.core.journal import Changes
 from baton.core.peers import PdCode, PdFault, PdStage
 from baton.core.plan import Logprobs
-from baton.core.records import Bill, EndedRequest, HandoverGauges, SchedulerGauges, Settled
+from baton.core.records import Bill, EndedRequest, HandoverGauges, SchedulerGauges, Settled, StorageGauges
 from baton.core.request import NO_TOKENS, FinishReason, RequestId, Sampling, Submission, Tokens, frozen_tokens
 
 _Number = TypeVar("_Number", bound=np.generic)
 _Message = TypeVar("_Message")
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 FRAME_BYTES_MAX = 64 << 20
 
 
@@ -106,6 +106,25 @@ class WireHandovers(msgspec.Struct, array_like=True, frozen=True):
     timed_out: int
 
 
+class WireStorage(msgspec.Struct, array_like=True, frozen=True):
+    """KV outside the pool, as `StorageGauges` counts it."""
+
+    host_rows: int = 0
+    host_used: int = 0
+    hauls: int = 0
+    saved: int = 0
+    unsaved: int = 0
+    loaded: int = 0
+    fetched: int = 0
+    stored: int = 0
+    unstored: int = 0
+    recompute_cheaper: int = 0
+    failed: int = 0
+    late: int = 0
+    breaker_open: int = 0
+    breaker_opened: int = 0
+
+
 class WireGauges(msgspec.Struct, array_like=True, frozen=True):
     running: int
     waiting: int
@@ -124,6 +143,8 @@ class WireGauges(msgspec.Struct, array_like=True, frozen=True):
     chunk_prefill_unsatisfied: int
     reserve_ratio: float
     handovers: WireHandovers
+    leaving_blocks: int = 0
+    storage: WireStorage = WireStorage()
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -171,6 +192,7 @@ class WireBill(msgspec.Struct, array_like=True, frozen=True):
     cached_tokens: int
     computed_tokens: int
     recomputed_tokens: int
+    restored_tokens: int
     preemptions: int
     queue_us: int
     prefill_us: int
@@ -216,6 +238,23 @@ class PeerTraffic(msgspec.Struct, tag="peer_traffic", frozen=True):
     """Of KV."""
 
 
+class StoreTraffic(msgspec.Struct, tag="store_traffic", frozen=True):
+    """What moved between the pool, host memory and the store since the start; sent when it has changed."""
+
+    saved_bytes: int = 0
+    """From the pool to host memory."""
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    """From host memory to the store."""
+    fetched_bytes: int = 0
+    missing_blocks: int = 0
+    """That the store was asked for and did not have."""
+    errors: int = 0
+    """Calls of the store that failed."""
+    bad_blocks: dict[str, int] = {}
+    """Found in the store and not used, by what was wrong with them."""
+
+
 class Pulse(msgspec.Struct, tag="pulse", frozen=True):
     """A sign of life, also while a step computes and while nothing happens, with what changed since the last one."""
 
@@ -232,7 +271,7 @@ class Pulse(msgspec.Struct, tag="pulse", frozen=True):
     """(serial, the phase that it entered, microseconds ago)"""
 
 
-FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | PeerTraffic | Pulse
+FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | PeerTraffic | StoreTraffic | Pulse
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -366,7 +405,7 @@ def fault_of(item: WireFault | None) -> PdFault | None:
 
 def _wire_bill(bill: Bill) -> WireBill:
     return WireBill(
-        bill.cached_tokens, bill.computed_tokens, bill.recomputed_tokens, bill.preemptions,
+        bill.cached_tokens, bill.computed_tokens, bill.recomputed_tokens, bill.restored_tokens, bill.preemptions,
         bill.queue_us, bill.prefill_us, bill.transfer_us, bill.decode_us, bill.attempts,
     )  # fmt: skip
 
@@ -377,12 +416,19 @@ def wire_gauges(item: SchedulerGauges) -> WireGauges:
         item.running, item.waiting, blocks.free, blocks.evictable, blocks.running, blocks.leased, blocks.receiving,
         item.prefix_queries, item.prefix_hits, item.stale_results, item.steps, item.preemptions_for_others,
         item.preemptions_of_self, item.recomputed_tokens, item.chunk_prefill_unsatisfied, item.reserve_ratio,
-        _wire_handovers(item.handovers),
+        _wire_handovers(item.handovers), blocks.leaving, _wire_storage(item.storage),
     )  # fmt: skip
 
 
 def _wire_handovers(item: HandoverGauges) -> WireHandovers:
     return WireHandovers(item.peers, item.open, item.made, item.refused, item.not_delivered, item.preempted, item.timed_out)
+
+
+def _wire_storage(item: StorageGauges) -> WireStorage:
+    return WireStorage(
+        item.host_rows, item.host_used, item.hauls, item.saved, item.unsaved, item.loaded, item.fetched, item.stored,
+        item.unstored, item.recompute_cheaper, item.failed, item.late, item.breaker_open, item.breaker_opened,
+    )  # fmt: skip
 
 
 class Rows:

@@ -64,7 +64,7 @@ from baton.wire.messages import (
     wire_submission,
 )
 
-PEERING_VERSION = 2
+PEERING_VERSION = 3
 TOKEN_BYTES_MAX = 64
 CHECKS_BYTES_MAX = 8 << 20
 """A million blocks."""
@@ -159,6 +159,7 @@ class WireCommit(Said, tag="commit", frozen=True):
     prompt_digest: Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
     checks: Annotated[bytes, Meta(max_length=CHECKS_BYTES_MAX)]
     queued_tokens: Long
+    restored_tokens: Count
 
 
 class WireAdopted(Said, tag="adopted", frozen=True):
@@ -237,6 +238,7 @@ def _wire_commit(message: Commit) -> WireCommit:
         prompt_digest=message.prompt_digest,
         checks=message.checks,
         queued_tokens=message.queued_tokens,
+        restored_tokens=message.restored_tokens,
     )
 
 
@@ -311,6 +313,7 @@ def _commit_of(commit: WireCommit) -> Commit:
         prompt_digest=commit.prompt_digest,
         checks=commit.checks,
         queued_tokens=commit.queued_tokens,
+        restored_tokens=commit.restored_tokens,
     )
 
 

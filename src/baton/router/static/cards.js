@@ -25,7 +25,7 @@ export class Cards {
     const stateText = make("span");
     const state = make("span", { class: "state" }, make("span", { class: "dot", "aria-hidden": "true" }), stateText);
     const facts = Object.fromEntries(
-      ["Running", "Waiting", "Prefix hits", "Preempted", "Hand-overs", "Restarts"].map((name) => [name, make("dd")]),
+      ["Running", "Waiting", "Prefix hits", "Preempted", "Hand-overs", "Restarts", "In host memory"].map((name) => [name, make("dd")]),
     );
     const list = make("dl", { class: "facts" });
     for (const [name, value] of Object.entries(facts)) list.append(make("div", {}, make("dt", {}, name), value));
@@ -55,6 +55,9 @@ export class Cards {
     setText(facts.Preempted, whole(instance.preemptions));
     setText(facts["Hand-overs"], whole(instance.handovers));
     setText(facts.Restarts, whole(instance.lives - 1));
+    const host = facts["In host memory"];
+    host.parentElement.hidden = instance.host_blocks === 0;
+    host.replaceChildren(whole(instance.host_used), make("small", {}, ` of ${whole(instance.host_blocks)} blocks`));
     bar.update(instance);
     const label = `Blocks of ${instance.name} over the last five minutes; now ${inWords(instance.ledger)}`;
     setText(from, ago(store.span));
@@ -84,7 +87,7 @@ function makeBar() {
   });
   const head = make("div", { class: "bar-head" }, make("span", {}, "KV blocks"), share);
   const update = ({ ledger, blocks }) => {
-    const held = ledger[2] + ledger[3] + ledger[4];
+    const held = ledger[2] + ledger[3] + ledger[4] + ledger[5];
     setText(share, `${percent(held, blocks)} of ${whole(blocks)} held`);
     for (const { column, piece, number } of parts) {
       piece.hidden = ledger[column] === 0;

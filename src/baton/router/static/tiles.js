@@ -92,7 +92,7 @@ export class Tiles {
 function withQueues(store) {
   const queued = new Map();
   for (const rows of store.ledgers.values()) {
-    for (const row of rows) queued.set(row[0], (queued.get(row[0]) ?? 0) + row[7]);
+    for (const row of rows) queued.set(row[0], (queued.get(row[0]) ?? 0) + row[8]);
   }
   return store.fleet.map((row) => Object.assign([...row], { queued: queued.get(row[0]) ?? 0 }));
 }

@@ -6,9 +6,10 @@ export const BLOCKS = [
   ["evictable", "evictable", "a cached prefix that nobody uses now"],
   ["used", "in use", "of running requests"],
   ["leased", "leased", "kept for a hand-over until the other side has it"],
-  ["receiving", "receiving", "KV of a hand-over is arriving"],
+  ["receiving", "receiving", "KV of a hand-over, or from host memory, is arriving"],
+  ["leaving", "leaving", "being copied to host memory"],
 ];
-export const STACK = [2, 3, 4, 1, 0]; // from the bottom: what is held first, free last
+export const STACK = [2, 3, 4, 5, 1, 0]; // from the bottom: what is held first, free last
 
 export const STAGES = {
   queued: { look: "queued", name: "queued" },
