@@ -39,9 +39,12 @@ bench: $(READY)
 	$(BIN)/baton bench scheduler --sweep
 	$(BIN)/baton bench scheduler --preempting
 	$(BIN)/baton bench pressure
+	$(BIN)/baton bench tiers
+	$(BIN)/baton bench passes
 	$(BIN)/baton bench handover
 	$(BIN)/baton bench store
 	$(BIN)/baton bench predict
+	-$(BIN)/baton bench chat-tiers                                    # needs a trace: BATON_TRACES
 	-$(BIN)/baton bench policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
 
 fuzz: $(READY)

@@ -20,8 +20,8 @@ from tests.api.engine import ScriptedEngine
 Eventually = Callable[[Callable[[], bool]], None]
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 STATE = {"running": "2", "waiting": "1", "free": "192", "evictable": "0", "ratio": "0.250"}
-COST = Bill(recomputed_tokens=7, preemptions=2, queue_ms=1.5, prefill_ms=2.5, decode_ms=30.0)
-PAID = {"preemptions": "2", "recomputed": "7", "queue_ms": "1.5", "prefill_ms": "2.5", "decode_ms": "30.0"}
+COST = Bill(recomputed_tokens=7, restored_tokens=5, preemptions=2, queue_ms=1.5, prefill_ms=2.5, decode_ms=30.0)
+PAID = {"preemptions": "2", "recomputed": "7", "restored": "5", "queue_ms": "1.5", "prefill_ms": "2.5", "decode_ms": "30.0"}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_finished_request_has_one_line_with_its_cost_and_the_state(served: Ser
     first, second = lines()
     assert first == {
         "id": "one", "path": "/v1/completions", "status": "200", "finish": "length,length", "prompt": "2", "completion": "6",
-        "cached": "1", **PAID, "preemptions": "4", "recomputed": "14", **STATE,
+        "cached": "1", **PAID, "preemptions": "4", "recomputed": "14", "restored": "10", **STATE,
     }  # fmt: skip
     assert second == {
         "id": "two", "path": "/v1/chat/completions", "status": "200", "finish": "stop", "prompt": "5", "completion": "17",

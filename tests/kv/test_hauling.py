@@ -133,11 +133,18 @@ def test_another_hauler_with_the_same_layout_finds_it_and_one_with_another_does_
     other.hauler.close()
 
 
-def test_what_finds_no_room_is_told_and_counted_and_fails_nothing(bench: Bench, store: MemoryStore) -> None:
+def test_what_finds_no_room_is_told_and_counted_and_fails_nothing(
+    bench: Bench, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
     store.objects_max = 2
     bench.put(0, 1, 2, 3)
     assert bench.next() == Hauled(Haul(1), (True, True, False, False))
     assert bench.hauler.tally() == StoreTally(stored_blocks=2, stored_bytes=2 * BLOCK_BYTES, unstored_blocks=2)
+    bench.put(4)
+    bench.next()
+    assert [record.message for record in caplog.records] == [
+        "the store has no room; KV that does not fit is computed again when it is needed"
+    ], "once, not once a haul"
 
 
 def test_buffers_of_all_calls_lie_in_the_one_arena_that_was_attached(

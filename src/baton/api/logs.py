@@ -24,11 +24,11 @@ state = logging.getLogger("baton.engine")
 _HEAD = "id=%s path=%s status=%d "
 _ENDED = _HEAD + "finish=%s prompt=%d completion=%d cached=%d %s %s"
 _REFUSED = _HEAD + "error=%s %s"
-_BILL = "preemptions=%d recomputed=%d queue_ms=%.1f prefill_ms=%.1f decode_ms=%.1f"
+_BILL = "preemptions=%d recomputed=%d restored=%d queue_ms=%.1f prefill_ms=%.1f decode_ms=%.1f"
 FINISHES_MAX = 4
 """Of more choices it is only said how many ended in which way."""
 _CARRIED = "instance=%s moves=%d"
-_NO_BILL = "preemptions=- recomputed=- queue_ms=- prefill_ms=- decode_ms=-"
+_NO_BILL = "preemptions=- recomputed=- restored=- queue_ms=- prefill_ms=- decode_ms=-"
 
 
 class _State(NamedTuple):
@@ -102,7 +102,7 @@ class Finished:
         paid = _NO_BILL
         if bill is not None:
             spent_ms = (bill.queue_ms, bill.prefill_ms, bill.decode_ms)
-            paid = _BILL % (bill.preemptions, bill.recomputed_tokens, *spent_ms)
+            paid = _BILL % (bill.preemptions, bill.recomputed_tokens, bill.restored_tokens, *spent_ms)
         access.info(
             _ENDED,
             self.request_id,

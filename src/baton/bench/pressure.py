@@ -217,10 +217,10 @@ class Pressure:
 
 
 def _preemptions(serving: Serving, name: str) -> int | None:
-    return counter_total(asyncio.run(_scrape(serving.url)), PREEMPTIONS[name])
+    return counter_total(asyncio.run(scrape(serving.url)), PREEMPTIONS[name])
 
 
-async def _scrape(url: str) -> str:
+async def scrape(url: str) -> str:
     address = f"{url}/metrics"
     try:
         async with open_http(1) as http, asyncio.timeout(SCRAPE_LIMIT_S), http.get(address) as response:

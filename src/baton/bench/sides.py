@@ -30,7 +30,8 @@ from baton.bench.client import Ask, Client, RequestRecord, ServerUnreachable, Ta
 
 POLL_S = 0.05
 START_LIMIT_S = 600.0
-FIRST_PROMPT = [1000]
+FIRST_PROMPT = [100]
+"""Every vocabulary has it, also that of single bytes."""
 OURS, PEER = "Baton", "vLLM"
 
 

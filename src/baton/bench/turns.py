@@ -23,7 +23,7 @@ from baton.bench.machine import OtherLoad, other_load
 from baton.bench.report import summarise
 from baton.bench.sides import Serving, Side, wait_first_token
 from baton.bench.verdict import Measured, short
-from baton.bench.workload import Endpoint, Recipe, Round, Session, Shape, fixed_sessions
+from baton.bench.workload import Endpoint, Recipe, Round, Session, Shape, TokenRange, fixed_sessions
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ IDLE_CORES_MAX = 0.02
 OTHERS_CORES_MAX = 0.2
 WARM_UP = Round(128, 8)
 WARM_UP_REQUESTS = 16
+WORDS = TokenRange()
 NO_PEER = "absent (set BATON_PEER_VLLM)"
 
 
@@ -85,6 +86,8 @@ class Turns:
     servers: Sequence[Serving]
     paused: bool
     """Whether those that wait are stopped meanwhile."""
+    tokens: TokenRange = WORDS
+    """What prompts are drawn from."""
 
     def run(self, serving: Serving, each: Round, requests: int, concurrency: int, seed: int) -> RunResult:
         return self.send(serving, list(fixed_sessions(requests, each, Shape())), concurrency, seed)
@@ -98,7 +101,7 @@ class Turns:
         endpoint: Endpoint = Endpoint.COMPLETIONS,
     ) -> RunResult:
         target = Target(serving.url, serving.model, endpoint, timeout_s=RUN_LIMIT_S)
-        plan = Plan(target, Closed(concurrency), Recipe(seed), seconds_max=RUN_LIMIT_S)
+        plan = Plan(target, Closed(concurrency), Recipe(seed, self.tokens), seconds_max=RUN_LIMIT_S)
         with self._alone(serving):
             serving.child.check_alive()
             result = asyncio.run(run_load(plan, iter(sessions)))
@@ -136,9 +139,11 @@ def server(side: Side) -> Iterator[Serving]:
         yield asyncio.run(wait_first_token(side, child, port))
 
 
-def arrange(servers: Sequence[Serving], voice: Voice, seed: int) -> tuple[Turns, dict[str, float]]:
+def arrange(
+    servers: Sequence[Serving], voice: Voice, seed: int, tokens: TokenRange = WORDS
+) -> tuple[Turns, dict[str, float]]:
     """Warm each up and see what it burns when idle: the turns, and the cores of each."""
-    turns = Turns(servers, paused=False)
+    turns = Turns(servers, paused=False, tokens=tokens)
     for serving in servers:
         voice.doing(f"warming up {serving.side.name}")
         turns.run(serving, WARM_UP, WARM_UP_REQUESTS, WARM_UP_REQUESTS, seed)
@@ -146,7 +151,7 @@ def arrange(servers: Sequence[Serving], voice: Voice, seed: int) -> tuple[Turns,
     spins = any(cores > IDLE_CORES_MAX for cores in idle.values())
     told = ", ".join(f"{name} {cores:.3f}" for name, cores in idle.items())
     voice.say(f"cores busy while idle: {told}" + ("; the idle ones are paused in turn" if spins else ""))
-    return Turns(servers, paused=spins and len(servers) > 1), idle
+    return Turns(servers, spins and len(servers) > 1, tokens), idle
 
 
 def order(sides: Sequence[T], pair: int) -> Sequence[T]:

@@ -9,7 +9,9 @@ import typer
 from baton import __version__
 from baton.cli.bench import bench_app
 from baton.cli.bench_calibrate import calibrate
+from baton.cli.bench_chat_tiers import chat_tiers
 from baton.cli.bench_handover import handover
+from baton.cli.bench_passes import passes
 from baton.cli.bench_policies import policies
 from baton.cli.bench_predict import predict
 from baton.cli.bench_prefill_path import prefill_path
@@ -19,6 +21,7 @@ from baton.cli.bench_routing import routing
 from baton.cli.bench_scheduler import scheduler
 from baton.cli.bench_split import split
 from baton.cli.bench_store import store as bench_store
+from baton.cli.bench_tiers import tiers
 from baton.cli.chaos import chaos
 from baton.cli.chat import chat
 from baton.cli.drain import drain
@@ -42,6 +45,9 @@ app.command()(drain)
 app.command()(chat)
 app.command()(chaos)
 bench_app.command()(pressure)
+bench_app.command()(tiers)
+bench_app.command()(chat_tiers)
+bench_app.command()(passes)
 bench_app.command()(policies)
 bench_app.command()(scheduler)
 bench_app.command()(calibrate)

@@ -168,9 +168,11 @@ class StoreHauler:
         self._counted: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
         self._gate = threading.Lock()
-        """Over what is counted, and `_failing`."""
+        """Over what is counted, `_failing` and `_full`."""
         self._failing = False
         """The last call of the store failed, and it was said."""
+        self._full = False
+        """It had no room for all that was put last, and it was said."""
         object_bytes = HEADER_BYTES + self._block_bytes
         stride = -(-object_bytes // ALIGNMENT) * ALIGNMENT
         arena = np.zeros((2 * threads, max(1, arena_bytes // stride), stride), dtype=np.uint8)
@@ -282,6 +284,7 @@ class StoreHauler:
         stored = self._store.put(self._names(keys), objects)
         kept = sum(stored)
         self._count(stored_blocks=kept, stored_bytes=kept * self._block_bytes, unstored_blocks=len(stored) - kept)
+        self._say_whether_full(kept < len(stored))
         return stored
 
     def _moved(self, task: _Task, moves: list[tuple[Bytes, Bytes]]) -> bool:
@@ -329,6 +332,13 @@ class StoreHauler:
             log.warning("the store fails, and KV is computed again meanwhile: %s", event.reason)
         elif changed:
             log.warning("the store works again")
+
+    def _say_whether_full(self, full: bool) -> None:
+        """One line when it begins; how much is not kept, the counters say."""
+        with self._gate:
+            begins, self._full = full and not self._full, full
+        if begins:
+            log.warning("the store has no room; KV that does not fit is computed again when it is needed")
 
     def _count(self, **more: int) -> None:
         with self._gate:

@@ -1,0 +1,98 @@
+"""One instance with more or less behind its KV pool: how each is started, and what it counts.
+
+Owns the names of what lies behind a pool, the stores that are made for a measurement and removed after it, and the counters
+that are read before and after a run. An instance without a model (`scripted`) is for trying a benchmark out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from baton.bench.pressure import counter_total, scrape
+from baton.bench.sides import Serving, Side
+from baton.bench.slow_link import HOST, slow_link
+from baton.bench.store_servers import valkey_server, valkey_why_not
+from baton.bench.workload import TokenRange
+
+SCRIPTED = "scripted"
+BYTES = TokenRange(1, 250)
+
+COUNTERS = {
+    "preemptions": "baton_num_preemptions_total",
+    "recomputed tokens": "baton_recomputed_tokens_total",
+    "saved": "baton_kv_saved_blocks_total",
+    "unsaved": "baton_kv_unsaved_blocks_total",
+    "loaded": "baton_kv_loaded_blocks_total",
+    "stored": "baton_store_stored_blocks_total",
+    "fetched": "baton_store_fetched_blocks_total",
+    "recompute cheaper": "baton_kv_recompute_cheaper_blocks_total",
+    "late": "baton_kv_transfers_late_total",
+    "failed": "baton_kv_transfers_failed_total",
+    "store given up": "baton_store_breaker_opened_total",
+}
+
+Counts = dict[str, int]
+
+
+class StoreKind(StrEnum):
+    FILE = "file"
+    VALKEY = "valkey"
+    SLOW_VALKEY = "valkey over a slow link"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSide:
+    name: str
+    args: tuple[str, ...] = ()
+    store: StoreKind | None = None
+
+
+def why_not(side: TierSide) -> str | None:
+    """Why this side cannot be measured here."""
+    return valkey_why_not() if side.store in (StoreKind.VALKEY, StoreKind.SLOW_VALKEY) else None
+
+
+@contextlib.contextmanager
+def store_args(side: TierSide, folder: Path | None, limit: str, link_bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
+    """An empty store of its own, as `baton serve` is told of it; it is gone afterwards."""
+    match side.store:
+        case None:
+            yield ()
+        case StoreKind.FILE:
+            with tempfile.TemporaryDirectory(prefix="baton-bench-store-", dir=folder) as where:
+                yield ("--kv-store", f"file:{where}", "--kv-store-limit", limit)
+        case _:
+            room = ("--maxmemory", f"{limit}b", "--maxmemory-policy", "allkeys-lru")
+            with valkey_server(options=room) as server, contextlib.ExitStack() as stack:
+                url = server.url
+                if side.store is StoreKind.SLOW_VALKEY:
+                    port = urlsplit(url).port or 0
+                    url = f"valkey://{HOST}:{stack.enter_context(slow_link(port, link_bytes_per_s))}/0"
+                yield ("--kv-store", url)
+
+
+def serve_side(name: str, model: Path | None, args: Sequence[str]) -> Side:
+    """Without a model: the scripted executor."""
+    served = ("--executor", SCRIPTED) if model is None else (str(model), "--dtype", "bfloat16")
+    return Side(name, (sys.executable, "-m", "baton", "serve", *served, *args), {"BATON_LOG_LEVEL": "warning"})
+
+
+def tokens_of(model: Path | None) -> TokenRange:
+    return BYTES if model is None else TokenRange()
+
+
+def counts_of(serving: Serving) -> Counts:
+    page = asyncio.run(scrape(serving.url))
+    return {name: counter_total(page, counter) or 0 for name, counter in COUNTERS.items()}
+
+
+def gained(before: Mapping[str, int], after: Mapping[str, int]) -> Counts:
+    return {name: after[name] - before[name] for name in COUNTERS}
