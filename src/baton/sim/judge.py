@@ -24,7 +24,7 @@ from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.laws import LAWS
 from baton.core.prefix import Key, PrefixIndex
 from baton.core.records import EndedRequest
-from baton.core.request import FinishReason, Phase, Serial, Submission
+from baton.core.request import FinishReason, Phase, RequestId, Serial, Submission
 from baton.core.routing import Outcome
 from baton.core.storage import Haul
 from baton.core.worker import (
@@ -329,6 +329,13 @@ class Judge:
         """Of what an order that is under way moves."""
         tiers = instance.require_worker().scheduler.tiers
         return () if tiers is None else next((haul.keys for haul in tiers.open() if haul.haul == number), ())
+
+    def waits_for(self, instance: Instance, number: Haul) -> RequestId | None:
+        """Whose KV a copy that is under way brings back."""
+        scheduler = instance.require_worker().scheduler
+        serials = [] if scheduler.tiers is None else [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
+        request = scheduler.request(serials[0]) if serials and serials[0] is not None else None
+        return None if request is None else request.submission.request_id
 
     def store_looks(self, instance: Instance) -> int:
         """How often this life has asked the store what it has."""
