@@ -461,8 +461,8 @@ def say_stop_for_length(patch: Patch) -> None:
 def bill_cached_tokens_as_computed(patch: Patch) -> None:
     charge_then = Scheduler._charge_start
 
-    def charge(self: Scheduler, request: Request, hit: Hit) -> None:
-        charge_then(self, request, hit)
+    def charge(self: Scheduler, request: Request, found: int) -> None:
+        charge_then(self, request, found)
         if request.epoch == 1:
             request.computed_ever = 0
 
@@ -473,9 +473,9 @@ def bill_cached_tokens_as_computed(patch: Patch) -> None:
 def bill_own_outputs_as_cached(patch: Patch) -> None:
     charge_then = Scheduler._charge_start
 
-    def charge(self: Scheduler, request: Request, hit: Hit) -> None:
-        charge_then(self, request, hit)
-        request.bill.cached_tokens = hit.computed
+    def charge(self: Scheduler, request: Request, found: int) -> None:
+        charge_then(self, request, found)
+        request.bill.cached_tokens = found
 
     patch.set(Scheduler, "_charge_start", charge)
 

@@ -24,7 +24,7 @@ from baton.core.records import EndedRequest, Hit, Request
 from baton.core.request import FinishReason, Move, Phase, Serial
 from baton.core.scheduler import Scheduler
 from baton.core.storage import CopyIn, CopyOut, Haul, Hauled, HaulFailed, HaulFenced, Put, StorageEvent
-from baton.core.tiers import Kind, OpenHaul, Outcome, Tiers
+from baton.core.tiers import Kind, OpenHaul, Tiers
 from baton.core.worker import Effect, Worker
 from baton.wire import envelope
 from baton.wire.envelope import Flaw, Opened
@@ -332,10 +332,10 @@ def load_the_rows_of_another(patch: Patch) -> None:
 def fence_nothing(patch: Patch) -> None:
     expire_then = Tiers.expire
 
-    def expire(self: Tiers, now_us: int) -> list[Outcome]:
+    def expire(self: Tiers, now_us: int) -> None:
         for haul in self._open.values():
             haul.deadline_us = max(haul.deadline_us, now_us + 1)
-        return expire_then(self, now_us)
+        expire_then(self, now_us)
 
     patch.set(Tiers, "expire", expire)
 
@@ -363,10 +363,11 @@ def fence_again_and_again(patch: Patch) -> None:
 def wait_for_the_store(patch: Patch) -> None:
     seek_then = Tiers.seek
 
-    def seek(self: Tiers, seeker: Any, keys: Sequence[Key], now_us: int) -> None:
-        seek_then(self, seeker, keys, now_us)
+    def seek(self: Tiers, seeker: Any, keys: Sequence[Key], now_us: int) -> bool:
+        sought = seek_then(self, seeker, keys, now_us)
         if seeker in self._seeks:
             self._seeks[seeker].until_us = 1 << 60
+        return sought
 
     patch.set(Tiers, "seek", seek)
     patch.set(Tiers, "_found", lambda self, haul: None)
@@ -388,17 +389,17 @@ def wait_for_what_is_not_stored(patch: Patch) -> None:
     patch.set(Tiers, "_nobody_waits_for", lambda self, key: None)
     expire_then = Tiers.expire
 
-    def expire(self: Tiers, now_us: int) -> list[Outcome]:
+    def expire(self: Tiers, now_us: int) -> None:
         for departure in self._departures.values():
             departure.until_us = max(departure.until_us, now_us + 1)
-        return expire_then(self, now_us)
+        expire_then(self, now_us)
 
     patch.set(Tiers, "expire", expire)
 
 
 @core("the end of a request that goes elsewhere is told twice where its client leaves meanwhile")
 def depart_twice(patch: Patch) -> None:
-    def depart_at_once(self: Board, serial: Serial, reason: FinishReason) -> EndedRequest:
+    def depart_at_once(self: Board, serial: Serial, reason: FinishReason, keep: int | None) -> EndedRequest:
         ended, _ = self._departing[serial]
         return replace(ended, reason=reason, fault=None)
 
@@ -440,13 +441,12 @@ def try_with_everything(patch: Patch) -> None:
 def forgive_what_is_late(patch: Patch) -> None:
     expire_then = Tiers.expire
 
-    def expire(self: Tiers, now_us: int) -> list[Outcome]:
-        failed_then = self.breaker.failed
-        self.breaker.failed = lambda now_us: None  # type: ignore[method-assign]
+    def expire(self: Tiers, now_us: int) -> None:
+        self._has_failed = lambda kind: None  # type: ignore[method-assign]
         try:
-            return expire_then(self, now_us)
+            expire_then(self, now_us)
         finally:
-            self.breaker.failed = failed_then  # type: ignore[method-assign]
+            del self._has_failed
 
     patch.set(Tiers, "expire", expire)
 
@@ -481,7 +481,7 @@ def store_rows_that_are_filling(patch: Patch) -> None:
 
     def copy_out(self: Tiers, saved: list[tuple[Key, int]], rows: Int32s) -> None:
         copy_then(self, saved, rows)
-        if self._config.store and saved and self.breaker.allows(self._now_us):
+        if self._config.store and saved and self._may_ask(Kind.PUT):
             key = saved[0][0]
             haul = self._begin(Kind.PUT, (key,), self._config.put_us)
             self._orders.append(Put(haul, (key,), rows[:1]))
@@ -498,7 +498,9 @@ def store_rows_that_are_filling(patch: Patch) -> None:
 @core("a giver does not look up when what it waited for has come from the store")
 def offer_nothing_after_a_fetch(patch: Patch) -> None:
     def hauled(self: Worker, event: StorageEvent) -> list[Effect]:
-        return [] if self._tiers is None else self._outcomes(self._tiers.handle(event, self._now_us))
+        if self._tiers is not None:
+            self._tiers.handle(event, self._now_us)
+        return []
 
     patch.set(Worker, "_hauled", hauled)
 

@@ -170,6 +170,8 @@ class Tiers:
         return any(haul.kind in (Kind.OUT, Kind.PUT) for haul in self._open.values())
 
     def next_deadline(self) -> int | None:
+        if not (self._open or self._seeks or self._departures):
+            return None  # as most of the time, and this is asked several times an event
         hauls = (haul.deadline_us for haul in self._open.values() if not haul.fencing)
         seeks = (seek.until_us for seek in self._seeks.values())
         departures = (departure.until_us for departure in self._departures.values())

@@ -111,7 +111,7 @@ class Client:
             self._end_all()
             return
         if self.ask.patience_us is not None:
-            self.host.after(self.ask.patience_us, self._leave)
+            self.host.after(self.ask.patience_us, self.leave)
 
     # ── what the front end tells ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -248,7 +248,8 @@ class Client:
             del answer.got[after:]
             self._booking.stop(place, after)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """It disconnects, if it has anything open."""
         if self._booking is None or not self.open or self._left:
             return
         self._left = True

@@ -85,6 +85,7 @@ class Fault(StrEnum):
     COPY_FAILED = "copy between device and host failed"
     COPY_WHILE_FENCING = "copy ended while it was being fenced"
     HAUL_FENCE_SLOW = "fence of a copy or of the store took long"
+    HASTY = "client left while its KV was brought back"
 
 
 CLASSES: dict[str, tuple[Fault, ...]] = {
@@ -127,6 +128,7 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "copy-slow": (Fault.COPY_SLOW, Fault.COPY_WHILE_FENCING),
     "copy-fails": (Fault.COPY_FAILED,),
     "haul-fence": (Fault.HAUL_FENCE_SLOW,),
+    "hasty": (Fault.HASTY,),
     "store-slow": (Fault.STORE_SLOW, Fault.STORE_TOO_LATE),
     "store-hang": (Fault.STORE_HANGS,),
     "store-fails": (Fault.STORE_FAILS,),
@@ -206,11 +208,14 @@ class KvRates:
 
 @dataclass(frozen=True, slots=True)
 class CopyRates:
-    """Chance a copy between device and host; the last: a fence."""
+    """Chance a copy between device and host."""
 
     slow: float = 0.0
     fails: float = 0.0
     slow_fence: float = 0.0
+    """Chance a fence."""
+    hasty: float = 0.0
+    """Chance a copy to the device that whom it is for leaves about when it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +373,10 @@ def _draw_network(rate: Rate, late_us: int) -> NetworkRates:
 
 def _draw_copies(rate: Rate) -> CopyRates:
     return CopyRates(
-        slow=rate("copy-slow", 0.05, 0.5), fails=rate("copy-fails", 0.02, 0.3), slow_fence=rate("haul-fence", 0.1, 0.7)
+        slow=rate("copy-slow", 0.05, 0.5),
+        fails=rate("copy-fails", 0.02, 0.3),
+        slow_fence=rate("haul-fence", 0.1, 0.7),
+        hasty=rate("hasty", 0.6, 1.0),
     )
 
 

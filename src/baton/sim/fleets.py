@@ -74,13 +74,16 @@ class Fleet:
                 raise LawBroken(TRUE_NAMES, f"{seat.name} has said {key.hex()}, and the router does not know it")
 
     def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
-        """Whether the router of that time had it nowhere, or something happened since to whoever had it, or to a router."""
+        """Whether the router of that time had it nowhere, or something happened to whoever had it, or to a router.
+
+        Since then, or so shortly before that the router did not know it yet.
+        """
         kept = self.gate.kept.get((origin, lost_us))
         config = self.gate.config
         short = config.deadline_us < RESUMED_WITHIN_US or config.orphan_grace_us < CLAIMED_WITHIN_US
         if not kept or short or self.gate.disturbed_us > lost_us:
             return True
-        return any(self._seats[number].hurt_until_us() >= lost_us for number in kept)
+        return any(self._seats[number].hurt_until_us() >= lost_us - self.noticed_us for number in kept)
 
     def gather_moves(self, judge: Judge) -> None:
         for line in self.gate.lines:

@@ -165,7 +165,8 @@ class Gate:
             return
         self.book.died()
         now_us = self.host.world.now_us
-        self.kept.update({(origin, now_us): instances for origin, instances in self.book.kept.items()})
+        if not self.host.paused:  # else it has slept over what became of them
+            self.kept.update({(origin, now_us): instances for origin, instances in self.book.kept.items()})
         self.disturbed_us = now_us
         self.former.append(self.switch)
         self.host.resume()

@@ -68,6 +68,17 @@ class _Open:
     fencing: bool = False
 
 
+@dataclass(slots=True)
+class _Store:
+    """What one kind of question to the store has come to: it may answer some and hang in others."""
+
+    failures: int = 0
+    """In a row."""
+    alone_until_us: int | None = None
+    tries: bool = False
+    """It was asked again since."""
+
+
 class HaulBook:
     def __init__(self, config: WorkerConfig, where: str) -> None:
         self._config: TierConfig = config.tiers
@@ -75,11 +86,7 @@ class HaulBook:
         self._where = where
         self._open: dict[Haul, _Open] = {}
         self._last = -1
-        self._failures = 0
-        """Of the store, in a row."""
-        self._alone_until_us: int | None = None
-        self._tries = False
-        """It was asked again since."""
+        self._stores = {kind: _Store() for kind in OF_STORE}
         self._departing: dict[int, int] = {}
         """Requests that have no slot any more and have not ended, and since when."""
         self._doomed: dict[Haul, Serial] = {}
@@ -127,7 +134,7 @@ class HaulBook:
             return
         self.moves[haul.kind, _end_of(haul, event)] += 1
         if haul.kind in OF_STORE and not haul.fencing:
-            self._judge_store(isinstance(event, Hauled), now_us)
+            self._judge_store(haul.kind, isinstance(event, Hauled), now_us)
         serial = self._doomed.pop(event.haul, None)
         if serial is not None and behind.knows(serial):
             raise LawBroken(
@@ -163,7 +170,7 @@ class HaulBook:
             if _meet(new, old):
                 raise LawBroken(UNTOUCHED, f"{self._where}: haul {haul} ({new}) meets haul {other} ({old})")
         same = sum(old.kind is new.kind for old in self._open.values())
-        if blocks > self._config.haul_blocks or (new.kind in (Kind.GET, Kind.PUT) and same >= self._config.hauls_max):
+        if blocks > self._config.haul_blocks or (new.kind in OF_STORE and same >= self._config.hauls_max):
             raise LawBroken(HAULS_BOUND, f"{self._where}: haul {haul} has {blocks} blocks, {same} like it are open")
         if new.kind in OF_STORE:
             self._may_ask(haul, new)
@@ -175,27 +182,29 @@ class HaulBook:
             raise LawBroken(HAULS_END, f"{self._where} fences haul {number}, which has ended or is being fenced")
         haul.fencing = True
         if haul.kind in OF_STORE:
-            self._judge_store(False, now_us)
+            self._judge_store(haul.kind, False, now_us)
 
     # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _judge_store(self, answered: bool, now_us: int) -> None:
+    def _judge_store(self, kind: Kind, answered: bool, now_us: int) -> None:
+        store = self._stores[kind]
         if answered:
-            self._failures, self._alone_until_us, self._tries = 0, None, False
+            store.failures, store.alone_until_us, store.tries = 0, None, False
             return
-        self._failures += 1
-        opens = self._alone_until_us is None and self._failures >= self._config.failures_max
-        if opens or self._tries:
-            self._alone_until_us, self._tries = now_us + self._config.retry_us, False
+        store.failures += 1
+        opens = store.alone_until_us is None and store.failures >= self._config.failures_max
+        if opens or store.tries:
+            store.alone_until_us, store.tries = now_us + self._config.retry_us, False
         self.left_alone += opens
 
     def _may_ask(self, haul: Haul, new: _Open) -> None:
         """Once the time is over, one question shows whether it is there again."""
-        if self._alone_until_us is None:
+        store = self._stores[new.kind]
+        if store.alone_until_us is None:
             return
-        if self._tries or new.since_us < self._alone_until_us:
-            raise LawBroken(LEFT_ALONE, f"{self._where} asks it with haul {haul} after {self._failures} failures: {new}")
-        self._tries = True
+        if store.tries or new.since_us < store.alone_until_us:
+            raise LawBroken(LEFT_ALONE, f"{self._where} asks it with haul {haul} after {store.failures} failures: {new}")
+        store.tries = True
 
     # ── laws ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -228,14 +237,18 @@ class HaulBook:
             raise LawBroken(ENDS_AT_ONCE, f"{self._where} keeps {list(self._departing)} for nobody")
 
     def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
-        ends = [(f"haul {number}", haul.since_us + haul.limit_us) for number, haul in self._open.items() if not haul.fencing]
-        leaving = [(f"request {serial}", at_us + self._config.depart_us) for serial, at_us in self._departing.items()]
-        for law, due in ((HAULS_END, ends), (DEPARTS_IN_TIME, leaving)):
-            for what, end_us in due:
-                if is_pass and now_us >= end_us:
-                    raise LawBroken(law, f"{self._where}: {what} should have ended {now_us - end_us} µs ago")
-                if deadline_us is None or deadline_us > max(now_us, end_us) + PASS_US:
-                    raise LawBroken(law, f"{self._where} looks at {deadline_us}, but {what} ends at {end_us}")
+        for number, haul in self._open.items():
+            if not haul.fencing:
+                self._due(HAULS_END, f"haul {number}", haul.since_us + haul.limit_us, is_pass, deadline_us, now_us)
+        for serial, at_us in self._departing.items():
+            end_us = at_us + self._config.depart_us
+            self._due(DEPARTS_IN_TIME, f"request {serial}", end_us, is_pass, deadline_us, now_us)
+
+    def _due(self, law: str, what: str, end_us: int, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
+        if is_pass and now_us >= end_us:
+            raise LawBroken(law, f"{self._where}: {what} should have ended {now_us - end_us} µs ago")
+        if deadline_us is None or deadline_us > max(now_us, end_us) + PASS_US:
+            raise LawBroken(law, f"{self._where} looks at {deadline_us}, but {what} ends at {end_us}")
 
 
 def _meet(new: _Open, old: _Open) -> bool:

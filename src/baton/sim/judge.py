@@ -24,7 +24,7 @@ from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.laws import LAWS
 from baton.core.prefix import Key, PrefixIndex
 from baton.core.records import EndedRequest
-from baton.core.request import FinishReason, Phase, Serial, Submission
+from baton.core.request import FinishReason, Phase, RequestId, Serial, Submission
 from baton.core.routing import Outcome
 from baton.core.storage import Haul
 from baton.core.worker import (
@@ -222,6 +222,8 @@ class Judge:
         self._keys: dict[int, list[bytes]] = {}
         """The prefix keys that the lives of each instance have made."""
         self._errors = 0
+        self.peers_share_a_store = False
+        """What one of them computed for another, in vain, is there for it when it computes by itself."""
         self.behind_router = False
         """A router that has no place cannot know what no instance would take."""
 
@@ -327,6 +329,13 @@ class Judge:
         """Of what an order that is under way moves."""
         tiers = instance.require_worker().scheduler.tiers
         return () if tiers is None else next((haul.keys for haul in tiers.open() if haul.haul == number), ())
+
+    def waits_for(self, instance: Instance, number: Haul) -> RequestId | None:
+        """Whose KV a copy that is under way brings back."""
+        scheduler = instance.require_worker().scheduler
+        serials = [] if scheduler.tiers is None else [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
+        request = scheduler.request(serials[0]) if serials and serials[0] is not None else None
+        return None if request is None else request.submission.request_id
 
     def store_looks(self, instance: Instance) -> int:
         """How often this life has asked the store what it has."""
@@ -443,8 +452,8 @@ class Judge:
             known, legs = known + ended.generated_tokens, max(1, bill.attempts)
         if bill.cached_tokens >= known or bill.preemptions > preemptions_max * legs:
             raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
-        if legs > 1 or resumed:
-            return  # an earlier leg of its own may have left it there
+        if legs > 1 or resumed or (self.peers_share_a_store and bill.attempts):
+            return  # an earlier leg of its own may have left it there, or a peer that had begun it
         found = bytes(submission.prompt[: bill.cached_tokens].tolist())
         if found and self._asked[submission.salt, found] < 2:  # the first is its own
             raise LawBroken(OWN_PREFIXES, f"{name} found {len(found)} tokens that nobody of its tenant has asked for")

@@ -43,6 +43,7 @@ from baton.wire.envelope import HEADER_BYTES, LAYOUT_BYTES, Flaw, object_name, s
 
 NONSENSE = 0xEE
 COPY_SLOW_US = 3_000, 600_000
+HASTY_WITHIN_US = 10_000
 FENCED_WITHIN_US = 300_000
 """The slowest fence."""
 Bytes = npt.NDArray[np.uint8]
@@ -66,6 +67,8 @@ class Depot:
         self, world: World, rates: CopyRates, times: CopyTimes, store: Store | None, names_of: NamesOf = lambda *_: ()
     ) -> None:
         """`names_of`: what a copy moves, for the laws; the orders themselves do not say it."""
+        self.when_hasty: Callable[[Instance, Haul, int], None] | None = None
+        """Called where whom a copy is for is to leave after so many microseconds."""
         self.world = world
         self.names_of = names_of
         self.rates = rates
@@ -146,6 +149,7 @@ class Porter:
             case CopyIn(haul, rows, blocks):
                 names = self._depot.names_of(self._life, haul)
                 self._copy(self._begin(haul, names, (self._rows, rows), (self._pool, blocks)))
+                self._perhaps_hasty(haul)
             case Look(haul, keys):
                 self._look(self._begin(haul, keys))
             case Get(haul, keys, rows):
@@ -181,8 +185,13 @@ class Porter:
         if slow < depot.rates.slow:
             depot.world.fire(Fault.COPY_SLOW, self._host.name)
             took_us += slow_us
-        self._host.after(took_us // 2, self._copy_half, task)
+            self._host.after(took_us // 2, self._copy_half, task)
         self._host.after(took_us, self._copy_fails if fails < depot.rates.fails else self._copied, task)
+
+    def _perhaps_hasty(self, haul: Haul) -> None:
+        hasty, delay_us = self._stream.random(), self._stream.randrange(HASTY_WITHIN_US)
+        if hasty < self._depot.rates.hasty and self._depot.when_hasty is not None:
+            self._depot.when_hasty(self._life, haul, delay_us)
 
     def _copy_half(self, task: _Task) -> None:
         if not task.over and task.reads is not None and task.writes is not None:

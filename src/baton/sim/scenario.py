@@ -31,6 +31,7 @@ from baton.core.config import (
     WorkerConfig,
 )
 from baton.core.routing import Policy, RouterConfig
+from baton.core.storage import Haul
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
 from baton.sim.asks import VOCABULARY, Ask, draw_ask, probe_ask
@@ -40,7 +41,7 @@ from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, Fault, Rates, draw_
 from baton.sim.fleets import Fleet
 from baton.sim.front import Front, OneInstance
 from baton.sim.gate import Gate
-from baton.sim.instance import InstanceSpec
+from baton.sim.instance import Instance, InstanceSpec
 from baton.sim.judge import Judge, as_law
 from baton.sim.laws import DEADLOCK, LIVENESS, RECOVERY, LawBroken
 from baton.sim.legs import LegBook
@@ -324,7 +325,7 @@ def _with_tiers(seed: int, config: WorkerConfig, who: str, *, optional: bool) ->
         save_finished=stream.random() < 0.8,
         cache_outputs=stream.random() < 0.8,
         bring_back=stream.choice((BringBack.ALWAYS, BringBack.ALWAYS, BringBack.ALWAYS, BringBack.CHEAPEST)),
-        haul_blocks=stream.choice((1, 2, 4, 16)),
+        haul_blocks=stream.choice((1, 4, 8, 16)),
         hauls_max=stream.choice((1, 2, 8)),
         copy_us=stream.choice((5_000, 30_000, 200_000)),
         look_us=stream.choice((3_000, 10_000, 50_000)),
@@ -335,7 +336,8 @@ def _with_tiers(seed: int, config: WorkerConfig, who: str, *, optional: bool) ->
         retry_us=retry_us,
         retry_us_max=retry_us * stream.choice((1, 4)),
     )
-    narrow = int(-(-config.context_tokens // config.block_size) * stream.choice((1.0, 1.0, 1.05, 1.2)))
+    pools = (1.1, 1.4, 10.0) if optional else (1.0, 1.0, 1.05, 1.2)
+    narrow = int(-(-config.context_tokens // config.block_size) * stream.choice(pools))
     if without or not has_host:
         return config
     return replace(config, prefix_cache=True, tiers=tiers, blocks=min(config.blocks, narrow))
@@ -456,12 +458,13 @@ def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> 
     talking = [UserPlan(stream.randrange(span_us // 3), True, asks(4)) for _ in range(2)]
     if not config.tiers.host_rows:
         return (*passing, *patient, *talking)
-    return (*_asking_again(stream_of(seed, "asked again"), [*passing, *patient], config.sequence_tokens_max), *talking)
+    again = _asking_again(stream_of(seed, "asked again"), [*passing, *patient], config.sequence_tokens_max)
+    return (*again, *talking)
 
 
 def _asking_again(stream: random.Random, users: list[UserPlan], longest: int) -> list[UserPlan]:
     """A few long prompts come again and again: more than a pool holds, so that what was put aside is wanted again."""
-    tokens = longest * 3 // 5
+    tokens = min(20, longest // 2)
     prompts = [tuple(stream.randrange(VOCABULARY) for _ in range(tokens)) for _ in range(stream.randint(2, 4))]
 
     def like_others(ask: Ask, prompt: tuple[int, ...], drawn: float) -> Ask:
@@ -515,6 +518,7 @@ class Run:
         self.chaos = Chaos(
             self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us, self.fabric, self.depot
         )
+        self.depot.when_hasty = self._lose_patience
         entrance = self.front if self.fleet is None else self.fleet.gate
         self.users = [self._user(plan.asks, entrance, plan.converses) for plan in scenario.users]
 
@@ -796,7 +800,18 @@ class Run:
     def _make_depot(self) -> Depot:
         scenario = self.scenario
         store = Store(self.world, scenario.rates.store, scenario.store) if scenario.has_store else None
+        self.judge.peers_share_a_store = store is not None and any(role.takes for role in scenario.roles)
         return Depot(self.world, scenario.rates.copies, scenario.copies, store, self.judge.names_of)
+
+    def _lose_patience(self, instance: Instance, haul: Haul, delay_us: int) -> None:
+        """Whose KV is being brought back leaves about then."""
+        waiting = self.judge.waits_for(instance, haul)
+        index = None if waiting is None else int(waiting.partition(".")[0])
+        for user in self.users:
+            client = user.client
+            if client is not None and client.ask.index == index:
+                self.world.fire(Fault.HASTY, client.name)
+                self._front_host.after(delay_us, client.leave)
 
     def _fleet(self, router: RouterConfig) -> Fleet:
         scenario = self.scenario
