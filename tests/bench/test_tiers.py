@@ -64,7 +64,7 @@ def test_a_store_behind_a_slow_link_is_used_like_any_other(tmp_path: Path) -> No
     ran = CliRunner().invoke(app, ["bench", "tiers", "scripted", "--load", "slow-store", *TINY, "--json", str(out)])
     assert ran.exit_code == 0, ran.output
     (table,) = json.loads(out.read_text())["tables"]
-    assert "link of 20 MB/s" in table["told"]
+    assert "link of 12 MB/s" in table["told"]
     always = table["rows"][1]
     assert always["counts"][0]["stored"] > 0
 

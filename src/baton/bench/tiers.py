@@ -108,9 +108,9 @@ def slow_sides(staging: str) -> tuple[TierSide, ...]:
 
 
 LOADS = {
-    Load.SHORT: LoadShape("as in `bench pressure`", 64, 128, 192, 32, sides_of("2G", "64M")),
-    Load.LONG: LoadShape("long prompts", 48, 512, 512, 32, sides_of("2G", "128M")),
-    Load.SLOW_STORE: LoadShape("a store slower than the model", 64, 128, 192, 16, slow_sides("32M")),
+    Load.SHORT: LoadShape("as in `bench pressure`", 64, 128, 192, 16, sides_of("2G", "128M")),
+    Load.LONG: LoadShape("long prompts", 48, 512, 512, 32, sides_of("2G", "256M")),
+    Load.SLOW_STORE: LoadShape("a store slower than the model", 64, 128, 192, 8, slow_sides("32M")),
 }
 
 
@@ -128,7 +128,7 @@ class TierOptions:
     """More, for all sides."""
     folder: Path | None = None
     """Where file stores are made."""
-    link_bytes_per_s: float = 20e6
+    link_bytes_per_s: float = 12e6
     """Of the slow store's link, each way."""
     seed: int = 0
     look_s: float = 1.0

@@ -30,7 +30,7 @@ def tiers(
     pairs: Pairs = 3,
     our_args: OurArgs = "",
     folder: Folder = None,
-    link_mbytes: Link = 20.0,
+    link_mbytes: Link = 12.0,
     seed: Seed = 0,
     requests: Requests = None,
     input_tokens: Tokens = None,
