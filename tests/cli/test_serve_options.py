@@ -134,7 +134,7 @@ def test_every_option_of_kv_beyond_the_pool_is_a_flag_and_a_key_of_the_file(serv
 
 def test_a_store_has_host_memory_to_pass_through_unless_told_otherwise(serve: Serve) -> None:
     assert serve()["engine"].host_bytes == 0
-    assert serve("--kv-store", "file:/kv")["engine"].host_bytes == 256 << 20
+    assert serve("--kv-store", "file:/kv")["engine"].host_bytes == 1 << 30
     assert serve("--kv-store", "file:/kv", "--host-memory", "1M")["engine"].host_bytes == 1 << 20
 
 
