@@ -186,11 +186,12 @@ def test_answers_go_on_while_valkey_hangs_and_while_it_is_gone_and_it_is_used_ag
             ask_until(server.url, lambda: counts(server.url)["store_breaker_open"] == 1, TWO)
             assert "the store fails, and KV is computed again meanwhile" in server.output()
         assert_it_is_used_again(server)
+        opened = counts(server.url)["store_breaker_opened"]
         store.child.stop()
-        ask_until(server.url, lambda: counts(server.url)["store_breaker_opened"] >= 2, TWO)
+        ask_until(server.url, lambda: counts(server.url)["store_breaker_opened"] > opened, TWO)
         store = running.enter_context(empty_at_the_same_address(store))
         assert_it_is_used_again(server)
-        assert server.output().count("the store works again") == 2
+        assert server.output().count("the store works again") >= 2
         with hanging(store):
             before = counts(server.url)["store_stored_blocks"]
             bills(server.url, mixture(50))
