@@ -505,18 +505,6 @@ def offer_nothing_after_a_fetch(patch: Patch) -> None:
     patch.set(Worker, "_hauled", hauled)
 
 
-@core("who comes to nothing in the queue is sought for ever, and then nobody else is")
-def seek_for_nobody(patch: Patch) -> None:
-    patch.set(Tiers, "forget_seeker", lambda self, seeker: None)
-    end_then = Tiers._end_seeks
-
-    def end_seeks(self: Tiers) -> None:
-        if len(self._seeks) > 1:
-            end_then(self)
-
-    patch.set(Tiers, "_end_seeks", end_seeks)
-
-
 # ── what is stored ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
