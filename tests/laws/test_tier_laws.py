@@ -14,7 +14,7 @@ from tests.laws.test_worker_laws import Ask, _group, asks, configs
 from tests.support.driver import VOCABULARY, submission
 from tests.support.tiers import Shelf, TieredDriver
 
-MIXES = 400
+MIXES = 200
 ACTIONS = st.sampled_from(
     ("submit", *("tick",) * 3, *("settle",) * 3, "cancel", "stop", "haul", "haul", "fail", "fence", "later")
 )
@@ -103,7 +103,7 @@ def _told_the_truth(driver: TieredDriver, config: WorkerConfig, serial: Serial, 
         assert reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(config=tiered(), prompts=st.lists(st.integers(8, 40), min_size=1, max_size=6), data=st.data())
 def test_another_worker_goes_on_from_the_store(config: WorkerConfig, prompts: list[int], data: st.DataObject) -> None:
     """What one worker stored, another with the same names finds, whole or in part, and its tokens are the same."""
