@@ -49,6 +49,12 @@ def settings(**more: object) -> EngineSettings:
     return EngineSettings("", None, b"", **more)  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is logged is heard, whatever a command that was run before has made of our logger."""
+    monkeypatch.setattr(logging.getLogger("baton"), "propagate", True)
+
+
 @pytest.fixture
 def store() -> MemoryStore:
     return MemoryStore()

@@ -397,20 +397,6 @@ def wait_for_what_is_not_stored(patch: Patch) -> None:
     patch.set(Tiers, "expire", expire)
 
 
-@core("the end of a request that goes elsewhere is told twice where its client leaves meanwhile")
-def depart_twice(patch: Patch) -> None:
-    def depart_at_once(self: Board, serial: Serial, reason: FinishReason, keep: int | None) -> EndedRequest:
-        ended, _ = self._departing[serial]
-        return replace(ended, reason=reason, fault=None)
-
-    patch.set(Board, "_depart_at_once", depart_at_once)
-
-
-@core("who goes elsewhere when the front end is lost is kept for nobody")
-def keep_departures_of_orphans(patch: Patch) -> None:
-    patch.set(Board, "departing", lambda self: ())
-
-
 @core("the wait for the store is on nobody's bill")
 def bill_no_departure(patch: Patch) -> None:
     def departed(self: Board, serial: Serial) -> EndedRequest:

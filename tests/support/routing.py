@@ -64,8 +64,11 @@ def choices(name: str, count: int, **more: int) -> tuple[Submission, ...]:
     )
 
 
+AS_MANY_AS_CAME = 1 << 20
+
+
 def ended(reason: FinishReason, fault: PdFault | None = None, bill: Bill | None = None) -> ChoiceEnd:
-    return ChoiceEnd(reason, 0, bill or Bill(), fault)
+    return ChoiceEnd(reason, AS_MANY_AS_CAME, bill or Bill(), fault)
 
 
 def held(

@@ -281,6 +281,8 @@ class Carrier:
             return
         add_bill(choice, end.bill)
         if end.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if end.generated_tokens < len(choice.delivered):
+                choice.keep = end.generated_tokens  # its client had cut it, and then its router was lost
             self.end(choice, end.reason, None, tokens, event.extras, cached)
             return
         if tokens:

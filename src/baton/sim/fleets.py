@@ -39,7 +39,7 @@ class Fleet:
     def serves(self, seat: Seat) -> bool:
         """Both ends are in the same session, the router has welcomed it there, and it is not about to go."""
         member, door = seat.member, self.gate.doors[seat.number]
-        if seat.instance is None or seat.instance.is_leaving or member is None or member.drains:
+        if seat.instance is None or seat.instance.is_leaving or seat.instance.is_behind or member is None or member.drains:
             return False
         same = member.line.link.session == door.line.link.session
         return same and member.serves and door.session is not None and self.gate.knows(seat.name)

@@ -332,6 +332,11 @@ class Instance:
         return False
 
     @property
+    def is_behind(self) -> bool:
+        """Whether what it would say now had to wait for what it has said before."""
+        return bool(self._outbox) or (self._conversation is not None and self._conversation.is_full)
+
+    @property
     def undelivered(self) -> int:
         """Frames that the front end has not acknowledged."""
         return 0 if self._conversation is None else self._conversation.undelivered

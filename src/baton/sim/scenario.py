@@ -91,6 +91,7 @@ UNBOUNDED = 1 << 30
 SUSPECTED_WITHIN_US = 200_000
 """Beyond the time that a router waits for a sign of life: what was under way arrives late."""
 SAID_WITHIN_US = 350_000
+IMPATIENT_US = 1_000_000
 PLAIN_COPIES = CopyTimes(begin_us=100, block_us=20, jitter_us=0, stage_us=100, fence_us=500)
 PLAIN_STORE = StoreTimes(delay_us=500, jitter_us=0, objects_max=1024)
 PROBE_FROM = 1_000_000
@@ -655,11 +656,19 @@ class Run:
     def _ask_each_instance(self) -> None:
         """Whoever serves again answers one more question, in full."""
         self.judge.calm = True
+        if self._may_give_up_questions:
+            return
         serving = [seat for seat in self.seats if seat.role.serves]
         probes = [self._user((probe_ask(PROBE_FROM + seat.number),), self._door_of(seat), False) for seat in serving]
         self._until_answered(probes)
         self._ask_for_a_handover()
         self._ask_for_a_look()
+
+    @property
+    def _may_give_up_questions(self) -> bool:
+        """A narrow line has old signs of life to carry first, and an impatient router does not wait for its turn."""
+        router = self.scenario.router
+        return router is not None and router.deadline_us < IMPATIENT_US and "narrow-line" in self.scenario.classes
 
     def _door_of(self, seat: Seat) -> Entrance:
         """Where a question must be asked so that this one answers it; behind a router, somebody does."""
