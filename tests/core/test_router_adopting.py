@@ -57,6 +57,20 @@ def test_after_a_lost_connection_a_choice_goes_on_where_it_is_and_the_missing_to
     assert [item.leg for item in bench.of(Forget)] == [leg]
 
 
+def test_an_end_after_fewer_tokens_than_came_is_the_cut_of_a_client_whose_router_was_lost() -> None:
+    bench = Bench()
+    session = bench.join(facts("a"))
+    _, send = bench.open(*choices("x", 1))
+    bench.came(send, 5, 6)
+    bench.tell(Parted(session, "reset"))
+    bench.join(facts("a"), held(41, 5, 6, 7, 8))
+    ((_, leg, _),) = admitted(bench).keep
+    end = replace(ended(FinishReason.STOP), generated_tokens=3)
+    bench.came(replace(send, session=bench.sessions["a"], leg=leg), end=end)
+    outcomes = [item.outcome for item in bench.of(Delivered) if item.outcome is not None]
+    assert [outcome.generated_tokens for outcome in outcomes] == [3]
+
+
 def test_a_session_that_replaces_another_brings_its_choices_along() -> None:
     bench = Bench()
     bench.join(facts("b"))
