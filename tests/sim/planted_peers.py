@@ -110,11 +110,6 @@ def open_what_was_given_up(patch: Patch) -> None:
     patch.set(Giver, "_begun", begun)
 
 
-@core("a row that breaks on P gives its blocks back, though a transfer reads them")
-def free_a_broken_row_that_is_read(patch: Patch) -> None:
-    patch.set(Board, "lend", lambda self, serial: None)
-
-
 @core("what was lent to a transfer is never given back")
 def never_give_back_what_was_lent(patch: Patch) -> None:
     def give_back(self: Board, serial: Serial) -> None:

@@ -426,11 +426,6 @@ def keep_what_was_never_answered(patch: Patch) -> None:
     patch.set(Relay, "opened", opened)
 
 
-@wire("a router is told of requests that it does not know of")
-def tell_of_what_nobody_knows(patch: Patch) -> None:
-    patch.set(Relay, "_audible", lambda self, output, serials: output)
-
-
 @wire("a router's order to cancel is not passed on to the engine")
 def never_pass_on_a_cancel(patch: Patch) -> None:
     dropped_then = Relay._dropped
