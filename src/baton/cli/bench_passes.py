@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -37,10 +39,8 @@ def passes(
     The engine is the real one, without a model. Takes about three minutes.
     """
     console = wide_console()
-    # It says when a store begins to fail, which is what two of these do.
-    logging.getLogger("baton.store").setLevel(logging.ERROR)
     options = _sized(replace(PassOptions(), rounds=rounds, steps=steps, folder=folder), rows)
-    with progress_bar(console) as bar:
+    with _errors_only("baton.store"), progress_bar(console) as bar:
         task = bar.add_task("starting", total=rounds * len(Kind))
         try:
             report = measure(options, voice_of(console, bar, task))
@@ -52,6 +52,18 @@ def passes(
     console.print(f"Written to {json_file}.", style="dim")
     if check and missed(report):
         raise typer.Exit(1)
+
+
+@contextmanager
+def _errors_only(logger: str) -> Iterator[None]:
+    """It says when a store begins to fail, which is what two of these do."""
+    ours = logging.getLogger(logger)
+    before = ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
 
 
 def _sized(options: PassOptions, rows: int) -> PassOptions:
