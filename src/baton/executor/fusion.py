@@ -45,7 +45,7 @@ class PackedLinear(torch.nn.Module):
         super().__init__()
         weight = torch.cat([linear.weight.detach() for linear in linears])
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
-        self.bias = _joined_bias(linears)
+        self.bias = joined_bias(linears)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
@@ -57,7 +57,7 @@ class PackedLinear(torch.nn.Module):
         return out
 
 
-def _joined_bias(linears: list[torch.nn.Linear]) -> torch.Tensor | None:
+def joined_bias(linears: list[torch.nn.Linear]) -> torch.Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     biases = [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
@@ -83,12 +83,12 @@ class FastLayer(torch.nn.Module):
         self._index = index
         self._first = _norm(layer.get_submodule("input_layernorm"), offset)
         self._second = _norm(layer.get_submodule("post_attention_layernorm"), offset)
-        self._qkv = PackedLinear([_linear(attention, name) for name in ("q_proj", "k_proj", "v_proj")])
-        self._o = PackedLinear([_linear(attention, "o_proj")])
-        self._gate_up = PackedLinear([_linear(mlp, name) for name in ("gate_proj", "up_proj")])
-        self._down = PackedLinear([_linear(mlp, "down_proj")])
-        self._gate_kind = _gate_kind(mlp)
-        self._heads = _linear(attention, "q_proj").out_features // spec.key_dim
+        self._qkv = PackedLinear([linear_of(attention, name) for name in ("q_proj", "k_proj", "v_proj")])
+        self._o = PackedLinear([linear_of(attention, "o_proj")])
+        self._gate_up = PackedLinear([linear_of(mlp, name) for name in ("gate_proj", "up_proj")])
+        self._down = PackedLinear([linear_of(mlp, "down_proj")])
+        self._gate_kind = gate_kind(mlp)
+        self._heads = linear_of(attention, "q_proj").out_features // spec.key_dim
         self._qk_norms = _qk_norms(attention, offset)
         for name in CARRIED_NAMES:
             if (value := vars_of(layer, name, None)) is not None:
@@ -171,20 +171,24 @@ class FastHead(torch.nn.Module):
         return logits.view(*x.shape[:-1], self._outputs) if logits.is_contiguous() else logits.unsqueeze(0)
 
 
-def _linear(module: torch.nn.Module, name: str) -> torch.nn.Linear:
+def linear_of(module: torch.nn.Module, name: str) -> torch.nn.Linear:
     part = module.get_submodule(name)
     if not isinstance(part, torch.nn.Linear):
         raise TypeError(f"{name} is not a linear map")
     return part
 
 
-def _norm(module: torch.nn.Module, offset: float) -> Norm:
-    """`offset` is added to the weights: some families store their distance from one."""
+def norm_parts(module: torch.nn.Module, offset: float) -> tuple[torch.Tensor, float]:
+    """Weights in float32 and epsilon. `offset` is added to the weights: some families store their distance from one."""
     epsilon = vars_of(module, "variance_epsilon", vars_of(module, "eps", None))
     weight = module.get_parameter("weight")
     if not isinstance(epsilon, float):
         raise TypeError("not a root-mean-square norm")
-    return Norm(weight.detach().float() + offset, epsilon)
+    return weight.detach().float() + offset, epsilon
+
+
+def _norm(module: torch.nn.Module, offset: float) -> Norm:
+    return Norm(*norm_parts(module, offset))
 
 
 def _qk_norms(attention: torch.nn.Module, offset: float) -> tuple[Norm | None, Norm | None]:
@@ -193,7 +197,7 @@ def _qk_norms(attention: torch.nn.Module, offset: float) -> tuple[Norm | None, N
     return _norm(attention.get_submodule("q_norm"), offset), _norm(attention.get_submodule("k_norm"), offset)
 
 
-def _gate_kind(mlp: torch.nn.Module) -> int:
+def gate_kind(mlp: torch.nn.Module) -> int:
     activation = mlp.get_submodule("act_fn")
     if isinstance(activation, torch.nn.SiLU | SiLUActivation):
         return 0

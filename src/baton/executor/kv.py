@@ -49,21 +49,10 @@ class KvPool:
         # a fresh block is zeros and never stray NaNs
         raw = allocate(blocks * self.elements_per_block * dtype.itemsize)
         self.pool = torch.from_numpy(raw).view(dtype).view(blocks, self.elements_per_block)
-        self.layers = self._views(layers, blocks, block_size)
+        self.layers = layer_views(self.pool, layers, block_size)
         self.view = KvView(
             raw.reshape(blocks, -1), spans([size * dtype.itemsize for size in sizes]), str(dtype).removeprefix("torch.")
         )
-
-    def _views(self, layers: list[LayerSpec], blocks: int, block_size: int) -> list[LayerKv]:
-        views, offset = [], 0
-        for layer in layers:
-            pair = []
-            for dim in (layer.key_dim, layer.value_dim):
-                strides = (self.elements_per_block, block_size * dim, dim, 1)
-                pair.append(self.pool.as_strided((blocks, layer.kv_heads, block_size, dim), strides, offset))
-                offset += layer.kv_heads * block_size * dim
-            views.append(LayerKv(*pair))
-        return views
 
     def release(self) -> None:
         """Give the memory back; the pool is of no use afterwards."""
@@ -72,6 +61,20 @@ class KvPool:
 
     def copy(self, source: int, target: int) -> None:
         self.pool[target].copy_(self.pool[source])
+
+
+def layer_views(pool: torch.Tensor, layers: list[LayerSpec], block_size: int) -> list[LayerKv]:
+    """Of a pool [blocks, elements a block]."""
+    blocks, elements = pool.shape
+    views, offset = [], 0
+    for layer in layers:
+        pair = []
+        for dim in (layer.key_dim, layer.value_dim):
+            strides = (elements, block_size * dim, dim, 1)
+            pair.append(pool.as_strided((blocks, layer.kv_heads, block_size, dim), strides, offset))
+            offset += layer.kv_heads * block_size * dim
+        views.append(LayerKv(*pair))
+    return views
 
 
 def kv_bytes_per_block(layers: list[LayerSpec], block_size: int, dtype: torch.dtype) -> int:

@@ -92,10 +92,10 @@ def forward(
     model: PreTrainedModel,
     ids: torch.Tensor,
     positions: torch.Tensor,
-    logit_rows: torch.Tensor,
+    logit_rows: torch.Tensor | int,
     context: AttentionContext,
 ) -> torch.Tensor:
-    """Logits of the wanted rows, [rows, vocabulary]."""
+    """Logits of the wanted rows, [rows, vocabulary]; of all where 0 is given."""
     output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=logit_rows, paged=context)
     logits: torch.Tensor = output.logits[0]
     return logits

@@ -78,7 +78,7 @@ def take_probe(model: PreTrainedModel, layers: list[LayerSpec], dtype: torch.dty
     pool = KvPool(layers, 1, LANES, dtype)
     seen: dict[str, Sight] = {}
     hooks = [
-        module.register_forward_hook(_recorder(name, seen), with_kwargs=True)
+        module.register_forward_hook(recorder(name, seen), with_kwargs=True)
         for name, module in model.named_modules()
         if name
     ]
@@ -91,7 +91,7 @@ def take_probe(model: PreTrainedModel, layers: list[LayerSpec], dtype: torch.dty
 Hook = Callable[[torch.nn.Module, tuple[object, ...], dict[str, object], object], None]
 
 
-def _recorder(name: str, seen: dict[str, Sight]) -> Hook:
+def recorder(name: str, seen: dict[str, Sight]) -> Hook:
     def record(_: torch.nn.Module, arguments: tuple[object, ...], keywords: dict[str, object], output: object) -> None:
         if isinstance(output, torch.Tensor):
             seen[name] = Sight(arguments, keywords, output)

@@ -1,0 +1,208 @@
+"""Attention over blocks on a CUDA device: behind the name that `executor.attention` registers, or called by fused layers.
+
+Owns the choice of tiles. A fused layer hands over the whole row of queries, keys and values: rotation, norms of heads and
+the write into blocks are then part of attention. A layer that stays as `transformers` wrote it hands over what it rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from baton.executor.attention import AttentionCall
+from baton.executor.cuda.batch import ChunkPart, DeviceBatch
+from baton.executor.cuda.kernels_decode import attend_decode
+from baton.executor.cuda.kernels_layer import rotate_and_write, write_rows
+from baton.executor.cuda.kernels_prefill import attend_chunks
+from baton.executor.cuda.products import Workbench
+from baton.executor.kv import LayerKv, LayerSpec
+
+LayerWritten = Callable[[int], None]
+CHUNK_QUERIES = 128
+INVARIANT_QUERIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What a fused layer's heads go through before attention."""
+
+    cosines: torch.Tensor
+    """[tokens, dim]"""
+    sines: torch.Tensor
+    norms: torch.Tensor | None
+    """[2, dim] float32: of queries, of keys"""
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    tokens: int
+    stages: int
+    warps: int
+
+
+def chunk_queries(invariant: bool) -> int:
+    """How many queries of a chunk one program serves."""
+    return INVARIANT_QUERIES if invariant else CHUNK_QUERIES
+
+
+def _decode_tiles(sequences: int) -> _Tiles:
+    if sequences < 4:
+        return _Tiles(64, 2, 8)
+    return _Tiles(128, 3, 4) if sequences < 64 else _Tiles(32, 2, 2)
+
+
+class CudaAttention:
+    """For one forward."""
+
+    def __init__(self, batch: DeviceBatch, kv: list[LayerKv], bench: Workbench, written: LayerWritten | None = None) -> None:
+        self._batch = batch
+        self._kv = kv
+        self._bench = bench
+        self._written = written
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """[tokens, heads, value_dim], of a layer that rotated its own heads."""
+        kv = self._kv[call.layer]
+        kv_heads, tokens, key_dim = call.key.shape
+        spec = LayerSpec(kv_heads, key_dim, call.value.shape[2], call.scaling, call.window, call.softcap)
+        write_rows[(tokens, kv_heads)](
+            call.key, call.value, kv.keys, kv.values, self._batch.write_blocks, self._batch.write_offsets,
+            call.key.stride(0), call.key.stride(1), call.value.stride(0), call.value.stride(1),
+            kv.keys.stride(0), kv.keys.stride(1), kv.values.stride(0), kv.values.stride(1),
+            KEY_DIM=key_dim, KEY_PADDED=triton.next_power_of_2(key_dim), VALUE_DIM=spec.value_dim,
+            VALUE_PADDED=triton.next_power_of_2(spec.value_dim), num_warps=1,
+        )  # fmt: skip
+        if self._written is not None:
+            self._written(call.layer)
+        query = call.query.transpose(0, 1).contiguous()
+        out = torch.empty(tokens, query.shape[1], spec.value_dim, dtype=query.dtype, device=query.device)
+        upto = self._batch.chunk_tokens
+        if self._batch.chunks is not None:
+            self._attend_chunks(kv, spec, query[:upto], out[:upto], call.sinks, self._batch.chunks)
+        self._attend_decodes(kv, spec, query[upto:], out[upto:], call.sinks, None, None)
+        return out
+
+    def attend_fused(
+        self, layer: int, spec: LayerSpec, heads: int, qkv: torch.Tensor, rotation: Rotation, ahead: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[tokens, heads · dim], from rows of queries, keys and values as their product made them."""
+        kv, dim = self._kv[layer], spec.key_dim
+        out = torch.empty(qkv.shape[0], heads, dim, dtype=qkv.dtype, device=qkv.device)
+        upto = self._batch.chunk_tokens
+        rotated = len(qkv) if self._turns_first else upto
+        query = self._rotate(kv, spec, heads, qkv[:rotated], rotation)
+        if self._batch.chunks is not None:
+            self._attend_chunks(kv, spec, query[:upto], out[:upto], None, self._batch.chunks)
+        if rotated > upto:
+            self._attend_decodes(kv, spec, query[upto:], out[upto:], None, None, ahead)
+        else:
+            self._attend_decodes(kv, spec, qkv[upto:], out[upto:], None, _from(rotation, upto), ahead)
+        if self._written is not None:
+            self._written(layer)
+        return out.view(qkv.shape[0], -1)
+
+    @property
+    def _turns_first(self) -> bool:
+        """Decodes rotate within attention; with drafts, or where all rows go the way of chunks, they rotate before."""
+        decodes = self._batch.decodes
+        return decodes is not None and (decodes.queries > 1 or self._bench.invariant)
+
+    def _rotate(self, kv: LayerKv, spec: LayerSpec, heads: int, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        tokens, dim = qkv.shape[0], spec.key_dim
+        query = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+        if not tokens:
+            return query
+        each = _common_power(heads, spec.kv_heads)
+        rotate_and_write[(tokens, (heads + 2 * spec.kv_heads) // each)](
+            qkv, query, kv.keys, kv.values, rotation.cosines, rotation.sines,
+            rotation.cosines if rotation.norms is None else rotation.norms,
+            self._batch.write_blocks, self._batch.write_offsets, rotation.epsilon, qkv.stride(0), rotation.cosines.stride(0),
+            kv.keys.stride(0), kv.keys.stride(1), HEADS=heads, KV_HEADS=spec.kv_heads, DIM=dim,
+            HALF=triton.next_power_of_2(dim // 2), HEADS_EACH=each, HAS_NORMS=rotation.norms is not None, num_warps=4,
+        )  # fmt: skip
+        return query
+
+    def _attend_chunks(
+        self,
+        kv: LayerKv,
+        spec: LayerSpec,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        chunks: ChunkPart,
+    ) -> None:
+        heads = query.shape[1]
+        queries = chunk_queries(self._bench.invariant)
+        wide = query.dtype.itemsize > 2 or spec.key_dim > 128
+        attend_chunks[(heads, len(chunks.tile_sequences))](
+            query, kv.keys, kv.values, out, self._batch.tables, chunks.slots, chunks.contexts, chunks.first_positions,
+            chunks.query_starts, chunks.tile_sequences, chunks.tile_starts, query if sinks is None else sinks,
+            query.stride(0), kv.keys.stride(0), kv.keys.stride(1), kv.values.stride(0), kv.values.stride(1),
+            self._batch.tables.stride(0), spec.scaling, spec.softcap or 0.0, spec.window or 0,
+            HEADS=heads, GROUP=heads // spec.kv_heads, KEY_DIM=spec.key_dim, KEY_PADDED=_padded(spec.key_dim),
+            VALUE_DIM=spec.value_dim, VALUE_PADDED=_padded(spec.value_dim), BLOCK_SIZE=kv.keys.shape[2], QUERIES=queries,
+            TOKENS=32 if wide else 64, HAS_SOFTCAP=spec.softcap is not None, HAS_WINDOW=spec.window is not None,
+            HAS_SINKS=sinks is not None, PRECISION="ieee", STAGES=2 if wide else 3, num_warps=8 if wide else 4,
+        )  # fmt: skip
+
+    def _attend_decodes(
+        self,
+        kv: LayerKv,
+        spec: LayerSpec,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        rotation: Rotation | None,
+        ahead: torch.Tensor | None,
+    ) -> None:
+        """`query` are rows of queries, or with a rotation rows of queries, keys and values."""
+        decodes = self._batch.decodes
+        if decodes is None:
+            return
+        if self._bench.invariant:
+            return self._attend_chunks(kv, spec, query, out, sinks, decodes.as_chunks)
+        heads, work = out.shape[1], decodes.work
+        group = heads // spec.kv_heads
+        few = triton.next_power_of_2(group * decodes.queries)
+        tiles = _decode_tiles(decodes.sequences)
+        if query.dtype.itemsize > 2 or spec.key_dim > 128:
+            tiles = _Tiles(32, 2, 4)
+        elif few > 16:
+            tiles = _Tiles(64, 2, 4)
+        place, size = self._bench.ahead(ahead)
+        nowhere = work.arrived
+        attend_decode[(spec.kv_heads, work.items)](
+            query, kv.keys, kv.values, out, self._batch.tables, decodes.slots, decodes.contexts, decodes.first_positions,
+            work.first_items, work.item_counts, work.piece_tokens, work.item_sequences, work.partials, work.partial_sums,
+            work.arrived, nowhere if sinks is None else sinks, nowhere if rotation is None else rotation.cosines,
+            nowhere if rotation is None else rotation.sines,
+            nowhere if rotation is None or rotation.norms is None else rotation.norms, place, size, query.stride(0),
+            kv.keys.stride(0), kv.keys.stride(1), kv.values.stride(0), kv.values.stride(1), self._batch.tables.stride(0),
+            0 if rotation is None else rotation.cosines.stride(0), spec.scaling, spec.softcap or 0.0, spec.window or 0,
+            0.0 if rotation is None else rotation.epsilon, QUERIES=decodes.queries, GROUP=group, KV_HEADS=spec.kv_heads,
+            KEY_DIM=spec.key_dim, KEY_PADDED=_padded(spec.key_dim), VALUE_DIM=spec.value_dim,
+            VALUE_PADDED=_padded(spec.value_dim), BLOCK_SIZE=kv.keys.shape[2], ROWS=max(16, few), FEW_ROWS=few,
+            TOKENS=tiles.tokens, TOGETHER=8 if few <= 4 else 4, ROTATES=rotation is not None,
+            HAS_NORMS=rotation is not None and rotation.norms is not None, HAS_SOFTCAP=spec.softcap is not None,
+            HAS_WINDOW=spec.window is not None, HAS_SINKS=sinks is not None, HAS_AHEAD=size > 0, LANES=32 * tiles.warps,
+            PRECISION="ieee", STAGES=tiles.stages, num_warps=tiles.warps,
+        )  # fmt: skip
+
+
+def _from(rotation: Rotation, row: int) -> Rotation:
+    return Rotation(rotation.cosines[row:], rotation.sines[row:], rotation.norms, rotation.epsilon)
+
+
+def _padded(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _common_power(heads: int, kv_heads: int) -> int:
+    """The largest power of two, up to eight, that divides both numbers of heads."""
+    return next(power for power in (8, 4, 2, 1) if heads % power == 0 and kv_heads % power == 0)
+
+

@@ -1,0 +1,145 @@
+"""Replaces, in place, what proves itself replaceable on a CUDA device: layers, norms, the map to the vocabulary.
+
+As on a CPU (`executor.probe`), one small forward is taken with everything in view, and a replacement must answer as the
+original did. What does not qualify stays as `transformers` wrote it, over our attention all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from baton.executor.cuda.attention import CudaAttention, chunk_queries
+from baton.executor.cuda.batch import ChunkPart, DeviceBatch
+from baton.executor.cuda.layers import FusedHead, FusedLayer, FusedNorm, looks_common
+from baton.executor.cuda.pool import CudaPool
+from baton.executor.cuda.products import Workbench
+from baton.executor.kv import LayerSpec
+from baton.executor.loading import LoadedModel, forward
+from baton.executor.probe import NORM_OFFSETS, PROBE_TOKENS, Sight, recorder
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-4}
+"""Largest difference on the probe, relative to the largest value: rounding, not another formula."""
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CudaProbe:
+    attention: CudaAttention
+    seen: dict[str, Sight]
+    tolerance: float
+
+    def agrees(self, name: str, candidate: torch.nn.Module) -> bool:
+        """Whether the candidate answers as the module of that name did. It may overwrite what it is given."""
+        sight = self.seen[name]
+        arguments = [part.clone() if isinstance(part, torch.Tensor) else part for part in sight.arguments]
+        keywords = {key: self.attention if key == "paged" else value for key, value in sight.keywords.items()}
+        given, wanted = candidate(*arguments, **keywords).float(), sight.output.float()
+        return given.shape == wanted.shape and bool((given - wanted).abs().max() <= self.tolerance * wanted.abs().max())
+
+    def first_agreeing(self, make: Callable[[float], torch.nn.Module], name: str) -> torch.nn.Module | None:
+        for offset in NORM_OFFSETS:
+            try:
+                candidate = make(offset)
+                if self.agrees(name, candidate):
+                    return candidate
+            except TypeError:  # a part is not what its name says
+                return None
+        return None
+
+
+def fuse_for_cuda(loaded: LoadedModel, bench: Workbench) -> None:
+    if loaded.dtype not in TOLERANCE:
+        log.info("layers run as transformers wrote them: no fused ones for %s", loaded.dtype)
+        return
+    with torch.inference_mode():
+        probe = take_probe(loaded, bench)
+        layers = _replace_layers(loaded.model, loaded.layers, bench, probe)
+        norms = _replace_norms(loaded.model, bench, probe)
+        _replace_head(loaded.model, layers, bench)
+    log.info("%d of %d layers fused, %d norms beside them", len(layers), len(loaded.layers), norms)
+
+
+def take_probe(loaded: LoadedModel, bench: Workbench) -> CudaProbe:
+    model = loaded.model
+    attention = _probe_attention(loaded, bench)
+    seen: dict[str, Sight] = {}
+    hooks = [
+        module.register_forward_hook(recorder(name, seen), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name
+    ]
+    ids = torch.arange(PROBE_TOKENS, device=model.device)[None]
+    forward(model, ids, ids, 0, attention)
+    for hook in hooks:
+        hook.remove()
+    return CudaProbe(attention, seen, TOLERANCE[loaded.dtype])
+
+
+def _probe_attention(loaded: LoadedModel, bench: Workbench) -> CudaAttention:
+    """Of one chunk of a few tokens in one block."""
+    device = loaded.model.device
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    zeros = ints(*([0] * PROBE_TOKENS))
+    chunk = ChunkPart(PROBE_TOKENS, ints(0), ints(PROBE_TOKENS), ints(0), ints(0, PROBE_TOKENS), ints(0), ints(0))
+    if chunk_queries(bench.invariant) < PROBE_TOKENS:
+        raise ValueError("the probe is longer than a tile")
+    batch = DeviceBatch(ints(0)[None], zeros, ints(*range(PROBE_TOKENS)), chunk, None)
+    pool = CudaPool(loaded.layers, 1, BLOCK_SIZE, loaded.dtype, device)
+    return CudaAttention(batch, pool.layers, bench)
+
+
+def _replace_layers(
+    model: PreTrainedModel, layers: list[LayerSpec], bench: Workbench, probe: CudaProbe
+) -> list[FusedLayer]:
+    stacks = (
+        (name, part)
+        for name, part in model.named_modules()
+        if isinstance(part, torch.nn.ModuleList) and len(part) == len(layers)
+    )
+    name, parts = next(stacks, ("", torch.nn.ModuleList()))
+    fused: list[FusedLayer] = []
+    for index, layer in enumerate(parts):
+        if f"{name}.{index}" not in probe.seen or not looks_common(layer, layers[index]):
+            continue
+        make = partial(FusedLayer, layer, layers[index], index, bench)
+        candidate = probe.first_agreeing(make, f"{name}.{index}")
+        if isinstance(candidate, FusedLayer):
+            parts[index] = candidate
+            fused.append(candidate)
+    for layer, following in zip(fused, fused[1:], strict=False):
+        layer.after = following.begins_with
+    return fused
+
+
+def _replace_norms(model: PreTrainedModel, bench: Workbench, probe: CudaProbe) -> int:
+    replaced = 0
+    for name, module in list(model.named_modules()):
+        parameters = dict(module.named_parameters())
+        if "Norm" not in type(module).__name__ or set(parameters) != {"weight"} or name not in probe.seen:
+            continue
+        candidate = probe.first_agreeing(partial(FusedNorm, module, bench), name)
+        if candidate is not None:
+            model.set_submodule(name, candidate)
+            replaced += 1
+    return replaced
+
+
+def _replace_head(model: PreTrainedModel, layers: list[FusedLayer], bench: Workbench) -> None:
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, torch.nn.Linear):
+        return
+    fused = FusedHead(head, bench)
+    model.set_output_embeddings(fused)  # type: ignore[no-untyped-call]
+    if layers:
+        layers[-1].after = fused.begins_with

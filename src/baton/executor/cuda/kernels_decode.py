@@ -1,0 +1,230 @@
+"""Attention of decoding rows over KV in blocks: every sequence in pieces, all pieces at once, put together by the last one.
+
+    sequence A  |--piece--|--piece--|-pc-|       a piece is `piece_tokens` long, whoever it belongs to
+    sequence B  |--piece--|-|                    so long sequences beside short ones leave no processor idle
+    items        0         1         2    3 4    one program for each item and KV head
+
+`kernels_steps` decides the length of pieces from the lengths of all sequences, on the device, once a step: a captured graph
+serves any mixture.
+
+The query heads that share a KV head, and the rows that drafts add, are rows of one small product. A partial result is
+softmax numerator, maximum and sum; whichever program of a sequence ends last adds them up, always in the same order.
+"""
+
+import triton
+import triton.language as tl
+
+from baton.executor.cuda.kernels_ahead import reach_ahead
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def turned(at, norm, cosines, sines, turn, scale_rows, dim, DIM: tl.constexpr, HAS_NORM: tl.constexpr, epsilon):
+    """Rows of heads at `at` [rows, 1], normed and rotated: each number meets its partner half a head away."""
+    partner = (dim + DIM // 2) % DIM
+    x = tl.load(at + dim[None, :], mask=scale_rows[:, None], other=0.0).to(tl.float32)
+    y = tl.load(at + partner[None, :], mask=scale_rows[:, None], other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + epsilon)[:, None]
+        x = x * scale * tl.load(norm + dim)[None, :]
+        y = y * scale * tl.load(norm + partner)[None, :]
+    cosine = tl.load(cosines + turn + dim).to(tl.float32)[None, :]
+    sine = tl.load(sines + turn + dim).to(tl.float32)[None, :]
+    return x * cosine + tl.where(dim < DIM // 2, -1.0, 1.0)[None, :] * y * sine
+
+
+@triton.jit
+def attend_decode(
+    query,
+    keys,
+    values,
+    out,
+    tables,
+    slots,
+    contexts,
+    first_positions,
+    first_items,
+    item_counts,
+    piece_tokens,
+    item_sequences,
+    partials,
+    partial_sums,
+    arrived,
+    sinks,
+    cosines,
+    sines,
+    norms,
+    ahead,
+    ahead_bytes,
+    query_stride,
+    block_stride,
+    head_stride,
+    value_block_stride,
+    value_head_stride,
+    table_stride,
+    rotary_stride,
+    scale,
+    softcap,
+    window,
+    epsilon,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ROTATES: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """With ROTATES, `query` is a row of queries, keys and values as they come out of their product: queries are normed and
+    rotated here, and whoever has the end of the sequence puts its new key and value into their block before reading them."""
+    head = tl.program_id(0)
+    item = tl.program_id(1)
+    if HAS_AHEAD:
+        reach_ahead(ahead, ahead_bytes, item * KV_HEADS + head, tl.num_programs(1) * KV_HEADS, LANES)
+    sequence = tl.load(item_sequences + item)
+    if sequence < 0:
+        return
+    piece = tl.load(piece_tokens)
+    first_item = tl.load(first_items + sequence)
+    count = tl.load(item_counts + sequence)
+    context = tl.load(contexts + sequence)
+    first_position = tl.load(first_positions + sequence)
+    slot = tl.load(slots + sequence)
+    begin = (item - first_item) * piece
+    end = tl.minimum(begin + piece, context)
+    table = tables + slot.to(tl.int64) * table_stride
+
+    row = tl.arange(0, ROWS)
+    row_in = row < GROUP * QUERIES
+    query_row = sequence * QUERIES + row // GROUP
+    query_head = head * GROUP + row % GROUP
+    key_dim = tl.arange(0, KEY_PADDED)
+    value_dim = tl.arange(0, VALUE_PADDED)
+    query_at = query + (query_row.to(tl.int64) * query_stride + query_head * KEY_DIM)[:, None]
+    if ROTATES:
+        turn = sequence * rotary_stride
+        q = turned(query_at, norms, cosines, sines, turn, row_in, key_dim, KEY_DIM, HAS_NORMS, epsilon).to(
+            query.dtype.element_ty
+        )
+        if end == context:
+            one = tl.arange(0, 1)
+            new = query + sequence.to(tl.int64) * query_stride + (KV_HEADS * GROUP + head) * KEY_DIM
+            key_at = new + (one * 0)[:, None]
+            key = turned(key_at, norms + KEY_DIM, cosines, sines, turn, one == 0, key_dim, KEY_DIM, HAS_NORMS, epsilon)
+            value = tl.load(new + KV_HEADS * KEY_DIM + key_dim)
+            last = context - 1
+            block = tl.load(table + last // BLOCK_SIZE).to(tl.int64)
+            to = block * block_stride + head * head_stride + (last % BLOCK_SIZE) * KEY_DIM
+            tl.store(keys + to + key_dim[None, :], key.to(query.dtype.element_ty))
+            tl.store(values + to + key_dim, value)
+            tl.debug_barrier()  # read again below, by other threads
+    else:
+        q = tl.load(query_at + key_dim[None, :], mask=row_in[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
+    position = first_position + row // GROUP
+    low = begin
+    if HAS_WINDOW:
+        low = tl.maximum(begin, ((first_position - window + 1) // TOKENS) * TOKENS)
+
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    token_lane = tl.arange(0, TOKENS)
+    for start in tl.range(low, end, TOKENS, num_stages=STAGES):
+        token = start + token_lane
+        inside = token < end
+        block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0)
+        block = tl.maximum(block, 0).to(tl.int64)
+        offset = token % BLOCK_SIZE
+        key_at = block * block_stride + head * head_stride + offset * KEY_DIM
+        k = tl.load(
+            keys + key_at[None, :] + key_dim[:, None],
+            mask=inside[None, :] & (key_dim < KEY_DIM)[:, None],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        if HAS_SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        seen = inside[None, :] & (token[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            seen = seen & (position[:, None] - token[None, :] < window)
+        scores = tl.where(seen, scores * LOG2_E, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        anchor = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp2(scores - anchor[:, None])
+        fade = tl.exp2(top - anchor)
+        value_at = block * value_block_stride + head * value_head_stride + offset * VALUE_DIM
+        v = tl.load(
+            values + value_at[:, None] + value_dim[None, :],
+            mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        sums = tl.dot(weights.to(v.dtype), v, acc=sums * fade[:, None], input_precision=PRECISION)
+        total = total * fade + tl.sum(weights, 1)
+        top = higher
+
+    if count == 1:
+        if HAS_SINKS:
+            total += tl.exp2(tl.load(sinks + query_head, mask=row_in, other=0.0).to(tl.float32) * LOG2_E - top)
+        total = tl.where(total == 0.0, 1.0, total)
+        out_at = query_row.to(tl.int64) * (KV_HEADS * GROUP * VALUE_DIM) + query_head * VALUE_DIM
+        result = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + out_at[:, None] + value_dim[None, :], result, mask=row_in[:, None] & (value_dim < VALUE_DIM)[None, :])
+        return
+    lane = (item * KV_HEADS + head) * FEW_ROWS + row
+    tl.store(partials + lane[:, None] * VALUE_PADDED + value_dim[None, :], sums, mask=row_in[:, None])
+    tl.store(partial_sums + lane * 2, top, mask=row_in)
+    tl.store(partial_sums + lane * 2 + 1, total, mask=row_in)
+    tl.debug_barrier()  # what all threads stored comes before what one of them now says
+    before = tl.atomic_add(arrived + sequence * KV_HEADS + head, 1, sem="acq_rel")
+    if before < count - 1:
+        return
+    tl.store(arrived + sequence * KV_HEADS + head, 0)
+    few = tl.arange(0, FEW_ROWS)
+    few_in = few < GROUP * QUERIES
+    best = tl.full([FEW_ROWS], -float("inf"), tl.float32)
+    whole = tl.zeros([FEW_ROWS], tl.float32)
+    summed = tl.zeros([FEW_ROWS, VALUE_PADDED], tl.float32)
+    for start in range(0, count, TOGETHER):
+        other = start + tl.arange(0, TOGETHER)
+        place = ((first_item + other) * KV_HEADS + head)[:, None] * FEW_ROWS + few[None, :]
+        there = (other < count)[:, None] & few_in[None, :]
+        tops = tl.load(partial_sums + place * 2, mask=there, other=-float("inf"), cache_modifier=".cg")
+        totals = tl.load(partial_sums + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        theirs = tl.load(
+            partials + place[:, :, None] * VALUE_PADDED + value_dim[None, None, :],
+            mask=there[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        higher = tl.maximum(best, tl.max(tops, 0))
+        anchor = tl.where(higher == -float("inf"), 0.0, higher)
+        fade = tl.exp2(best - anchor)
+        gains = tl.exp2(tops - anchor[None, :])
+        summed = summed * fade[:, None] + tl.sum(theirs * gains[:, :, None], 0)
+        whole = whole * fade + tl.sum(totals * gains, 0)
+        best = higher
+    few_head = head * GROUP + few % GROUP
+    if HAS_SINKS:
+        whole += tl.exp2(tl.load(sinks + few_head, mask=few_in, other=0.0).to(tl.float32) * LOG2_E - best)
+    whole = tl.where(whole == 0.0, 1.0, whole)
+    few_row = sequence * QUERIES + few // GROUP
+    few_at = few_row.to(tl.int64) * (KV_HEADS * GROUP * VALUE_DIM) + few_head * VALUE_DIM
+    result = (summed / whole[:, None]).to(out.dtype.element_ty)
+    tl.store(out + few_at[:, None] + value_dim[None, :], result, mask=few_in[:, None] & (value_dim < VALUE_DIM)[None, :])

@@ -1,0 +1,177 @@
+"""Decoder layers of the common kind, fused for a CUDA device; see `executor.fusion` for what the common kind is.
+
+Kernels of a layer, in a decode:  [norm ·] QKV · attention with rotation and KV write · output + residual · [norm ·] gate and
+up with the gate · down + residual. A layer qualifies by the names and types of its parts, and then only if on a probe it
+answers as the original did. One whose MLP is of another kind (a mixture of experts) keeps that part as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from baton.executor.cuda.attention import CudaAttention, Rotation
+from baton.executor.cuda.products import Linear, Norm, Workbench, normed
+from baton.executor.fusion import (
+    ATTENTION_PARTS,
+    CARRIED_NAMES,
+    LAYER_PARTS,
+    MLP_PARTS,
+    gate_kind,
+    joined_bias,
+    linear_of,
+    norm_parts,
+)
+from baton.executor.kv import LayerSpec
+from baton.executor.support import vars_of
+
+
+def looks_common(layer: torch.nn.Module, spec: LayerSpec) -> bool:
+    """Whether the parts have the names of the common kind; types and the probe decide the rest."""
+    if {name for name, _ in layer.named_children()} != LAYER_PARTS:
+        return False
+    attention = set(dict(layer.get_submodule("self_attn").named_children()))
+    dim = spec.key_dim
+    return (
+        attention in (ATTENTION_PARTS, ATTENTION_PARTS | {"q_norm", "k_norm"})
+        and dim == spec.value_dim
+        and dim & (dim - 1) == 0
+        and dim >= 16
+        and not spec.has_sinks
+    )
+
+
+class FusedLayer(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module, spec: LayerSpec, index: int, bench: Workbench, offset: float) -> None:
+        """`offset` is added to the weights of norms: some families store their distance from one."""
+        super().__init__()
+        attention = layer.get_submodule("self_attn")
+        self._bench, self._spec, self._index = bench, spec, index
+        self._first = _norm(layer.get_submodule("input_layernorm"), offset)
+        self._second = _norm(layer.get_submodule("post_attention_layernorm"), offset)
+        self._heads = linear_of(attention, "q_proj").out_features // spec.key_dim
+        self._qkv = _joined(attention, ("q_proj", "k_proj", "v_proj"), bench)
+        self._o = _joined(attention, ("o_proj",), bench)
+        self._head_norms, self._head_epsilon = _head_norms(attention, offset)
+        self._mlp = _mlp(layer.get_submodule("mlp"), bench)
+        self.after: torch.Tensor | None = None
+        """The weights that come after this layer's."""
+        for name in CARRIED_NAMES:
+            if (value := vars_of(layer, name, None)) is not None:
+                setattr(self, name, value)
+
+    @property
+    def begins_with(self) -> torch.Tensor:
+        return self._qkv.weight
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        paged: CudaAttention,
+        **_: object,
+    ) -> torch.Tensor:
+        x = hidden_states[0]
+        cosines, sines = (table[0] for table in position_embeddings)
+        rotation = Rotation(cosines, sines, self._head_norms, self._head_epsilon)
+        qkv = self._qkv(x, norm=self._first)
+        attended = paged.attend_fused(self._index, self._spec, self._heads, qkv, rotation, self._o.weight)
+        x = self._o(attended, residual=x, ahead=self._mlp.begins_with)
+        return self._mlp(x, self._second, self.after).unsqueeze(0)
+
+
+class GatedMlp(torch.nn.Module):
+    def __init__(self, mlp: torch.nn.Module, bench: Workbench) -> None:
+        super().__init__()
+        weight, bias = _joined_weights(mlp, ("gate_proj", "up_proj"))
+        self._gate_up = Linear(weight, bias, bench, gate=gate_kind(mlp))
+        self._down = _joined(mlp, ("down_proj",), bench)
+
+    @property
+    def begins_with(self) -> torch.Tensor | None:
+        return self._gate_up.weight
+
+    def forward(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None) -> torch.Tensor:
+        """x + the MLP of its norm."""
+        gated = self._gate_up(x, norm=norm, ahead=self._down.weight)
+        return self._down(gated, residual=x, ahead=ahead)
+
+
+class KeptMlp(torch.nn.Module):
+    """Of another kind, as `transformers` wrote it."""
+
+    begins_with: torch.Tensor | None = None
+
+    def __init__(self, mlp: torch.nn.Module, bench: Workbench) -> None:
+        super().__init__()
+        self._inner = mlp
+        self._bench = bench
+
+    def forward(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None) -> torch.Tensor:
+        out = self._inner(normed(x, norm, self._bench, ahead).unsqueeze(0))
+        if not isinstance(out, torch.Tensor):
+            raise TypeError("an MLP that answers with more than its output")
+        return x + out[0]
+
+
+def _mlp(mlp: torch.nn.Module, bench: Workbench) -> GatedMlp | KeptMlp:
+    parts = dict(mlp.named_children())
+    if set(parts) != MLP_PARTS or not all(isinstance(parts[name], torch.nn.Linear) for name in MLP_PARTS - {"act_fn"}):
+        return KeptMlp(mlp, bench)
+    return GatedMlp(mlp, bench)
+
+
+class FusedNorm(torch.nn.Module):
+    def __init__(self, norm: torch.nn.Module, bench: Workbench, offset: float) -> None:
+        super().__init__()
+        self._norm = _norm(norm, offset)
+        self._bench = bench
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return normed(x.reshape(-1, x.shape[-1]).contiguous(), self._norm, self._bench).view(x.shape)
+
+
+class FusedHead(torch.nn.Module):
+    """The map to the vocabulary, in float32 from the sums on: rounded to bfloat16, near-equal logits would become ties."""
+
+    def __init__(self, head: torch.nn.Linear, bench: Workbench) -> None:
+        super().__init__()
+        bias = None if head.bias is None else head.bias.detach()
+        self._linear = Linear(head.weight.detach(), bias, bench)
+
+    @property
+    def begins_with(self) -> torch.Tensor:
+        return self._linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self._linear(rows, dtype=torch.float32).view(*x.shape[:-1], -1)
+
+
+def _norm(module: torch.nn.Module, offset: float) -> Norm:
+    return Norm(*norm_parts(module, offset))
+
+
+def _head_norms(attention: torch.nn.Module, offset: float) -> tuple[torch.Tensor | None, float]:
+    if "q_norm" not in dict(attention.named_children()):
+        return None, 0.0
+    query, key = (_norm(attention.get_submodule(name), offset) for name in ("q_norm", "k_norm"))
+    if query.epsilon != key.epsilon:
+        raise TypeError("norms of queries and keys that differ in more than their weights")
+    return torch.stack([query.weight, key.weight]), query.epsilon
+
+
+def _joined(module: torch.nn.Module, names: tuple[str, ...], bench: Workbench) -> Linear:
+    return Linear(*_joined_weights(module, names), bench)
+
+
+def _joined_weights(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One after the other. The parts give up their own memory: a model is not held twice."""
+    linears = [linear_of(module, name) for name in names]
+    if len(linears) == 1:
+        bias = linears[0].bias
+        return linears[0].weight.detach(), None if bias is None else bias.detach()
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    return weight, joined_bias(linears)
+
+

@@ -1,0 +1,193 @@
+"""Linear maps on a CUDA device: which kernel multiplies, by how many rows there are, and what it does on the way.
+
+    rows        1            2 … FEW_ROWS_MAX             more
+    kernel      one_row      few_rows                     the library's
+    norm        inside       before                       before
+    gate        inside       inside                       after
+    residual    inside       inside                       inside
+
+Few rows are bound by reading the weights. While one product ends, it asks memory for the beginning of the next one's weights
+(`ahead`), so that memory does not idle between kernels.
+
+With `invariant`, one kernel of one tile size serves every number of rows: a row's result does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from baton.executor.cuda.kernels_ahead import PIECE_BYTES
+from baton.executor.cuda.kernels_layer import gate_rows, norm_rows
+from baton.executor.cuda.kernels_products import few_rows, one_row
+
+FEW_ROWS_MAX = 64
+AHEAD_BYTES = 16 << 20
+"""About what memory delivers while one kernel ends and the next begins."""
+TILES_MAX = 1 << 16
+PARTS_ELEMENTS = 1 << 23
+GATES = {"silu": 0, "gelu_tanh": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Weights of a root-mean-square norm in float32."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+class Workbench:
+    """What all products of an executor share: room for sums in parts, and a tensor to name where nothing is meant.
+
+    One stream at a time uses it.
+    """
+
+    def __init__(self, device: torch.device, invariant: bool, asks_ahead: bool = True) -> None:
+        self.invariant = invariant
+        self.asks_ahead = asks_ahead
+        self.parts = torch.empty(PARTS_ELEMENTS, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(TILES_MAX, dtype=torch.int32, device=device)
+
+    def ahead(self, weight: torch.Tensor | None, most_bytes: int = AHEAD_BYTES) -> tuple[torch.Tensor, int]:
+        """What to ask for: where it begins and how many bytes; none where nothing is."""
+        if weight is None or not self.asks_ahead:
+            return self.arrived, 0
+        size = min(most_bytes, weight.numel() * weight.element_size())
+        return weight, size // PIECE_BYTES * PIECE_BYTES
+
+
+def normed(x: torch.Tensor, norm: Norm, bench: Workbench, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    """[rows, width]"""
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    place, size = bench.ahead(ahead)
+    norm_rows[(rows,)](
+        x, norm.weight, out, place, size, width, norm.epsilon, x.stride(0),
+        WIDTH=triton.next_power_of_2(width), HAS_AHEAD=size > 0, LANES=256, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """How `few_rows` cuts a product up."""
+
+    rows: int
+    columns: int
+    width: int
+    depth: int
+    stages: int
+    warps: int
+
+
+class Linear:
+    """x · weightᵀ + bias; with a gate, the first half of the outputs gates the second."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, bench: Workbench, gate: int | None = None) -> None:
+        self.weight = weight
+        self._bias = bias
+        self._bench = bench
+        self._gate = gate
+        self.columns = weight.shape[0] if gate is None else weight.shape[0] // 2
+        self.width = weight.shape[1]
+        self._one_width = math.gcd(self.width, 512 if gate is not None or self.columns > self.width else 1024)
+        self._few_width = math.gcd(self.width, 128)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        ahead: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """[rows, columns]. A residual may be overwritten by the result."""
+        rows = x.shape[0]
+        if self._bench.invariant and self._few_width >= 32:
+            return self._few(self._normed(x, norm), residual, ahead, dtype, self._invariant_tile())
+        if rows == 1 and self._one_width >= 128:
+            return self._one(x, norm, residual, ahead, dtype)
+        if rows <= FEW_ROWS_MAX and self._few_width >= 32 and dtype is None:
+            return self._few(self._normed(x, norm), residual, ahead, dtype, self._few_tile(rows))
+        return self._library(self._normed(x, norm, self.weight), residual, ahead, dtype)
+
+    def _normed(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        return x if norm is None else normed(x, norm, self._bench, ahead)
+
+    def _library(
+        self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        if dtype is not None and dtype != x.dtype:
+            out = torch.mm(x, self.weight.t(), out_dtype=dtype)
+            return out if self._bias is None else out + self._bias
+        if residual is not None and self._bias is None and self._gate is None:
+            return residual.addmm_(x, self.weight.t())
+        out = torch.nn.functional.linear(x, self.weight, self._bias)
+        if self._gate is not None:
+            out = self._gated(out, ahead)
+        return out if residual is None else residual.add_(out)
+
+    def _gated(self, x: torch.Tensor, ahead: torch.Tensor | None) -> torch.Tensor:
+        rows = x.shape[0]
+        out = x.new_empty(rows, self.columns)
+        place, size = self._bench.ahead(ahead)
+        gate_rows[(rows, triton.cdiv(self.columns, 1024))](
+            x, out, place, size, self.columns, KIND=self._gate, WIDTH=1024, HAS_AHEAD=size > 0, LANES=128, num_warps=4
+        )
+        return out
+
+    def _one(
+        self,
+        x: torch.Tensor,
+        norm: Norm | None,
+        residual: torch.Tensor | None,
+        ahead: torch.Tensor | None,
+        dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        out = x.new_empty(1, self.columns, dtype=dtype or x.dtype)
+        columns = 4096 // self._one_width
+        place, size = self._bench.ahead(ahead)
+        one_row[(triton.cdiv(self.columns, columns),)](
+            x, self.weight, x if norm is None else norm.weight, x if self._bias is None else self._bias,
+            x if residual is None else residual, out, place, size, self.columns, self.width,
+            0.0 if norm is None else norm.epsilon, COLUMNS=columns, WIDTH=self._one_width, GATED=self._gate is not None,
+            KIND=self._gate or 0, HAS_NORM=norm is not None, HAS_BIAS=self._bias is not None,
+            HAS_RESIDUAL=residual is not None, HAS_AHEAD=size > 0, LANES=64, num_warps=2,
+        )  # fmt: skip
+        return out
+
+    def _few_tile(self, rows: int) -> _Tile:
+        columns, stages = (64, 4) if self._gate is None else (32, 3)
+        tiles = triton.cdiv(self.columns, columns)
+        depth = 2 if tiles <= 64 and self.width % (2 * self._few_width) == 0 else 1
+        return _Tile(max(16, triton.next_power_of_2(rows)), columns, self._few_width, depth, stages, 4)
+
+    def _invariant_tile(self) -> _Tile:
+        columns = 128 if self._gate is None else 64
+        return _Tile(128, columns, min(64, self._few_width), 1, 4, 8)
+
+    def _few(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        ahead: torch.Tensor | None,
+        dtype: torch.dtype | None,
+        tile: _Tile,
+    ) -> torch.Tensor:
+        rows = x.shape[0]
+        out = x.new_empty(rows, self.columns, dtype=dtype or x.dtype)
+        place, size = self._bench.ahead(ahead)
+        grid = (triton.cdiv(self.columns, tile.columns), tile.depth, triton.cdiv(rows, tile.rows))
+        few_rows[grid](
+            x, self.weight, x if self._bias is None else self._bias, x if residual is None else residual, out,
+            self._bench.parts, self._bench.arrived, place, size, rows, self.columns, self.width, x.stride(0), out.stride(0),
+            ROWS=tile.rows, COLUMNS=tile.columns, WIDTH=tile.width, DEPTH=tile.depth, GATED=self._gate is not None,
+            KIND=self._gate or 0, HAS_BIAS=self._bias is not None, HAS_RESIDUAL=residual is not None, HAS_AHEAD=size > 0,
+            LANES=32 * tile.warps, PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+        return out
