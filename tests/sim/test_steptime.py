@@ -122,7 +122,7 @@ def test_what_is_shipped_says_what_was_measured(name: str) -> None:
 
 
 def test_the_shipped_gpu_is_one() -> None:
-    """Memory read at 4 – 5 TB/s and matrices multiplied at up to a PFLOP/s: an 8B model in these bounds, or something broke."""
+    """Memory read at 4 – 5 TB/s, matrices multiplied at up to a PFLOP/s: an 8B model keeps to that, or something broke."""
     times = load_step_times("h200-8b")
     assert times.file.layers == 36
     for rows, least_us in ((1, 3100), (32, 4000), (128, 7000), (256, 11_000)):
