@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from baton.bench.gpu_floor import Rates, Sizes, decode_operations, floor_s, flop_of, prefill_operations, sizes_of
-from baton.bench.gpu_peer import load_peer, run_peer
+from baton.bench.gpu_peer import PeerFailed, load_peer, run_peer
 from baton.bench.gpu_profile import BETWEEN_STEPS_US, Recorder, Span, attention_us, busiest, idle_share, within
 from baton.bench.gpu_rates import measure_rates
 from baton.bench.gpu_report import PartResult, Row, StepPoint
@@ -332,11 +332,12 @@ def peer(bench: Bench) -> PartResult:
     run = run_peer(model, load, scale.peer_limit_s)
     notes = [f"transformers with {load}: {run.tokens_per_s:,.0f} tokens/s, attention {run.attention}"]
     growth = scale.load.requests * scale.load.output_tokens / (load.requests * load.output_tokens)
-    if run.seconds * growth < scale.peer_limit_s:
-        load = scale.load
-        run = run_peer(model, load, scale.peer_limit_s)
-    else:
-        notes.append(f"{scale.load} would have taken it about {run.seconds * growth:.0f} s, and was left out")
+    try:
+        if run.seconds * growth > scale.peer_limit_s:
+            raise PeerFailed(f"it would take about {run.seconds * growth:.0f} s")
+        run, load = run_peer(model, scale.load, scale.peer_limit_s), scale.load
+    except PeerFailed as why:
+        notes.append(f"{scale.load} was too much for it: {why}")
     del model
     served, _ = _serve(bench, bench.executor(scale.shape), load)
     against = f"transformers {run.tokens_per_s:,.0f} tokens/s"

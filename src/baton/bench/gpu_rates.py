@@ -12,7 +12,7 @@ import torch
 from baton.bench.gpu_floor import Rates
 from baton.bench.gpu_report import middle
 
-READ_BYTES = 8 << 30
+READ_BYTES = 4 << 30
 """Much more than any cache holds."""
 SQUARE = 8192
 WARM_UPS, RUNS = 3, 15
