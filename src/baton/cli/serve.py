@@ -17,6 +17,7 @@ from rich.console import Console
 from baton.cli.options import config_file, option, switch, variable
 from baton.core.config import BringBack, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
 from baton.core.errors import BatonError
+from baton.node.models import LoadFormat
 from baton.node.settings import EngineSettings
 
 console = Console(stderr=True, highlight=False)
@@ -69,7 +70,7 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-_MODEL_HELP = "A folder of safetensors, a GGUF file, or the built-in name smollm2."
+_MODEL_HELP = "A folder of safetensors, a GGUF file, the built-in name smollm2, or shape:NAME with random weights."
 Model = Annotated[str, typer.Argument(help=_MODEL_HELP, envvar=variable("model"), show_envvar=False)]
 Host = Annotated[str, option("host", API, "Address to listen on. Another than loopback needs --api-key.")]
 Port = Annotated[int, option("port", API, "Port to listen on; 0 picks a free one.", 0, 65535)]
@@ -86,6 +87,9 @@ DrainTimeout = Annotated[
     float, option("drain-timeout", API, "Seconds that open requests get to finish after SIGTERM or Ctrl-C.", 0)
 ]
 DtypeOption = Annotated[Dtype, option("dtype", MODEL, "Number format of weights and KV.")]
+LoadFormatOption = Annotated[
+    LoadFormat, option("load-format", MODEL, "dummy draws weights at random, for shape:qwen3-8b and the like.", metavar=" ")
+]
 AttentionOption = Annotated[
     Attention, option("attention", MODEL, "native is a compiled kernel, gather plain torch; auto takes native if it can.")
 ]
@@ -222,6 +226,7 @@ def serve(
     model: Model = "smollm2",
     host: Host = "127.0.0.1", port: Port = 8000, api_key: ApiKeys = None, served_model_name: Names = None,
     max_waiting: MaxWaiting = 1024, chat_template: Template = None, drain_timeout: DrainTimeout = 30.0,
+    load_format: LoadFormatOption = LoadFormat.AUTO,
     dtype: DtypeOption = Dtype.BFLOAT16, attention: AttentionOption = Attention.AUTO, threads: Threads = None,
     max_model_len: MaxModelLen = None, executor: Executor = ExecutorKind.TORCH, step_ms: StepMs = 0.0,
     max_num_seqs: MaxNumSeqs = 64, max_num_batched_tokens: MaxBatched = 2048, block_size: BlockSize = 16,
@@ -271,7 +276,7 @@ def serve(
         model="scripted" if scripted else model, host=host, port=port, api_keys=tuple(api_key or ()),
         served_model_names=tuple(served_model_name or ()), chat_template=chat_template, drain_timeout_s=drain_timeout,
         scripted=scripted, cluster_key=cluster_key, cluster_key_file=cluster_key_file, engine=engine,
-        log_level=log_level, access_log=access_log,
+        log_level=log_level, access_log=access_log, load_format=load_format,
     )  # fmt: skip
 
 

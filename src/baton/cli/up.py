@@ -83,6 +83,7 @@ def _up(
     in the file of [dim]--config[/dim]; each process gets those that it has.
     """
     # Imported late: `baton --help` must not wait for them.
+    from baton.node.models import check_load_format
     from baton.up.fleet import FleetPlan
 
     if demo and (prefill, decode, mixed) == (0, 0, None):
@@ -96,6 +97,7 @@ def _up(
     quiet = () if "--log-level" in to_instances else QUIET
     store = context.params["kv_store"] or None
     try:
+        check_load_format(model, context.params["load_format"])
         plan = FleetPlan(
             model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
             threads, demo, tuple(context.params["api_key"] or ()), drain_timeout, round(restart_delay_max * 1e6),

@@ -4,13 +4,16 @@ It begins with a mark of the model alone, which whoever has its folder can make;
 block layout make of it. What goes into the mark: the configuration and, for each weights file in name order, its name, its
 size, its safetensors header (names, shapes and offsets of all tensors) and 64 samples of 4 KiB spread over the data. Reading
 every byte of a large model would take longer than loading it; a fine-tune changes every sample, a truncated or swapped
-file changes size or header. Two files that agree in all of this and differ elsewhere are told apart by nothing here.
+file changes size or header. Two files that agree in all of this and differ elsewhere are told apart by nothing here. A
+folder without weights that stands for a shape has the mark of the shape and its seed.
 """
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+
+from baton.executor.shapes import shape_in, shape_mark
 
 SAMPLES = 64
 SAMPLE_BYTES = 4096
@@ -21,7 +24,11 @@ SCRIPTED_MARK = b"scripted-1:"
 
 
 def fingerprint_model(path: Path, dtype: str, layout: str) -> bytes:
-    mark = model_mark(path)
+    return fingerprint_of(model_mark(path), dtype, layout)
+
+
+def fingerprint_of(mark: bytes, dtype: str, layout: str) -> bytes:
+    """`layout`: of blocks, and whatever else tells apart two ways of computing the same KV."""
     digest = hashlib.blake2b(mark, digest_size=16)
     for part in (dtype.encode(), layout.encode()):
         digest.update(len(part).to_bytes(8, "little"))
@@ -31,6 +38,9 @@ def fingerprint_model(path: Path, dtype: str, layout: str) -> bytes:
 
 def model_mark(path: Path) -> bytes:
     """The same for all who serve this model, whatever their number format."""
+    shape = shape_in(path)
+    if shape is not None:
+        return shape_mark(shape)
     config = (path / "config.json").read_bytes()
     digest = hashlib.blake2b(len(config).to_bytes(8, "little") + config, digest_size=16)
     for file in sorted(path.glob("*.safetensors")):

@@ -1,5 +1,7 @@
 """Reads a model folder into memory and learns what its attention layers need. Only safetensors; never a model hub.
 
+A folder that stands for a shape has no weights to read: they are drawn, straight into the device's memory.
+
 Order of refusal: the configuration first, then the class, both before weights are read; last a dry forward of a few tokens,
 which shows the arguments that layers really pass.
 """
@@ -15,7 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from baton.executor.attention import ATTENTION_NAME, AttentionContext, Discovery, register_attention
+from baton.executor.dummy import draw_weights
+from baton.executor.fingerprint import model_mark
 from baton.executor.kv import LayerSpec
+from baton.executor.shapes import Shape, shape_fields, shape_in, shape_mark
 from baton.executor.support import UnsupportedModel, check_config, text_config
 
 DTYPES = {
@@ -36,11 +41,15 @@ class LoadedModel:
     vocabulary: int
     context_tokens: int
     """The most positions the model was made for."""
+    mark: bytes
+    """What the fingerprints of all who serve this model begin with; see `fingerprint`."""
 
 
-def load_model(path: Path, dtype: str) -> LoadedModel:
-    if dtype not in DTYPES:
-        raise UnsupportedModel(str(path), f"the number format {dtype!r} (known: {', '.join(DTYPES)})")
+def load_model(path: Path, dtype: str, device: str = "cpu") -> LoadedModel:
+    shape = shape_in(path)
+    if shape is not None:
+        return load_shape(shape.name, dtype, device, shape.seed)
+    number_format = _number_format(str(path), dtype)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -49,18 +58,41 @@ def load_model(path: Path, dtype: str) -> LoadedModel:
     model = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
-        dtype=DTYPES[dtype],
+        dtype=number_format,
         attn_implementation=ATTENTION_NAME,
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,
     )
+    return _describe(model.to(device), config, number_format, model_mark(path))
+
+
+def load_shape(name: str, dtype: str, device: str = "cpu", seed: int = 0) -> LoadedModel:
+    """A model of that shape with weights drawn from the seed; see `shapes`."""
+    number_format = _number_format(name, dtype)
+    config = shape_config(name)
+    check_config(config)
+    register_attention()
+    with torch.device(device):  # every tensor is made where it stays: nothing as large is ever copied
+        model = AutoModelForCausalLM.from_config(config, dtype=number_format, attn_implementation=ATTENTION_NAME)
+    draw_weights(model, seed)
+    return _describe(model, config, number_format, shape_mark(Shape(name, seed)))
+
+
+def shape_config(name: str) -> PretrainedConfig:
+    fields = dict(shape_fields(name))
+    return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+
+
+def _number_format(model: str, dtype: str) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise UnsupportedModel(model, f"the number format {dtype!r} (known: {', '.join(DTYPES)})")
+    return DTYPES[dtype]
+
+
+def _describe(model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, mark: bytes) -> LoadedModel:
     model.requires_grad_(False)
     model.train(False)
-    return _describe(model, config, DTYPES[dtype])
-
-
-def _describe(model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype) -> LoadedModel:
     decoder = text_config(config)
     return LoadedModel(
         model=model,
@@ -68,6 +100,7 @@ def _describe(model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dty
         dtype=dtype,
         vocabulary=int(decoder.vocab_size),
         context_tokens=int(decoder.max_position_embeddings),
+        mark=mark,
     )
 
 
@@ -75,11 +108,12 @@ def discover_layers(model: PreTrainedModel, expected: int) -> list[LayerSpec]:
     """Run a few tokens through the model and write down what each attention layer asked for."""
     name = str(model.config.model_type)
     discovery = Discovery(name)
+    row = torch.arange(DRY_TOKENS, device=model.device)[None]
     with torch.inference_mode():
         model(
-            input_ids=torch.zeros(1, DRY_TOKENS, dtype=torch.int64),
-            position_ids=torch.arange(DRY_TOKENS)[None],
-            attention_mask=torch.ones(1, DRY_TOKENS, dtype=torch.int64),
+            input_ids=torch.zeros_like(row),
+            position_ids=row,
+            attention_mask=torch.ones_like(row),
             use_cache=False,
             paged=discovery,
         )

@@ -1,13 +1,14 @@
 """Turns what a user calls a model into a folder of safetensors, configuration and tokeniser.
 
-A model is a folder, a `.gguf` file or a built-in name. GGUF files are converted once, into the cache, through the reader of
-`transformers`. A conversion is made in a folder of its own and renamed into place whole: killed half-way it leaves no
-model behind, and of two processes that race one wins and the other uses the winner's. Nothing is ever fetched from a model
-hub, and no pickle is ever opened.
+A model is a folder, a `.gguf` file, a built-in name, or a shape whose weights are drawn when it is loaded. GGUF files are
+converted once, into the cache, through the reader of `transformers`. A folder of ours is made under another name and renamed
+into place whole: killed half-way we leave no model behind, and of two processes that race one wins and the other uses the
+winner's. Nothing is ever fetched from a model hub, and no pickle is ever opened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -15,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from baton.core.errors import BatonError
 from baton.executor.cachedir import cache_folder
 from baton.executor.fingerprint import SCRIPTED_MARK, model_mark
+from baton.executor.shapes import PREFIX, SHAPES, Shape, note_shape, parse_shape, shape_in, shape_mark
 
 Progress = Callable[[str], None]
 
@@ -52,6 +55,15 @@ class ModelUnavailable(BatonError):
     """What was named is not a model we can open; the message says what to do instead."""
 
 
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"
+    """The model's own files."""
+    DUMMY = "dummy"
+    """Drawn at random, for a named shape."""
+
+
 def _silent(_: str) -> None:
     """The default: nobody is watching."""
 
@@ -60,7 +72,17 @@ def mark_of(folder: Path, scripted: bool) -> bytes:
     """What the fingerprints of all who serve this model begin with; nothing where the folder has no weights."""
     if scripted:
         return SCRIPTED_MARK
-    return model_mark(folder) if any(folder.glob("*.safetensors")) else b""
+    return model_mark(folder) if shape_in(folder) or any(folder.glob("*.safetensors")) else b""
+
+
+def check_load_format(name: str, load_format: LoadFormat) -> None:
+    """Nobody gets random answers without having asked for them."""
+    is_shape = parse_shape(name) is not None
+    if is_shape and load_format is not LoadFormat.DUMMY:
+        raise ModelUnavailable(f"{name} is a shape without weights; --load-format dummy draws them at random")
+    if not is_shape and load_format is LoadFormat.DUMMY:
+        shapes = ", ".join(PREFIX + shape for shape in SHAPES)
+        raise ModelUnavailable(f"--load-format dummy makes weights for a shape, which {name!r} is not: name one of {shapes}")
 
 
 def resolve_model(name: str, progress: Progress = _silent) -> Path:
@@ -68,6 +90,8 @@ def resolve_model(name: str, progress: Progress = _silent) -> Path:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if name in BUILT_INS:
         return _built_in(name, BUILT_INS[name], progress)
+    if (shape := parse_shape(name)) is not None:
+        return _shape_folder(shape)
     path = Path(name).expanduser()
     if path.is_dir():
         return _checked_folder(path)
@@ -77,6 +101,20 @@ def resolve_model(name: str, progress: Progress = _silent) -> Path:
         f"there is no folder or file {name!r}, and no built-in model of that name (built in: {', '.join(BUILT_INS)}). "
         "Baton does not fetch models from a hub: download the model first and give its folder, or a .gguf file"
     )
+
+
+def _shape_folder(shape: Shape) -> Path:
+    """All that a model has but the weights, which its loader draws; one token a byte."""
+    # Imported here because whoever asks for help needs no tokeniser.
+    from baton.node.scripted_text import write_byte_tokenizer
+
+    target = cache_folder() / "models" / f"shape-{shape.name}-{shape_mark(shape).hex()[:16]}"
+    if target.is_dir():
+        return target
+    with _made_whole(target) as scratch:
+        note_shape(scratch, shape)
+        write_byte_tokenizer(scratch)
+    return target
 
 
 def _checked_folder(path: Path) -> Path:
@@ -146,10 +184,17 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     from baton.executor.gguf import convert_gguf
 
     progress(f"converting {gguf.name} to safetensors (once, some tens of seconds)")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
-    try:
+    with _made_whole(target) as scratch:
         convert_gguf(gguf, scratch)
+
+
+@contextlib.contextmanager
+def _made_whole(target: Path) -> Iterator[Path]:
+    """A folder to fill, which takes its place when that has gone well."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    try:
+        yield scratch
         _rename_into_place(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -30,7 +30,7 @@ from baton.node.client import EngineClient
 from baton.node.hosting import CannotServe, HttpServer, Say, StopSignals, bind, check_host, model_name, state_logged, url_of
 from baton.node.joining import Fenced, Membership, RouterAt
 from baton.node.lean import leave_torch_out
-from baton.node.models import resolve_model
+from baton.node.models import LoadFormat, check_load_format, resolve_model
 from baton.node.pairing import check_pairing, cluster_key, key_for, split_address
 from baton.node.pauses import spare_what_is_there
 from baton.node.scripted_text import write_byte_tokenizer
@@ -55,12 +55,14 @@ class ServeSettings:
     chat_template: str | None = None
     drain_timeout_s: float = 30.0
     scripted: bool = False
+    load_format: LoadFormat = LoadFormat.AUTO
     cluster_key: str | None = None
     cluster_key_file: str | None = None
     engine: EngineSettings = field(default_factory=lambda: EngineSettings("", None, b""))
     """Endpoint, model folder, secret and cluster key are filled in at the start."""
 
     def __post_init__(self) -> None:
+        check_load_format(self.model, self.load_format)
         check_pairing(self.engine)
         check_storage(self.engine)
         check_host(self.host, self.api_keys)

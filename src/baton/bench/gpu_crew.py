@@ -1,0 +1,139 @@
+"""Runs the parts of a benchmark in another process, and goes on in a fresh one with those that are left when it ends.
+
+A GPU that was driven wrong is of no use to the process that did it, and a part that hangs answers nobody. So the work is
+done by a child that notes each part as it begins it and its result when it is done; whatever ends the child fails that one
+part.
+
+    {"machine": {…}}   {"begin": "decode"}   {"done": {…}}   {"begin": "prefill"}   …       one line each, in a file
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from baton.bench.gpu_report import PartResult, part_of
+
+ALL_S, PART_S = 530.0, 240.0
+LOOK_S = 0.5
+ERROR_CHARS = 3000
+OVER = "the time was over"
+
+Command = Callable[[Sequence[str], Path], list[str]]
+"""What does these parts and notes them in that file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    all_s: float = ALL_S
+    part_s: float = PART_S
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What one child noted."""
+
+    machine: dict[str, str] = field(default_factory=dict)
+    begun: list[str] = field(default_factory=list)
+    done: list[PartResult] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CrewWork:
+    machine: dict[str, str]
+    parts: list[PartResult]
+
+
+def note(path: Path, kind: str, value: object) -> None:
+    """The child's side: one line more."""
+    with path.open("a") as notes:
+        notes.write(json.dumps({kind: value}) + "\n")
+
+
+def note_done(path: Path, result: PartResult) -> None:
+    note(path, "done", asdict(result))
+
+
+def do_parts(parts: Sequence[str], command: Command, limits: Limits, say: Callable[[str], None]) -> CrewWork:
+    """Each part once, in this order, as far as the time goes."""
+    until_s = time.monotonic() + limits.all_s
+    left, machine, results = list(parts), dict[str, str](), list[PartResult]()
+    while left and time.monotonic() < until_s:
+        attempt = _attempt(command, left, until_s, limits)
+        machine = machine or attempt.machine
+        results += attempt.done
+        left = left[len(attempt.done) :]
+        if not left:
+            break
+        say(f"{left[0]} failed:\n{attempt.error}")
+        # What ends a child before its first part would end the next one too.
+        failed = left[:1] if attempt.begun else left
+        results += [PartResult(part, error=attempt.error) for part in failed]
+        left = left[len(failed) :]
+    return CrewWork(machine, [*results, *(PartResult(part, error=OVER) for part in left)])
+
+
+def _attempt(command: Command, parts: Sequence[str], until_s: float, limits: Limits) -> Attempt:
+    with tempfile.TemporaryDirectory(prefix="baton-gpu-") as scratch:
+        notes, complaints = Path(scratch) / "notes", Path(scratch) / "complaints"
+        notes.touch()
+        with complaints.open("wb") as errors:
+            child = subprocess.Popen(command(parts, notes), stderr=errors, env=_environment())
+            try:
+                why = _watch(child, notes, until_s, limits.part_s)
+            finally:
+                child.kill()
+                child.wait()
+        attempt = _read(notes)
+        attempt.error = why or complaints.read_text(errors="replace").strip()[-ERROR_CHARS:]
+        attempt.error = attempt.error or f"its process ended with {child.returncode}"
+        return attempt
+
+
+def _environment() -> dict[str, str]:
+    """Nothing of a model hub; and warnings of libraries would hide what matters in the complaints."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
+
+
+def _watch(child: subprocess.Popen[bytes], notes: Path, until_s: float, part_s: float) -> str:
+    """Wait for the child's end. Answers why it is to be ended, or nothing where it ended by itself."""
+    seen, since_s = 0, time.monotonic()
+    while True:
+        try:
+            child.wait(timeout=LOOK_S)
+        except subprocess.TimeoutExpired:
+            now_s, size = time.monotonic(), notes.stat().st_size
+            if size != seen:
+                seen, since_s = size, now_s
+            if now_s > until_s:
+                return OVER
+            if now_s - since_s > part_s:
+                return f"it took longer than {part_s:g} s"
+        else:
+            return ""
+
+
+def _read(notes: Path) -> Attempt:
+    attempt = Attempt()
+    *lines, _torn = notes.read_text().split("\n")  # the child may have ended while it wrote
+    for line in lines:
+        value = json.loads(line)
+        if "machine" in value:
+            attempt.machine = value["machine"]
+        elif "begin" in value:
+            attempt.begun.append(value["begin"])
+        elif "done" in value:
+            attempt.done.append(part_of(value["done"]))
+    return attempt
+
+
+def own_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "baton.bench.gpu", *arguments]

@@ -1,0 +1,501 @@
+"""The parts of `baton bench gpu`, each a function from a bench to its rows.
+
+Owns what is measured, at which sizes, and the targets. A part that cannot do its work raises: the process ends with it, and
+another one goes on with the parts that are left (see `gpu`). Parts that need the same executor follow one another, so that
+it is made once.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from baton.bench.gpu_floor import Rates, Sizes, decode_operations, floor_s, flop_of, prefill_operations, sizes_of
+from baton.bench.gpu_peer import PeerFailed, load_peer, run_peer
+from baton.bench.gpu_profile import BETWEEN_STEPS_US, Recorder, Span, attention_us, busiest, idle_share, within
+from baton.bench.gpu_rates import measure_rates
+from baton.bench.gpu_report import PartResult, Row, StepPoint
+from baton.bench.gpu_serve import ClosedLoop, Load, Served, steps_alone_s
+from baton.bench.gpu_steps import CannotMeasure, Shared, Stepper, Timing, stream
+from baton.core.request import Sampling
+from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.kv import kv_bytes_per_block
+from baton.executor.loading import LoadedModel, load_shape
+from baton.executor.shapes import Shape, note_shape, shape_fields
+from baton.executor.torch_cpu import TorchCpuExecutor
+
+KV_SHARE = 0.85
+"""Of the memory that is free beside the weights."""
+DECODE_TARGETS = {1: 1.25, 32: 1.20, 128: 1.20, 256: 1.15}
+ATTENTION_TARGET, ATTENTION_BATCH_MIN = 0.85, 32
+PREFILL_TARGET = 0.60
+SERVE_TARGET = 0.85
+IDLE_TARGET = 0.03
+
+
+WHOLE_LOAD, SMALL_LOAD = Load(256, 1024, 256, 256), Load(32, 1024, 64, 32)
+
+
+class Make(Protocol):
+    """How an executor is made of a model."""
+
+    def __call__(
+        self, loaded: LoadedModel, shape: ExecutorShape, *, step_tokens: int, attention: str, batch_invariant: bool
+    ) -> Executor: ...
+
+
+def make_on_cuda(
+    loaded: LoadedModel, shape: ExecutorShape, *, step_tokens: int, attention: str, batch_invariant: bool
+) -> Executor:
+    # By name: nothing else of a machine without CUDA may import it.
+    kind = import_module("baton.executor.cuda.executor").TorchCudaExecutor
+    made: Executor = kind.of(loaded, shape, step_tokens=step_tokens, attention=attention, batch_invariant=batch_invariant)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What is measured, and how large."""
+
+    shape: str = "qwen3-8b"
+    moe_shape: str = "qwen3-30b-a3b"
+    families: tuple[str, ...] = ("llama3-8b", "mistral-7b", "gemma2-9b")
+    checked: tuple[str, ...] = ("tiny-qwen3", "tiny-llama", "tiny-mistral", "tiny-gemma2", "tiny-qwen3-moe")
+    attention: str = "auto"
+    dtype: str = "bfloat16"
+    block_size: int = 16
+    blocks_max: int = 36_000
+    blocks_max_others: int = 18_000
+    """Of other shapes than the first, which are measured at fewer sizes."""
+    context_tokens: int = 33_024
+    step_tokens: int = 8192
+    batches: tuple[int, ...] = (1, 32, 128, 256)
+    context: int = 1024
+    long: tuple[int, int] = (8, 32_768)
+    """Batch and context."""
+    grid: tuple[tuple[int, int], ...] = (
+        (1, 256), (8, 256), (64, 256), (256, 256), (8, 1024), (64, 1024), (1, 4096), (8, 4096), (32, 4096), (128, 4096),
+        (1, 16_384), (32, 16_384),
+    )  # fmt: skip
+    """Further steps for the step-time model."""
+    prefill_tokens: int = 8192
+    prefills: tuple[tuple[int, int, int], ...] = (
+        (1, 128, 0), (1, 512, 0), (1, 2048, 0), (4, 512, 0), (16, 128, 0), (1, 512, 8192), (1, 2048, 8192),
+    )  # fmt: skip
+    load: Load = WHOLE_LOAD
+    small_load: Load = SMALL_LOAD
+    """What the peer begins with."""
+    peer_limit_s: float = 120.0
+    draft_tokens: int = 4
+    draft_batches: tuple[int, ...] = (1, 32)
+    live_tokens: int = 4
+    """A model of which only so many tokens have logits above zero soon repeats itself."""
+    profile_steps: int = 12
+    idle_from_step: int = 80
+    idle_steps: int = 48
+
+
+@dataclass(slots=True)
+class Bench:
+    """One executor at a time, and what this run measured so far."""
+
+    scale: Scale
+    device: str = "cuda"
+    make: Make = make_on_cuda
+    rates: Rates = field(default_factory=lambda: Rates(0.0, 0.0))
+    said: Callable[[str], None] = print
+    _key: tuple[object, ...] | None = None
+    _made: Shared | None = None
+
+    def sizes(self, shape: str) -> Sizes:
+        return sizes_of(shape_fields(shape))
+
+    def executor(
+        self, shape: str, *, burst: int = 1, batch_invariant: bool = False, live_tokens: int | None = None
+    ) -> Shared:
+        """The one asked for; whoever was there before is closed unless it is the same."""
+        key = (shape, burst, batch_invariant, live_tokens)
+        if self._made is None or key != self._key:
+            self.close()
+            self._made, self._key = self._make(shape, burst, batch_invariant, live_tokens), key
+        return self._made
+
+    def _make(self, shape: str, burst: int, batch_invariant: bool, live_tokens: int | None) -> Shared:
+        scale = self.scale
+        loaded = load_shape(shape, scale.dtype, self.device)
+        if live_tokens is not None:
+            with torch.no_grad():
+                loaded.model.get_output_embeddings().weight[live_tokens:].zero_()
+        sizes = ExecutorShape(
+            slots=max(*scale.batches, scale.load.at_once),
+            blocks=self._blocks(loaded, scale.blocks_max if shape == scale.shape else scale.blocks_max_others),
+            block_size=scale.block_size,
+            context_tokens=min(scale.context_tokens, loaded.context_tokens),
+            burst=burst,
+        )
+        made = Shared(
+            self.make(
+                loaded,
+                sizes,
+                step_tokens=max(scale.step_tokens, sizes.slots * burst),
+                attention=scale.attention,
+                batch_invariant=batch_invariant,
+            )
+        )
+        self.said(f"  {shape}: {sizes.blocks} blocks of {sizes.block_size}, burst {burst}, invariant {batch_invariant}")
+        Stepper(made).fill()
+        return made
+
+    def _blocks(self, loaded: LoadedModel, most: int) -> int:
+        if not torch.cuda.is_available():
+            return most
+        free_bytes, _ = torch.cuda.mem_get_info()
+        block_bytes = kv_bytes_per_block(loaded.layers, self.scale.block_size, loaded.dtype)
+        return min(most, int(free_bytes * KV_SHARE) // block_bytes)
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
+        self._made = self._key = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+# ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rates(bench: Bench) -> PartResult:
+    found = bench.rates
+    return PartResult(
+        "rates",
+        rows=[
+            Row("memory read", found.read_bytes_per_s / 1e12, "TB/s"),
+            Row("bf16 matrix products", found.matrix_flop_per_s / 1e12, "TFLOP/s"),
+        ],
+    )
+
+
+def check(bench: Bench) -> PartResult:
+    """Token for token what the CPU executor says, in float32, for a tiny model of each family."""
+    rows = []
+    for name in bench.scale.checked:
+        ours = _tokens(Bench(_checking(bench.scale, name), bench.device, bench.make, said=bench.said), name)
+        theirs = _tokens_on_cpu(bench.scale, name)
+        same = sum(a == b for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True))
+        every = sum(len(one) for one in theirs)
+        rows.append(Row(f"{name}, float32", same, f"of {every} tokens", "CPU executor", same / every, at_least=1.0))
+    return PartResult("check", rows=rows)
+
+
+CHECK_LOAD = Load(4, 130, 24, 4, lengths=(3, 17, 64, 130))
+CHECK_BLOCKS, CHECK_CONTEXT, CHECK_STEP_TOKENS = 128, 512, 96
+"""A prompt takes several steps, beside the decodes of others."""
+
+
+def _checking(scale: Scale, name: str) -> Scale:
+    return Scale(
+        shape=name, dtype="float32", block_size=scale.block_size, blocks_max=CHECK_BLOCKS, context_tokens=CHECK_CONTEXT,
+        step_tokens=CHECK_STEP_TOKENS, batches=(1,), load=CHECK_LOAD, attention=scale.attention,
+    )  # fmt: skip
+
+
+def _tokens(bench: Bench, name: str) -> list[list[int]]:
+    try:
+        return greedy(bench.executor(name))
+    finally:
+        bench.close()
+
+
+def _tokens_on_cpu(scale: Scale, name: str) -> list[list[int]]:
+    with tempfile.TemporaryDirectory() as folder:
+        note_shape(Path(folder), Shape(name))
+        executor = TorchCpuExecutor.load(
+            Path(folder), dtype="float32", slots=CHECK_LOAD.at_once, block_size=scale.block_size, blocks=CHECK_BLOCKS,
+            context_tokens=CHECK_CONTEXT, attention="gather",
+        )  # fmt: skip
+        try:
+            return greedy(Shared(executor))
+        finally:
+            executor.close()
+
+
+def greedy(executor: Shared) -> list[list[int]]:
+    return ClosedLoop(executor, CHECK_LOAD, CHECK_STEP_TOKENS).run().answers()
+
+
+def decode(bench: Bench) -> PartResult:
+    scale = bench.scale
+    stepper = Stepper(bench.executor(scale.shape))
+    result = PartResult("decode")
+    for batch in scale.batches:
+        _decode(bench, stepper, scale.shape, batch, scale.context, result, DECODE_TARGETS.get(batch))
+    _decode(bench, stepper, scale.shape, *scale.long, result)
+    largest = max(scale.batches)
+    plain = stepper.decode(largest, scale.context)
+    for words, sampling in (
+        ("drawn from all", Sampling(seed=1, temperature=1.0)),
+        ("top-p 0.9", Sampling(seed=1, temperature=1.0, top_p=0.9)),
+        ("top-k 50", Sampling(seed=1, temperature=1.0, top_k=50)),
+    ):
+        drawn = stepper.decode(largest, scale.context, sampling)
+        result.rows.append(_beside(f"batch {largest} × {scale.context:,}, {words}", drawn, "greedy", plain))
+    return result
+
+
+def grid(bench: Bench) -> PartResult:
+    """Points for the step-time model of the simulator."""
+    scale = bench.scale
+    stepper = Stepper(bench.executor(scale.shape))
+    result = PartResult("grid")
+    for batch, context in scale.grid:
+        _decode(bench, stepper, scale.shape, batch, context, result)
+    for sequences, tokens, begin in scale.prefills:
+        _prefill(bench, stepper, scale.shape, (sequences, tokens, begin), result)
+    return result
+
+
+def prefill(bench: Bench) -> PartResult:
+    scale = bench.scale
+    stepper = Stepper(bench.executor(scale.shape))
+    result = PartResult("prefill")
+    whole, eighth = scale.prefill_tokens, scale.prefill_tokens // 8
+    _prefill(bench, stepper, scale.shape, (1, whole, 0), result, PREFILL_TARGET)
+    _prefill(bench, stepper, scale.shape, (8, eighth, 0), result)
+    return result
+
+
+def attention(bench: Bench) -> PartResult:
+    """The kernels that read KV, alone: from the profiler, and from what a longer context adds to a step."""
+    scale, sizes = bench.scale, bench.sizes(bench.scale.shape)
+    executor = bench.executor(scale.shape)
+    stepper = Stepper(executor)
+    result = PartResult("attention")
+    for batch in scale.batches:
+        kv_bytes = batch * scale.context * sizes.kv_bytes_per_token
+        added_s = stepper.decode(batch, 2 * scale.context).step_s - stepper.decode(batch, scale.context).step_s
+        what = f"batch {batch}: {scale.context:,} more of context"
+        result.rows.append(_of_read_rate(what, kv_bytes, max(added_s, 1e-9), bench.rates))
+        spans = profile_decodes(executor, stepper, batch, scale)
+        spent_s = attention_us(spans) / scale.profile_steps / 1e6
+        if spent_s:
+            wanted = ATTENTION_TARGET if batch >= ATTENTION_BATCH_MIN else None
+            what = f"batch {batch} × {scale.context:,}: kernels"
+            result.rows.append(_of_read_rate(what, kv_bytes, spent_s, bench.rates, wanted))
+        else:
+            result.notes.append(f"batch {batch}: the profiler named no kernel that attends")
+        result.notes.append(f"batch {batch}, kernels by time:\n{busiest(spans, scale.profile_steps)}")
+    return result
+
+
+def profile_decodes(executor: Shared, stepper: Stepper, batch: int, scale: Scale) -> list[Span]:
+    plans = list(stepper.decode_plans(batch, scale.context, scale.profile_steps))
+    recorder = Recorder()
+    recorder.start()
+    for _ in stream(executor, iter(plans)):
+        pass
+    recorder.stop()
+    return recorder.spans
+
+
+def serve(bench: Bench) -> PartResult:
+    executor = bench.executor(bench.scale.shape)
+    served, alone_s = _serve(bench, executor, bench.scale.load)
+    row = Row(
+        str(bench.scale.load), served.tokens_per_s, "tokens/s", f"steps alone {alone_s:.2f} s",
+        alone_s / served.seconds, at_least=SERVE_TARGET,
+    )  # fmt: skip
+    return PartResult(
+        "serve", rows=[row], notes=[f"{len(served.plans)} steps, {served.output_tokens:,} tokens, {served.seconds:.2f} s"]
+    )
+
+
+def _serve(bench: Bench, executor: Shared, load: Load) -> tuple[Served, float]:
+    ClosedLoop(executor, Load(load.at_once, 64, 16, load.at_once), bench.scale.step_tokens).run()  # warms up
+    served = ClosedLoop(executor, load, bench.scale.step_tokens).run()
+    return served, steps_alone_s(executor, served.plans)
+
+
+def peer(bench: Bench) -> PartResult:
+    """`transformers` first with a small load; with the whole one if that seems to fit the time. Then we do the same."""
+    scale = bench.scale
+    bench.close()
+    model = load_peer(scale.shape, bench.device)
+    load = scale.small_load
+    run = run_peer(model, load, scale.peer_limit_s)
+    notes = [f"transformers with {load}: {run.tokens_per_s:,.0f} tokens/s, attention {run.attention}"]
+    growth = scale.load.requests * scale.load.output_tokens / (load.requests * load.output_tokens)
+    try:
+        if run.seconds * growth > scale.peer_limit_s:
+            raise PeerFailed(f"it would take about {run.seconds * growth:.0f} s")
+        run, load = run_peer(model, scale.load, scale.peer_limit_s), scale.load
+    except PeerFailed as why:
+        notes.append(f"{scale.load} was too much for it: {why}")
+    del model
+    served, _ = _serve(bench, bench.executor(scale.shape), load)
+    against = f"transformers {run.tokens_per_s:,.0f} tokens/s"
+    row = Row(str(load), served.tokens_per_s, "tokens/s", against, served.tokens_per_s / run.tokens_per_s)
+    return PartResult("peer", rows=[row], notes=notes)
+
+
+def idle(bench: Bench) -> PartResult:
+    """In the middle of the closed loop, where every step only decodes."""
+    scale = bench.scale
+    executor = bench.executor(scale.shape)
+    spans = _profile_service(bench, executor)
+    result = PartResult("idle")
+    if spans:
+        between, all_ = idle_share(spans, BETWEEN_STEPS_US), idle_share(spans)
+        words = f"of the time, in gaps ≥ {BETWEEN_STEPS_US:g} µs"
+        result.rows.append(Row("between decode steps", 100 * between, "%", words, between, at_most=IDLE_TARGET))
+        result.rows.append(Row("all gaps", 100 * all_, "%", "of the time", all_))
+    else:
+        result.notes.append("the profiler saw no kernels")
+    return result
+
+
+def _profile_service(bench: Bench, executor: Shared) -> list[Span]:
+    scale = bench.scale
+    recorder = Recorder()
+
+    def watch(settled: int) -> None:
+        if settled == scale.idle_from_step:
+            recorder.start()
+        elif settled == scale.idle_from_step + scale.idle_steps:
+            recorder.stop()
+
+    ClosedLoop(executor, scale.load, scale.step_tokens, watch).run()
+    recorder.stop()
+    # The edges are left out: there the profiler itself was at work.
+    return within(recorder.spans, 0.2, 0.9)
+
+
+def invariant(bench: Bench) -> PartResult:
+    """What it costs that a row's numbers do not depend on its neighbours."""
+    scale = bench.scale
+    usual = Stepper(bench.executor(scale.shape))
+    before = {batch: usual.decode(batch, scale.context) for batch in scale.batches}
+    prefilled = usual.prefill(1, scale.prefill_tokens)
+    same = Stepper(bench.executor(scale.shape, batch_invariant=True))
+    rows = [
+        _beside(f"batch {batch} × {scale.context:,}", same.decode(batch, scale.context), "usual", before[batch])
+        for batch in scale.batches
+    ]
+    rows.append(_beside(f"prefill of {scale.prefill_tokens:,}", same.prefill(1, scale.prefill_tokens), "usual", prefilled))
+    return PartResult("invariant", rows=rows)
+
+
+def drafts(bench: Bench) -> PartResult:
+    """A model that repeats itself, with and without drafts: the best that n-grams can do."""
+    scale = bench.scale
+    plain = Stepper(bench.executor(scale.shape, live_tokens=scale.live_tokens))
+    before = {batch: plain.decode(batch, scale.context) for batch in scale.draft_batches}
+    drafted = Stepper(bench.executor(scale.shape, burst=1 + scale.draft_tokens, live_tokens=scale.live_tokens))
+    result = PartResult("drafts", notes=[f"greedy, over {scale.live_tokens} tokens that have logits"])
+    for batch in scale.draft_batches:
+        timing = drafted.decode(batch, scale.context)
+        a_row = timing.tokens_a_step / batch
+        result.rows.append(Row(f"batch {batch}: tokens a row and step", a_row, "", f"of {1 + scale.draft_tokens}"))
+        result.rows.append(
+            Row(f"batch {batch}: step", timing.step_s * 1e3, "ms", f"undrafted {before[batch].step_s * 1e3:.2f} ms",
+                timing.step_s / before[batch].step_s)
+        )  # fmt: skip
+        speed, without = timing.tokens_a_step / timing.step_s, before[batch].tokens_a_step / before[batch].step_s
+        result.rows.append(
+            Row(f"batch {batch}: speed", speed, "tokens/s", f"undrafted {without:,.0f} tokens/s", speed / without)
+        )
+    return result
+
+
+def moe(bench: Bench) -> PartResult:
+    scale = bench.scale
+    stepper = Stepper(bench.executor(scale.moe_shape))
+    result = PartResult("moe")
+    for batch in scale.batches:
+        _decode(bench, stepper, scale.moe_shape, batch, scale.context, result)
+    _prefill(bench, stepper, scale.moe_shape, (1, scale.prefill_tokens, 0), result)
+    return result
+
+
+def families(bench: Bench) -> PartResult:
+    scale = bench.scale
+    result = PartResult("families")
+    for shape in scale.families:
+        stepper = Stepper(bench.executor(shape))
+        for batch in scale.batches[:2]:
+            _decode(bench, stepper, shape, batch, scale.context, result)
+        _prefill(bench, stepper, shape, (4, scale.prefill_tokens // 4, 0), result)
+    return result
+
+
+PARTS: dict[str, Callable[[Bench], PartResult]] = {
+    part.__name__: part
+    for part in (rates, check, decode, attention, prefill, serve, idle, grid, invariant, drafts, moe, peer, families)
+}
+"""In the order in which they are done: what matters most comes first, should the time run out."""
+
+
+# ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _decode(
+    bench: Bench, stepper: Stepper, shape: str, batch: int, context: int, result: PartResult, at_most: float | None = None
+) -> None:
+    timing = stepper.decode(batch, context)
+    least_s = floor_s(decode_operations(bench.sizes(shape), batch, context), bench.rates)
+    what = f"{shape}, batch {batch} × {context:,}"
+    floor = f"floor {least_s * 1e3:.2f} ms"
+    result.rows.append(Row(what, timing.step_s * 1e3, "ms", floor, timing.step_s / least_s, at_most=at_most))
+    result.points.append(StepPoint(shape, timing.step_s * 1e6, decodes=batch, context_tokens=context))
+    bench.said(f"  {what}: {timing.step_s * 1e3:.3f} ms, {timing.step_s / least_s:.3f} of the floor")
+
+
+def _prefill(
+    bench: Bench,
+    stepper: Stepper,
+    shape: str,
+    chunks: tuple[int, int, int],
+    result: PartResult,
+    at_least: float | None = None,
+) -> None:
+    sequences, tokens, begin = chunks
+    timing = stepper.prefill(*chunks)
+    flop_per_s = flop_of(prefill_operations(bench.sizes(shape), *chunks)) / timing.step_s
+    what = f"{shape}, {sequences} × {tokens:,}" + (f" after {begin:,}" if begin else "")
+    against = f"{flop_per_s / 1e12:,.0f} TFLOP/s, of the matrix rate"
+    share = flop_per_s / bench.rates.matrix_flop_per_s
+    result.rows.append(Row(what, timing.step_s * 1e3, "ms", against, share, at_least=at_least))
+    result.points.append(StepPoint(shape, timing.step_s * 1e6, sequences=sequences, chunk_tokens=tokens, begin_tokens=begin))
+    bench.said(f"  {what}: {timing.step_s * 1e3:.2f} ms, {share:.3f} of the matrix rate")
+
+
+def _beside(what: str, timing: Timing, name: str, other: Timing) -> Row:
+    against = f"{name} {other.step_s * 1e3:.2f} ms"
+    return Row(what, timing.step_s * 1e3, "ms", against, timing.step_s / other.step_s)
+
+
+def _of_read_rate(what: str, read_bytes: float, spent_s: float, found: Rates, at_least: float | None = None) -> Row:
+    rate = read_bytes / spent_s
+    against = f"{rate / 1e12:.2f} TB/s, of the read rate"
+    return Row(what, spent_s * 1e3, "ms", against, rate / found.read_bytes_per_s, at_least=at_least)
+
+
+def measured_rates(device: str) -> Rates:
+    if not device.startswith("cuda"):
+        raise CannotMeasure("rates are those of a GPU")
+    return measure_rates(torch.device(device))
+
+
+def parts_named(names: Sequence[str]) -> list[str]:
+    """In the order in which they are done; raises CannotMeasure for one that there is not."""
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        raise CannotMeasure(f"there is no part {unknown[0]!r} (there are: {', '.join(PARTS)})")
+    return [name for name in PARTS if name in names]

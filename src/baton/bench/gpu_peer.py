@@ -1,0 +1,61 @@
+"""The peer: continuous batching as `transformers` itself does it, with the same weights and the same load.
+
+Owns how it is called. It is given what it is said to like best: paged attention over flash kernels where they are installed,
+CUDA graphs and asynchronous batching as it sees fit. Its warm-up is not in the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from baton.bench.gpu_serve import Load
+from baton.core.errors import BatonError
+from baton.executor.loading import load_shape
+
+LOOK_S = 0.5
+
+
+class PeerFailed(BatonError):
+    """The peer did not do the load; the message says how far it came."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PeerRun:
+    seconds: float
+    output_tokens: int
+    attention: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+def load_peer(shape: str, device: str) -> PreTrainedModel:
+    """The model that the executor has, as `transformers` runs it."""
+    model = load_shape(shape, "bfloat16", device).model
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def run_peer(model: PreTrainedModel, load: Load, limit_s: float) -> PeerRun:
+    settings = GenerationConfig(max_new_tokens=load.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = load.prompts(int(model.config.vocab_size))
+    with model.continuous_batching_context_manager(generation_config=settings) as manager:
+        attention = str(model.config._attn_implementation)
+        began_s = time.perf_counter()
+        manager.add_requests(prompts, max_new_tokens=load.output_tokens)
+        finished = tokens = 0
+        while finished < load.requests:
+            answer = manager.get_result(timeout=LOOK_S)
+            if answer is not None and answer.is_finished():
+                if answer.error is not None:
+                    raise PeerFailed(f"a request of the peer failed: {answer.error}")
+                finished += 1
+                tokens += len(answer.generated_tokens)
+            spent_s = time.perf_counter() - began_s
+            if spent_s > limit_s or not manager.is_running():
+                raise PeerFailed(f"after {spent_s:.0f} s {finished} of {load.requests} requests were done")
+        return PeerRun(time.perf_counter() - began_s, tokens, attention)

@@ -1,0 +1,103 @@
+"""What the GPU did and when, from the profiler: how long it was idle, and which kernels took how long.
+
+▇▇▇▇ ▇▇▇▇▇▇▇  ▇▇▇▇▇▇ ······ ▇▇▇▇ ▇▇▇▇▇▇▇       a gap inside a step is a few microseconds; between steps it is more
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+BETWEEN_STEPS_US = 5.0
+"""A gap as long as this is not between two kernels of one step."""
+ATTENTION = re.compile(r"^attend_|attention|flash|decode_paged|BatchDecode|BatchPrefill", re.IGNORECASE)
+"""Names of kernels that read KV."""
+NAME_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    name: str
+    begin_us: float
+    end_us: float
+
+
+class Recorder:
+    """The profiler, between a start and a stop that may lie in different places."""
+
+    def __init__(self) -> None:
+        self._profiler = profile(activities=[ProfilerActivity.CUDA])
+        self._running = False
+        self.spans: list[Span] = []
+        """What it saw, once it has stopped."""
+
+    def start(self) -> None:
+        self._profiler.start()
+        self._running = True
+
+    def stop(self) -> None:
+        """Of no effect where it does not run."""
+        if self._running:
+            self._running = False
+            self._profiler.stop()
+            self.spans = spans_of(self._profiler)
+
+
+def spans_of(profiler: profile) -> list[Span]:
+    """Kernels, copies and fills, by when they began."""
+    found = [
+        Span(event.name, float(event.time_range.start), float(event.time_range.end))
+        for event in profiler.events() or ()
+        if event.device_type == DeviceType.CUDA
+    ]
+    return sorted(found, key=lambda span: span.begin_us)
+
+
+def within(spans: Sequence[Span], first: float, last: float) -> list[Span]:
+    """Those that lie between two shares of the whole time."""
+    if not spans:
+        return []
+    begin_us, end_us = spans[0].begin_us, max(span.end_us for span in spans)
+    length_us = end_us - begin_us
+    low_us, high_us = begin_us + first * length_us, begin_us + last * length_us
+    return [span for span in spans if low_us <= span.begin_us and span.end_us <= high_us]
+
+
+def gaps_us(spans: Iterable[Span]) -> list[float]:
+    """How long nothing ran, each time that was so. `spans` by when they began; they may overlap."""
+    gaps: list[float] = []
+    busy_until_us: float | None = None
+    for span in spans:
+        if busy_until_us is not None and span.begin_us > busy_until_us:
+            gaps.append(span.begin_us - busy_until_us)
+        busy_until_us = span.end_us if busy_until_us is None else max(busy_until_us, span.end_us)
+    return gaps
+
+
+def idle_share(spans: Sequence[Span], least_us: float = 0.0) -> float:
+    """Of the time from the first to the last, how much lay in gaps at least so long."""
+    if not spans:
+        return 1.0
+    length_us = max(span.end_us for span in spans) - spans[0].begin_us
+    return sum(gap for gap in gaps_us(spans) if gap >= least_us) / length_us
+
+
+def attention_us(spans: Iterable[Span]) -> float:
+    return sum(span.end_us - span.begin_us for span in spans if ATTENTION.search(span.name))
+
+
+def busiest(spans: Sequence[Span], steps: int, count: int = 14) -> str:
+    """A table of the kernels that took most of the time."""
+    spent: dict[str, tuple[float, int]] = {}
+    for span in spans:
+        us, calls = spent.get(span.name, (0.0, 0))
+        spent[span.name] = (us + span.end_us - span.begin_us, calls + 1)
+    ranked = sorted(spent.items(), key=lambda item: -item[1][0])[:count]
+    lines = [
+        f"{us / steps:10.1f} µs a step in {calls / steps:7.1f} calls  {name[:NAME_CHARS]}" for name, (us, calls) in ranked
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,185 @@
+"""A whole engine without its servers: clients in a closed loop, the real worker, the executor, and planning beside it.
+
+Owns the loop, which is that of the engine process: results are collected on a thread of their own, whatever has arrived is
+told to the worker, and a pass is made whenever one is due. No messages are encoded and nobody reads text.
+
+What the steps alone allow is measured with the plans of that very run: made beforehand, they are launched again one behind
+the other. What is missing to that is the price of deciding.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from baton.bench.gpu_steps import Shared, stream
+from baton.core.config import WorkerConfig
+from baton.core.errors import InvariantViolated
+from baton.core.plan import StepPlan, StepResult
+from baton.core.prefix import PrefixIndex
+from baton.core.records import Settled
+from baton.core.request import RequestId, Sampling, Serial, Submission, frozen_tokens
+from baton.core.worker import Accepted, Deliver, Effect, Event, GroupRefused, Launch, StepDone, Submitted, Tick, Worker
+
+DEPTH = 2
+"""As in service: one step is planned while another computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    at_once: int
+    """Clients, each of which sends its next request when it has its answer."""
+    temperature: float = 0.0
+    lengths: tuple[int, ...] = ()
+    """Of each prompt, where they are not all the same."""
+
+    def __str__(self) -> str:
+        return f"{self.requests} × ({self.prompt_tokens:,} in, {self.output_tokens:,} out)"
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        draws = np.random.default_rng(1)
+        lengths = self.lengths or (self.prompt_tokens,) * self.requests
+        return [draws.integers(0, vocabulary, length).tolist() for length in lengths]
+
+
+@dataclass(slots=True)
+class Served:
+    seconds: float = 0.0
+    output_tokens: int = 0
+    plans: list[StepPlan] = field(default_factory=list)
+    settled: list[Settled] = field(default_factory=list)
+    order: list[Serial] = field(default_factory=list)
+    """Of the requests, as they were sent."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds
+
+    def answers(self) -> list[list[int]]:
+        """What each request got."""
+        given: dict[int, list[int]] = {serial: [] for serial in self.order}
+        for step in self.settled:
+            parts = np.split(step.tokens, np.cumsum(step.counts)[:-1])
+            for serial, part in zip(step.serials.tolist(), parts, strict=True):
+                given[serial] += part.tolist()
+        return list(given.values())
+
+
+Watch = Callable[[int], None]
+"""Told how many steps have settled, after each."""
+
+
+def _nobody(_: int) -> None:
+    """The default: nobody is watching."""
+
+
+class ClosedLoop:
+    def __init__(self, executor: Shared, load: Load, step_tokens: int, watch: Watch = _nobody) -> None:
+        shape = executor.shape
+        config = WorkerConfig(
+            slots=min(load.at_once, shape.slots), blocks=shape.blocks, block_size=shape.block_size,
+            context_tokens=shape.context_tokens, step_tokens=step_tokens, burst=shape.burst, depth=DEPTH,
+            waiting_max=load.requests,
+        )  # fmt: skip
+        self._worker = Worker(config, PrefixIndex(b"bench", executor.fingerprint, config.blocks))
+        self._executor = executor
+        self._load = load
+        self._prompts = load.prompts(executor.vocabulary)
+        self._watch = watch
+        self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bench-collector")
+        self._done: queue.SimpleQueue[Future[StepResult]] = queue.SimpleQueue()
+        self._in_flight = 0
+        self._sent = 0
+        self._open = 0
+        self._settled = 0
+        self._served = Served()
+
+    def run(self) -> Served:
+        """Serve the whole load. The executor's slots are empty before and after."""
+        gc.collect()
+        gc.freeze()
+        began_s = time.perf_counter()
+        try:
+            for _ in range(min(self._load.at_once, self._load.requests)):
+                self._send()
+            while self._open:
+                self._turn()
+            self._served.seconds = time.perf_counter() - began_s
+            while self._in_flight:
+                self._take(self._done.get())
+            self._executor.clear()
+        finally:
+            gc.unfreeze()
+            self._collector.shutdown(wait=True)
+        return self._served
+
+    def _turn(self) -> None:
+        """Take in what has arrived, plan what is due, else wait for whatever comes next."""
+        while not self._done.empty():
+            self._take(self._done.get())
+        deadline = self._worker.next_deadline()
+        if deadline is not None and deadline <= _now_us():
+            self._tell(Tick())
+        elif self._in_flight:
+            self._take(self._done.get())
+
+    def _send(self) -> None:
+        number = self._sent
+        self._sent += 1
+        self._open += 1
+        sampling = Sampling(seed=number, temperature=self._load.temperature)
+        prompt = frozen_tokens(self._prompts[number])
+        self._tell(Submitted(number, (Submission(RequestId(str(number)), prompt, sampling, self._load.output_tokens),)))
+
+    def _take(self, done: Future[StepResult]) -> None:
+        self._in_flight -= 1
+        self._tell(StepDone(done.result()))
+        self._settled += 1
+        self._watch(self._settled)
+
+    def _tell(self, event: Event) -> None:
+        for effect in self._worker.handle(event, _now_us()):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Launch(plan):
+                self._served.plans.append(plan)
+                self._executor.launch(plan)
+                self._in_flight += 1
+                self._collector.submit(self._executor.collect).add_done_callback(self._done.put)
+            case Deliver(settled):
+                self._served.settled.append(settled)
+                self._served.output_tokens += len(settled.tokens)
+                self._open -= len(settled.ended)
+                for _ in range(min(len(settled.ended), self._load.requests - self._sent)):
+                    self._send()
+            case Accepted(_, serials):
+                self._served.order += serials
+            case GroupRefused(_, refusal):
+                raise InvariantViolated(f"the engine refused a request of the benchmark: {refusal}")
+            case _:
+                pass
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+def steps_alone_s(executor: Shared, plans: list[StepPlan]) -> float:
+    """How long the same plans take when nothing is decided between them."""
+    began_s = time.perf_counter()
+    for _ in stream(executor, iter(plans)):
+        pass
+    spent_s = time.perf_counter() - began_s
+    executor.clear()
+    return spent_s

@@ -1,0 +1,127 @@
+"""Shapes of known models: everything that makes a model but its weights, which are drawn at random where one is loaded.
+
+Owns the shapes, how a user names one (`shape:qwen3-8b`, or `shape:qwen3-8b@7` with another seed) and the note that a folder
+without weights carries. A shape computes as the model it is named after does, in the same time, and says nothing of sense:
+it is for benchmarks, and the tiny ones are for tests. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.core.errors import BatonError
+
+PREFIX = "shape:"
+NOTE = "dummy.json"
+"""In a folder that has no weights: which shape it is, and the seed of what stands in for them."""
+SEED_MAX = (1 << 63) - 1
+
+Fields = Mapping[str, str | int | float | bool | Mapping[str, str | float] | None]
+"""Of a configuration of `transformers`."""
+
+
+class UnknownShape(BatonError):
+    """No shape has that name; the message says which there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    name: str
+    seed: int = 0
+
+
+def _rope(theta: float) -> dict[str, str | float]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+_NO_ENDS: Fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+"""No token ends anything: an answer is as long as it was asked to be."""
+_EIGHT_BILLION: Fields = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": False, **_NO_ENDS,
+}  # fmt: skip
+_TINY: Fields = {
+    "vocab_size": 320, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048, "rope_parameters": _rope(1e4), **_NO_ENDS,
+}  # fmt: skip
+_GEMMA2: Fields = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True}
+
+SHAPES: dict[str, Fields] = {
+    "qwen3-8b": {
+        **_EIGHT_BILLION, "model_type": "qwen3", "vocab_size": 151_936, "intermediate_size": 12_288, "num_hidden_layers": 36,
+        "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_parameters": _rope(1e6),
+    },
+    "llama3-8b": {
+        **_EIGHT_BILLION, "model_type": "llama", "vocab_size": 128_256, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_parameters": _rope(5e5),
+    },
+    "mistral-7b": {
+        **_EIGHT_BILLION, "model_type": "mistral", "vocab_size": 32_000, "intermediate_size": 14_336,
+        "num_hidden_layers": 32, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+        "rope_parameters": _rope(1e4),
+    },
+    "gemma2-9b": {
+        **_NO_ENDS, **_GEMMA2, "model_type": "gemma2", "vocab_size": 256_000, "hidden_size": 3584,
+        "intermediate_size": 14_336, "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 256, "max_position_embeddings": 8192, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "rope_parameters": _rope(1e4),
+    },
+    "qwen3-30b-a3b": {
+        **_NO_ENDS, "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_parameters": _rope(1e6),
+    },
+    "tiny-qwen3": {**_TINY, "model_type": "qwen3", "tie_word_embeddings": False},
+    "tiny-llama": {**_TINY, "model_type": "llama", "tie_word_embeddings": False},
+    "tiny-mistral": {**_TINY, "model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 48},
+    "tiny-gemma2": {**_TINY, **_GEMMA2, "model_type": "gemma2", "query_pre_attn_scalar": 64, "sliding_window": 48},
+    "tiny-qwen3-moe": {
+        **_TINY, "model_type": "qwen3_moe", "tie_word_embeddings": False, "moe_intermediate_size": 64, "num_experts": 8,
+        "num_experts_per_tok": 2, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+
+
+def parse_shape(model: str) -> Shape | None:
+    """What `shape:NAME` or `shape:NAME@SEED` names; None where the model is called otherwise."""
+    if not model.startswith(PREFIX):
+        return None
+    name, at, seed = model.removeprefix(PREFIX).partition("@")
+    shape_fields(name)
+    if at and not (re.fullmatch(r"\d{1,19}", seed) and int(seed) <= SEED_MAX):
+        raise UnknownShape(f"{model!r}: after the @ comes a seed, a whole number")
+    return Shape(name, int(seed) if at else 0)
+
+
+def shape_fields(name: str) -> Fields:
+    if name not in SHAPES:
+        raise UnknownShape(f"there is no shape {name!r} (known: {', '.join(SHAPES)})")
+    return SHAPES[name]
+
+
+def shape_mark(shape: Shape) -> bytes:
+    """Stands for the weights too: they follow from it."""
+    known = json.dumps([shape.name, shape.seed, shape_fields(shape.name)], sort_keys=True)
+    return hashlib.blake2b(b"shape:" + known.encode(), digest_size=16).digest()
+
+
+def note_shape(folder: Path, shape: Shape) -> None:
+    """Make of a folder one that `shape_in` knows."""
+    (folder / "config.json").write_text(json.dumps(shape_fields(shape.name)))
+    (folder / NOTE).write_text(json.dumps({"shape": shape.name, "seed": shape.seed}))
+
+
+def shape_in(folder: Path) -> Shape | None:
+    """Which shape a folder stands for; None where it has a model of its own."""
+    path = folder / NOTE
+    if not path.is_file():
+        return None
+    note = json.loads(path.read_text())
+    shape_fields(str(note["shape"]))
+    return Shape(str(note["shape"]), int(note["seed"]))
