@@ -1,0 +1,147 @@
+"""Drafts on the device: proposed as the n-gram proposer of the host proposes them, kept exactly while they agree."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
+
+from baton.core.errors import InvariantViolated
+from baton.executor.cuda.kernels_accept import accept_drafts
+from baton.executor.cuda.kernels_ngram import propose_ngrams
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CONTEXT, BLOCK_SIZE = 64, 8
+
+
+def guessed(sequence: list[int], least: int, most: int, drafts: int) -> list[int]:
+    """Slow and obvious: the longest end first, then the latest place."""
+    known = len(sequence)
+    for length in range(min(most, known - 1), least - 1, -1):
+        for begin in range(known - length - 1, -1, -1):
+            if sequence[begin : begin + length] == sequence[known - length :]:
+                return sequence[begin + length :][:drafts]
+    return []
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+class Slots:
+    """The tables of an executor, one row a slot and a spare one that has reached its limit."""
+
+    def __init__(self, sequences: list[list[int]], limits: list[int] | None = None, blocks: list[int] | None = None) -> None:
+        width = CONTEXT // BLOCK_SIZE
+        self.tokens = torch.full((len(sequences) + 1, CONTEXT), 7, dtype=torch.int32, device=DEVICE)
+        self.table = torch.full((len(sequences) + 1, width), -1, dtype=torch.int32, device=DEVICE)
+        for slot, sequence in enumerate(sequences):
+            self.tokens[slot, : len(sequence)] = ints(*sequence)
+            self.table[slot, : width if blocks is None else blocks[slot]] = 3
+        self.known = ints(*map(len, sequences), 0)
+        self.limits = ints(*(limits or [CONTEXT] * len(sequences)), 0)
+
+    def propose(self, slots: list[int], least: int, most: int, drafts: int) -> list[list[int]]:
+        proposed = torch.full((len(slots), drafts), -1, dtype=torch.int32, device=DEVICE)
+        counts = torch.full((len(slots),), -1, dtype=torch.int32, device=DEVICE)
+        propose_ngrams(
+            self.tokens, self.known, self.limits, self.table, BLOCK_SIZE, ints(*slots), least, most, proposed, counts
+        )
+        assert int(proposed.min()) >= 0
+        return [row[:count] for row, count in zip(proposed.tolist(), counts.tolist(), strict=True)]
+
+    def accept(self, slots: list[int], drawn: list[list[int]], drafts: list[list[int]], most: int) -> list[int]:
+        padded = torch.zeros((len(slots), most), dtype=torch.int32, device=DEVICE)
+        for row, mine in enumerate(drafts):
+            padded[row, : len(mine)] = ints(*mine)
+        kept = torch.full((len(slots),), -1, dtype=torch.int32, device=DEVICE)
+        table = torch.tensor(drawn, dtype=torch.int32, device=DEVICE)
+        counts = ints(*map(len, drafts))
+        accept_drafts(
+            table, padded, counts, ints(*slots), self.limits, self.table, BLOCK_SIZE, self.tokens, self.known, kept
+        )
+        return kept.tolist()
+
+    def sequence(self, slot: int) -> list[int]:
+        return self.tokens[slot, : int(self.known[slot])].tolist()
+
+
+sequences = st.lists(st.integers(0, 2), min_size=1, max_size=50)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    known=st.lists(sequences, min_size=1, max_size=3),
+    least=st.integers(1, 3),
+    longer=st.integers(0, 3),
+    drafts=st.integers(1, 6),
+    tile=st.sampled_from([8, 64]),
+)
+def test_the_guess_is_what_followed_the_latest_place_like_the_longest_end(
+    known: list[list[int]], least: int, longer: int, drafts: int, tile: int
+) -> None:
+    rows = list(range(len(known)))[::-1]
+    with patch("baton.executor.cuda.kernels_ngram.TILE", tile):
+        proposed = Slots(known).propose(rows, least, least + longer, drafts)
+    assert proposed == [guessed(known[slot], least, least + longer, drafts) for slot in rows]
+
+
+def test_nothing_is_guessed_past_the_limit_or_the_blocks_of_a_slot() -> None:
+    sequence = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+    slots = Slots([sequence] * 5, limits=[64, 12, 11, 10, 64], blocks=[8, 8, 8, 8, 2])
+    assert slots.propose([0, 1, 2, 3], 1, 3, 6) == [[3, 4, 1, 2], [3], [], []]
+    assert slots.propose([4], 1, 3, 6) == [[3, 4, 1, 2]]
+    full = Slots([[*sequence, 3, 4, 1, 2, 3], [*sequence, 3, 4, 1, 2, 3, 4]], blocks=[2, 2])
+    assert full.propose([0, 1], 1, 3, 6) == [[4], []]
+
+
+def test_the_spare_row_gets_no_drafts() -> None:
+    assert Slots([[1, 1, 1]]).propose([1, 0, 1], 1, 2, 2) == [[], [1], []]
+
+
+def test_ends_that_are_too_long_to_look_for_are_refused() -> None:
+    with pytest.raises(InvariantViolated, match="too long"):
+        Slots([[1, 1]]).propose([0], 1, 32, 2)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), most=st.integers(0, 5), rows=st.integers(1, 3))
+def test_drafts_stand_until_the_first_that_differs_and_never_past_the_limit(
+    data: st.DataObject, most: int, rows: int
+) -> None:
+    token = st.integers(0, 1)
+    known = [data.draw(st.lists(token, min_size=1, max_size=20)) for _ in range(rows)]
+    limits = [len(sequence) + data.draw(st.integers(0, most + 2)) for sequence in known]
+    drawn = [data.draw(st.lists(token, min_size=most + 1, max_size=most + 1)) for _ in range(rows)]
+    drafts = [data.draw(st.lists(token, max_size=most)) for _ in range(rows)]
+    slots = Slots(known, limits)
+    kept = slots.accept(list(range(rows)), drawn, drafts, most)
+    for slot in range(rows):
+        stands = 1
+        while stands <= len(drafts[slot]) and drafts[slot][stands - 1] == drawn[slot][stands - 1]:
+            stands += 1
+        stands = min(stands, limits[slot] - len(known[slot]))
+        assert kept[slot] == stands
+        assert slots.sequence(slot) == known[slot] + drawn[slot][:stands]
+        assert set(slots.tokens[slot, len(known[slot]) + stands :].tolist()) <= {7}
+
+
+def test_a_slot_whose_last_token_has_no_block_keeps_nothing() -> None:
+    slots = Slots([[1] * 8, [1] * 9], blocks=[1, 1])
+    assert slots.accept([0, 1], [[5], [5]], [[], []], 0) == [1, 0]
+    assert slots.sequence(0) == [1] * 8 + [5]
+    assert slots.sequence(1) == [1] * 9
+
+
+def test_rows_that_pad_a_batch_change_nothing() -> None:
+    slots = Slots([[1, 2]])
+    assert slots.accept([0, 1, 1], [[3, 4], [5, 6], [7, 8]], [[3], [5], []], 1) == [2, 0, 0]
+    assert slots.sequence(0) == [1, 2, 3, 4]
+    assert int(slots.known[1]) == 0
