@@ -2,8 +2,7 @@
 
 The guesses are those of `drafts.Ngrams`: of its ends of `ngram_min` to `ngram_max` tokens the longest one that stands
 somewhere before counts, and there the latest such place (it may overlap the end); what follows that place, as far as it is
-known, is the guess. Besides, a slot gets no more drafts than it can use: one token fewer than its limit leaves it, and only
-as many as have a position in its blocks.
+known, is the guess. Whether a slot has room for so many tokens is not looked at.
 """
 
 import torch
@@ -23,15 +22,10 @@ TILE = 2048
 def find_ngrams(
     tokens,
     known,
-    limits,
-    table,
     slots,
     drafts,
     counts,
     tokens_stride,
-    table_stride,
-    table_width,
-    block_size,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
     DRAFTS: tl.constexpr,
@@ -54,8 +48,7 @@ def find_ngrams(
         found = tl.maximum(found, tl.max(tl.where(length >= LEAST, length * PLACES + place, 0), 0))
         behind -= TILE
     begin = found % PLACES
-    room = room_of(table + slot * table_stride, table_width, block_size, tl.load(limits + slot), end, TILE)
-    count = tl.where(found > 0, tl.minimum(tl.minimum(end - begin, DRAFTS), room), 0)
+    count = tl.where(found > 0, tl.minimum(end - begin, DRAFTS), 0)
     lane = tl.arange(0, DRAFTS_PADDED)
     draft = tl.load(at + begin + lane, mask=lane < count, other=0)
     tl.store(drafts + row * DRAFTS + lane, draft, mask=lane < DRAFTS)
@@ -75,22 +68,9 @@ def alike_before(at, place, end, MOST: tl.constexpr, TILE: tl.constexpr):
     return length
 
 
-@triton.jit
-def room_of(table, table_width, block_size, limit, end, TILE: tl.constexpr):
-    """How many drafts after the last of `end` known tokens can be fed and, if they stand, put out with one more."""
-    held = tl.full([], 0, tl.int32)
-    for start in range(0, table_width, TILE):
-        entry = start + tl.arange(0, TILE)
-        held += tl.sum((tl.load(table + entry, mask=entry < table_width, other=-1) >= 0).to(tl.int32), 0)
-    return tl.maximum(tl.minimum(held * block_size - end, limit - end - 1), 0)
-
-
 def propose_ngrams(
     tokens: torch.Tensor,
     known: torch.Tensor,
-    limits: torch.Tensor,
-    table: torch.Tensor,
-    block_size: int,
     slots: torch.Tensor,
     ngram_min: int,
     ngram_max: int,
@@ -99,8 +79,7 @@ def propose_ngrams(
 ) -> None:
     """Writes `drafts` [rows, the most] and `counts` [rows] for the rows of `slots`; past its count a row of drafts is 0.
 
-    All are int32 tensors on the device: tokens [slots, context], known and limits [slots], table [slots, blocks] with
-    negative entries where there is no block.
+    All are int32 tensors on the device: tokens [slots, context], known [slots].
     """
     if ngram_max >= LENGTHS or tokens.shape[1] >= PLACES.value:
         raise InvariantViolated(f"ends of {ngram_max} tokens in sequences of {tokens.shape[1]} are too long to look for")
@@ -108,15 +87,10 @@ def propose_ngrams(
     find_ngrams[(rows,)](
         tokens,
         known,
-        limits,
-        table,
         slots,
         drafts,
         counts,
         tokens.stride(0),
-        table.stride(0),
-        table.shape[1],
-        block_size,
         LEAST=ngram_min,
         MOST=ngram_max,
         DRAFTS=most,

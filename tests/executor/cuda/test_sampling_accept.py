@@ -1,8 +1,6 @@
-"""Drafts on the device: proposed as the n-gram proposer of the host proposes them, kept exactly while they agree."""
+"""Drafts are kept on the device exactly as long as they agree with what was drawn."""
 
 from __future__ import annotations
-
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,24 +9,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
 
-from baton.core.errors import InvariantViolated
 from baton.executor.cuda.kernels_accept import accept_drafts
-from baton.executor.cuda.kernels_ngram import propose_ngrams
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONTEXT, BLOCK_SIZE = 64, 8
-
-
-def guessed(sequence: list[int], least: int, most: int, drafts: int) -> list[int]:
-    """Slow and obvious: the longest end first, then the latest place."""
-    known = len(sequence)
-    for length in range(min(most, known - 1), least - 1, -1):
-        for begin in range(known - length - 1, -1, -1):
-            if sequence[begin : begin + length] == sequence[known - length :]:
-                return sequence[begin + length :][:drafts]
-    return []
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -48,15 +34,6 @@ class Slots:
         self.known = ints(*map(len, sequences), 0)
         self.limits = ints(*(limits or [CONTEXT] * len(sequences)), 0)
 
-    def propose(self, slots: list[int], least: int, most: int, drafts: int) -> list[list[int]]:
-        proposed = torch.full((len(slots), drafts), -1, dtype=torch.int32, device=DEVICE)
-        counts = torch.full((len(slots),), -1, dtype=torch.int32, device=DEVICE)
-        propose_ngrams(
-            self.tokens, self.known, self.limits, self.table, BLOCK_SIZE, ints(*slots), least, most, proposed, counts
-        )
-        assert int(proposed.min()) >= 0
-        return [row[:count] for row, count in zip(proposed.tolist(), counts.tolist(), strict=True)]
-
     def accept(self, slots: list[int], drawn: list[list[int]], drafts: list[list[int]], most: int) -> list[int]:
         padded = torch.zeros((len(slots), most), dtype=torch.int32, device=DEVICE)
         for row, mine in enumerate(drafts):
@@ -71,44 +48,6 @@ class Slots:
 
     def sequence(self, slot: int) -> list[int]:
         return self.tokens[slot, : int(self.known[slot])].tolist()
-
-
-sequences = st.lists(st.integers(0, 2), min_size=1, max_size=50)
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    known=st.lists(sequences, min_size=1, max_size=3),
-    least=st.integers(1, 3),
-    longer=st.integers(0, 3),
-    drafts=st.integers(1, 6),
-    tile=st.sampled_from([8, 64]),
-)
-def test_the_guess_is_what_followed_the_latest_place_like_the_longest_end(
-    known: list[list[int]], least: int, longer: int, drafts: int, tile: int
-) -> None:
-    rows = list(range(len(known)))[::-1]
-    with patch("baton.executor.cuda.kernels_ngram.TILE", tile):
-        proposed = Slots(known).propose(rows, least, least + longer, drafts)
-    assert proposed == [guessed(known[slot], least, least + longer, drafts) for slot in rows]
-
-
-def test_nothing_is_guessed_past_the_limit_or_the_blocks_of_a_slot() -> None:
-    sequence = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
-    slots = Slots([sequence] * 5, limits=[64, 12, 11, 10, 64], blocks=[8, 8, 8, 8, 2])
-    assert slots.propose([0, 1, 2, 3], 1, 3, 6) == [[3, 4, 1, 2], [3], [], []]
-    assert slots.propose([4], 1, 3, 6) == [[3, 4, 1, 2]]
-    full = Slots([[*sequence, 3, 4, 1, 2, 3], [*sequence, 3, 4, 1, 2, 3, 4]], blocks=[2, 2])
-    assert full.propose([0, 1], 1, 3, 6) == [[4], []]
-
-
-def test_the_spare_row_gets_no_drafts() -> None:
-    assert Slots([[1, 1, 1]]).propose([1, 0, 1], 1, 2, 2) == [[], [1], []]
-
-
-def test_ends_that_are_too_long_to_look_for_are_refused() -> None:
-    with pytest.raises(InvariantViolated, match="too long"):
-        Slots([[1, 1]]).propose([0], 1, 32, 2)
 
 
 @settings(max_examples=80, deadline=None)
