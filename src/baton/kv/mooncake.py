@@ -18,10 +18,11 @@ import numpy as np
 
 from baton.core.plan import Int32s
 from baton.kv.contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
+from baton.kv.lane import Post
 from baton.kv.memory import within
 from baton.kv.mooncake_engine import Engine
 from baton.kv.mooncake_reading import STAGING_BYTES, Read, Readers, Staging
-from baton.kv.receiving import Fetched, LineReceiver, Post, Slice, Source
+from baton.kv.receiving import Fetched, LineReceiver, Slice, Source
 from baton.kv.sending import LineSender
 from baton.kv.tcp import begin_connecting, listen, written_address
 
@@ -39,6 +40,7 @@ def mooncake_sender(memory: KvMemory, report: Report, options: SenderOptions) ->
 class MooncakeRoad:
     kind = "mooncake"
     carries = False
+    shares_device = False
     keeps_last = False
 
     def __init__(self, memory: KvMemory, host: str) -> None:
@@ -104,6 +106,7 @@ class _MooncakePort:
 
 class _MooncakeSource:
     slice_bytes = STAGING_BYTES
+    reads_device = False
 
     def __init__(self, readers: Readers, peer: str, address: int, blocks: Int32s, memory: KvMemory) -> None:
         self._readers = readers

@@ -3,11 +3,13 @@
 Owns the listening socket, the lines, tokens, time-outs and checks. A connection is a stranger until its hello names a
 hand-over that is expected and shows that one's token; each token opens one line, once. Then it may only name ranges that are
 expected and have not come. How bytes get from there into our blocks is the kind's `Port`: they travel on the line, or a
-`Source` fetches them. All of it happens on one lane, so after a fence there is nobody left who would write.
+`Source` fetches them. All of it happens on one lane, so after a fence there is nobody left who would write. For a pool on a
+device what has landed in its mirror goes on from there; see `mirror`. Nothing is verified before all of it has arrived.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import selectors
@@ -23,12 +25,25 @@ from typing import Protocol
 from baton.core.errors import InvariantViolated
 from baton.core.peers import Arriving, Fenced, Handover, Spoilt, Verified
 from baton.core.plan import Int32s
-from baton.kv.checks import Checks
+from baton.kv.checks import Checks, DeviceChecks
 from baton.kv.contract import KvMemory, ReceiverOptions, Report
 from baton.kv.expected import Expected
-from baton.kv.frames import FRAME_BYTES, HELLO_BYTES, TOKEN_MAX, WELCOME, End, Malformed, Pieces, decode_frame, decode_hello
-from baton.kv.lane import Lane
+from baton.kv.frames import (
+    FRAME_BYTES,
+    HELLO_BYTES,
+    TAKEN,
+    TOKEN_MAX,
+    WELCOME,
+    WELCOME_DEVICE,
+    End,
+    Malformed,
+    Pieces,
+    decode_frame,
+    decode_hello,
+)
+from baton.kv.lane import Lane, Post, Work
 from baton.kv.memory import flat, within
+from baton.kv.mirror import Ferry
 from baton.kv.vectors import Vectors
 
 RECV_BUFFERS_MAX = 64
@@ -60,8 +75,6 @@ class Slice:
     high: int
 
 
-Post = Callable[[Callable[[], None], bool], bool]
-"""`Lane.post`."""
 Fetched = Callable[[str | None], None]
 """Says why it could not be fetched, or None; on the lane."""
 
@@ -70,6 +83,8 @@ class Source(Protocol):
     """Where the bytes of one line are, when they do not travel on it."""
 
     slice_bytes: int
+    reads_device: bool
+    """It brings them from device to device, past the mirror."""
 
     def fetch(self, part: Slice, fetched: Fetched) -> None:
         """Bring a slice into the pool, on the lane; call `fetched` then, now or later. After `close`, touch no pool."""
@@ -116,13 +131,16 @@ class _Entry:
     handover: Handover
     token: bytes
     expected: Expected
-    checks: Checks | None
+    checks: Checks | DeviceChecks | None
     line: _Line | None = None
     used: bool = False
     """Its token has opened a line."""
     wanted: bytes | None = None
     """The checks to compare with, once we are told."""
     arriving_at_s: float = 0.0
+    past_mirror: bool = False
+    crossing: int = 0
+    """Pieces on their way from the mirror to the device."""
 
 
 @dataclass(eq=False)
@@ -187,6 +205,8 @@ class LineReceiver:
         self._lines: dict[_Line, None] = {}
         self._pool = flat(memory)
         self._lane = Lane(f"kv-{port.kind}-receive", self._turn, self._end)
+        mirror = memory.mirror
+        self._ferry = None if mirror is None else Ferry(f"kv-{port.kind}-store", mirror, mirror.store, self._lane.post)
         self._lane.watch(port.listener, selectors.EVENT_READ, self._accept)
         port.begin(self._lane.post)
         self._lane.start()
@@ -221,8 +241,10 @@ class LineReceiver:
             )
             return
         expected = Expected(first, blocks, len(self._memory.spans))
-        checks = Checks(first, len(blocks), self._memory.spans) if self._verified else None
+        checks = Checks(first, len(blocks), self._memory.spans, self._pool) if self._verified else None
         self._entries[key] = _Entry(handover, token, expected, checks)
+        if self._memory.mirror is not None:
+            self._memory.mirror.hold(blocks)
 
     def _verify(self, handover: Handover, checks: bytes) -> None:
         entry = self._entry(handover)
@@ -236,29 +258,43 @@ class LineReceiver:
         entry = self._entry(handover)
         if entry is not None:
             self._forget(entry)
-        self._report(Fenced(handover))
+        self._stop_crossing(handover, lambda: self._report(Fenced(handover)))
 
     def _entry(self, handover: Handover) -> _Entry | None:
         entry = self._entries.get((handover.request, handover.attempt))
         return entry if entry is not None and entry.handover == handover else None
 
     def _forget(self, entry: _Entry) -> None:
-        del self._entries[entry.handover.request, entry.handover.attempt]
+        self._strike(entry)
         if entry.line is not None:
             self._hang_up(entry.line)
 
+    def _strike(self, entry: _Entry) -> None:
+        """It is expected no longer. What of it is in the mirror is of no use any more."""
+        del self._entries[entry.handover.request, entry.handover.attempt]
+        if self._ferry is not None:
+            self._ferry.let_go(entry.expected.blocks)
+
+    def _stop_crossing(self, handover: Handover, then: Work) -> None:
+        """`then` when nothing of it is written any more."""
+        if self._ferry is None:
+            then()
+        else:
+            self._ferry.drop(handover, then)
+
     def _spoil(self, entry: _Entry, reason: str) -> None:
         self._forget(entry)
+        self._stop_crossing(entry.handover, lambda: None)
         self._report(Spoilt(entry.handover, reason))
 
     def _conclude(self, entry: _Entry) -> None:
         """Once everything is there and we know what it should be."""
-        if entry.wanted is None or not entry.expected.complete:
+        if entry.wanted is None or not entry.expected.complete or entry.crossing:
             return
         if entry.checks is not None and not hmac.compare_digest(entry.checks.digest(), entry.wanted):
             self._spoil(entry, "what arrived differs from what was sent")
             return
-        del self._entries[entry.handover.request, entry.handover.attempt]
+        self._strike(entry)
         if entry.line is not None:
             entry.line.entry = None  # the line may stay: what it holds open serves the next one
         self._report(Verified(entry.handover))
@@ -439,10 +475,20 @@ class LineReceiver:
         line.source = met
         line.stage = _Stage.PIECES
         line.next_head(FRAME_BYTES, [], 0)
+        if met is not None and met.reads_device:
+            self._go_past_mirror(line.entry)
         try:
-            line.sock.send(WELCOME)
+            line.sock.send(WELCOME_DEVICE if line.entry.past_mirror else WELCOME)
         except OSError as error:
             self._lose(line, f"connection lost: {error}")
+
+    def _go_past_mirror(self, entry: _Entry) -> None:
+        sharing, expected = self._memory.sharing, entry.expected
+        if sharing is None:
+            raise InvariantViolated("a device is read that is not there")
+        entry.past_mirror = True
+        if entry.checks is not None:
+            entry.checks = DeviceChecks(expected.first, len(expected.blocks), self._memory.spans, sharing)
 
     def _take_frame(self, line: _Line) -> None:
         try:
@@ -463,12 +509,9 @@ class LineReceiver:
             self._lane.watch(line.sock, 0, _nothing)
             return
         low, high = self._memory.spans[frame.layers.start][0], self._memory.spans[frame.layers.stop - 1][1]
-        offsets = self._offsets(line.entry.expected.targets(frame))
+        offsets = [block * self._memory.layout.block_bytes for block in line.entry.expected.targets(frame).tolist()]
         payload = [self._pool[offset + low : offset + high] for offset in offsets]
         line.next_head(FRAME_BYTES, payload, (high - low) * frame.count)
-
-    def _offsets(self, blocks: Int32s) -> list[int]:
-        return [block * self._memory.layout.block_bytes for block in blocks.tolist()]
 
     def _take_end(self, line: _Line) -> None:
         if line.entry is not None and not line.entry.expected.complete:
@@ -476,6 +519,9 @@ class LineReceiver:
             return
         line.stage = _Stage.DONE
         line.next_head(1, [], 0)
+        if line.source is not None:
+            with contextlib.suppress(OSError):  # whoever is gone need not hear it
+                line.sock.send(TAKEN)
 
     # ── what landed ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -489,9 +535,18 @@ class LineReceiver:
         low, high = self._memory.spans[pieces.layers.start][0], self._memory.spans[pieces.layers.stop - 1][1]
         self.arrived_bytes += (high - low) * pieces.count
         if entry.checks is not None:
-            entry.checks.add(pieces.layers, pieces.first, self._pool, self._offsets(entry.expected.targets(pieces)))
+            entry.checks.add(pieces.layers, pieces.first, entry.expected.targets(pieces))
         entry.expected.keep(pieces)
+        if self._ferry is not None and not entry.past_mirror:
+            entry.crossing += 1
+            targets = entry.expected.targets(pieces)
+            self._ferry.carry(entry.handover, targets, low, high, lambda: self._crossed(entry))
         self._conclude(entry)
+
+    def _crossed(self, entry: _Entry) -> None:
+        entry.crossing -= 1
+        if self._entry(entry.handover) is entry:
+            self._conclude(entry)
 
     def _fetch_some(self, line: _Line) -> None:
         """As much of what a line has announced as one turn has room for."""
@@ -568,6 +623,8 @@ class LineReceiver:
             self._spoil(entry, "the receiver is closed")
         for line in list(self._lines):
             self._hang_up(line)
+        if self._ferry is not None:
+            self._ferry.close()
         self._lane.watch(self._port.listener, 0, _nothing)
         self._pool.release()
         self._port.close()

@@ -11,7 +11,8 @@ import socket
 
 from baton.core.plan import Int32s
 from baton.kv.contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
-from baton.kv.receiving import LineReceiver, Post, Source
+from baton.kv.lane import Post
+from baton.kv.receiving import LineReceiver, Source
 from baton.kv.sending import LineSender
 
 BACKLOG = 128
@@ -70,6 +71,7 @@ def _family(host: str) -> socket.AddressFamily:
 class TcpRoad:
     kind = "tcp"
     carries = True
+    shares_device = False
     keeps_last = False
 
     def connect(self, address: str) -> socket.socket:
