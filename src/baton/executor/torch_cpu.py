@@ -311,7 +311,7 @@ class TorchCpuExecutor:
         counts[work.first_decode :] += accepted(sampled.tokens[work.first_decode :], work.drafts)
         stands = nth < counts[sequences]
         lines = [replace(line, row=int(sequences[line.row])) for line in sampled.logprobs if stands[line.row]]
-        return _Yield(sampled.tokens[stands], counts, _joined(lines))
+        return _Yield(sampled.tokens[stands], counts, joined_logprobs(lines))
 
     def _attention(self, step: int, batch: PackedBatch) -> AttentionContext:
         written = None if self.on_layer is None else partial(self.on_layer, step)
@@ -351,7 +351,7 @@ class TorchCpuExecutor:
         return drafted
 
 
-def _joined(lines: list[Logprobs]) -> tuple[Logprobs, ...]:
+def joined_logprobs(lines: list[Logprobs]) -> tuple[Logprobs, ...]:
     """One for each row, out of those of its tokens, which come one after the other."""
     joined = []
     for row, group in itertools.groupby(lines, key=lambda line: line.row):

@@ -204,5 +204,3 @@ def _padded(dim: int) -> int:
 def _common_power(heads: int, kv_heads: int) -> int:
     """The largest power of two, up to eight, that divides both numbers of heads."""
     return next(power for power in (8, 4, 2, 1) if heads % power == 0 and kv_heads % power == 0)
-
-

@@ -11,18 +11,16 @@ is told by a third, to whoever asked (`on_layer`).
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from baton.core.errors import InvariantViolated
 from baton.core.plan import StepPlan, StepResult
-from baton.executor.contract import NO_KV, ExecutorShape, KvView, LayerDone
+from baton.executor.contract import NO_KV, ExecutorShape, LayerDone
 from baton.executor.cuda.fuse import fuse_for_cuda
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
@@ -47,6 +45,7 @@ class TorchCudaExecutor:
         self.fingerprint = fingerprint
         self.on_layer: LayerDone | None = None
         self._stepper: Stepper | None = stepper
+        self.kv = stepper.kv
         self._stream = torch.cuda.Stream()
         self._last_step = NOTHING_RAN
         self._in_doubt = False
@@ -112,10 +111,6 @@ class TorchCudaExecutor:
         layout = f"block outermost, {way}, block_size={shape.block_size}"
         return cls(stepper, loaded, shape, fingerprint_of(loaded.mark, _name(loaded.dtype), layout))
 
-    @property
-    def kv(self) -> KvView:
-        return NO_KV
-
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(self._thread.submit(self._run, plan))
 
@@ -129,6 +124,7 @@ class TorchCudaExecutor:
         self._watcher.shutdown(wait=True)
         if self._stepper is not None:
             torch.cuda.synchronize()
+            self.kv = NO_KV
             self._stepper.release()
             self._stepper = None
 
@@ -176,7 +172,7 @@ def _build(loaded: LoadedModel, shape: ExecutorShape, bench: Workbench, step_tok
         shape.blocks,
         shape.blocks * kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype) / (1 << 30),
     )
-    return Stepper(loaded, shape, slots, pool, runner, bench.invariant)
+    return Stepper(loaded, shape, slots, pool, runner, bench.invariant, step_tokens)
 
 
 def _name(dtype: torch.dtype) -> str:

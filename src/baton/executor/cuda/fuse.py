@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from baton.executor.cuda.attention import CudaAttention, chunk_queries
-from baton.executor.cuda.batch import ChunkPart, DeviceBatch
+from baton.executor.cuda.attention import CudaAttention
 from baton.executor.cuda.layers import FusedHead, FusedLayer, FusedNorm, looks_common
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
+from baton.executor.cuda.rehearsal import one_chunk
 from baton.executor.kv import LayerSpec
 from baton.executor.loading import LoadedModel, forward
 from baton.executor.probe import NORM_OFFSETS, PROBE_TOKENS, Sight, recorder
@@ -69,7 +69,8 @@ def fuse_for_cuda(loaded: LoadedModel, bench: Workbench) -> None:
 
 def take_probe(loaded: LoadedModel, bench: Workbench) -> CudaProbe:
     model = loaded.model
-    attention = _probe_attention(loaded, bench)
+    pool = CudaPool(loaded.layers, 1, BLOCK_SIZE, loaded.dtype, model.device)
+    attention = one_chunk(pool, bench, PROBE_TOKENS, BLOCK_SIZE)
     seen: dict[str, Sight] = {}
     hooks = [
         module.register_forward_hook(recorder(name, seen), with_kwargs=True)
@@ -83,25 +84,7 @@ def take_probe(loaded: LoadedModel, bench: Workbench) -> CudaProbe:
     return CudaProbe(attention, seen, TOLERANCE[loaded.dtype])
 
 
-def _probe_attention(loaded: LoadedModel, bench: Workbench) -> CudaAttention:
-    """Of one chunk of a few tokens in one block."""
-    device = loaded.model.device
-
-    def ints(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    zeros = ints(*([0] * PROBE_TOKENS))
-    chunk = ChunkPart(PROBE_TOKENS, ints(0), ints(PROBE_TOKENS), ints(0), ints(0, PROBE_TOKENS), ints(0), ints(0))
-    if chunk_queries(bench.invariant) < PROBE_TOKENS:
-        raise ValueError("the probe is longer than a tile")
-    batch = DeviceBatch(ints(0)[None], zeros, ints(*range(PROBE_TOKENS)), chunk, None)
-    pool = CudaPool(loaded.layers, 1, BLOCK_SIZE, loaded.dtype, device)
-    return CudaAttention(batch, pool.layers, bench)
-
-
-def _replace_layers(
-    model: PreTrainedModel, layers: list[LayerSpec], bench: Workbench, probe: CudaProbe
-) -> list[FusedLayer]:
+def _replace_layers(model: PreTrainedModel, layers: list[LayerSpec], bench: Workbench, probe: CudaProbe) -> list[FusedLayer]:
     stacks = (
         (name, part)
         for name, part in model.named_modules()

@@ -173,5 +173,3 @@ def _joined_weights(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[to
         return linears[0].weight.detach(), None if bias is None else bias.detach()
     weight = torch.cat([linear.weight.detach() for linear in linears])
     return weight, joined_bias(linears)
-
-

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from baton.executor.contract import NO_KV, KvView, spans
+from baton.executor.cuda.blocks import CudaBlocks
 from baton.executor.kv import LayerKv, LayerSpec, layer_views
 
 
@@ -11,9 +13,12 @@ class CudaPool:
     def __init__(
         self, layers: list[LayerSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        elements = sum(layer.elements(block_size) for layer in layers)
+        sizes = [layer.elements(block_size) for layer in layers]
         # a fresh block is zeros and never stray NaNs
-        self.pool = torch.zeros(blocks, elements, dtype=dtype, device=device)
+        self.pool = torch.zeros(blocks, sum(sizes), dtype=dtype, device=device)
+        self._blocks = CudaBlocks(self.pool)
+        layout = spans([size * dtype.itemsize for size in sizes])
+        self.view = KvView.on_device(self._blocks, layout, str(dtype).removeprefix("torch."))
         self.layers: list[LayerKv] = layer_views(self.pool, layers, block_size)
 
     def copy(self, source: int, target: int) -> None:
@@ -21,4 +26,6 @@ class CudaPool:
 
     def release(self) -> None:
         """Give the memory back; the pool is of no use afterwards."""
+        self._blocks.close()
+        self.view = NO_KV
         self.pool, self.layers = self.pool.new_empty(0), []

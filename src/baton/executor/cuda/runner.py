@@ -17,12 +17,13 @@ import triton
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.attention import CudaAttention
 from baton.executor.cuda.batch import ChunkPart, DecodePart, DecodeWork, DeviceBatch, make_work, target_items
-from baton.executor.cuda.kernels_steps import name_items, prepare_decodes
+from baton.executor.cuda.kernels_steps import RUNS, name_items, prepare_decodes
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.slots import DeviceSlots
 from baton.executor.kv import LayerSpec
 from baton.executor.loading import LoadedModel, forward
+from baton.executor.support import text_config
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,8 @@ class Runner:
         slots: DeviceSlots,
         pool: CudaPool,
         bench: Workbench,
-        heads_most: int,
         step_tokens: int,
-        propose: Propose | None,
+        propose: Propose | None = None,
     ) -> None:
         self._model, self._layers = loaded.model, loaded.layers
         self._shape, self._slots, self._pool, self._bench = shape, slots, pool, bench
@@ -92,10 +92,12 @@ class Runner:
         self._contexts, self._first_positions = ints(shape.slots), ints(shape.slots)
         self.codes, self.fed = ints(shape.slots), ints(shape.slots)
         self.drafts, self.draft_counts = ints(shape.slots * max(1, shape.burst - 1)), ints(shape.slots)
-        self._work = _work_for(self._layers, heads_most, shape, device)
+        heads = int(text_config(loaded.model.config).num_attention_heads)
+        self._work = _work_for(self._layers, heads, shape, device)
         self._each = torch.arange(shape.slots, dtype=torch.int32, device=device)
         self._starts = torch.arange(shape.slots + 1, dtype=torch.int32, device=device) * shape.burst
         self._zeros = ints(shape.slots)
+        self.running = torch.full_like(self._zeros, RUNS)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Drawn]] = {}
 
     def bucket(self, sequences: int) -> int:
@@ -138,10 +140,11 @@ class Runner:
             self._decode(size)  # compiles what this size needs
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream()):
+            with torch.cuda.graph(graph, pool=memory):
                 drawn = self._decode(size)
             memory = graph.pool()
             self._graphs[size] = graph, drawn
+        torch.cuda.synchronize()
         log.info("decode steps captured for %d batch sizes up to %d", len(sizes), max(sizes))
 
     def _decode(self, sequences: int) -> Drawn:
@@ -193,10 +196,8 @@ class Runner:
         return forward(self._model, ids, positions, 0 if rows is None else rows, attention)
 
 
-def _work_for(layers: list[LayerSpec], heads_most: int, shape: ExecutorShape, device: torch.device) -> DecodeWork:
-    rows = max(
-        layer.kv_heads * triton.next_power_of_2(-(-heads_most // layer.kv_heads) * shape.burst) for layer in layers
-    )
+def _work_for(layers: list[LayerSpec], heads: int, shape: ExecutorShape, device: torch.device) -> DecodeWork:
+    rows = max(layer.kv_heads * triton.next_power_of_2(-(-heads // layer.kv_heads) * shape.burst) for layer in layers)
     dim = max(16, triton.next_power_of_2(max(layer.value_dim for layer in layers)))
     sizes = list(range(1, shape.slots + 1))
     return make_work(sizes, rows, max(layer.kv_heads for layer in layers), dim, device)

@@ -1,0 +1,374 @@
+"""One step, from plan to kernels, and from what the device tells to a StepResult.
+
+    plan ─▶ slots change (stops, copies, starts, grows) ─▶ rows are chosen ─▶ forward ─▶ draw ─▶ advance ─▶ told to the host
+
+The host decides what it can know when it launches: who is in which slot and which chunks fit. Whether a decode has a block
+and how many tokens it yields comes back with the step.
+
+    told     stops: known      chunks that sample: token, known      decodes: code, count, known, fed, tokens of each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from baton.core.errors import InvariantViolated
+from baton.core.plan import NO_INT32S, Int32s, Int64s, Logprobs, Outcome, StepPlan, StepResult
+from baton.executor.contract import ExecutorShape, KvView
+from baton.executor.cuda.attention import chunk_queries
+from baton.executor.cuda.batch import ChunkPart
+from baton.executor.cuda.kernels_steps import DRY, advance
+from baton.executor.cuda.pool import CudaPool
+from baton.executor.cuda.runner import Chunks, Drawn, Runner, tile_chunks
+from baton.executor.cuda.sampling import DeviceSampler
+from baton.executor.cuda.slots import DeviceSlots
+from baton.executor.cuda.staging import Download, Downloads, Uploads
+from baton.executor.loading import LoadedModel
+from baton.executor.packing import Feed
+from baton.executor.sampling import Sampler
+from baton.executor.slots import SlotTable
+from baton.executor.torch_cpu import joined_logprobs
+
+Written = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Of the answer, in the order of the plan: stops, chunks, decodes."""
+
+    slots: Int32s
+    epochs: Int64s
+    outcomes: npt.NDArray[np.int8]
+    known: Int64s
+
+
+@dataclass(slots=True)
+class _Work:
+    feeds: list[Feed] = field(default_factory=list)
+    sampled_rows: list[int] = field(default_factory=list)
+    """Row of the answer for each chunk that samples."""
+    decode_slots: Int32s = field(default_factory=lambda: NO_INT32S)
+    """What decodes, and the spare slot in place of what cannot."""
+    decode_rows: Int32s = field(default_factory=lambda: NO_INT32S)
+    held: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+
+    @property
+    def sampled_slots(self) -> Int32s:
+        return np.array([feed.slot for feed in self.feeds if feed.samples], dtype=np.int32)
+
+
+class Launched:
+    """A step under way. `result` waits for it."""
+
+    def __init__(self, make: Callable[[Int32s], StepResult], told: Download) -> None:
+        self._make = make
+        self._told = told
+
+    def result(self) -> StepResult:
+        return self._make(self._told.wait())
+
+
+class Stepper:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        shape: ExecutorShape,
+        slots: DeviceSlots,
+        pool: CudaPool,
+        runner: Runner,
+        invariant: bool,
+        step_tokens: int,
+    ) -> None:
+        device = slots.known.device
+        self.runner = runner
+        self._shape, self._slots, self._pool = shape, slots, pool
+        self._queries = shape.burst
+        self._tile_queries = chunk_queries(invariant)
+        self._host = SlotTable(shape)
+        """What plans told. How far a decode has come is not in it."""
+        rows = shape.slots * (1 + shape.burst)
+        self._sampler = DeviceSampler(shape.slots, loaded.vocabulary, rows, device)
+        self._shaping = Sampler(shape.slots, loaded.vocabulary, device)
+        """For what the device's own sampler leaves to the host."""
+        self._drawn = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._uploads = Uploads(8 * step_tokens + 32 * shape.slots, device)
+        self._downloads = Downloads(shape.slots * (7 + shape.burst), device)
+        self._decoding: Int32s | None = None
+        """What `decode_slots` on the device hold."""
+
+    @property
+    def kv(self) -> KvView:
+        return self._pool.view
+
+    def release(self) -> None:
+        self._pool.release()
+
+    def launch(self, plan: StepPlan, written: Written | None) -> Launched:
+        rows = self._begin(plan)
+        told = self._downloads.next()
+        self._change_slots(plan, rows, told)
+        work = self._choose(plan, rows)
+        used = len(plan.stops)
+        logprobs: list[Logprobs] = []
+        sequences = self._set_decodes(work)
+        if work.feeds or len(work.decode_slots):
+            drawn = self._forward(work, sequences, written)
+            if len(drawn.slots):
+                logprobs = self._draw(drawn, work)
+            used = self._advance(work, sequences, told, used)
+        count = len(plan.stops)
+        return Launched(
+            lambda words: self._answer(plan, rows, work, sequences, words, count, logprobs), self._downloads.fetch(used)
+        )
+
+    def _begin(self, plan: StepPlan) -> _Rows:
+        named = [(stop.slot, stop.epoch) for stop in plan.stops] + [(chunk.slot, chunk.epoch) for chunk in plan.chunks]
+        slots = np.array([slot for slot, _ in named], dtype=np.int32)
+        epochs = np.array([epoch for _, epoch in named], dtype=np.int64)
+        count = len(named) + len(plan.decode_slots)
+        return _Rows(
+            slots=np.concatenate([slots, plan.decode_slots]).astype(np.int32),
+            epochs=np.concatenate([epochs, plan.decode_epochs]).astype(np.int64),
+            outcomes=np.full(count, Outcome.NOTHING_EMPTY_SLOT, dtype=np.int8),
+            known=np.zeros(count, dtype=np.int64),
+        )
+
+    def _change_slots(self, plan: StepPlan, rows: _Rows, told: torch.Tensor) -> None:
+        if plan.stops:
+            self._stop(plan, rows, told)
+        for copy in plan.copies:
+            self._pool.copy(copy.source, copy.target)
+        for start in plan.starts:
+            self._host.start(start)
+            self._sampler.start(start.slot, start.sampling)
+            self._shaping.start(start.slot, start.tokens, start.prompt_tokens, start.sampling)
+        if plan.starts:
+            self._slots.start(plan.starts, self._shape.context_tokens)
+        self._host.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
+        self._slots.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
+
+    def _stop(self, plan: StepPlan, rows: _Rows, told: torch.Tensor) -> None:
+        """How much each knew is read before anybody else has its slot."""
+        for row, stop in enumerate(plan.stops):
+            if self._host.holds(stop.slot, stop.epoch):
+                rows.outcomes[row] = Outcome.PREEMPTED
+                self._host.stop(stop.slot)
+                self._shaping.stop(stop.slot)
+        (named,) = self._uploads.send([np.clip(rows.slots[: len(plan.stops)], 0, self._shape.slots)])
+        torch.index_select(self._slots.known, 0, named, out=told[: len(plan.stops)])
+
+    def _choose(self, plan: StepPlan, rows: _Rows) -> _Work:
+        work = _Work()
+        for row, chunk in enumerate(plan.chunks, start=len(plan.stops)):
+            if not self._host.holds(chunk.slot, chunk.epoch):
+                continue
+            outcome = self._judge(chunk.slot, chunk.begin, chunk.end, chunk.samples)
+            rows.outcomes[row] = outcome
+            rows.known[row] = self._host.known[chunk.slot]
+            if outcome is Outcome.NOTHING_OUT_OF_BLOCKS:
+                continue
+            samples = chunk.samples and bool(self._host.known[chunk.slot] < self._host.limits[chunk.slot])
+            work.feeds.append(Feed(chunk.slot, chunk.begin, chunk.end, samples))
+            self._host.computed[chunk.slot] = max(chunk.end, int(self._host.computed[chunk.slot]))
+            self._host.starved[chunk.slot] = False
+            if samples:
+                work.sampled_rows.append(row)
+                self._host.known[chunk.slot] += 1
+        self._choose_decodes(plan, rows, work)
+        return work
+
+    def _judge(self, slot: int, begin: int, end: int, samples: bool) -> Outcome:
+        known, computed = int(self._host.known[slot]), int(self._host.computed[slot])
+        if not 0 <= begin < end <= known or (samples and end != known):
+            raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} does not fit its {known} known tokens")
+        if begin > computed and not self._host.starved[slot]:
+            raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} leaves a gap: only {computed} are computed")
+        if begin > computed or not self._host.has_blocks(slot, begin, end):
+            self._host.starved[slot] = True
+            return Outcome.NOTHING_OUT_OF_BLOCKS
+        return Outcome.TOKENS if samples else Outcome.NOTHING_CHUNK_UNFINISHED
+
+    def _choose_decodes(self, plan: StepPlan, rows: _Rows, work: _Work) -> None:
+        table, slots = self._host, plan.decode_slots
+        if not len(slots):
+            return
+        first = len(plan.stops) + len(plan.chunks)
+        work.decode_rows = np.arange(first, first + len(slots), dtype=np.int32)
+        work.held = table.occupied[slots] & (table.epochs[slots] == plan.decode_epochs)
+        gap = work.held & (table.known[slots] - 1 > table.computed[slots])
+        if bool((gap & ~table.starved[slots]).any()):
+            raise InvariantViolated(f"step {plan.step} decodes a slot whose prefill is not finished")
+        rows.outcomes[work.decode_rows[gap]] = Outcome.NOTHING_OUT_OF_BLOCKS
+        rows.known[work.decode_rows[gap]] = table.known[slots[gap]]
+        work.held &= ~gap
+        work.decode_slots = slots if work.held.all() else np.where(work.held, slots, self._slots.spare).astype(np.int32)
+
+    def _set_decodes(self, work: _Work) -> int:
+        """Tells the device who decodes; how many rows that makes, filled up to a captured size where all rows decode."""
+        count = len(work.decode_slots)
+        if not count:
+            return 0
+        sequences = count if work.feeds else self.runner.bucket(count)
+        if self._decoding is not work.decode_slots:  # plans name the same decodes by the same array
+            filled = np.full(self._shape.slots, self._slots.spare, dtype=np.int32)
+            filled[:count] = work.decode_slots
+            (there,) = self._uploads.send([filled])
+            self.runner.decode_slots.copy_(there)
+            self._decoding = work.decode_slots
+        return sequences
+
+    def _forward(self, work: _Work, sequences: int, written: Written | None) -> Drawn:
+        if work.feeds:
+            return self.runner.mixed(self._chunks(work.feeds), sequences, written)
+        drawn = self.runner.decode(sequences)
+        if written is not None:
+            for layer in range(len(self._pool.layers)):
+                written(layer)
+        return drawn
+
+    def _chunks(self, feeds: list[Feed]) -> Chunks:
+        host, size = self._host, self._shape.block_size
+        lengths = [feed.end - feed.begin for feed in feeds]
+        slots = np.array([feed.slot for feed in feeds], dtype=np.int32)
+        contexts = np.array([feed.end for feed in feeds], dtype=np.int32)
+        starts = np.cumsum([0, *lengths]).astype(np.int32)
+        positions = np.concatenate([np.arange(feed.begin, feed.end) for feed in feeds]).astype(np.int32)
+        row_slots = np.repeat(slots, lengths).astype(np.int32)
+        samples = np.array([feed.samples for feed in feeds], dtype=np.bool_)
+        tile_sequences, tile_starts = tile_chunks(lengths, self._tile_queries)
+        sent = self._uploads.send(
+            [
+                slots,
+                contexts,
+                np.array([feed.begin for feed in feeds], dtype=np.int32),
+                starts,
+                np.array(tile_sequences, dtype=np.int32),
+                np.array(tile_starts, dtype=np.int32),
+                host.tokens[row_slots, positions],
+                positions,
+                row_slots,
+                host.table[row_slots, positions // size],
+                (positions % size).astype(np.int32),
+                (starts[1:][samples] - 1).astype(np.int32),
+            ]
+        )
+        return Chunks(ChunkPart(len(positions), *sent[:6]), *sent[6:])
+
+    def _draw(self, drawn: Drawn, work: _Work) -> list[Logprobs]:
+        asking = np.concatenate([work.sampled_slots, work.decode_slots]).astype(np.int32)
+        out = self._drawn[: len(drawn.slots)]
+        if not self._sampler.needs_host(asking):
+            self._sampler.draw(drawn.logits, drawn.slots, drawn.positions, out, self._sampler.mode_of(asking))
+            return []
+        return self._draw_on_host(drawn, out)
+
+    def _draw_on_host(self, drawn: Drawn, out: torch.Tensor) -> list[Logprobs]:
+        """Waits for the device: what shapes logits is known to the host alone. Rows of nobody get nothing."""
+        slots = drawn.slots.cpu().numpy()
+        real = np.flatnonzero(slots < self._shape.slots)
+        rows = torch.from_numpy(real).to(out.device)
+        positions = drawn.positions.cpu().numpy().astype(np.int64)
+        sampled = self._shaping.sample(drawn.logits.index_select(0, rows).float(), slots[real], positions[real])
+        out[rows] = torch.from_numpy(sampled.tokens).to(out.device)
+        return [replace(line, row=int(real[line.row])) for line in sampled.logprobs]
+
+    def _advance(self, work: _Work, sequences: int, told: torch.Tensor, used: int) -> int:
+        """Writes what was drawn into the slots; how many words are told."""
+        sampled = len(work.sampled_rows)
+        runner = self.runner
+        if sampled:
+            (named,) = self._uploads.send([work.sampled_slots])
+            _launch_advance(
+                self._slots, named, self._drawn, runner.drafts, runner.running, runner.running, sampled, 1,
+                told[used:], told[used + sampled :], told[used + 2 * sampled :],
+            )  # fmt: skip
+            used += 3 * sampled
+        if sequences:
+            parts = [told[used + part * sequences :] for part in range(5)]
+            _launch_advance(
+                self._slots, runner.decode_slots, self._drawn[sampled:], runner.drafts, runner.codes, runner.fed, sequences,
+                self._queries, parts[4], parts[1], parts[2],
+            )  # fmt: skip
+            parts[0][:sequences].copy_(runner.codes[:sequences])
+            parts[3][:sequences].copy_(runner.fed[:sequences])
+            used += sequences * (4 + self._queries)
+        return used
+
+    def _answer(
+        self,
+        plan: StepPlan,
+        rows: _Rows,
+        work: _Work,
+        sequences: int,
+        words: Int32s,
+        used: int,
+        logprobs: list[Logprobs],
+    ) -> StepResult:
+        stopped = rows.outcomes[:used] == Outcome.PREEMPTED
+        rows.known[:used][stopped] = words[:used][stopped]
+        counts = np.zeros(len(rows.slots), dtype=np.int32)
+        drafted = np.zeros(len(rows.slots), dtype=np.int32)
+        sampled = len(work.sampled_rows)
+        tokens = words[used : used + sampled]
+        counts[work.sampled_rows] = 1
+        rows.known[work.sampled_rows] = words[used + 2 * sampled : used + 3 * sampled]
+        sources = [(row, draw, 1) for draw, row in enumerate(work.sampled_rows)]
+        if sequences:
+            parts = words[used + 3 * sampled :].reshape(-1)
+            told = parts[: 4 * sequences].reshape(4, sequences)[:, : len(work.decode_rows)]
+            yielded = parts[4 * sequences :].reshape(sequences, self._queries)[: len(work.decode_rows)]
+            held = work.held
+            mine = work.decode_rows[held]
+            code, count, known, fed = (column[held] for column in told)
+            rows.outcomes[mine] = np.where(code == DRY, Outcome.NOTHING_OUT_OF_BLOCKS, Outcome.TOKENS)
+            rows.known[mine] = known
+            counts[mine] = count
+            drafted[mine] = np.maximum(fed - 1, 0)
+            stands = np.arange(self._queries) < np.where(held, told[1], 0)[:, None]
+            tokens = np.concatenate([tokens, yielded[stands]])
+            if logprobs:
+                places = enumerate(work.decode_rows.tolist())
+                sources += [(row, sampled + nth * self._queries, int(counts[row])) for nth, row in places]
+        return StepResult(
+            step=plan.step,
+            slots=rows.slots,
+            epochs=rows.epochs,
+            outcomes=rows.outcomes,
+            counts=counts,
+            tokens=tokens.astype(np.int32),
+            known=rows.known,
+            logprobs=_placed(logprobs, sources) if logprobs else (),
+            drafted=drafted if self._queries > 1 else NO_INT32S,
+        )
+
+
+def _placed(lines: list[Logprobs], sources: list[tuple[int, int, int]]) -> tuple[Logprobs, ...]:
+    """`sources`: (row of the answer, its first drawn row, how many of those stand)."""
+    row_of = {first + nth: row for row, first, count in sources for nth in range(count)}
+    return joined_logprobs([replace(line, row=row_of[line.row]) for line in lines if line.row in row_of])
+
+
+def _launch_advance(
+    slots: DeviceSlots,
+    named: torch.Tensor,
+    drawn: torch.Tensor,
+    drafts: torch.Tensor,
+    codes: torch.Tensor,
+    fed: torch.Tensor,
+    sequences: int,
+    queries: int,
+    yielded: torch.Tensor,
+    counts: torch.Tensor,
+    afterwards: torch.Tensor,
+) -> None:
+    advance[(1,)](
+        named, drawn, drafts, codes, fed, slots.tokens, slots.known, slots.limits, yielded, counts, afterwards, sequences,
+        slots.tokens.stride(0), SEQUENCES=max(16, triton.next_power_of_2(sequences)), QUERIES=queries,
+        QUERIES_PADDED=triton.next_power_of_2(queries), num_warps=8,
+    )  # fmt: skip
