@@ -27,6 +27,7 @@ IGNORED_ARGUMENTS = (
     "use_cache",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "return_dict",
 )
 """Arguments that carry no meaning for attention over blocks: positions are already rotated in, nothing else is returned."""

@@ -7,7 +7,7 @@ the write into blocks are then part of attention. A layer that stays as `transfo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -42,6 +42,7 @@ class _Tiles:
     tokens: int
     stages: int
     warps: int
+    more: dict[str, int] = field(default_factory=dict)
 
 
 def chunk_queries(invariant: bool) -> int:
@@ -50,9 +51,10 @@ def chunk_queries(invariant: bool) -> int:
 
 
 def _decode_tiles(sequences: int) -> _Tiles:
+    """By what was quickest. With many sequences, registers decide how many programs a processor holds at once."""
     if sequences < 4:
-        return _Tiles(64, 2, 8)
-    return _Tiles(128, 3, 4) if sequences < 64 else _Tiles(32, 2, 2)
+        return _Tiles(64, 3, 4)
+    return _Tiles(128, 3, 4) if 16 < sequences < 64 else _Tiles(32, 2, 2, {"maxnreg": 128})
 
 
 class CudaAttention:
@@ -83,12 +85,10 @@ class CudaAttention:
         upto = self._batch.chunk_tokens
         if self._batch.chunks is not None:
             self._attend_chunks(kv, spec, query[:upto], out[:upto], call.sinks, self._batch.chunks)
-        self._attend_decodes(kv, spec, query[upto:], out[upto:], call.sinks, None, None)
+        self._attend_decodes(kv, spec, query[upto:], out[upto:], call.sinks, None)
         return out
 
-    def attend_fused(
-        self, layer: int, spec: LayerSpec, heads: int, qkv: torch.Tensor, rotation: Rotation, ahead: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend_fused(self, layer: int, spec: LayerSpec, heads: int, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """[tokens, heads · dim], from rows of queries, keys and values as their product made them."""
         kv, dim = self._kv[layer], spec.key_dim
         out = torch.empty(qkv.shape[0], heads, dim, dtype=qkv.dtype, device=qkv.device)
@@ -98,9 +98,9 @@ class CudaAttention:
         if self._batch.chunks is not None:
             self._attend_chunks(kv, spec, query[:upto], out[:upto], None, self._batch.chunks)
         if rotated > upto:
-            self._attend_decodes(kv, spec, query[upto:], out[upto:], None, None, ahead)
+            self._attend_decodes(kv, spec, query[upto:], out[upto:], None, None)
         else:
-            self._attend_decodes(kv, spec, qkv[upto:], out[upto:], None, _from(rotation, upto), ahead)
+            self._attend_decodes(kv, spec, qkv[upto:], out[upto:], None, _from(rotation, upto))
         if self._written is not None:
             self._written(layer)
         return out.view(qkv.shape[0], -1)
@@ -157,12 +157,11 @@ class CudaAttention:
         out: torch.Tensor,
         sinks: torch.Tensor | None,
         rotation: Rotation | None,
-        ahead: torch.Tensor | None,
     ) -> None:
         """`query` are rows of queries, or with a rotation rows of queries, keys and values."""
         decodes = self._batch.decodes
         if decodes is None:
-            return
+            return None
         if self._bench.invariant:
             return self._attend_chunks(kv, spec, query, out, sinks, decodes.as_chunks)
         heads, work = out.shape[1], decodes.work
@@ -173,14 +172,13 @@ class CudaAttention:
             tiles = _Tiles(32, 2, 4)
         elif few > 16:
             tiles = _Tiles(64, 2, 4)
-        place, size = self._bench.ahead(ahead)
         nowhere = work.arrived
         attend_decode[(spec.kv_heads, work.items)](
             query, kv.keys, kv.values, out, self._batch.tables, decodes.slots, decodes.contexts, decodes.first_positions,
             work.first_items, work.item_counts, work.piece_tokens, work.item_sequences, work.partials, work.partial_sums,
             work.arrived, nowhere if sinks is None else sinks, nowhere if rotation is None else rotation.cosines,
             nowhere if rotation is None else rotation.sines,
-            nowhere if rotation is None or rotation.norms is None else rotation.norms, place, size, query.stride(0),
+            nowhere if rotation is None or rotation.norms is None else rotation.norms, query.stride(0),
             kv.keys.stride(0), kv.keys.stride(1), kv.values.stride(0), kv.values.stride(1), self._batch.tables.stride(0),
             0 if rotation is None else rotation.cosines.stride(0), spec.scaling, spec.softcap or 0.0, spec.window or 0,
             0.0 if rotation is None else rotation.epsilon, QUERIES=decodes.queries, GROUP=group, KV_HEADS=spec.kv_heads,
@@ -188,8 +186,8 @@ class CudaAttention:
             VALUE_PADDED=_padded(spec.value_dim), BLOCK_SIZE=kv.keys.shape[2], ROWS=max(16, few), FEW_ROWS=few,
             TOKENS=tiles.tokens, TOGETHER=8 if few <= 4 else 4, ROTATES=rotation is not None,
             HAS_NORMS=rotation is not None and rotation.norms is not None, HAS_SOFTCAP=spec.softcap is not None,
-            HAS_WINDOW=spec.window is not None, HAS_SINKS=sinks is not None, HAS_AHEAD=size > 0, LANES=32 * tiles.warps,
-            PRECISION="ieee", STAGES=tiles.stages, num_warps=tiles.warps,
+            HAS_WINDOW=spec.window is not None, HAS_SINKS=sinks is not None,
+            PRECISION="ieee", STAGES=tiles.stages, num_warps=tiles.warps, **tiles.more,
         )  # fmt: skip
 
 

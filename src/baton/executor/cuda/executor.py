@@ -94,13 +94,12 @@ class TorchCudaExecutor:
         attention: str = "auto",
         batch_invariant: bool = False,
         graphs: bool = True,
-        asks_ahead: bool = True,
     ) -> TorchCudaExecutor:
         """Of a model on the device. Where the shape names no blocks, as many as fit."""
         device = loaded.model.device
         log.info("attention: %s", "triton" if attention == "auto" else attention)
         with torch.inference_mode():
-            bench = Workbench(device, batch_invariant, asks_ahead)
+            bench = Workbench(device, batch_invariant)
             fuse_for_cuda(loaded, bench)
             if not shape.blocks:
                 shape = blocks_that_fit(loaded, shape, bench, step_tokens, kv_memory_bytes)

@@ -63,7 +63,7 @@ def fuse_for_cuda(loaded: LoadedModel, bench: Workbench) -> None:
         probe = take_probe(loaded, bench)
         layers = _replace_layers(loaded.model, loaded.layers, bench, probe)
         norms = _replace_norms(loaded.model, bench, probe)
-        _replace_head(loaded.model, layers, bench)
+        _replace_head(loaded.model, bench)
     log.info("%d of %d layers fused, %d norms beside them", len(layers), len(loaded.layers), norms)
 
 
@@ -100,8 +100,6 @@ def _replace_layers(model: PreTrainedModel, layers: list[LayerSpec], bench: Work
         if isinstance(candidate, FusedLayer):
             parts[index] = candidate
             fused.append(candidate)
-    for layer, following in zip(fused, fused[1:], strict=False):
-        layer.after = following.begins_with
     return fused
 
 
@@ -118,11 +116,7 @@ def _replace_norms(model: PreTrainedModel, bench: Workbench, probe: CudaProbe) -
     return replaced
 
 
-def _replace_head(model: PreTrainedModel, layers: list[FusedLayer], bench: Workbench) -> None:
+def _replace_head(model: PreTrainedModel, bench: Workbench) -> None:
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if not isinstance(head, torch.nn.Linear):
-        return
-    fused = FusedHead(head, bench)
-    model.set_output_embeddings(fused)  # type: ignore[no-untyped-call]
-    if layers:
-        layers[-1].after = fused.begins_with
+    if isinstance(head, torch.nn.Linear):
+        model.set_output_embeddings(FusedHead(head, bench))  # type: ignore[no-untyped-call]

@@ -14,8 +14,6 @@ softmax numerator, maximum and sum; whichever program of a sequence ends last ad
 import triton
 import triton.language as tl
 
-from baton.executor.cuda.kernels_ahead import reach_ahead
-
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -55,8 +53,6 @@ def attend_decode(
     cosines,
     sines,
     norms,
-    ahead,
-    ahead_bytes,
     query_stride,
     block_stride,
     head_stride,
@@ -85,8 +81,6 @@ def attend_decode(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -94,8 +88,6 @@ def attend_decode(
     rotated here, and whoever has the end of the sequence puts its new key and value into their block before reading them."""
     head = tl.program_id(0)
     item = tl.program_id(1)
-    if HAS_AHEAD:
-        reach_ahead(ahead, ahead_bytes, item * KV_HEADS + head, tl.num_programs(1) * KV_HEADS, LANES)
     sequence = tl.load(item_sequences + item)
     if sequence < 0:
         return

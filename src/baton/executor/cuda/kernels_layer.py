@@ -3,26 +3,18 @@
 import triton
 import triton.language as tl
 
-from baton.executor.cuda.kernels_ahead import reach_ahead
-
 
 @triton.jit
 def norm_rows(
     x,
     weight,
     out,
-    ahead,
-    ahead_bytes,
     width,
     epsilon,
     x_stride,
     WIDTH: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """Root-mean-square norm of each row, in float32; the weight is given in float32."""
-    if HAS_AHEAD:
-        reach_ahead(ahead, ahead_bytes, tl.program_id(0), tl.num_programs(0), LANES)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
     inside = lane < width
@@ -151,18 +143,11 @@ def gate_value(gate, KIND: tl.constexpr):
 def gate_rows(
     gate_up,
     out,
-    ahead,
-    ahead_bytes,
     width,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """One program: a piece of one row; the first half of a row is the gate, the second what it lets through."""
-    if HAS_AHEAD:
-        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        reach_ahead(ahead, ahead_bytes, program, tl.num_programs(0) * tl.num_programs(1), LANES)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = lane < width

@@ -9,7 +9,6 @@ share out, K is divided among DEPTH programs; the last of them to end adds the p
 import triton
 import triton.language as tl
 
-from baton.executor.cuda.kernels_ahead import reach_ahead
 from baton.executor.cuda.kernels_layer import gate_value
 
 
@@ -22,8 +21,6 @@ def few_rows(
     out,
     parts,
     arrived,
-    ahead,
-    ahead_bytes,
     rows,
     columns,
     width,
@@ -37,8 +34,6 @@ def few_rows(
     KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -67,9 +62,6 @@ def few_rows(
             ups = tl.dot(more, inputs, acc=ups, input_precision=PRECISION)
         x_at += WIDTH
         weight_at += WIDTH
-    if HAS_AHEAD:
-        program = (row_tile * DEPTH + part) * tl.num_programs(0) + tile
-        reach_ahead(ahead, ahead_bytes, program, tl.num_programs(0) * DEPTH * tl.num_programs(2), LANES)
     inside = column_in[:, None] & row_in[None, :]
     cell = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     if DEPTH > 1:
@@ -111,8 +103,6 @@ def one_row(
     bias,
     residual,
     out,
-    ahead,
-    ahead_bytes,
     columns,
     width,
     epsilon,
@@ -123,8 +113,6 @@ def one_row(
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """x of one row: sums instead of matrix instructions, and the norm before the product made on the way."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -145,8 +133,6 @@ def one_row(
         if GATED:
             more = tl.load(up_at + start, mask=column_in[:, None], other=0.0, eviction_policy="evict_first")
             ups += more.to(tl.float32) * inputs[None, :]
-    if HAS_AHEAD:
-        reach_ahead(ahead, ahead_bytes, tl.program_id(0), tl.num_programs(0), LANES)
     result = tl.sum(sums, 1)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / width + epsilon)

@@ -53,15 +53,9 @@ class FusedLayer(torch.nn.Module):
         self._o = _joined(attention, ("o_proj",), bench)
         self._head_norms, self._head_epsilon = _head_norms(attention, offset)
         self._mlp = _mlp(layer.get_submodule("mlp"), bench)
-        self.after: torch.Tensor | None = None
-        """The weights that come after this layer's."""
         for name in CARRIED_NAMES:
             if (value := vars_of(layer, name, None)) is not None:
                 setattr(self, name, value)
-
-    @property
-    def begins_with(self) -> torch.Tensor:
-        return self._qkv.weight
 
     def forward(
         self,
@@ -75,9 +69,9 @@ class FusedLayer(torch.nn.Module):
         cosines, sines = (table[0] for table in position_embeddings)
         rotation = Rotation(cosines, sines, self._head_norms, self._head_epsilon)
         qkv = self._qkv(x, norm=self._first)
-        attended = paged.attend_fused(self._index, self._spec, self._heads, qkv, rotation, self._o.weight)
-        x = self._o(attended, residual=x, ahead=self._mlp.begins_with)
-        return self._mlp(x, self._second, self.after).unsqueeze(0)
+        attended = paged.attend_fused(self._index, self._spec, self._heads, qkv, rotation)
+        x = self._o(attended, residual=x)
+        return self._mlp(x, self._second).unsqueeze(0)
 
 
 class GatedMlp(torch.nn.Module):
@@ -87,28 +81,22 @@ class GatedMlp(torch.nn.Module):
         self._gate_up = Linear(weight, bias, bench, gate=gate_kind(mlp))
         self._down = _joined(mlp, ("down_proj",), bench)
 
-    @property
-    def begins_with(self) -> torch.Tensor | None:
-        return self._gate_up.weight
-
-    def forward(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """x + the MLP of its norm."""
-        gated = self._gate_up(x, norm=norm, ahead=self._down.weight)
-        return self._down(gated, residual=x, ahead=ahead)
+        gated = self._gate_up(x, norm=norm)
+        return self._down(gated, residual=x)
 
 
 class KeptMlp(torch.nn.Module):
     """Of another kind, as `transformers` wrote it."""
-
-    begins_with: torch.Tensor | None = None
 
     def __init__(self, mlp: torch.nn.Module, bench: Workbench) -> None:
         super().__init__()
         self._inner = mlp
         self._bench = bench
 
-    def forward(self, x: torch.Tensor, norm: Norm, ahead: torch.Tensor | None) -> torch.Tensor:
-        out = self._inner(normed(x, norm, self._bench, ahead).unsqueeze(0))
+    def forward(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        out = self._inner(normed(x, norm).unsqueeze(0))
         if not isinstance(out, torch.Tensor):
             raise TypeError("an MLP that answers with more than its output")
         return x + out[0]
@@ -128,7 +116,7 @@ class FusedNorm(torch.nn.Module):
         self._bench = bench
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return normed(x.reshape(-1, x.shape[-1]).contiguous(), self._norm, self._bench).view(x.shape)
+        return normed(x.reshape(-1, x.shape[-1]).contiguous(), self._norm).view(x.shape)
 
 
 class FusedHead(torch.nn.Module):
@@ -138,10 +126,6 @@ class FusedHead(torch.nn.Module):
         super().__init__()
         bias = None if head.bias is None else head.bias.detach()
         self._linear = Linear(head.weight.detach(), bias, bench)
-
-    @property
-    def begins_with(self) -> torch.Tensor:
-        return self._linear.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])

@@ -6,8 +6,7 @@
     gate        inside       inside                       after
     residual    inside       inside                       inside
 
-Few rows are bound by reading the weights. While one product ends, it asks memory for the beginning of the next one's weights
-(`ahead`), so that memory does not idle between kernels.
+Few rows are bound by reading the weights.
 
 With `invariant`, one kernel of one tile size serves every number of rows: a row's result does not depend on its neighbours.
 """
@@ -20,13 +19,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from baton.executor.cuda.kernels_ahead import PIECE_BYTES
 from baton.executor.cuda.kernels_layer import gate_rows, norm_rows
 from baton.executor.cuda.kernels_products import few_rows, one_row
 
 FEW_ROWS_MAX = 64
-AHEAD_BYTES = 16 << 20
-"""About what memory delivers while one kernel ends and the next begins."""
 TILES_MAX = 1 << 16
 PARTS_ELEMENTS = 1 << 23
 GATES = {"silu": 0, "gelu_tanh": 1}
@@ -46,28 +42,19 @@ class Workbench:
     One stream at a time uses it.
     """
 
-    def __init__(self, device: torch.device, invariant: bool, asks_ahead: bool = True) -> None:
+    def __init__(self, device: torch.device, invariant: bool) -> None:
         self.invariant = invariant
-        self.asks_ahead = asks_ahead
         self.parts = torch.empty(PARTS_ELEMENTS, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(TILES_MAX, dtype=torch.int32, device=device)
 
-    def ahead(self, weight: torch.Tensor | None, most_bytes: int = AHEAD_BYTES) -> tuple[torch.Tensor, int]:
-        """What to ask for: where it begins and how many bytes; none where nothing is."""
-        if weight is None or not self.asks_ahead:
-            return self.arrived, 0
-        size = min(most_bytes, weight.numel() * weight.element_size())
-        return weight, size // PIECE_BYTES * PIECE_BYTES
 
-
-def normed(x: torch.Tensor, norm: Norm, bench: Workbench, ahead: torch.Tensor | None = None) -> torch.Tensor:
+def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """[rows, width]"""
     rows, width = x.shape
     out = torch.empty_like(x)
-    place, size = bench.ahead(ahead)
     norm_rows[(rows,)](
-        x, norm.weight, out, place, size, width, norm.epsilon, x.stride(0),
-        WIDTH=triton.next_power_of_2(width), HAS_AHEAD=size > 0, LANES=256, num_warps=8,
+        x, norm.weight, out, width, norm.epsilon, x.stride(0),
+        WIDTH=triton.next_power_of_2(width), num_warps=8,
     )  # fmt: skip
     return out
 
@@ -103,25 +90,22 @@ class Linear:
         *,
         norm: Norm | None = None,
         residual: torch.Tensor | None = None,
-        ahead: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """[rows, columns]. A residual may be overwritten by the result."""
         rows = x.shape[0]
         if self._bench.invariant and self._few_width >= 32:
-            return self._few(self._normed(x, norm), residual, ahead, dtype, self._invariant_tile())
+            return self._few(self._normed(x, norm), residual, dtype, self._invariant_tile())
         if rows == 1 and self._one_width >= 128:
-            return self._one(x, norm, residual, ahead, dtype)
+            return self._one(x, norm, residual, dtype)
         if rows <= FEW_ROWS_MAX and self._few_width >= 32 and dtype is None:
-            return self._few(self._normed(x, norm), residual, ahead, dtype, self._few_tile(rows))
-        return self._library(self._normed(x, norm, self.weight), residual, ahead, dtype)
+            return self._few(self._normed(x, norm), residual, dtype, self._few_tile(rows))
+        return self._library(self._normed(x, norm), residual, dtype)
 
-    def _normed(self, x: torch.Tensor, norm: Norm | None, ahead: torch.Tensor | None = None) -> torch.Tensor:
-        return x if norm is None else normed(x, norm, self._bench, ahead)
+    def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return x if norm is None else normed(x, norm)
 
-    def _library(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ahead: torch.Tensor | None, dtype: torch.dtype | None
-    ) -> torch.Tensor:
+    def _library(self, x: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:
         if dtype is not None and dtype != x.dtype:
             out = torch.mm(x, self.weight.t(), out_dtype=dtype)
             return out if self._bias is None else out + self._bias
@@ -129,16 +113,16 @@ class Linear:
             return residual.addmm_(x, self.weight.t())
         out = torch.nn.functional.linear(x, self.weight, self._bias)
         if self._gate is not None:
-            out = self._gated(out, ahead)
+            out = self._gated(out)
         return out if residual is None else residual.add_(out)
 
-    def _gated(self, x: torch.Tensor, ahead: torch.Tensor | None) -> torch.Tensor:
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
         out = x.new_empty(rows, self.columns)
-        place, size = self._bench.ahead(ahead)
         gate_rows[(rows, triton.cdiv(self.columns, 1024))](
-            x, out, place, size, self.columns, KIND=self._gate, WIDTH=1024, HAS_AHEAD=size > 0, LANES=128, num_warps=4
-        )
+            x, out, self.columns, KIND=self._gate, WIDTH=1024,
+            num_warps=4,
+        )  # fmt: skip
         return out
 
     def _one(
@@ -146,18 +130,16 @@ class Linear:
         x: torch.Tensor,
         norm: Norm | None,
         residual: torch.Tensor | None,
-        ahead: torch.Tensor | None,
         dtype: torch.dtype | None,
     ) -> torch.Tensor:
         out = x.new_empty(1, self.columns, dtype=dtype or x.dtype)
         columns = 4096 // self._one_width
-        place, size = self._bench.ahead(ahead)
         one_row[(triton.cdiv(self.columns, columns),)](
             x, self.weight, x if norm is None else norm.weight, x if self._bias is None else self._bias,
-            x if residual is None else residual, out, place, size, self.columns, self.width,
+            x if residual is None else residual, out, self.columns, self.width,
             0.0 if norm is None else norm.epsilon, COLUMNS=columns, WIDTH=self._one_width, GATED=self._gate is not None,
             KIND=self._gate or 0, HAS_NORM=norm is not None, HAS_BIAS=self._bias is not None,
-            HAS_RESIDUAL=residual is not None, HAS_AHEAD=size > 0, LANES=64, num_warps=2,
+            HAS_RESIDUAL=residual is not None, num_warps=2,
         )  # fmt: skip
         return out
 
@@ -175,19 +157,17 @@ class Linear:
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        ahead: torch.Tensor | None,
         dtype: torch.dtype | None,
         tile: _Tile,
     ) -> torch.Tensor:
         rows = x.shape[0]
         out = x.new_empty(rows, self.columns, dtype=dtype or x.dtype)
-        place, size = self._bench.ahead(ahead)
         grid = (triton.cdiv(self.columns, tile.columns), tile.depth, triton.cdiv(rows, tile.rows))
         few_rows[grid](
             x, self.weight, x if self._bias is None else self._bias, x if residual is None else residual, out,
-            self._bench.parts, self._bench.arrived, place, size, rows, self.columns, self.width, x.stride(0), out.stride(0),
+            self._bench.parts, self._bench.arrived, rows, self.columns, self.width, x.stride(0), out.stride(0),
             ROWS=tile.rows, COLUMNS=tile.columns, WIDTH=tile.width, DEPTH=tile.depth, GATED=self._gate is not None,
-            KIND=self._gate or 0, HAS_BIAS=self._bias is not None, HAS_RESIDUAL=residual is not None, HAS_AHEAD=size > 0,
-            LANES=32 * tile.warps, PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps,
+            KIND=self._gate or 0, HAS_BIAS=self._bias is not None, HAS_RESIDUAL=residual is not None,
+            PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
         return out
