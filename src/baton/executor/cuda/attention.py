@@ -161,9 +161,10 @@ class CudaAttention:
         """`query` are rows of queries, or with a rotation rows of queries, keys and values."""
         decodes = self._batch.decodes
         if decodes is None:
-            return None
+            return
         if self._bench.invariant:
-            return self._attend_chunks(kv, spec, query, out, sinks, decodes.as_chunks)
+            self._attend_chunks(kv, spec, query, out, sinks, decodes.as_chunks)
+            return
         heads, work = out.shape[1], decodes.work
         group = heads // spec.kv_heads
         few = triton.next_power_of_2(group * decodes.queries)
