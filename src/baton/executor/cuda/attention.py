@@ -175,9 +175,8 @@ class CudaAttention:
             tiles = _Tiles(64, 2, 4)
         nowhere = work.arrived
         attend_decode[(spec.kv_heads, work.items)](
-            query, kv.keys, kv.values, out, self._batch.tables, decodes.slots, decodes.contexts, decodes.first_positions,
-            work.first_items, work.item_counts, work.piece_tokens, work.item_sequences, work.partials, work.partial_sums,
-            work.arrived, nowhere if sinks is None else sinks, nowhere if rotation is None else rotation.cosines,
+            query, kv.keys, kv.values, out, self._batch.tables, work.records, work.partials, work.partial_sums, work.arrived,
+            nowhere if sinks is None else sinks, nowhere if rotation is None else rotation.cosines,
             nowhere if rotation is None else rotation.sines,
             nowhere if rotation is None or rotation.norms is None else rotation.norms, query.stride(0),
             kv.keys.stride(0), kv.keys.stride(1), kv.values.stride(0), kv.values.stride(1), self._batch.tables.stride(0),

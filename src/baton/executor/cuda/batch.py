@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from baton.executor.cuda.kernels_decode import ITEM_WORDS
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
@@ -35,7 +37,8 @@ class DecodeWork:
     first_items: torch.Tensor
     item_counts: torch.Tensor
     piece_tokens: torch.Tensor
-    item_sequences: torch.Tensor
+    records: torch.Tensor
+    """[items, ITEM_WORDS]"""
     partials: torch.Tensor
     partial_sums: torch.Tensor
     arrived: torch.Tensor
@@ -99,7 +102,7 @@ def make_work(sizes: list[int], rows_an_item: int, kv_heads_most: int, dim_most:
         first_items=zeros(sequences),
         item_counts=zeros(sequences),
         piece_tokens=zeros(1),
-        item_sequences=zeros(items),
+        records=zeros(items * ITEM_WORDS),
         partials=torch.empty(rows * dim_most, dtype=torch.float32, device=device),
         partial_sums=torch.empty(rows * 2, dtype=torch.float32, device=device),
         arrived=zeros(sequences * kv_heads_most),

@@ -28,6 +28,7 @@ from baton.executor.cuda.runner import Runner, buckets_upto
 from baton.executor.cuda.sizing import blocks_that_fit
 from baton.executor.cuda.slots import DeviceSlots
 from baton.executor.cuda.step import Launched, Stepper
+from baton.executor.cuda.warming import warm_up
 from baton.executor.fingerprint import fingerprint_of
 from baton.executor.kv import kv_bytes_per_block
 from baton.executor.loading import LoadedModel, load_model
@@ -106,6 +107,7 @@ class TorchCudaExecutor:
             stepper = _build(loaded, shape, bench, step_tokens)
             if graphs:
                 stepper.runner.capture(buckets_upto(shape.slots))
+            warm_up(stepper, shape)
         way = "batch-invariant" if batch_invariant else "triton"
         layout = f"block outermost, {way}, block_size={shape.block_size}"
         return cls(stepper, loaded, shape, fingerprint_of(loaded.mark, _name(loaded.dtype), layout))

@@ -17,18 +17,23 @@ import triton.language as tl
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
+ITEM_WORDS = 8
+"""Of an item's record: sequence, slot, first and last token of the piece, context, position of its first row, pieces of the
+sequence, which of them this is. One line of memory, so that a program knows its work after one read."""
+
+
 @triton.jit
-def turned(at, norm, cosines, sines, turn, scale_rows, dim, DIM: tl.constexpr, HAS_NORM: tl.constexpr, epsilon):
+def turned(at, norm, cosine_at, sine_at, row_in, dim, epsilon, DIM: tl.constexpr, HAS_NORM: tl.constexpr):
     """Rows of heads at `at` [rows, 1], normed and rotated: each number meets its partner half a head away."""
     partner = (dim + DIM // 2) % DIM
-    x = tl.load(at + dim[None, :], mask=scale_rows[:, None], other=0.0).to(tl.float32)
-    y = tl.load(at + partner[None, :], mask=scale_rows[:, None], other=0.0).to(tl.float32)
+    x = tl.load(at + dim[None, :], mask=row_in[:, None], other=0.0).to(tl.float32)
+    y = tl.load(at + partner[None, :], mask=row_in[:, None], other=0.0).to(tl.float32)
+    cosine = tl.load(cosine_at + dim).to(tl.float32)[None, :]
+    sine = tl.load(sine_at + dim).to(tl.float32)[None, :]
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + epsilon)[:, None]
         x = x * scale * tl.load(norm + dim)[None, :]
         y = y * scale * tl.load(norm + partner)[None, :]
-    cosine = tl.load(cosines + turn + dim).to(tl.float32)[None, :]
-    sine = tl.load(sines + turn + dim).to(tl.float32)[None, :]
     return x * cosine + tl.where(dim < DIM // 2, -1.0, 1.0)[None, :] * y * sine
 
 
@@ -39,13 +44,7 @@ def attend_decode(
     values,
     out,
     tables,
-    slots,
-    contexts,
-    first_positions,
-    first_items,
-    item_counts,
-    piece_tokens,
-    item_sequences,
+    items,
     partials,
     partial_sums,
     arrived,
@@ -85,22 +84,22 @@ def attend_decode(
     STAGES: tl.constexpr,
 ):
     """With ROTATES, `query` is a row of queries, keys and values as they come out of their product: queries are normed and
-    rotated here, and whoever has the end of the sequence puts its new key and value into their block before reading them."""
+    rotated here; whoever has the end of the sequence does the same to its new key, attends to it without a detour through
+    memory, and leaves key and value in their block for later steps."""
     head = tl.program_id(0)
     item = tl.program_id(1)
-    sequence = tl.load(item_sequences + item)
+    record = items + item * 8
+    sequence = tl.load(record)
+    slot = tl.load(record + 1)
+    begin = tl.load(record + 2)
+    end = tl.load(record + 3)
+    context = tl.load(record + 4)
+    first_position = tl.load(record + 5)
+    count = tl.load(record + 6)
+    nth = tl.load(record + 7)
     if sequence < 0:
         return
-    piece = tl.load(piece_tokens)
-    first_item = tl.load(first_items + sequence)
-    count = tl.load(item_counts + sequence)
-    context = tl.load(contexts + sequence)
-    first_position = tl.load(first_positions + sequence)
-    slot = tl.load(slots + sequence)
-    begin = (item - first_item) * piece
-    end = tl.minimum(begin + piece, context)
     table = tables + slot.to(tl.int64) * table_stride
-
     row = tl.arange(0, ROWS)
     row_in = row < GROUP * QUERIES
     query_row = sequence * QUERIES + row // GROUP
@@ -108,23 +107,14 @@ def attend_decode(
     key_dim = tl.arange(0, KEY_PADDED)
     value_dim = tl.arange(0, VALUE_PADDED)
     query_at = query + (query_row.to(tl.int64) * query_stride + query_head * KEY_DIM)[:, None]
+    has_new = False
     if ROTATES:
         turn = sequence * rotary_stride
-        q = turned(query_at, norms, cosines, sines, turn, row_in, key_dim, KEY_DIM, HAS_NORMS, epsilon).to(
+        q = turned(query_at, norms, cosines + turn, sines + turn, row_in, key_dim, epsilon, KEY_DIM, HAS_NORMS).to(
             query.dtype.element_ty
         )
-        if end == context:
-            one = tl.arange(0, 1)
-            new = query + sequence.to(tl.int64) * query_stride + (KV_HEADS * GROUP + head) * KEY_DIM
-            key_at = new + (one * 0)[:, None]
-            key = turned(key_at, norms + KEY_DIM, cosines, sines, turn, one == 0, key_dim, KEY_DIM, HAS_NORMS, epsilon)
-            value = tl.load(new + KV_HEADS * KEY_DIM + key_dim)
-            last = context - 1
-            block = tl.load(table + last // BLOCK_SIZE).to(tl.int64)
-            to = block * block_stride + head * head_stride + (last % BLOCK_SIZE) * KEY_DIM
-            tl.store(keys + to + key_dim[None, :], key.to(query.dtype.element_ty))
-            tl.store(values + to + key_dim, value)
-            tl.debug_barrier()  # read again below, by other threads
+        has_new = end == context
+        end = tl.where(has_new, end - 1, end)
     else:
         q = tl.load(query_at + key_dim[None, :], mask=row_in[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
     position = first_position + row // GROUP
@@ -147,7 +137,6 @@ def attend_decode(
             keys + key_at[None, :] + key_dim[:, None],
             mask=inside[None, :] & (key_dim < KEY_DIM)[:, None],
             other=0.0,
-            eviction_policy="evict_first",
         )
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if HAS_SOFTCAP:
@@ -165,11 +154,35 @@ def attend_decode(
             values + value_at[:, None] + value_dim[None, :],
             mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :],
             other=0.0,
-            eviction_policy="evict_first",
         )
         sums = tl.dot(weights.to(v.dtype), v, acc=sums * fade[:, None], input_precision=PRECISION)
         total = total * fade + tl.sum(weights, 1)
         top = higher
+
+    if ROTATES:
+        if has_new:
+            one = tl.arange(0, 1)
+            new_at = query + sequence.to(tl.int64) * query_stride + (KV_HEADS * GROUP + head) * KEY_DIM
+            turn_at = sequence * rotary_stride
+            new_key = turned(
+                new_at + (one * 0)[:, None], norms + KEY_DIM, cosines + turn_at, sines + turn_at, one == 0, key_dim, epsilon,
+                KEY_DIM, HAS_NORMS,
+            ).to(query.dtype.element_ty)  # fmt: skip
+            new_value = tl.load(new_at + KV_HEADS * KEY_DIM + key_dim)
+            last_block = tl.load(table + end // BLOCK_SIZE).to(tl.int64)
+            to = last_block * block_stride + head * head_stride + (end % BLOCK_SIZE) * KEY_DIM
+            tl.store(keys + to + key_dim[None, :], new_key)
+            tl.store(values + to + key_dim, new_value)
+            new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+            if HAS_SOFTCAP:
+                new_score = softcap * (2.0 * tl.sigmoid(2.0 * new_score / softcap) - 1.0)
+            new_score = new_score * LOG2_E
+            higher = tl.maximum(top, new_score)
+            fade = tl.exp2(top - higher)
+            weight = tl.exp2(new_score - higher)
+            sums = sums * fade[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+            total = total * fade + weight
+            top = higher
 
     if count == 1:
         if HAS_SINKS:
@@ -195,7 +208,7 @@ def attend_decode(
     summed = tl.zeros([FEW_ROWS, VALUE_PADDED], tl.float32)
     for start in range(0, count, TOGETHER):
         other = start + tl.arange(0, TOGETHER)
-        place = ((first_item + other) * KV_HEADS + head)[:, None] * FEW_ROWS + few[None, :]
+        place = ((item - nth + other) * KV_HEADS + head)[:, None] * FEW_ROWS + few[None, :]
         there = (other < count)[:, None] & few_in[None, :]
         tops = tl.load(partial_sums + place * 2, mask=there, other=-float("inf"), cache_modifier=".cg")
         totals = tl.load(partial_sums + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")

@@ -12,7 +12,7 @@ import triton.language as tl
 from baton.executor.cuda.kernels_layer import gate_value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def few_rows(
     x,
     weight,

@@ -38,7 +38,7 @@ def start_slots(
         tl.store(tables + slot * table_stride + at, block, mask=at < table_width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def grow_tables(slots, at, blocks, tables, count, table_stride, LANES: tl.constexpr):
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = lane < count

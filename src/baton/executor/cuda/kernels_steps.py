@@ -15,7 +15,7 @@ _DONE: tl.constexpr = tl.constexpr(2)
 _RUNS: tl.constexpr = tl.constexpr(3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "items", "target_items"])
 def prepare_decodes(
     slots,
     tokens,
@@ -36,7 +36,7 @@ def prepare_decodes(
     first_items,
     item_counts,
     piece_tokens,
-    item_sequences,
+    records,
     sequences,
     spare,
     items,
@@ -103,21 +103,35 @@ def prepare_decodes(
     tl.store(piece_tokens, piece)
     for start in range(0, items, ITEMS):
         item = start + tl.arange(0, ITEMS)
-        tl.store(item_sequences + item, tl.full([ITEMS], -1, tl.int32), mask=item < items)
+        tl.store(records + item * 8, tl.full([ITEMS], -1, tl.int32), mask=item < items)
 
 
 @triton.jit
-def name_items(first_items, item_counts, item_sequences, ITEMS: tl.constexpr):
-    """One program a sequence: writes its number at each of its items."""
+def name_items(slots, contexts, first_positions, first_items, item_counts, piece_tokens, items, ITEMS: tl.constexpr):
+    """One program a sequence: writes the records of its items (see `kernels_decode`)."""
     sequence = tl.program_id(0)
     first = tl.load(first_items + sequence)
     count = tl.load(item_counts + sequence)
+    slot = tl.load(slots + sequence)
+    context = tl.load(contexts + sequence)
+    first_position = tl.load(first_positions + sequence)
+    piece = tl.load(piece_tokens)
+    same = tl.zeros([ITEMS], tl.int32)
     for start in range(0, count, ITEMS):
-        item = start + tl.arange(0, ITEMS)
-        tl.store(item_sequences + first + item, tl.zeros([ITEMS], tl.int32) + sequence, mask=item < count)
+        nth = start + tl.arange(0, ITEMS)
+        inside = nth < count
+        record = items + (first + nth) * 8
+        tl.store(record, same + sequence, mask=inside)
+        tl.store(record + 1, same + slot, mask=inside)
+        tl.store(record + 2, nth * piece, mask=inside)
+        tl.store(record + 3, tl.minimum(nth * piece + piece, context), mask=inside)
+        tl.store(record + 4, same + context, mask=inside)
+        tl.store(record + 5, same + first_position, mask=inside)
+        tl.store(record + 6, same + count, mask=inside)
+        tl.store(record + 7, nth, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def advance(
     slots,
     drawn,

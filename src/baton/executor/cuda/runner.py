@@ -163,12 +163,15 @@ class Runner:
             self.decode_slots, slots.tokens, slots.known, slots.limits, slots.tables, self.drafts, self.draft_counts,
             self._ids[first:], self._positions[first:], self.row_slots[first:], self._write_blocks[first:],
             self._write_offsets[first:], self._contexts, self._first_positions, self.codes, self.fed, work.first_items,
-            work.item_counts, work.piece_tokens, work.item_sequences, sequences, slots.spare, items, target, PIECE_LEAST,
+            work.item_counts, work.piece_tokens, work.records, sequences, slots.spare, items, target, PIECE_LEAST,
             slots.tokens.stride(0), slots.tables.stride(0), BLOCK_SIZE=self._shape.block_size,
             SEQUENCES=max(16, triton.next_power_of_2(sequences)), QUERIES=self.queries,
             QUERIES_PADDED=triton.next_power_of_2(self.queries), ITEMS=1024, STEP=PIECE_STEP, num_warps=8,
         )  # fmt: skip
-        name_items[(sequences,)](work.first_items, work.item_counts, work.item_sequences, ITEMS=64, num_warps=1)
+        name_items[(sequences,)](
+            self.decode_slots, self._contexts, self._first_positions, work.first_items, work.item_counts, work.piece_tokens,
+            work.records, ITEMS=64, num_warps=1,
+        )  # fmt: skip
 
     def _batch(self, chunks: ChunkPart | None, sequences: int) -> DeviceBatch:
         return DeviceBatch(
