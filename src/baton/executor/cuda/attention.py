@@ -196,7 +196,7 @@ def _from(rotation: Rotation, row: int) -> Rotation:
 
 
 def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, int(triton.next_power_of_2(dim)))
 
 
 def _common_power(heads: int, kv_heads: int) -> int:

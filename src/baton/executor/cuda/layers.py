@@ -71,7 +71,8 @@ class FusedLayer(torch.nn.Module):
         qkv = self._qkv(x, norm=self._first)
         attended = paged.attend_fused(self._index, self._spec, self._heads, qkv, rotation)
         x = self._o(attended, residual=x)
-        return self._mlp(x, self._second).unsqueeze(0)
+        out: torch.Tensor = self._mlp(x, self._second)
+        return out.unsqueeze(0)
 
 
 class GatedMlp(torch.nn.Module):
