@@ -205,6 +205,10 @@ class Gauges:
     """Connections and frames of peers, by reason."""
     arrived_bytes: int = 0
     """KV that peers have sent."""
+    draft_tokens: int = 0
+    """Guesses that were computed along with decodes, since the start; 0 where nobody guesses."""
+    accepted_draft_tokens: int = 0
+    """Those that proved right."""
 
 
 class Engine(Protocol):

@@ -1,7 +1,8 @@
 """What an operator reads while a server runs: one line for each finished request, one a second for the engine's state.
 
 Owns the loggers `baton.access` and `baton.engine` and the shape of their lines: `name=value`, always the same names in the
-same order; only `leased`, `receiving` and `leaving`, which most instances never have, are left out while they are 0. A
+same order; only `leased`, `receiving` and `leaving`, which most instances never have, are left out while they are 0, and
+`drafts` and `accepted` (since the line before) where nothing was ever guessed. A
 router, which computes nothing, says of a request where it was instead of what state it is in. Promises to format nothing
 while the level hides it. Does not know where lines go: whoever starts a server decides that.
 """
@@ -138,11 +139,19 @@ class StateLog:
         self._tokens_given = tokens_given
         self._last_s = now_s
         self._last_tokens = tokens_given()
-        self._last_state = _state_of(engine.gauges)
+        self._last_gauges = engine.gauges
 
     def tick(self, now_s: float) -> None:
-        shown, tokens = _state_of(self._engine.gauges), self._tokens_given()
+        gauges, tokens = self._engine.gauges, self._tokens_given()
+        shown = _state_of(gauges)
         rate = (tokens - self._last_tokens) / max(now_s - self._last_s, 1e-9)
-        if shown.is_busy or shown != self._last_state or rate:
-            state.info("%s tokens_per_s=%.1f", shown, rate)
-        self._last_s, self._last_tokens, self._last_state = now_s, tokens, shown
+        if shown.is_busy or shown != _state_of(self._last_gauges) or rate:
+            state.info("%s tokens_per_s=%.1f%s", shown, rate, _drafts_since(self._last_gauges, gauges))
+        self._last_s, self._last_tokens, self._last_gauges = now_s, tokens, gauges
+
+
+def _drafts_since(before: Gauges, now: Gauges) -> str:
+    if not now.draft_tokens:
+        return ""
+    fed, right = now.draft_tokens - before.draft_tokens, now.accepted_draft_tokens - before.accepted_draft_tokens
+    return f" drafts={fed} accepted={right}"

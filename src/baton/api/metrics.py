@@ -58,6 +58,8 @@ class _EngineCollector(Collector):
             gauges.chunk_prefill_unsatisfied,
         )
         yield self._count("engine_steps", "Steps the executor ran", gauges.steps)
+        yield self._count("draft_tokens", "Guessed tokens computed along with decodes", gauges.draft_tokens)
+        yield self._count("accepted_draft_tokens", "Guessed tokens that proved right", gauges.accepted_draft_tokens)
 
     def _of_blocks(self, gauges: Gauges) -> Iterable[Metric]:
         by_state = dict.fromkeys(BLOCK_STATES, 0) | dict(gauges.blocks)

@@ -17,11 +17,12 @@ from rich.console import Console
 from baton.cli.options import config_file, option, switch, variable
 from baton.core.config import BringBack, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
 from baton.core.errors import BatonError
-from baton.node.settings import EngineSettings
+from baton.node.settings import EngineSettings, Speculate
 
 console = Console(stderr=True, highlight=False)
 
 API, MODEL, KV, PRESSURE, LOG = "API", "Model", "KV cache and scheduling", "Under KV pressure", "Log"
+DRAFTS = "Speculative decoding"
 TIERS = "KV beyond the pool"
 PEERS = "Prefill here, decode there"
 ROUTER = "Under a router"
@@ -106,6 +107,13 @@ KvBlocks = Annotated[int | None, option("kv-blocks", KV, "KV pool in blocks. Def
 KvMemory = Annotated[str, option("kv-memory", KV, "KV pool in bytes, such as 512M or 2G.")]
 PrefixCache = Annotated[bool, switch("prefix-cache", KV, "Reuse the KV of prompts that begin alike.")]
 PlanAhead = Annotated[int, option("plan-ahead", KV, "Steps in flight: 2 plans one while another computes.", 1, 3)]
+SpeculateOption = Annotated[
+    Speculate,
+    option("speculate", DRAFTS, "Guess tokens and check them in one step: ngram by repetition; naive guesses none."),
+]
+DraftTokens = Annotated[int, option("draft-tokens", DRAFTS, "Most tokens guessed for one decode.", 1)]
+NgramMin = Annotated[int, option("ngram-min", DRAFTS, "ngram: fewest last tokens that must have come before.", 1)]
+NgramMax = Annotated[int, option("ngram-max", DRAFTS, "ngram: most last tokens that are looked for.", 1)]
 Reserve = Annotated[
     ReservePolicy,
     option("reserve", PRESSURE, "What running requests keep free to grow into. More: fewer preemptions, smaller batches."),
@@ -226,7 +234,8 @@ def serve(
     max_model_len: MaxModelLen = None, executor: Executor = ExecutorKind.TORCH, step_ms: StepMs = 0.0,
     max_num_seqs: MaxNumSeqs = 64, max_num_batched_tokens: MaxBatched = 2048, block_size: BlockSize = 16,
     kv_blocks: KvBlocks = None, kv_memory: KvMemory = "2G",
-    prefix_cache: PrefixCache = True, plan_ahead: PlanAhead = 2,
+    prefix_cache: PrefixCache = True, plan_ahead: PlanAhead = 2, speculate: SpeculateOption = Speculate.OFF,
+    draft_tokens: DraftTokens = 4, ngram_min: NgramMin = 2, ngram_max: NgramMax = 5,
     reserve: Reserve = ReservePolicy.NEW_TOKEN_RATIO,
     ratio_initial: RatioInitial = 0.7, ratio_decay: RatioDecay = 0.001, ratio_floor: RatioFloor = 0.1,
     ratio_clip_tokens: RatioClip = 4096,
@@ -256,6 +265,7 @@ def serve(
         log_level=log_level, slots=max_num_seqs, block_size=block_size, blocks=kv_blocks,
         kv_memory_bytes=parse_bytes(kv_memory), context_tokens=max_model_len,
         step_tokens=max_num_batched_tokens, depth=plan_ahead, waiting_max=max_waiting,
+        speculate=speculate, draft_tokens=draft_tokens, ngram_min=ngram_min, ngram_max=ngram_max,
         prefix_cache=prefix_cache, step_ms=step_ms, reserve=reserve, ratio_initial=ratio_initial, ratio_decay=ratio_decay,
         ratio_floor=ratio_floor, ratio_clip_tokens=ratio_clip_tokens, fixed_blocks=fixed_blocks,
         fixed_blocks_decay=fixed_blocks_decay, victims=victims, max_preemptions=max_preemptions, role=role,

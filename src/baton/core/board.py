@@ -133,6 +133,8 @@ class Board(ABC):
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._recomputed_tokens = 0
+        self._draft_tokens = 0
+        self._accepted_draft_tokens = 0
         self._rescheduled = 0
         """Requests that had to yield and were sent elsewhere."""
 
@@ -226,6 +228,8 @@ class Board(ABC):
             broken_rows=self._broken_rows,
             handovers=HandoverGauges(preempted=self._rescheduled),
             storage=StorageGauges() if self.tiers is None else self.tiers.gauges(),
+            draft_tokens=self._draft_tokens,
+            accepted_draft_tokens=self._accepted_draft_tokens,
         )
 
     # ── intake ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -525,6 +529,9 @@ class Board(ABC):
         at = crew.slots[rows]
         accepted, stopped = self._append_all(result, rows, at)
         slots.computed[at] = slots.known[at] - 1
+        if len(result.drafted):
+            self._draft_tokens += int(result.drafted[rows].sum())
+            self._accepted_draft_tokens += int(result.counts[rows].sum()) - len(rows)
         if flight.chunks:
             for slot in at[rows < flight.stops + len(flight.chunks)].tolist():
                 self._note_prefilled(self._occupant(slot), started)

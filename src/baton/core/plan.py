@@ -12,8 +12,9 @@ Block layout of a slot: position p of the sequence lives in block `table[p // bl
     KV computed     k0 k1 k2 ... k(n-2)           the last sampled token has no KV until the next step feeds it
 
 A chunk feeds tokens [begin, end) and writes their KV; the one with `samples` set ends at the last known token and yields
-the next. A decode feeds the last known token (which may still be on the device only) and yields 1..burst tokens. Tokens past
-a slot's `limit` are never yielded.
+the next. A decode feeds the last known token (which may still be on the device only) and yields 1..burst tokens: an executor
+may feed up to burst - 1 drafts behind it, guesses of its own, and yields those that prove right. Blocks for all of them are
+there; what is written to them for a draft that proves wrong is no KV. Tokens past a slot's `limit` are never yielded.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class StepPlan:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the step feeds."""
+        """How many tokens the step feeds, drafts aside."""
         decodes = len(self.decode_slots)
         return decodes + sum(chunk.end - chunk.begin for chunk in self.chunks) if self.chunks else decodes
 
@@ -143,3 +144,10 @@ class StepResult:
     known: Int64s
     """How many tokens the executor knows for the slot after this step (the scheduler checks that it agrees)."""
     logprobs: tuple[Logprobs, ...] = ()
+    drafted: Int32s = field(default_factory=lambda: NO_INT32S)
+    """How many drafts were fed for each row; empty from an executor that has none."""
+
+    @property
+    def drafts(self) -> int:
+        """How many were fed in all."""
+        return int(self.drafted.sum()) if len(self.drafted) else 0

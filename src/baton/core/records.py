@@ -200,6 +200,10 @@ class SchedulerGauges:
     """Rows on which scheduler and executor disagreed; each ended its request with an error, unless it was ending anyway."""
     handovers: HandoverGauges = HandoverGauges()
     storage: StorageGauges = StorageGauges()
+    draft_tokens: int = 0
+    """Guesses that were fed along with decodes."""
+    accepted_draft_tokens: int = 0
+    """Those that proved right."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,14 +145,15 @@ class PrefillMeter:
     def launched(self, plan: StepPlan, now_us: int) -> None:
         self._launched.append((now_us, plan))
 
-    def done(self, rates: Rates, now_us: int) -> None:
+    def done(self, rates: Rates, drafts: int, now_us: int) -> None:
+        """`drafts`: tokens that the step has fed besides those of its plan."""
         launched_us, plan = self._launched.popleft()
         spent_us = now_us - max(launched_us, self._last_done_us)
         self._last_done_us = now_us
         prefill_tokens = plan.tokens - len(plan.decode_slots)
         if prefill_tokens < METERED_TOKENS or spent_us <= 0:
             return
-        seen = spent_us / plan.tokens
+        seen = spent_us / (plan.tokens + drafts)
         rates.prefill_us_per_token = rates.prefill_us_per_token * 0.8 + seen * 0.2
 
 
@@ -260,7 +261,7 @@ class Worker:
         return [*effects, Launch(plan)], False
 
     def _settle(self, result: StepResult) -> list[Effect]:
-        self._meter.done(self.scheduler.rates, self._now_us)
+        self._meter.done(self.scheduler.rates, result.drafts, self._now_us)
         settled = self.scheduler.settle(result, self._now_us)
         if self.giver is None:
             return [Deliver(settled)]

@@ -30,13 +30,23 @@ def attend_gathered(
         positions = torch.arange(context - (end - begin), context)[None]
         piece = query[:, begin:end].unsqueeze(0)
         out[begin:end] = _attend(spec, kv, batch.tables[sequence : sequence + 1], positions, piece, sinks)[0]
-    decodes = len(contexts) - batch.chunk_sequences
-    if decodes:
-        begin = starts[batch.chunk_sequences]
-        positions = (batch.contexts[batch.chunk_sequences :] - 1)[:, None]
-        rows = query[:, begin:].transpose(0, 1).unsqueeze(2)
-        out[begin:] = _attend(spec, kv, batch.tables[batch.chunk_sequences :], positions, rows, sinks)[:, 0]
+    if batch.chunk_sequences < len(contexts):
+        out[starts[batch.chunk_sequences] :] = _attend_decodes(spec, kv, batch, query, sinks)
     return out
+
+
+def _attend_decodes(
+    spec: LayerSpec, kv: LayerKv, batch: PackedBatch, query: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Outputs of all decodes, [tokens, heads, value_dim]. One with fewer drafts repeats its last token meanwhile."""
+    starts, contexts = batch.query_starts[batch.chunk_sequences :], batch.contexts[batch.chunk_sequences :]
+    lengths = starts.diff()[:, None]
+    nth = torch.arange(int(lengths.max()))
+    own = nth < lengths
+    nth = torch.minimum(nth, lengths - 1)
+    positions = contexts[:, None] - lengths + nth
+    rows = query[:, starts[:-1, None] + nth].transpose(0, 1)
+    return _attend(spec, kv, batch.tables[batch.chunk_sequences :], positions, rows, sinks)[own]
 
 
 def _attend(

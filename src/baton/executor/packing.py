@@ -1,8 +1,8 @@
 """Turns the chunks and decodes of one step into one packed row of tokens.
 
-    sequence        A A A A A | B B B | C | D        chunks first, then decodes (one token each)
-    query_starts    0           5       8   9   10
-    contexts        12          3       40  7         tokens each sequence attends to, this step's included
+    sequence        A A A A A | B B B | C | D D D    chunks first, then decodes: the last known token, drafts behind it
+    query_starts    0           5       8   9       12
+    contexts        12          3       40  9         tokens each sequence attends to, this step's included
 
 Position p of a sequence lives in block `tables[s, p // block_size]`, offset `p % block_size`. Arrays are torch tensors over
 memory of this step alone; nothing here is changed after it is built.
@@ -48,25 +48,32 @@ class PackedBatch:
     logit_rows: torch.Tensor
     """[sampled] int64: the tokens whose logits are wanted"""
     chunk_sequences: int
-    """How many leading sequences are chunks; the rest feed one token each."""
+    """How many leading sequences are chunks; the rest feed one token each, or a few with drafts."""
 
     @property
     def tokens(self) -> int:
         return self.ids.shape[1]
 
 
-def pack(slots: SlotTable, chunks: list[Feed], decode_slots: Int32s) -> PackedBatch:
-    last = slots.known[decode_slots] - 1
-    lengths = np.array([feed.end - feed.begin for feed in chunks] + [1] * len(decode_slots), dtype=np.int32)
+def pack(slots: SlotTable, chunks: list[Feed], decode_slots: Int32s, drafted: Int32s | None = None) -> PackedBatch:
+    """`drafted`: how many of the tokens behind the last known one each decode feeds too; None where no decode does.
+
+    Logits are wanted of the last token of a chunk that samples, and of every token of a decode.
+    """
+    chunk_lengths = np.array([feed.end - feed.begin for feed in chunks], dtype=np.int64)
+    decode_lengths = np.ones(len(decode_slots), dtype=np.int64) if drafted is None else 1 + drafted.astype(np.int64)
+    lengths = np.concatenate([chunk_lengths, decode_lengths])
     rows = np.concatenate([np.array([feed.slot for feed in chunks], dtype=np.int32), decode_slots]).astype(np.int32)
-    positions = np.concatenate([*(np.arange(feed.begin, feed.end) for feed in chunks), last]).astype(np.int64)
-    contexts = np.concatenate([np.array([feed.end for feed in chunks], dtype=np.int64), last + 1]).astype(np.int32)
+    begins = np.concatenate([np.array([feed.begin for feed in chunks], dtype=np.int64), slots.known[decode_slots] - 1])
     starts = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=starts[1:])
+    positions = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], lengths)
+    contexts = (begins + lengths).astype(np.int32)
     row_of_token = np.repeat(rows, lengths)
     size = slots.shape.block_size
     width = int(-(-int(contexts.max()) // size))
-    samples = np.array([feed.samples for feed in chunks] + [True] * len(decode_slots), dtype=np.bool_)
+    samples = np.array([feed.samples for feed in chunks], dtype=np.bool_)
+    ends = starts[1 : len(chunks) + 1][samples] - 1
     return PackedBatch(
         ids=torch.from_numpy(slots.tokens[row_of_token, positions].astype(np.int64)).unsqueeze(0),
         positions=torch.from_numpy(positions).unsqueeze(0),
@@ -75,6 +82,6 @@ def pack(slots: SlotTable, chunks: list[Feed], decode_slots: Int32s) -> PackedBa
         tables=torch.from_numpy(np.maximum(slots.table[rows, :width], 0)),
         write_blocks=torch.from_numpy(slots.table[row_of_token, positions // size]),
         write_offsets=torch.from_numpy((positions % size).astype(np.int32)),
-        logit_rows=torch.from_numpy((starts[1:][samples] - 1).astype(np.int64)),
+        logit_rows=torch.from_numpy(np.concatenate([ends, np.arange(starts[len(chunks)], starts[-1])]).astype(np.int64)),
         chunk_sequences=len(chunks),
     )

@@ -1,17 +1,19 @@
 """The slots as the device knows them: tokens, lengths and block tables, one row a slot.
 
 The scheduler has a table of its own; the two meet only through plans and results. `known` may run ahead of what the
-scheduler has seen, because a sampled token is written here at once and feeds the next decode.
+scheduler has seen, because a sampled token is written here at once and feeds the next decode. What lies behind the known
+tokens is scratch: drafts of the step that runs, and rests of earlier ones.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s, Int64s, Start
+from baton.core.request import Tokens
 from baton.executor.contract import ExecutorShape
+from baton.executor.drafts import Drafts
 
 NO_BLOCK = -1
 """Marks an entry of a block table that was never grown; block ids start at 0."""
@@ -77,7 +79,21 @@ class SlotTable:
         size = self.shape.block_size
         return bool((self.table[slot, begin // size : -(-end // size)] != NO_BLOCK).all())
 
-    def advance(self, slots: Int32s, tokens: npt.NDArray[np.int32]) -> None:
-        """Append one sampled token to each slot."""
-        self.tokens[slots, self.known[slots]] = tokens
-        self.known[slots] += 1
+    def room(self, slots: Int32s, tokens: int) -> Int64s:
+        """How many of the next so many positions after the last known token's have a block, in each of these slots."""
+        positions = self.known[slots][:, None] + np.arange(tokens)
+        at = np.minimum(positions // self.shape.block_size, self.table.shape[1] - 1)
+        present = self.table[slots[:, None], at] != NO_BLOCK
+        return np.asarray(np.logical_and.accumulate(present, axis=1).sum(axis=1), dtype=np.int64)
+
+    def draft(self, slots: Int32s, drafts: Drafts) -> None:
+        """Put drafts behind what is known, for a step to read; they are not known for that."""
+        rows, nth = drafts.within.nonzero()
+        self.tokens[slots[rows], self.known[slots[rows]] + nth] = drafts.tokens[rows, nth]
+
+    def append(self, slots: Int32s, tokens: Tokens, counts: Int32s) -> None:
+        """Append to each of these distinct slots its `counts[i]` tokens, which come slot after slot."""
+        rows = np.repeat(slots, counts)
+        nth = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.tokens[rows, self.known[rows] + nth] = tokens
+        self.known[slots] += counts

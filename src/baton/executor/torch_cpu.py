@@ -2,13 +2,15 @@
 
 It owns the model, the KV pool and the slot table, and promises what `core.plan` says: stops, copies, starts and grows in
 that order, then one packed forward for all chunks and decodes, then one row of outcome for each stop, chunk and decode. A
-token it samples is in its table at once, so the next decode needs nothing from the scheduler. It knows nothing of
-requests, caches or clients.
+token it samples is in its table at once, so the next decode needs nothing from the scheduler. Where decodes may yield
+several tokens, drafts of a proposer are fed along, and what of them stands is yielded (see `drafts`); the KV of those that
+do not is overwritten by the next decode. It knows nothing of requests, caches or clients.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -23,9 +25,11 @@ import numpy as np
 import torch
 
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Int32s, Int64s, Outcome, StepPlan, StepResult
+from baton.core.plan import NO_INT32S, Int32s, Int64s, Logprobs, Outcome, StepPlan, StepResult
+from baton.core.request import NO_TOKENS, Tokens
 from baton.executor.attention import AttentionContext, GatherAttention
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
+from baton.executor.drafts import Drafts, Naive, Proposer, accepted, no_drafts
 from baton.executor.fingerprint import fingerprint_model
 from baton.executor.kv import KvPool, blocks_for_memory, kv_bytes_per_block
 from baton.executor.loading import LoadedModel, forward, load_model
@@ -33,7 +37,7 @@ from baton.executor.native import LANES, Kernels, load_kernels
 from baton.executor.native_attention import NativeAttention, serves
 from baton.executor.packing import Feed, PackedBatch, pack
 from baton.executor.probe import fuse_model
-from baton.executor.sampling import Sampled, Sampler
+from baton.executor.sampling import Sampler
 from baton.executor.slots import NO_BLOCK, SlotTable
 from baton.executor.support import UnsupportedModel
 
@@ -45,6 +49,7 @@ NICENESS = 5
 """By how much computing yields to everything else."""
 NOTHING_RAN = 0
 """The `base_step` of the first plan an executor ever gets."""
+NAIVE = Naive()
 
 
 @dataclass(slots=True)
@@ -63,13 +68,36 @@ class _Work:
 
     chunks: list[Feed]
     decode_slots: Int32s
-    sampled_rows: Int32s
-    """Row of the answer for each sampled token, in the order of the packed batch."""
+    drafts: Drafts
+    """Of the decodes."""
+    rows: Int32s
+    """Row of the answer for each sequence that samples: chunks, then decodes."""
 
     @property
-    def sampled_slots(self) -> Int32s:
+    def slots(self) -> Int32s:
+        """Of each sequence that samples."""
         chunk_slots = np.array([feed.slot for feed in self.chunks if feed.samples], dtype=np.int32)
         return np.concatenate([chunk_slots, self.decode_slots]).astype(np.int32)
+
+    @property
+    def draws(self) -> Int32s:
+        """How many tokens are drawn for each sequence that samples."""
+        chunk_draws = np.ones(len(self.rows) - len(self.decode_slots), dtype=np.int32)
+        return np.concatenate([chunk_draws, 1 + self.drafts.counts])
+
+
+@dataclass(frozen=True, slots=True)
+class _Yield:
+    """What came of the sequences that sample, in their order."""
+
+    tokens: Tokens
+    """Of all of them, end to end."""
+    counts: Int32s
+    logprobs: tuple[Logprobs, ...]
+    """Their `row` is the place of the sequence."""
+
+
+NOTHING = _Yield(NO_TOKENS, NO_INT32S, ())
 
 
 class TorchCpuExecutor:
@@ -81,8 +109,12 @@ class TorchCpuExecutor:
         kernels: Kernels | None,
         thread: ThreadPoolExecutor,
         allocate: Allocate = zeroed,
+        proposer: Proposer = NAIVE,
     ) -> None:
-        """With `kernels` attention is native, without them gathered; the pool then belongs to that way for good."""
+        """With `kernels` attention is native, without them gathered; the pool then belongs to that way for good.
+
+        `proposer` is asked only where the shape allows for more than one token a decode.
+        """
         self.shape = shape
         self.vocabulary = loaded.vocabulary
         self.fingerprint = fingerprint
@@ -94,6 +126,7 @@ class TorchCpuExecutor:
         self._kv = KvPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype, allocate)
         self.on_layer: LayerDone | None = None
         self._sampler = Sampler(shape.slots, loaded.vocabulary, torch.device("cpu"))
+        self._proposer = proposer
         self._last_step = NOTHING_RAN
         self._in_doubt = False
         self._thread = thread
@@ -112,6 +145,8 @@ class TorchCpuExecutor:
         context_tokens: int | None = None,
         attention: str = "auto",
         allocate: Allocate = zeroed,
+        burst: int = 1,
+        proposer: Proposer = NAIVE,
     ) -> TorchCpuExecutor:
         """Read a model folder. `blocks` wins over `kv_memory_bytes`; the context defaults to what the model was made for."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
@@ -126,9 +161,10 @@ class TorchCpuExecutor:
             blocks=blocks_for_memory(kv_memory_bytes, bytes_per_block) if blocks is None else blocks,
             block_size=block_size,
             context_tokens=min(context_tokens or loaded.context_tokens, loaded.context_tokens),
+            burst=burst,
         )
         layout = f"block outermost, {'gathered' if kernels is None else 'native'}, block_size={block_size}"
-        return cls(loaded, shape, fingerprint_model(path, dtype, layout), kernels, thread, allocate)
+        return cls(loaded, shape, fingerprint_model(path, dtype, layout), kernels, thread, allocate, proposer)
 
     @property
     def kv(self) -> KvView:
@@ -164,8 +200,8 @@ class TorchCpuExecutor:
         answer = self._begin_answer(plan)
         self._change_slots(plan, answer)
         work = self._choose_work(plan, answer)
-        sampled = self._compute(plan.step, work)
-        return self._finish_answer(plan, answer, work, sampled)
+        yielded = self._compute(plan.step, work)
+        return self._finish_answer(plan, answer, work, yielded)
 
     def _begin_answer(self, plan: StepPlan) -> _Answer:
         named = [(stop.slot, stop.epoch) for stop in plan.stops] + [(chunk.slot, chunk.epoch) for chunk in plan.chunks]
@@ -207,7 +243,8 @@ class TorchCpuExecutor:
             if samples:
                 sampled_rows.append(row)
         decode_slots, decode_rows = self._choose_decodes(plan, answer)
-        return _Work(chunks, decode_slots, np.concatenate([np.array(sampled_rows, dtype=np.int32), decode_rows]))
+        rows = np.concatenate([np.array(sampled_rows, dtype=np.int32), decode_rows])
+        return _Work(chunks, decode_slots, self._draft(decode_slots), rows)
 
     def _judge(self, slot: int, begin: int, end: int, samples: bool) -> Outcome:
         known, computed = int(self._slots.known[slot]), int(self._slots.computed[slot])
@@ -237,18 +274,41 @@ class TorchCpuExecutor:
         runs = ~dry & (table.known[slots] < table.limits[slots])
         return slots[runs], rows[runs]
 
-    def _compute(self, step: int, work: _Work) -> Sampled | None:
+    def _draft(self, slots: Int32s) -> Drafts:
+        """What these slots may go on with, no more of it than their limits and blocks have room for."""
+        table, most = self._slots, self.shape.burst - 1
+        if not most or not len(slots):
+            return no_drafts(len(slots))
+        proposed = self._proposer.propose(table.tokens, slots, table.known[slots])
+        left = table.limits[slots] - table.known[slots] - 1  # one token is yielded whatever the drafts are
+        drafts = proposed.cut(np.minimum(left, table.room(slots, most)))
+        table.draft(slots, drafts)
+        return drafts
+
+    def _compute(self, step: int, work: _Work) -> _Yield:
         if not work.chunks and not len(work.decode_slots):
-            return None
-        batch = pack(self._slots, work.chunks, work.decode_slots)
+            return NOTHING
+        batch = pack(self._slots, work.chunks, work.decode_slots, work.drafts.counts)
         logits = forward(self._model, batch.ids, batch.positions, batch.logit_rows, self._attention(step, batch))
         self._mark_computed(work)
-        slots = work.sampled_slots
-        if not len(slots):
-            return None
-        sampled = self._sampler.sample(logits.to(self._logits_dtype), slots, self._slots.known[slots])
-        self._slots.advance(slots, sampled.tokens)
-        return sampled
+        yielded = self._draw(logits.to(self._logits_dtype), work) if len(work.rows) else NOTHING
+        self._slots.append(work.slots, yielded.tokens, yielded.counts)
+        self._slots.computed[work.decode_slots] = self._slots.known[work.decode_slots] - 1
+        return yielded
+
+    def _draw(self, logits: torch.Tensor, work: _Work) -> _Yield:
+        """A token for each row of logits, and which of them stand."""
+        draws = work.draws
+        sequences = np.repeat(np.arange(len(draws)), draws)
+        nth = np.arange(len(sequences)) - np.repeat(np.cumsum(draws) - draws, draws)
+        slots = work.slots[sequences]
+        sampled = self._sampler.sample(logits, slots, self._slots.known[slots] + nth)
+        of_decodes = sampled.tokens[len(draws) - len(work.decode_slots) :]
+        counts = np.ones(len(draws), dtype=np.int32)
+        counts[len(draws) - len(work.decode_slots) :] += accepted(of_decodes, work.drafts)
+        stands = nth < counts[sequences]
+        lines = [replace(line, row=int(sequences[line.row])) for line in sampled.logprobs if stands[line.row]]
+        return _Yield(sampled.tokens[stands], counts, _joined(lines))
 
     def _attention(self, step: int, batch: PackedBatch) -> AttentionContext:
         written = None if self.on_layer is None else partial(self.on_layer, step)
@@ -260,26 +320,41 @@ class TorchCpuExecutor:
         for feed in work.chunks:
             self._slots.computed[feed.slot] = max(feed.end, int(self._slots.computed[feed.slot]))
             self._slots.starved[feed.slot] = False
-        self._slots.computed[work.decode_slots] = self._slots.known[work.decode_slots]
         self._slots.starved[work.decode_slots] = False
 
-    def _finish_answer(self, plan: StepPlan, answer: _Answer, work: _Work, sampled: Sampled | None) -> StepResult:
+    def _finish_answer(self, plan: StepPlan, answer: _Answer, work: _Work, yielded: _Yield) -> StepResult:
         counts = np.zeros(len(answer.slots), dtype=np.int32)
-        counts[work.sampled_rows] = 1
+        counts[work.rows] = yielded.counts
         present = answer.outcomes != Outcome.NOTHING_EMPTY_SLOT
         present[: len(plan.stops)] = False
         answer.known[present] = self._slots.known[answer.slots[present]]
-        logprobs = () if sampled is None else sampled.logprobs
         return StepResult(
             step=plan.step,
             slots=answer.slots,
             epochs=answer.epochs,
             outcomes=answer.outcomes,
             counts=counts,
-            tokens=np.empty(0, dtype=np.int32) if sampled is None else sampled.tokens,
+            tokens=yielded.tokens,
             known=answer.known,
-            logprobs=tuple(replace(line, row=int(work.sampled_rows[line.row])) for line in logprobs),
+            logprobs=tuple(replace(line, row=int(work.rows[line.row])) for line in yielded.logprobs),
+            drafted=self._drafted(answer, work),
         )
+
+    def _drafted(self, answer: _Answer, work: _Work) -> Int32s:
+        if self.shape.burst == 1:
+            return NO_INT32S
+        drafted = np.zeros(len(answer.slots), dtype=np.int32)
+        drafted[work.rows[len(work.rows) - len(work.decode_slots) :]] = work.drafts.counts
+        return drafted
+
+
+def _joined(lines: list[Logprobs]) -> tuple[Logprobs, ...]:
+    """One for each row, out of those of its tokens, which come one after the other."""
+    joined = []
+    for row, group in itertools.groupby(lines, key=lambda line: line.row):
+        chosen, top_ids, top = zip(*((line.chosen, line.top_ids, line.top) for line in group), strict=True)
+        joined.append(Logprobs(row, np.concatenate(chosen), np.concatenate(top_ids), np.concatenate(top)))
+    return tuple(joined)
 
 
 def _prepare(path: Path, dtype: str, attention: str, block_size: int) -> tuple[LoadedModel, Kernels | None]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from baton.core.config import ROLES, BadConfig, HandoverConfig, TierConfig, WorkerConfig
 from baton.core.plan import StepPlan, StepResult
 from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
+from baton.executor.drafts import Naive, Ngrams, Proposer
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.scripted_text import BYTE_VOCABULARY
-from baton.node.settings import EngineSettings
+from baton.node.settings import EngineSettings, Speculate
 
 SCRIPTED_LAYERS = 4
 """So that hand-overs of the scripted executor have layers to take apart."""
@@ -19,6 +20,7 @@ RENEWALS_A_LEASE = 4
 
 def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tuple[Executor, str]:
     """The executor that the settings ask for, and a line about it for the operator."""
+    proposer = build_proposer(settings)  # first: loading a model takes long, and the settings may be wrong
     if settings.model_folder is None:
         return _scripted(settings, allocate), "scripted executor, no model"
     # Imported here because torch takes seconds, and the scripted executor must not pay for it.
@@ -38,8 +40,32 @@ def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tup
         context_tokens=settings.context_tokens,
         attention=settings.attention,
         allocate=allocate,
+        burst=settings.burst,
+        proposer=proposer,
     )
-    return executor, f"{settings.dtype} on CPU"
+    return executor, f"{settings.dtype} on CPU" + (f", {proposer}" if settings.burst > 1 else "")
+
+
+def build_proposer(settings: EngineSettings) -> Proposer:
+    """Who guesses tokens, checked against the sizes that bound a decode."""
+    if settings.burst > 1:
+        _check_drafts(settings)
+    if settings.speculate is not Speculate.NGRAM:
+        return Naive()
+    return Ngrams(settings.draft_tokens, settings.ngram_min, settings.ngram_max)
+
+
+def _check_drafts(settings: EngineSettings) -> None:
+    if settings.burst > settings.block_size:
+        raise BadConfig(
+            f"--draft-tokens ({settings.draft_tokens}) must be less than --block-size ({settings.block_size}), "
+            "so that a decode never needs more than one new block"
+        )
+    if settings.step_tokens < settings.slots * settings.burst:
+        raise BadConfig(
+            f"--max-num-batched-tokens ({settings.step_tokens}) must be at least --max-num-seqs × (1 + --draft-tokens) "
+            f"({settings.slots} × {settings.burst}), so that every running request can decode in every step"
+        )
 
 
 def _scripted(settings: EngineSettings, allocate: Allocate) -> Executor:

@@ -108,6 +108,8 @@ class EngineClient:
         self._gauges = Gauges()
         self.tokens_made = 0
         """Since the start, for whomever."""
+        self._drafts = 0, 0
+        """Fed, and proved right, since the start."""
         self._traffic = PeerTraffic({}, 0)
         self._store_traffic = StoreTraffic()
         self._tasks: list[asyncio.Task[None]] = []
@@ -231,7 +233,15 @@ class EngineClient:
             stored_bytes=store.stored_bytes,
             fetched_bytes=store.fetched_bytes,
         )
-        return replace(self._gauges, storage=storage, refused_connections=peers.refused, arrived_bytes=peers.arrived_bytes)
+        drafted, accepted = self._drafts
+        return replace(
+            self._gauges,
+            storage=storage,
+            refused_connections=peers.refused,
+            arrived_bytes=peers.arrived_bytes,
+            draft_tokens=drafted,
+            accepted_draft_tokens=accepted,
+        )
 
     @property
     def open_requests(self) -> int:
@@ -326,6 +336,7 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
             self.tokens_made += len(message.tokens) // 4  # each has four bytes
+            self._drafts = message.draft_tokens, message.accepted_draft_tokens
         if isinstance(message, StepOutput | Pulse):
             self._gauges = _gauges_of(message.gauges, self._settings)
         elif isinstance(message, PeerTraffic):

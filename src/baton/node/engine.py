@@ -56,6 +56,7 @@ from baton.wire.messages import (
     TellNames,
     decode_to_engine,
     encode_from_engine,
+    gauges_output,
     pulse,
     wire_gauges,
 )
@@ -179,7 +180,7 @@ class EngineLoop:
     def _report(self, now_us: int) -> None:
         self._report_us = now_us + TRAFFIC_US
         if self._gauges_changed:
-            self._send(StepOutput(b"", b"", b"", (), (), (), wire_gauges(self._worker.gauges())))
+            self._send(gauges_output(self._worker.gauges()))
         for others in (self._handovers, self._storage):
             if others is not None and (traffic := others.traffic()) != self._traffic[type(traffic)]:
                 self._traffic[type(traffic)] = traffic

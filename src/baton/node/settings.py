@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from baton.core.config import MIXED, ROLES, BringBack, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
@@ -9,6 +11,16 @@ from baton.core.config import MIXED, ROLES, BringBack, OnPreempt, PrefillPath, R
 DEFAULT_PEER_PORT = 8100
 STAGING_BYTES = 1 << 30
 """Host memory of an instance with a store for which none is set: what is on its way there and back lies in it."""
+
+
+class Speculate(StrEnum):
+    """Who guesses tokens ahead of a decode."""
+
+    OFF = "off"
+    NAIVE = "naive"
+    """Nobody, but every decode is planned and computed as if somebody did."""
+    NGRAM = "ngram"
+    """What is known of the sequence: it may repeat itself."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +41,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_tokens: int | None = None
     step_tokens: int = 2048
     depth: int = 2
-    burst: int = 1
+    speculate: Speculate = Speculate.OFF
+    draft_tokens: int = 4
+    """The most that are guessed for one decode."""
+    ngram_min: int = 2
+    ngram_max: int = 5
     waiting_max: int = 1024
     prefix_cache: bool = True
     reserve: ReservePolicy = ReservePolicy.NEW_TOKEN_RATIO
@@ -69,6 +85,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bring_back: BringBack = BringBack.CHEAPEST
     step_ms: float = 0.0
     """Scripted only: how long a step takes at least."""
+
+    @property
+    def burst(self) -> int:
+        """The most tokens that one decode may yield in one step."""
+        return 1 if self.speculate is Speculate.OFF else 1 + self.draft_tokens
 
     @property
     def host_bytes(self) -> int:

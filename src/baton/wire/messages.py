@@ -216,7 +216,7 @@ class WireEnded(msgspec.Struct, array_like=True, frozen=True):
     """What ended the attempt, with the reason RESCHEDULE."""
 
 
-class StepOutput(msgspec.Struct, tag="step", frozen=True):
+class StepOutput(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """What a step brought. Row i of `serials` yields `counts[i]` of `tokens`, row after row."""
 
     serials: bytes
@@ -227,6 +227,9 @@ class StepOutput(msgspec.Struct, tag="step", frozen=True):
     """(serial, cached tokens) of each request whose first token this is."""
     ended: tuple[WireEnded, ...]
     gauges: WireGauges
+    draft_tokens: int = 0
+    """Of all steps since the start. For the instance itself: a router is not told."""
+    accepted_draft_tokens: int = 0
 
 
 class PeerTraffic(msgspec.Struct, tag="peer_traffic", frozen=True):
@@ -372,12 +375,20 @@ def step_output(settled: Settled, gauges: SchedulerGauges) -> StepOutput:
         tuple((item.serial, item.cached_tokens) for item in settled.started),
         tuple(_wire_ended(item) for item in settled.ended),
         wire_gauges(gauges),
+        gauges.draft_tokens,
+        gauges.accepted_draft_tokens,
     )
 
 
 def ended_output(ended: EndedRequest, gauges: SchedulerGauges) -> StepOutput:
     """The end of a request that waited, in the shape of a step that yielded nothing."""
-    return StepOutput(b"", b"", b"", (), (), (_wire_ended(ended),), wire_gauges(gauges))
+    return msgspec.structs.replace(gauges_output(gauges), ended=(_wire_ended(ended),))
+
+
+def gauges_output(gauges: SchedulerGauges) -> StepOutput:
+    """How the engine stands, in the shape of a step that brought nothing."""
+    drafts = (gauges.draft_tokens, gauges.accepted_draft_tokens)
+    return StepOutput(b"", b"", b"", (), (), (), wire_gauges(gauges), *drafts)
 
 
 def pulse(gauges: SchedulerGauges, computing: bool, changes: Changes) -> Pulse:
