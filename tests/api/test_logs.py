@@ -132,6 +132,19 @@ def test_the_state_is_logged_while_there_is_work_and_once_after_a_change(
     ]
 
 
+def test_drafts_are_in_the_lines_once_there_are_any(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.engine")
+    engine.gauges = Gauges(running=1)
+    log = StateLog(engine, lambda: 0, now_s=10.0)
+    log.tick(11.0)
+    for drafted, accepted in ((40, 25), (100, 30), (100, 30)):
+        engine.gauges = replace(engine.gauges, draft_tokens=drafted, accepted_draft_tokens=accepted)
+        log.tick(12.0)
+    assert [line.partition("tokens_per_s=0.0")[2] for line in caplog.messages] == [
+        "", " drafts=40 accepted=25", " drafts=60 accepted=5", " drafts=0 accepted=0",
+    ]  # fmt: skip
+
+
 def arriving(gauges: Gauges, leased: int, receiving: int) -> Gauges:
     return replace(gauges, blocks=dict(gauges.blocks) | {"leased": leased, "receiving": receiving})
 
@@ -188,6 +201,14 @@ def test_metrics_tell_preemptions_by_cause_and_policy(served: Served) -> None:
     assert page['baton_chunk_prefill_unsatisfied_total{model_name="tiny"}'] == "5.0"
     assert page['baton_reserve_ratio{model_name="tiny"}'] == "0.25"
     assert page['baton_stale_results_total{model_name="tiny"}'] == "0.0"
+
+
+def test_metrics_tell_how_many_drafts_were_made_and_accepted(served: Served, engine: ScriptedEngine) -> None:
+    assert samples(served)['baton_draft_tokens_total{model_name="tiny"}'] == "0.0"
+    engine.gauges = replace(engine.gauges, draft_tokens=40, accepted_draft_tokens=25)
+    page = samples(served)
+    assert page['baton_draft_tokens_total{model_name="tiny"}'] == "40.0"
+    assert page['baton_accepted_draft_tokens_total{model_name="tiny"}'] == "25.0"
 
 
 def test_metrics_tell_the_role_peers_and_hand_overs(served: Served, engine: ScriptedEngine) -> None:

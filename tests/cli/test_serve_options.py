@@ -16,7 +16,7 @@ from baton.cli import serve as serve_module
 from baton.cli.main import app
 from baton.cli.serve import LogLevel, log_to_stderr
 from baton.core.config import BringBack, ReservePolicy, VictimPolicy, WorkerConfig
-from baton.node.settings import EngineSettings
+from baton.node.settings import EngineSettings, Speculate
 
 Settings = dict[str, Any]
 
@@ -107,6 +107,21 @@ def test_every_option_of_an_instance_with_peers_is_a_flag_and_a_key_of_the_file(
     assert (engine.transfer, engine.on_preempt) == ("tcp", "reschedule")
     assert (engine.prefill_timeout_s, engine.lease_s, flags["cluster_key_file"]) == (5.0, 1.5, "key")
     assert serve("--config", path) == flags
+
+
+def test_every_option_of_drafts_is_a_flag_and_a_key_of_the_file(serve: Serve, file: Write) -> None:
+    flags = serve("--speculate", "ngram", "--draft-tokens", "6", "--ngram-min", "3", "--ngram-max", "7")
+    engine: EngineSettings = flags["engine"]
+    assert (engine.speculate, engine.draft_tokens, engine.ngram_min, engine.ngram_max) == (Speculate.NGRAM, 6, 3, 7)
+    assert engine.burst == 7
+    path = file('speculate = "ngram"\ndraft-tokens = 6\nngram-min = 3\nngram-max = 7')
+    assert serve("--config", path) == flags
+
+
+def test_a_decode_yields_one_token_unless_somebody_may_guess(serve: Serve) -> None:
+    bursts = {name: serve("--speculate", name, "--draft-tokens", "3")["engine"].burst for name in ("off", "naive", "ngram")}
+    assert bursts == {"off": 1, "naive": 4, "ngram": 4}
+    assert "draft-tokens" in serve.error("--speculate", "ngram", "--draft-tokens", "0")
 
 
 def test_every_option_of_kv_beyond_the_pool_is_a_flag_and_a_key_of_the_file(serve: Serve, file: Write) -> None:

@@ -14,6 +14,7 @@ from baton.core.plan import Chunk, Copy, Outcome, Start, StepPlan, Stop
 from baton.core.request import frozen_tokens
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.counting import CountingExecutor
+from baton.executor.drafts import Naive, Ngrams, Proposer
 from baton.executor.scripted import ScriptedExecutor
 from baton.executor.torch_cpu import TorchCpuExecutor
 from tests.support.planner import GREEDY, Planner, generate
@@ -36,6 +37,25 @@ def _torch_cpu(folder: Path) -> Executor:
     )
 
 
+def _scripted_in_bursts(_: Path) -> Executor:
+    return ScriptedExecutor(replace(SHAPE, burst=3), vocabulary=97)
+
+
+def _torch_cpu_drafting(folder: Path, proposer: Proposer) -> Executor:
+    return TorchCpuExecutor.load(
+        folder, dtype="float64", slots=SHAPE.slots, blocks=SHAPE.blocks, block_size=SHAPE.block_size, context_tokens=64,
+        burst=4, proposer=proposer,
+    )  # fmt: skip
+
+
+def _torch_cpu_ngrams(folder: Path) -> Executor:
+    return _torch_cpu_drafting(folder, Ngrams(drafts=3, ngram_min=1, ngram_max=3))
+
+
+def _torch_cpu_naive(folder: Path) -> Executor:
+    return _torch_cpu_drafting(folder, Naive())
+
+
 def _counting(_: Path) -> Executor:
     # Its tokens say only how far an answer is: the stop token in the middle moves if one is lost, repeated or forgotten.
     return CountingExecutor(SHAPE, lambda _seed: 5)
@@ -44,7 +64,10 @@ def _counting(_: Path) -> Executor:
 EXECUTORS: dict[str, Callable[[Path], Executor]] = {
     "scripted": _scripted,
     "scripted_in_layers": _scripted_in_layers,
+    "scripted_in_bursts": _scripted_in_bursts,
     "torch_cpu": _torch_cpu,
+    "torch_cpu_ngrams": _torch_cpu_ngrams,
+    "torch_cpu_naive": _torch_cpu_naive,
     "counting": _counting,
 }
 

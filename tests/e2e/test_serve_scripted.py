@@ -46,6 +46,15 @@ def test_tokens_over_http_are_exactly_the_undisturbed_ones(server: ServerProcess
     assert answer["choices"][0]["token_ids"] == undisturbed(prompt, sampling, 64, BYTE_VOCABULARY)
 
 
+def test_several_tokens_a_step_are_exactly_the_undisturbed_ones() -> None:
+    prompt = list(range(100))
+    sampling = Sampling(seed=5, stop_token_ids=(BYTE_VOCABULARY - 1,))
+    with baton_serve(*SCRIPTED, "--speculate", "ngram", "--draft-tokens", "3") as server:
+        answer = ask(server.url, prompt=prompt, max_tokens=64, seed=5, temperature=1, return_token_ids=True).json()
+        assert answer["choices"][0]["token_ids"] == undisturbed(prompt, sampling, 64, BYTE_VOCABULARY)
+        assert server.metric("baton_engine_steps_total") < 64
+
+
 def test_the_official_client_streams_with_usage(server: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     stream = client.chat.completions.create(
@@ -162,6 +171,12 @@ def _wait_readable(descriptor: int) -> None:
         (("--kv-memory", "lots"), "not a size"),
         (("--max-num-batched-tokens", "8"), "step_tokens"),
         (("--block-size", "0"), "block-size"),
+        (("--speculate", "ngram", "--draft-tokens", "16"), "must be less than --block-size (16)"),
+        (
+            ("--speculate", "naive", "--max-num-batched-tokens", "319"),
+            "must be at least --max-num-seqs × (1 + --draft-tokens)",
+        ),
+        (("--speculate", "ngram", "--ngram-max", "1"), "ngram_min (2) and ngram_max (1)"),
         (("--no-such-option",), "No such option"),
         (("--api-key", ""), "API key is empty"),
         (("--chat-template", "/nowhere.jinja"), "nowhere.jinja"),

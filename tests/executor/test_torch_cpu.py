@@ -15,8 +15,9 @@ from tests.support.planner import GREEDY, Planner
 from tests.support.tiny import family_config, save_random
 
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Chunk, Outcome, Start, StepPlan, Stop
+from baton.core.plan import Chunk, Int32s, Int64s, Outcome, Start, StepPlan, Stop
 from baton.core.request import Sampling, frozen_tokens
+from baton.executor.drafts import Drafts
 from baton.executor.fingerprint import fingerprint_model, model_mark
 from baton.executor.torch_cpu import NICENESS, TorchCpuExecutor
 
@@ -132,6 +133,45 @@ def test_no_token_past_the_limit(executor: TorchCpuExecutor) -> None:
     last = executor.collect()
     assert last.counts.tolist() == [0]
     assert last.known.tolist() == [4]
+
+
+class Insistent:
+    """Guesses the same token again and again."""
+
+    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> Drafts:
+        return Drafts(np.ones((len(slots), 9), dtype=np.int32), np.full(len(slots), 9, dtype=np.int32))
+
+    def __str__(self) -> str:
+        return "ones"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "limit", "burst", "fed"),
+    [([0, 1], 100, 5, 4), ([0], 100, 5, 1), ([0, 1], 9, 5, 1), ([0, 1], 8, 5, 0), ([0, 1, 2], 100, 12, 9)],
+    ids=["all", "no block for more", "limit for one more", "limit here", "several blocks"],
+)
+def test_drafts_are_as_many_as_burst_limit_and_blocks_allow(
+    folder: Path, blocks: list[int], limit: int, burst: int, fed: int
+) -> None:
+    executor = TorchCpuExecutor.load(
+        folder, dtype="float32", slots=4, blocks=40, block_size=BLOCK_SIZE, burst=burst, proposer=Insistent()
+    )
+    chunks = (Chunk(1, 1, 0, 6, samples=True),)
+    executor.launch(StepPlan(1, 0, starts=(start(1, 1, 6, blocks, limit=limit),), chunks=chunks))
+    executor.launch(StepPlan(2, 1, stops=(Stop(3, 1),), **decodes((1, 1), (2, 7))))
+    first, second = executor.collect(), executor.collect()
+    executor.close()
+    assert first.drafted.tolist() == [0]
+    assert second.drafted.tolist() == [0, fed, 0]
+    assert second.drafts == fed
+    assert 1 <= second.counts[1] <= 1 + fed
+    assert second.known[1] == 7 + second.counts[1] <= limit
+
+
+def test_an_executor_that_yields_one_token_a_decode_says_nothing_of_drafts(executor: TorchCpuExecutor) -> None:
+    executor.launch(StepPlan(1, 0, starts=(start(0, 1, 5, [0]),), chunks=(Chunk(0, 1, 0, 5, samples=True),)))
+    executor.launch(StepPlan(2, 1, **decodes((0, 1))))
+    assert [len(executor.collect().drafted) for _ in range(2)] == [0, 0]
 
 
 def test_a_gap_in_the_steps_is_refused_at_collect(executor: TorchCpuExecutor) -> None:

@@ -157,6 +157,17 @@ def test_what_is_beyond_the_pool_survives_the_wire() -> None:
     assert msgspec.structs.asdict(said.storage) == asdict(storage)
 
 
+def test_drafts_survive_the_wire_and_weigh_nothing_where_there_are_none() -> None:
+    ended = EndedRequest(Serial(1), FinishReason.STOP, 3, Bill())
+    said = _said_again(ended, replace(GAUGES, draft_tokens=300, accepted_draft_tokens=200))
+    assert (said.draft_tokens, said.accepted_draft_tokens) == (300, 200)
+    none = messages.encode_from_engine(messages.ended_output(ended, GAUGES))
+    assert b"draft" not in none
+    back = messages.decode_from_engine(none)
+    assert isinstance(back, messages.StepOutput)
+    assert (back.draft_tokens, back.accepted_draft_tokens) == (0, 0)
+
+
 def test_leased_and_receiving_blocks_and_hand_overs_survive_the_wire() -> None:
     gauges = SchedulerGauges(
         1,
