@@ -1,4 +1,4 @@
-"""`baton serve --speculate` with a real model in float64: over HTTP, exactly the answers of an instance that never guesses."""
+"""`baton serve --speculate` with a real model in float64: exactly the answers of an instance that never guesses."""
 
 from __future__ import annotations
 
