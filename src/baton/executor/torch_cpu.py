@@ -80,10 +80,14 @@ class _Work:
         return np.concatenate([chunk_slots, self.decode_slots]).astype(np.int32)
 
     @property
+    def first_decode(self) -> int:
+        """Its place among the sequences that sample."""
+        return len(self.rows) - len(self.decode_slots)
+
+    @property
     def draws(self) -> Int32s:
         """How many tokens are drawn for each sequence that samples."""
-        chunk_draws = np.ones(len(self.rows) - len(self.decode_slots), dtype=np.int32)
-        return np.concatenate([chunk_draws, 1 + self.drafts.counts])
+        return np.concatenate([np.ones(self.first_decode, dtype=np.int32), 1 + self.drafts.counts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,9 +307,8 @@ class TorchCpuExecutor:
         nth = np.arange(len(sequences)) - np.repeat(np.cumsum(draws) - draws, draws)
         slots = work.slots[sequences]
         sampled = self._sampler.sample(logits, slots, self._slots.known[slots] + nth)
-        of_decodes = sampled.tokens[len(draws) - len(work.decode_slots) :]
         counts = np.ones(len(draws), dtype=np.int32)
-        counts[len(draws) - len(work.decode_slots) :] += accepted(of_decodes, work.drafts)
+        counts[work.first_decode :] += accepted(sampled.tokens[work.first_decode :], work.drafts)
         stands = nth < counts[sequences]
         lines = [replace(line, row=int(sequences[line.row])) for line in sampled.logprobs if stands[line.row]]
         return _Yield(sampled.tokens[stands], counts, _joined(lines))
@@ -344,7 +347,7 @@ class TorchCpuExecutor:
         if self.shape.burst == 1:
             return NO_INT32S
         drafted = np.zeros(len(answer.slots), dtype=np.int32)
-        drafted[work.rows[len(work.rows) - len(work.decode_slots) :]] = work.drafts.counts
+        drafted[work.rows[work.first_decode :]] = work.drafts.counts
         return drafted
 
 
