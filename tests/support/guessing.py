@@ -40,7 +40,7 @@ class Oracle:
 
     def _told(self, token: int) -> int:
         self._made += 1
-        return token ^ 1 if self._lies and self._made % self._lies == 0 else token
+        return abs(token - 1) if self._lies and self._made % self._lies == 0 else token
 
     def __str__(self) -> str:
         return "the answers"
