@@ -206,7 +206,7 @@ def test_closing_twice_is_harmless(make: Callable[[], Executor]) -> None:
 
 def test_the_layers_of_a_block_lie_side_by_side_and_fill_it(make_with_kv: Callable[[], Executor]) -> None:
     executor = make_with_kv()
-    pool, layers, _ = executor.kv
+    pool, layers, *_ = executor.kv
     assert pool.shape[0] == executor.shape.blocks
     assert [begin for begin, _ in layers] == [0, *(end for _, end in layers[:-1])]
     assert layers[-1][1] == pool.shape[1]

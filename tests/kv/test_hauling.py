@@ -17,7 +17,7 @@ from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s
 from baton.core.prefix import KEY_BYTES, Key
 from baton.core.storage import Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put, StorageEvent
-from baton.kv.contract import Bytes2d
+from baton.kv.blocks import Bytes2d
 from baton.kv.hauling import ALIGNMENT, CLOSE_S, HANGS, StoreHauler, StoreTally
 from baton.kv.host import HostMemory
 from baton.kv.store import BadStore, Store

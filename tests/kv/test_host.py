@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,32 +12,45 @@ import pytest
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s
 from baton.core.storage import CopyIn, CopyOut, Haul, Hauled, HaulFenced, StorageEvent
-from baton.kv.contract import Bytes2d
+from baton.kv.blocks import Bytes2d, HostBlocks
 from baton.kv.host import Copier, Grip, HostMemory
 
 DEADLINE_S = 20
 BLOCKS, ROWS, BLOCK_BYTES = 8, 6, 32
 
 
-class GatedPool(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A pool that says which block is touched, and waits there until the test lets it go on."""
+class GatedBlocks(HostBlocks):
+    """Blocks that say which are being copied, and wait there until the test lets them go on."""
 
-    reached: queue.SimpleQueue[int]
-    gate: threading.Semaphore
+    def __init__(self, pool: Bytes2d, at_once: int = 1) -> None:
+        super().__init__(pool)
+        self.run_bytes = at_once * BLOCK_BYTES
+        self.reached: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self.gate = threading.Semaphore(0)
 
-    def __getitem__(self, block: Any) -> Any:
-        self.reached.put(block)
+    def read(self, blocks: Int32s, rows: Int32s, host: Bytes2d, begin: int, end: int) -> None:
+        self._wait(blocks)
+        super().read(blocks, rows, host, begin, end)
+
+    def write(self, blocks: Int32s, rows: Int32s, host: Bytes2d, begin: int, end: int) -> None:
+        self._wait(blocks)
+        super().write(blocks, rows, host, begin, end)
+
+    def _wait(self, blocks: Int32s) -> None:
+        self.reached.put(blocks.tolist())
         if not self.gate.acquire(timeout=DEADLINE_S):
-            raise TimeoutError(f"nobody let block {block} go")
-        return np.asarray(self)[block]
+            raise TimeoutError(f"nobody let blocks {blocks} go")
+
+    def next(self) -> list[int]:
+        return self.reached.get(timeout=DEADLINE_S)
 
 
 class Bench:
-    def __init__(self, pool: Bytes2d) -> None:
+    def __init__(self, pool: Bytes2d, blocks: HostBlocks | None = None) -> None:
         self.pool = pool
         self.memory = HostMemory(ROWS, BLOCK_BYTES)
         self._told: queue.SimpleQueue[StorageEvent] = queue.SimpleQueue()
-        self.copier = Copier(pool, self.memory, self._told.put)
+        self.copier = Copier(blocks or HostBlocks(pool), self.memory, self._told.put)
 
     def next(self) -> StorageEvent:
         return self._told.get(timeout=DEADLINE_S)
@@ -64,12 +76,12 @@ def bench() -> Iterator[Bench]:
 
 
 @pytest.fixture
-def gated() -> Iterator[tuple[Bench, GatedPool]]:
-    pool = filled_pool().view(GatedPool)
-    pool.reached, pool.gate = queue.SimpleQueue(), threading.Semaphore(0)
-    made = Bench(pool)
-    yield made, pool
-    pool.gate.release(100)
+def gated(request: pytest.FixtureRequest) -> Iterator[tuple[Bench, GatedBlocks]]:
+    pool = filled_pool()
+    blocks = GatedBlocks(pool, getattr(request, "param", 1))
+    made = Bench(pool, blocks)
+    yield made, blocks
+    blocks.gate.release(100)
     made.copier.close()
 
 
@@ -90,40 +102,57 @@ def test_copies_of_one_kind_are_made_in_the_order_they_were_ordered(bench: Bench
     assert bench.memory.rows[3, 0] == 49 % BLOCKS + 1
 
 
-def test_what_a_request_waits_for_goes_before_what_nobody_waits_for(gated: tuple[Bench, GatedPool]) -> None:
-    bench, pool = gated
+def test_what_a_request_waits_for_goes_before_what_nobody_waits_for(gated: tuple[Bench, GatedBlocks]) -> None:
+    bench, blocks = gated
     bench.copier.copy(CopyOut(Haul(1), numbers(0), numbers(0)))
-    assert pool.reached.get(timeout=DEADLINE_S) == 0
+    assert blocks.next() == [0]
     bench.copier.copy(CopyOut(Haul(2), numbers(1), numbers(1)))
     bench.copier.copy(CopyOut(Haul(3), numbers(2), numbers(2)))
     bench.copier.copy(CopyIn(Haul(4), numbers(3), numbers(3)))
     bench.copier.copy(CopyIn(Haul(5), numbers(4), numbers(4)))
-    pool.gate.release(100)
+    blocks.gate.release(100)
     assert [bench.next().haul for _ in range(5)] == [1, 4, 5, 2, 3]
 
 
-def test_a_fence_stops_a_copy_at_the_next_block_and_is_answered_only_then(gated: tuple[Bench, GatedPool]) -> None:
-    bench, pool = gated
+def test_a_fence_stops_a_copy_at_the_next_block_and_is_answered_only_then(gated: tuple[Bench, GatedBlocks]) -> None:
+    bench, blocks = gated
     bench.copier.copy(CopyOut(Haul(1), numbers(0, 1, 2), numbers(0, 1, 2)))
-    pool.gate.release()
-    assert [pool.reached.get(timeout=DEADLINE_S) for _ in range(2)] == [0, 1]
+    blocks.gate.release()
+    assert [blocks.next(), blocks.next()] == [[0], [1]]
     assert bench.copier.fence(Haul(1))
     assert bench.is_quiet, "block 1 is still being copied"
-    pool.gate.release()
+    blocks.gate.release()
     assert bench.next() == HaulFenced(Haul(1))
     assert bench.memory.rows[:, 0].tolist() == [1, 2, 0, 0, 0, 0]
     assert not bench.copier.fence(Haul(1)), "it is over"
 
 
-def test_what_waits_behind_a_copy_is_let_go_of_at_once(gated: tuple[Bench, GatedPool]) -> None:
-    bench, pool = gated
+@pytest.mark.parametrize("gated", [3], indirect=True)
+def test_a_device_copies_runs_of_blocks_and_a_fence_stops_it_after_one(gated: tuple[Bench, GatedBlocks]) -> None:
+    bench, blocks = gated
+    bench.copier.copy(CopyOut(Haul(1), numbers(0, 2, 4, 6, 7), numbers(0, 1, 2, 3, 4)))
+    blocks.gate.release()
+    assert [blocks.next(), blocks.next()] == [[0, 2, 4], [6, 7]]
+    blocks.gate.release()
+    assert bench.next() == Hauled(Haul(1), (True,) * 5)
+    bench.copier.copy(CopyIn(Haul(2), numbers(0, 1, 2, 3), numbers(7, 6, 5, 4)))
+    assert blocks.next() == [7, 6, 5]
+    assert bench.copier.fence(Haul(2))
+    assert bench.is_quiet, "three blocks are still being copied"
+    blocks.gate.release()
+    assert bench.next() == HaulFenced(Haul(2))
+    assert bench.pool[:, 0].tolist() == [1, 2, 3, 4, 5, 5, 3, 1]
+
+
+def test_what_waits_behind_a_copy_is_let_go_of_at_once(gated: tuple[Bench, GatedBlocks]) -> None:
+    bench, blocks = gated
     bench.copier.copy(CopyOut(Haul(1), numbers(0), numbers(0)))
     bench.copier.copy(CopyOut(Haul(2), numbers(1), numbers(1)))
     bench.copier.copy(CopyOut(Haul(3), numbers(2), numbers(2)))
-    assert pool.reached.get(timeout=DEADLINE_S) == 0
+    assert blocks.next() == [0]
     assert bench.copier.fence(Haul(2))
     assert bench.next() == HaulFenced(Haul(2)), "although nothing is let go on"
-    pool.gate.release(100)
+    blocks.gate.release(100)
     assert [bench.next(), bench.next()] == [Hauled(Haul(1), (True,)), Hauled(Haul(3), (True,))]
     assert bench.memory.rows[:3, 0].tolist() == [1, 0, 3]
 
@@ -136,14 +165,14 @@ def test_a_haul_that_is_over_or_was_never_ordered_is_not_known(bench: Bench) -> 
     assert bench.is_quiet
 
 
-def test_closing_leaves_what_waits_and_ends_what_runs(gated: tuple[Bench, GatedPool]) -> None:
-    bench, pool = gated
+def test_closing_leaves_what_waits_and_ends_what_runs(gated: tuple[Bench, GatedBlocks]) -> None:
+    bench, blocks = gated
     bench.copier.copy(CopyOut(Haul(1), numbers(0, 1), numbers(0, 1)))
     bench.copier.copy(CopyOut(Haul(2), numbers(2), numbers(2)))
-    assert pool.reached.get(timeout=DEADLINE_S) == 0
+    assert blocks.next() == [0]
     closer = threading.Thread(target=bench.copier.close)
     closer.start()
-    pool.gate.release(100)
+    blocks.gate.release(100)
     closer.join(DEADLINE_S)
     assert not closer.is_alive()
     assert bench.is_quiet
@@ -168,7 +197,7 @@ def test_an_order_that_cannot_be_is_a_bug_and_says_so(bench: Bench, order: CopyO
 
 def test_rows_are_as_long_as_blocks() -> None:
     with pytest.raises(InvariantViolated, match="rows of 31 bytes"):
-        Copier(filled_pool(), HostMemory(ROWS, BLOCK_BYTES - 1), lambda _: None)
+        Copier(HostBlocks(filled_pool()), HostMemory(ROWS, BLOCK_BYTES - 1), lambda _: None)
 
 
 # ── who answers a fence ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,8 @@ from baton.core.plan import Int32s
 from baton.core.prefix import KEY_BYTES, Key
 from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, Haul, Hauled, HaulFenced, Look, Put, StorageEvent
 from baton.executor.contract import ExecutorShape
-from baton.kv.contract import KvLayout, KvMemory
+from baton.kv.blocks import HostBlocks
+from baton.kv.contract import KvLayout
 from baton.kv.store import BadStore, Store, StoreFailed
 from baton.node import storage as module
 from baton.node.building import worker_config
@@ -35,7 +36,7 @@ class Bench:
     def __init__(self, store: Store | None) -> None:
         self.pool = np.repeat(np.arange(1, BLOCKS + 1, dtype=np.uint8), LAYOUT.block_bytes).reshape(BLOCKS, -1)
         self._told: queue.SimpleQueue[StorageEvent] = queue.SimpleQueue()
-        self.storage = Storage(KvMemory(LAYOUT, self.pool, LAYOUT.spans), ROWS, store, self._told.put)
+        self.storage = Storage(HostBlocks(self.pool), LAYOUT, ROWS, store, self._told.put)
 
     def next(self) -> StorageEvent:
         return self._told.get(timeout=DEADLINE_S)

@@ -258,7 +258,7 @@ def pair(folder: Path, dtype: str, prompt_tokens: int, step_tokens: int) -> Iter
 
     inner = TorchCpuExecutor.load(folder, dtype=dtype, slots=2, block_size=BLOCK_SIZE, blocks=blocks, allocate=allocate)
     executor = _Timed(inner)
-    pool, spans, found = executor.kv
+    pool, spans, found, _ = executor.kv
     sizes = tuple(end - begin for begin, end in spans)
     layout = KvLayout(executor.fingerprint, found, BLOCK_SIZE, sizes)
     memory = KvMemory(layout, pool, spans, fds[0])

@@ -44,7 +44,8 @@ from baton.core.storage import StorageEffect
 from baton.core.worker import Deliver, Effect, Event, Launch, Orphaned, StepDone, Submitted, Tick, Worker
 from baton.executor.contract import ExecutorShape
 from baton.executor.counting import STOP_TOKEN, CountingExecutor
-from baton.kv.contract import KvLayout, KvMemory
+from baton.kv.blocks import HostBlocks
+from baton.kv.contract import KvLayout
 from baton.kv.store import Store, open_store
 from baton.node.building import PacedExecutor
 from baton.node.engine import EngineLoop, monotonic_us
@@ -214,7 +215,7 @@ class Engine:
         pool = np.zeros((config.blocks, options.block_bytes), dtype=np.uint8)
         pool[:] = 1  # mapped now, and not while something is timed
         self._inbox = Inbox()
-        self._storage = Storage(KvMemory(layout, pool, layout.spans), options.host_rows, store, self._inbox.put)
+        self._storage = Storage(HostBlocks(pool), layout, options.host_rows, store, self._inbox.put)
         self.worker = TimedWorker(config, PrefixIndex(b"bench", executor.fingerprint, config.blocks))
         paced = PacedExecutor(executor, options.step_ms / 1000)
         timed = TimedStorage(self._storage, self.worker.meter)

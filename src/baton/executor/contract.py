@@ -10,7 +10,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.plan import StepPlan, StepResult
+from baton.core.plan import Int32s, StepPlan, StepResult
+
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,27 +28,66 @@ class ExecutorShape:
     """Most tokens one decode may yield in one step."""
 
 
+class DeviceBlocks(Protocol):
+    """A KV pool in memory that the host cannot address, for whoever copies blocks out of it and into it.
+
+    From any thread, several at once; steps that compute meanwhile are not held up. A call returns when its bytes are where
+    they belong. Whoever calls owns the blocks: no step in flight writes what is read, or touches what is written. `host` is
+    [rows, bytes a block], and what lies at an offset in a block lies at the same offset in a row.
+    """
+
+    blocks: int
+    block_bytes: int
+    run_bytes: int
+    """So much in one call is as quick as it gets; who may have to stop in between asks for no more."""
+
+    def read(self, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+        """Bytes [begin, end) of block `blocks[i]` into row `rows[i]`."""
+
+    def write(self, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+        """Bytes [begin, end) of row `rows[i]` into block `blocks[i]`."""
+
+    def allocate(self, size: int) -> Bytes:
+        """Zeroed host memory of the kind that is quickest to copy from and to."""
+
+
 class KvView(NamedTuple):
     """The KV pool as bytes. Whoever reads or writes blocks of it must own them."""
 
-    pool: npt.NDArray[np.uint8]
-    """[blocks, bytes a block]"""
+    pool: Bytes
+    """[blocks, bytes a block]; none where the host cannot address them."""
     layers: tuple[tuple[int, int], ...]
     """Where each layer begins and ends within a block."""
     dtype: str
+    device: DeviceBlocks | None = None
+    """The way to blocks that the host cannot address."""
+
+    @classmethod
+    def on_device(cls, device: DeviceBlocks, layers: tuple[tuple[int, int], ...], dtype: str) -> KvView:
+        return cls(_NO_BYTES, layers, dtype, device)
+
+    @property
+    def blocks(self) -> int:
+        return int(self.pool.shape[0]) if self.device is None else self.device.blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.pool.shape[1]) if self.device is None else self.device.block_bytes
 
 
-NO_KV = KvView(np.empty((0, 0), dtype=np.uint8), (), "none")
+_NO_BYTES: Bytes = np.empty((0, 0), dtype=np.uint8)
+
+NO_KV = KvView(_NO_BYTES, (), "none")
 """Of an executor that keeps none, or has given it back."""
 
 LayerDone = Callable[[int, int], None]
-"""`(step, layer)`: the KV that this step computes in this layer is written. On the executor's thread, layers rising."""
+"""`(step, layer)`: the KV that this step computes in this layer is written. On a thread of the executor's, layers rising."""
 
-Allocate = Callable[[int], npt.NDArray[np.uint8]]
+Allocate = Callable[[int], Bytes]
 """So many zeroed bytes for the KV pool, for whoever wants to choose where they lie."""
 
 
-def zeroed(size: int) -> npt.NDArray[np.uint8]:
+def zeroed(size: int) -> Bytes:
     """Memory of this process alone. Mapped on first touch, so a pool costs what was written to it."""
     return np.zeros(size, dtype=np.uint8)
 

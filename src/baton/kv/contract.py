@@ -20,16 +20,14 @@ from functools import cached_property
 from typing import Protocol, TypedDict, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.core.errors import InvariantViolated
 from baton.core.peers import Handover, PeerEvent
 from baton.core.plan import Int32s
+from baton.kv.blocks import Bytes2d
+from baton.kv.mirror import Mirror
 
 KINDS = ("shm", "tcp", "mooncake")
-
-Bytes2d = npt.NDArray[np.uint8]
-"""[blocks, bytes a block]"""
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,8 @@ class KvMemory:
     """[begin, end) of each layer inside a block; `layout.spans`, and no other."""
     fd: int | None = None
     """The sealed memfd that the pool lies in, where it is shared; `shm` sends from no other."""
+    mirror: Mirror | None = None
+    """Where the blocks themselves lie on a device, and this is what stands for them."""
 
     def __post_init__(self) -> None:
         if self.spans != self.layout.spans:

@@ -23,13 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.core.plan import Int32s
 from baton.core.prefix import Key
 from baton.core.storage import Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put
+from baton.kv.blocks import Bytes, Bytes2d
 from baton.kv.border import Border
-from baton.kv.contract import Bytes2d
 from baton.kv.host import Grip, HostMemory, Report
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed
 from baton.wire.envelope import HEADER_BYTES, Flaw, object_name, stamp, unseal
@@ -50,7 +49,6 @@ HANGS = "the store hangs: none of its calls has returned"
 BEHIND = "too many transfers wait for the store"
 
 Order = Look | Get | Put
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 Owns the memory of the rows and what a haul's hold on them is (`Grip`). Which row holds what is known to the core alone.
 Copies into the device go before those out of it: for the first a request waits, for the others nobody. Of each kind they are
 made in the order in which they were ordered. Who orders sees to it that none needs what another, not yet reported, brings.
-Orders and fences return at once, and what became of them is reported. A fence is answered after the one block that is being
-copied, however long the copy is.
+Orders and fences return at once, and what became of them is reported. A fence is answered after the blocks that are being
+copied in one go, however long the copy is: one block where the host can address them, a run of them on a device.
 
 How many copies wait is bounded by whoever orders them: each holds rows and blocks of its own.
 """
@@ -15,12 +15,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s
 from baton.core.storage import CopyIn, CopyOut, Haul, Hauled, HaulFenced, StorageEvent
-from baton.kv.contract import Bytes2d
+from baton.kv.blocks import Blocks, Bytes, Bytes2d, at_once, zeroed
 from baton.kv.memory import within
 
 Report = Callable[[StorageEvent], None]
@@ -28,10 +26,10 @@ Report = Callable[[StorageEvent], None]
 
 
 class HostMemory:
-    """[rows, bytes a block]. Mapped on first touch, so it costs what was written to it."""
+    """[rows, bytes a block]. What it costs, and when, is the allocator's business."""
 
-    def __init__(self, rows: int, block_bytes: int) -> None:
-        self.rows: Bytes2d = np.zeros((rows, block_bytes), dtype=np.uint8)
+    def __init__(self, rows: int, block_bytes: int, allocate: Callable[[int], Bytes] = zeroed) -> None:
+        self.rows: Bytes2d = allocate(rows * block_bytes).reshape(rows, block_bytes)
 
     def demand(self, rows: Int32s) -> None:
         if not within(rows, len(self.rows)):
@@ -41,8 +39,8 @@ class HostMemory:
 class Grip:
     """One haul's hold on rows and blocks: between the thread that moves bytes and the one that fences it.
 
-    The thread takes the grip before it touches any, and looks at `fenced` between two blocks. A fence that finds the grip
-    held is answered by the thread as it lets go, any other by whoever fences. So nobody waits for anybody.
+    The thread takes the grip before it touches any, and looks at `fenced` between two of its copies. A fence that finds the
+    grip held is answered by the thread as it lets go, any other by whoever fences. So nobody waits for anybody.
     """
 
     def __init__(self) -> None:
@@ -74,10 +72,11 @@ class Grip:
 
 
 class Copier:
-    def __init__(self, pool: Bytes2d, memory: HostMemory, report: Report) -> None:
-        if pool.shape[1] != memory.rows.shape[1]:
-            raise InvariantViolated(f"rows of {memory.rows.shape[1]} bytes are not for blocks of {pool.shape[1]}")
-        self._pool = pool
+    def __init__(self, blocks: Blocks, memory: HostMemory, report: Report) -> None:
+        if blocks.block_bytes != memory.rows.shape[1]:
+            raise InvariantViolated(f"rows of {memory.rows.shape[1]} bytes are not for blocks of {blocks.block_bytes}")
+        self._blocks = blocks
+        self._at_once = at_once(blocks, blocks.block_bytes)
         self._memory = memory
         self._report = report
         self._open: dict[Haul, Grip] = {}
@@ -93,7 +92,7 @@ class Copier:
 
     def copy(self, order: CopyOut | CopyIn) -> None:
         self._memory.demand(order.rows)
-        if not within(order.blocks, len(self._pool)) or len(order.blocks) != len(order.rows):
+        if not within(order.blocks, self._blocks.blocks) or len(order.blocks) != len(order.rows):
             raise InvariantViolated(f"blocks {order.blocks.tolist()} cannot be copied to or from {len(order.rows)} rows")
         grip = self._open[order.haul] = Grip()
         with self._news:
@@ -112,7 +111,7 @@ class Copier:
         return grip is not None
 
     def close(self) -> None:
-        """What waits is not copied, and what is being copied ends after its block."""
+        """What waits is not copied, and what is being copied ends after its run of blocks."""
         self._closing = True
         with self._news:
             self._news.notify()
@@ -139,15 +138,15 @@ class Copier:
             return self._waiting_in.popleft() if self._waiting_in else self._waiting_out.popleft()
 
     def _copied(self, order: CopyOut | CopyIn, grip: Grip) -> bool:
-        pool, rows = self._pool, self._memory.rows
         out = isinstance(order, CopyOut)
-        for block, row in zip(order.blocks.tolist(), order.rows.tolist(), strict=True):
+        move, size = self._blocks.read if out else self._blocks.write, self._blocks.block_bytes
+        for at in range(0, len(order.rows), self._at_once):
             if grip.fenced or self._closing:
                 return False
+            blocks, rows = order.blocks[at : at + self._at_once], order.rows[at : at + self._at_once]
+            move(blocks, rows, self._memory.rows, 0, size)
             if out:
-                rows[row] = pool[block]
-                self.out_bytes += pool.shape[1]
+                self.out_bytes += len(blocks) * size
             else:
-                pool[block] = rows[row]
-                self.in_bytes += pool.shape[1]
+                self.in_bytes += len(blocks) * size
         return True

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable
 
 Work = Callable[[], None]
+Post = Callable[[Work, bool], bool]
+"""`Lane.post`."""
 
 
 class Lane:

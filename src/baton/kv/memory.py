@@ -1,22 +1,30 @@
 """Pools that another process may map: memory in a memfd whose size is sealed.
 
 Owns allocation and what makes a shared pool safe to map: it can neither shrink nor grow, so a reader never meets the end of
-the file. Pages are zero until they are written and cost nothing before. Knows nothing of transfers.
+the file. Pages are zero until they are written and cost nothing before; they can be given back. Knows nothing of transfers.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.kv.blocks import Blocks
 from baton.kv.contract import KvLayout, KvMemory
+from baton.kv.mirror import Mirror
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+"""Of fallocate."""
 
 
 @dataclass
@@ -72,6 +80,32 @@ def allocate(layout: KvLayout, blocks: int) -> KvMemory:
         return KvMemory(layout, np.zeros((blocks, layout.block_bytes), dtype=np.uint8), layout.spans)
     shared = shared_bytes(size)
     return KvMemory(layout, shared.array.reshape(blocks, layout.block_bytes), layout.spans, shared.fd)
+
+
+def mirror_of(layout: KvLayout, device: Blocks) -> KvMemory:
+    """What stands for a pool on a device. Give it back with `release`, when no transfer uses it any more."""
+    shared = shared_bytes(device.blocks * layout.block_bytes)
+    rows = shared.array.reshape(device.blocks, layout.block_bytes)
+
+    def give_back(block: int) -> None:
+        free_pages(shared.fd, block * layout.block_bytes, layout.block_bytes)
+
+    return KvMemory(layout, rows, layout.spans, shared.fd, Mirror(device, rows, give_back))
+
+
+def free_pages(fd: int, offset: int, size: int) -> None:
+    """These bytes of a memfd are zeros from now on, and the pages that they fill cost nothing."""
+    if size and _fallocate()(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, size):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@cache
+def _fallocate() -> Callable[[int, int, int, int], int]:
+    """Through ctypes, which lets other threads run meanwhile; Python's own knows no holes."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    made: Callable[[int, int, int, int], int] = call
+    return made
 
 
 def release(memory: KvMemory) -> None:

@@ -18,10 +18,11 @@ import numpy as np
 
 from baton.core.plan import Int32s
 from baton.kv.contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
+from baton.kv.lane import Post
 from baton.kv.memory import within
 from baton.kv.mooncake_engine import Engine
 from baton.kv.mooncake_reading import STAGING_BYTES, Read, Readers, Staging
-from baton.kv.receiving import Fetched, LineReceiver, Post, Slice, Source
+from baton.kv.receiving import Fetched, LineReceiver, Slice, Source
 from baton.kv.sending import LineSender
 from baton.kv.tcp import begin_connecting, listen, written_address
 

@@ -18,8 +18,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from baton.kv.lane import Post
 from baton.kv.mooncake_engine import Engine
-from baton.kv.receiving import Post
 
 HELPERS = 4
 """Reads under way at once."""

@@ -3,11 +3,13 @@
 Owns the listening socket, the lines, tokens, time-outs and checks. A connection is a stranger until its hello names a
 hand-over that is expected and shows that one's token; each token opens one line, once. Then it may only name ranges that are
 expected and have not come. How bytes get from there into our blocks is the kind's `Port`: they travel on the line, or a
-`Source` fetches them. All of it happens on one lane, so after a fence there is nobody left who would write.
+`Source` fetches them. All of it happens on one lane, so after a fence there is nobody left who would write. For a pool on a
+device what has landed in its mirror goes on from there; see `mirror`. Nothing is verified before all of it has arrived.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import selectors
@@ -26,9 +28,21 @@ from baton.core.plan import Int32s
 from baton.kv.checks import Checks
 from baton.kv.contract import KvMemory, ReceiverOptions, Report
 from baton.kv.expected import Expected
-from baton.kv.frames import FRAME_BYTES, HELLO_BYTES, TOKEN_MAX, WELCOME, End, Malformed, Pieces, decode_frame, decode_hello
-from baton.kv.lane import Lane
+from baton.kv.frames import (
+    FRAME_BYTES,
+    HELLO_BYTES,
+    TAKEN,
+    TOKEN_MAX,
+    WELCOME,
+    End,
+    Malformed,
+    Pieces,
+    decode_frame,
+    decode_hello,
+)
+from baton.kv.lane import Lane, Post, Work
 from baton.kv.memory import flat, within
+from baton.kv.mirror import Ferry
 from baton.kv.vectors import Vectors
 
 RECV_BUFFERS_MAX = 64
@@ -60,8 +74,6 @@ class Slice:
     high: int
 
 
-Post = Callable[[Callable[[], None], bool], bool]
-"""`Lane.post`."""
 Fetched = Callable[[str | None], None]
 """Says why it could not be fetched, or None; on the lane."""
 
@@ -123,6 +135,8 @@ class _Entry:
     wanted: bytes | None = None
     """The checks to compare with, once we are told."""
     arriving_at_s: float = 0.0
+    crossing: int = 0
+    """Pieces on their way from the mirror to the device."""
 
 
 @dataclass(eq=False)
@@ -187,6 +201,8 @@ class LineReceiver:
         self._lines: dict[_Line, None] = {}
         self._pool = flat(memory)
         self._lane = Lane(f"kv-{port.kind}-receive", self._turn, self._end)
+        mirror = memory.mirror
+        self._ferry = None if mirror is None else Ferry(f"kv-{port.kind}-store", mirror, mirror.store, self._lane.post)
         self._lane.watch(port.listener, selectors.EVENT_READ, self._accept)
         port.begin(self._lane.post)
         self._lane.start()
@@ -223,6 +239,8 @@ class LineReceiver:
         expected = Expected(first, blocks, len(self._memory.spans))
         checks = Checks(first, len(blocks), self._memory.spans) if self._verified else None
         self._entries[key] = _Entry(handover, token, expected, checks)
+        if self._memory.mirror is not None:
+            self._memory.mirror.hold(blocks)
 
     def _verify(self, handover: Handover, checks: bytes) -> None:
         entry = self._entry(handover)
@@ -236,29 +254,43 @@ class LineReceiver:
         entry = self._entry(handover)
         if entry is not None:
             self._forget(entry)
-        self._report(Fenced(handover))
+        self._stop_crossing(handover, lambda: self._report(Fenced(handover)))
 
     def _entry(self, handover: Handover) -> _Entry | None:
         entry = self._entries.get((handover.request, handover.attempt))
         return entry if entry is not None and entry.handover == handover else None
 
     def _forget(self, entry: _Entry) -> None:
-        del self._entries[entry.handover.request, entry.handover.attempt]
+        self._strike(entry)
         if entry.line is not None:
             self._hang_up(entry.line)
 
+    def _strike(self, entry: _Entry) -> None:
+        """It is expected no longer. What of it is in the mirror is of no use any more."""
+        del self._entries[entry.handover.request, entry.handover.attempt]
+        if self._ferry is not None:
+            self._ferry.let_go(entry.expected.blocks)
+
+    def _stop_crossing(self, handover: Handover, then: Work) -> None:
+        """`then` when nothing of it is written any more."""
+        if self._ferry is None:
+            then()
+        else:
+            self._ferry.drop(handover, then)
+
     def _spoil(self, entry: _Entry, reason: str) -> None:
         self._forget(entry)
+        self._stop_crossing(entry.handover, lambda: None)
         self._report(Spoilt(entry.handover, reason))
 
     def _conclude(self, entry: _Entry) -> None:
         """Once everything is there and we know what it should be."""
-        if entry.wanted is None or not entry.expected.complete:
+        if entry.wanted is None or not entry.expected.complete or entry.crossing:
             return
         if entry.checks is not None and not hmac.compare_digest(entry.checks.digest(), entry.wanted):
             self._spoil(entry, "what arrived differs from what was sent")
             return
-        del self._entries[entry.handover.request, entry.handover.attempt]
+        self._strike(entry)
         if entry.line is not None:
             entry.line.entry = None  # the line may stay: what it holds open serves the next one
         self._report(Verified(entry.handover))
@@ -476,6 +508,9 @@ class LineReceiver:
             return
         line.stage = _Stage.DONE
         line.next_head(1, [], 0)
+        if line.source is not None:
+            with contextlib.suppress(OSError):  # whoever is gone need not hear it
+                line.sock.send(TAKEN)
 
     # ── what landed ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -491,7 +526,16 @@ class LineReceiver:
         if entry.checks is not None:
             entry.checks.add(pieces.layers, pieces.first, self._pool, self._offsets(entry.expected.targets(pieces)))
         entry.expected.keep(pieces)
+        if self._ferry is not None:
+            entry.crossing += 1
+            targets = entry.expected.targets(pieces)
+            self._ferry.carry(entry.handover, targets, low, high, lambda: self._crossed(entry))
         self._conclude(entry)
+
+    def _crossed(self, entry: _Entry) -> None:
+        entry.crossing -= 1
+        if self._entry(entry.handover) is entry:
+            self._conclude(entry)
 
     def _fetch_some(self, line: _Line) -> None:
         """As much of what a line has announced as one turn has room for."""
@@ -568,6 +612,8 @@ class LineReceiver:
             self._spoil(entry, "the receiver is closed")
         for line in list(self._lines):
             self._hang_up(line)
+        if self._ferry is not None:
+            self._ferry.close()
         self._lane.watch(self._port.listener, 0, _nothing)
         self._pool.release()
         self._port.close()

@@ -1,7 +1,8 @@
 """The sender of every kind: orders and signals in, one line a hand-over out.
 
 Owns lines from connecting to the last byte, their time-outs, checks and pace. What a line is (which socket, what its hello
-adds, whether the bytes travel on it) is the kind's `Road`. All of it happens on one lane; see `lane`.
+adds, whether the bytes travel on it) is the kind's `Road`. All of it happens on one lane; see `lane`. What lies on a device
+is first brought into its mirror, and stays there until D has it; see `mirror`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from baton.core.peers import Fenced, Handover, ShipFailed, Shipped
 from baton.core.plan import Int32s
 from baton.kv.checks import Checks
 from baton.kv.contract import KvMemory, Report, SenderOptions
-from baton.kv.frames import END_FRAME, TOKEN_MAX, WELCOME, encode_hello, encode_pieces
-from baton.kv.lane import Lane
+from baton.kv.frames import END_FRAME, TAKEN, TOKEN_MAX, WELCOME, encode_hello, encode_pieces
+from baton.kv.lane import Lane, Work
 from baton.kv.memory import flat, within
+from baton.kv.mirror import Ferry, Staging
 from baton.kv.pace import Pace
 from baton.kv.shipping import Run, ShipBook, Signals
 from baton.kv.vectors import Vectors
@@ -38,6 +40,8 @@ SEND_BUFFERS_MAX = 64
 TURN_BYTES = 8 << 20
 """Of one line before the others get their turn."""
 OVER_KEPT = 4096
+UNTAKEN_MAX = 1024
+"""Lines on which D has heard of everything and not said yet that it has it. Where it never does, the oldest goes."""
 
 
 class Road(Protocol):
@@ -83,6 +87,10 @@ class _Line:
     stage: _Stage = _Stage.CONNECTING
     run: Run | None = None
     """What is left of the run that frames are being made of."""
+    staging: Staging | None = None
+    """What its runs come through where the pool is on a device."""
+    taken: bool = False
+    """D has everything."""
 
 
 class LineSender:
@@ -105,10 +113,14 @@ class LineSender:
         self._book = ShipBook(layers, self._signals, tasks_max, run_layers_max)
         self._lines: dict[Handover, _Line] = {}
         self._kept: dict[str, socket.socket] = {}
+        self._untaken: dict[Handover, _Line] = {}
+        """All of these was announced, and D may still be fetching it."""
         self._over: dict[Handover, None] = {}
         """Ended lately, however: orders for these come too late."""
         self._pool = flat(memory)
         self._lane = Lane(f"kv-{road.kind}-send", self._turn, self._end)
+        mirror = memory.mirror
+        self._ferry = None if mirror is None else Ferry(f"kv-{road.kind}-fetch", mirror, mirror.fetch, self._lane.post)
         self._lane.start()
 
     # ── orders, from any thread ──────────────────────────────────────────────────────────────────────────────────────────
@@ -149,6 +161,8 @@ class LineSender:
 
     def _open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
         self._over.pop(handover, None)  # a peer that was started anew counts its requests from the beginning
+        if (before := self._untaken.pop(handover, None)) is not None:
+            self._hang_up(before)
         refusal = "the sender is closed" if self._closed else self._book.open(handover, first, len(blocks))
         if refusal is not None:
             self._fail(handover, refusal)
@@ -164,8 +178,22 @@ class LineSender:
         waiting = Vectors()
         waiting.add([memoryview(hello + more)])
         line = _Line(handover, address, sock, first, blocks, checks, fds, waiting, time.monotonic())
+        line.staging = self._staging(line)
         self._lines[handover] = line
         self._watch(line, selectors.EVENT_WRITE)
+
+    def _staging(self, line: _Line) -> Staging | None:
+        mirror, ferry = self._memory.mirror, self._ferry
+        if mirror is None or ferry is None:
+            return None
+        mirror.hold(line.blocks)
+
+        def staged() -> None:
+            if self._lines.get(line.handover) is line:
+                self._pump(line)
+
+        handover, spans = line.handover, self._memory.spans
+        return Staging(ferry, mirror, spans, handover, line.first, line.blocks, lambda: self._ready_run(handover), staged)
 
     def _ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None:
         if handover in self._over:
@@ -178,19 +206,32 @@ class LineSender:
             self._pump(line)
 
     def _fence(self, handover: Handover) -> None:
-        self._drop(handover)
-        self._report(Fenced(handover))
+        self._drop(handover, lambda: self._report(Fenced(handover)))
 
     def _fail(self, handover: Handover, reason: str) -> None:
-        self._drop(handover)
+        self._drop(handover, lambda: None)
         self._report(ShipFailed(handover, reason))
 
-    def _drop(self, handover: Handover) -> None:
+    def _drop(self, handover: Handover, then: Work) -> None:
+        """`then` when nothing of it is read any more."""
         self._forget(handover)
-        line = self._lines.pop(handover, None)
+        line = self._lines.pop(handover, None) or self._untaken.pop(handover, None)
         if line is not None:
-            self._lane.watch(line.sock, 0, self._nothing)
-            line.sock.close()
+            self._hang_up(line)
+        if self._ferry is None:
+            then()
+        else:
+            self._ferry.drop(handover, then)
+
+    def _hang_up(self, line: _Line) -> None:
+        self._lane.watch(line.sock, 0, self._nothing)
+        line.sock.close()
+        self._let_go(line)
+
+    def _let_go(self, line: _Line) -> None:
+        """Of the mirror, where there is one."""
+        if self._ferry is not None:
+            self._ferry.let_go(line.blocks)
 
     def _forget(self, handover: Handover) -> None:
         self._book.forget(handover)
@@ -251,6 +292,9 @@ class LineSender:
         if said == WELCOME and line.stage is _Stage.GREETING and not line.waiting:
             line.stage, line.moved_at_s = _Stage.OPEN, time.monotonic()
             return True
+        if said == TAKEN and line.stage is _Stage.ENDING and not line.waiting:
+            line.taken = True
+            return True
         if said:
             reason = "said something out of place"
         elif line.stage is _Stage.GREETING:
@@ -304,10 +348,9 @@ class LineSender:
                 self._due = True
                 break
             if line.run is None:
-                with self._signals_gate:
-                    line.run = self._book.next_run(line.handover)
+                line.run = self._ready_run(line.handover) if line.staging is None else line.staging.next()
             if line.run is None:
-                if self._book.finished(line.handover):
+                if self._book.finished(line.handover) and (line.staging is None or line.staging.is_empty):
                     line.waiting.add([memoryview(END_FRAME)])
                     line.stage = _Stage.ENDING
                 break
@@ -315,6 +358,10 @@ class LineSender:
                 line.moved_at_s = time.monotonic()  # from now on it owes us something
             self._frame(line, line.run)
         return bool(line.waiting)
+
+    def _ready_run(self, handover: Handover) -> Run | None:
+        with self._signals_gate:
+            return self._book.next_run(handover)
 
     def _frame(self, line: _Line, run: Run) -> None:
         """The next frame of a run; what is left of it stays in the line."""
@@ -338,12 +385,39 @@ class LineSender:
         """Everything has left. Closing a socket does not take back what was given to it."""
         self._forget(line.handover)
         del self._lines[line.handover]
-        self._lane.watch(line.sock, 0, self._nothing)
+        if self._road.carries or line.taken:
+            self._taken(line)
+        else:
+            self._await_taken(line)
+        self._report(Shipped(line.handover, line.checks.digest() if line.checks is not None else b""))
+
+    def _await_taken(self, line: _Line) -> None:
+        if len(self._untaken) >= UNTAKEN_MAX:
+            self._hang_up(self._untaken.pop(next(iter(self._untaken))))
+        self._untaken[line.handover] = line
+        self._lane.watch(line.sock, selectors.EVENT_READ, lambda _: self._hear_taken(line))
+
+    def _hear_taken(self, line: _Line) -> None:
+        try:
+            said = line.sock.recv(16)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if self._untaken.pop(line.handover, None) is None:
+            return
+        if said == TAKEN:
+            self._taken(line)
+        else:
+            self._hang_up(line)
+
+    def _taken(self, line: _Line) -> None:
+        """Nothing of it is read any more. The line may serve another purpose: see `keeps_last`."""
         if self._road.keeps_last:
+            self._let_go(line)
             self._keep(line)
         else:
-            line.sock.close()
-        self._report(Shipped(line.handover, line.checks.digest() if line.checks is not None else b""))
+            self._hang_up(line)
 
     def _keep(self, line: _Line) -> None:
         """Instead of the one that was kept for this address before."""
@@ -364,6 +438,11 @@ class LineSender:
         self._closed = True
         for handover in list(self._lines):
             self._fail(handover, "the sender is closed")
+        for line in self._untaken.values():
+            self._hang_up(line)
+        self._untaken.clear()
+        if self._ferry is not None:
+            self._ferry.close()
         for address, sock in list(self._kept.items()):
             self._unkeep(address, sock)
         self._pool.release()

@@ -23,9 +23,11 @@ import numpy as np
 
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s
-from baton.kv.contract import Bytes2d, KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
+from baton.kv.blocks import Bytes2d
+from baton.kv.contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
+from baton.kv.lane import Post
 from baton.kv.memory import map_sealed, within
-from baton.kv.receiving import SLICE_BYTES, Fetched, LineReceiver, Post, Slice, Source
+from baton.kv.receiving import SLICE_BYTES, Fetched, LineReceiver, Slice, Source
 from baton.kv.sending import LineSender
 
 BACKLOG = 512

@@ -11,7 +11,8 @@ import socket
 
 from baton.core.plan import Int32s
 from baton.kv.contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
-from baton.kv.receiving import LineReceiver, Post, Source
+from baton.kv.lane import Post
+from baton.kv.receiving import LineReceiver, Source
 from baton.kv.sending import LineSender
 
 BACKLOG = 128

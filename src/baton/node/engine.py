@@ -37,10 +37,11 @@ from baton.core.worker import Effect, Event, Launch, StepDone, Tick, Worker
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
 from baton.node.building import build_executor, worker_config
-from baton.node.handovers import PoolMemory, open_handovers
+from baton.node.handovers import open_handovers
 from baton.node.inbox import Broken, Inbox, Item
 from baton.node.lifeline import die_with_parent
 from baton.node.pauses import spare_what_is_there
+from baton.node.pools import PoolMemory, blocks_of, layout_of
 from baton.node.settings import EngineSettings
 from baton.node.storage import Storage, describe, open_kv_store
 from baton.wire.dispatch import event_of, message_of
@@ -259,12 +260,12 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
     store = open_kv_store(settings)  # first: loading a model takes long, and the address may be wrong
     pool = PoolMemory(settings)
     executor, details = build_executor(settings, pool.allocate)
-    config = worker_config(settings, executor.shape, executor.kv.pool.shape[1])
+    config = worker_config(settings, executor.shape, executor.kv.block_bytes)
     prefix = PrefixIndex(settings.prefix_secret, executor.fingerprint, config.blocks)
     worker = Worker(config, prefix, handover_secret=secrets.token_bytes(32))
     storage = None
     if rows := config.tiers.host_rows:
-        storage = Storage(pool.of(executor), rows, store, inbox.put)
+        storage = Storage(blocks_of(executor), layout_of(executor), rows, store, inbox.put)
         closing.callback(storage.close)
         details = f"{details}, {describe(settings, rows)}"
     handovers = open_handovers(settings, executor, pool, inbox) if settings.has_peers else None

@@ -1,4 +1,4 @@
-"""All that an instance with peers has beside its loop: sessions, transfers, the pool's memory, and the log of hand-overs.
+"""All that an instance with peers has beside its loop: sessions, transfers, and the log of hand-overs.
 
 One object for the engine loop, which gives it every order that concerns peers.
 """
@@ -11,42 +11,18 @@ import secrets
 import socket
 import time
 
-import numpy as np
-import numpy.typing as npt
-
 from baton.core.config import ROLES
 from baton.core.peers import AttemptFailed, HandoverMade, PdStage, PeerEffect, Tell
-from baton.executor.contract import Executor, zeroed
-from baton.kv.contract import KvLayout, KvMemory
-from baton.kv.memory import shared_bytes
+from baton.executor.contract import Executor
 from baton.node.inbox import Inbox
 from baton.node.peers import Peers, listen
+from baton.node.pools import PoolMemory
 from baton.node.sessions import Self
 from baton.node.settings import DEFAULT_PEER_PORT, EngineSettings
-from baton.node.transfers import Transfers, kinds_of
+from baton.node.transfers import Transfers
 from baton.wire.messages import PeerTraffic
 
 log = logging.getLogger("baton.handover")
-
-
-class PoolMemory:
-    """Where the KV pool lies: where a peer on this host may map it if we send it, in our own memory otherwise."""
-
-    def __init__(self, settings: EngineSettings) -> None:
-        self._shares = ROLES[settings.role].gives and "shm" in kinds_of(settings.transfer)
-        self._fd: int | None = None
-
-    def allocate(self, size: int) -> npt.NDArray[np.uint8]:
-        if not self._shares:
-            return zeroed(size)
-        shared = shared_bytes(size)
-        self._fd = shared.fd
-        return shared.array
-
-    def of(self, executor: Executor) -> KvMemory:
-        pool, spans, dtype = executor.kv
-        layout = KvLayout(executor.fingerprint, dtype, executor.shape.block_size, tuple(end - begin for begin, end in spans))
-        return KvMemory(layout, pool, spans, self._fd)
 
 
 class Handovers:

@@ -15,8 +15,9 @@ from functools import partial
 from baton.core.config import BadConfig
 from baton.core.errors import InvariantViolated
 from baton.core.storage import CopyIn, CopyOut, FenceHaul, Haul, HaulFenced, StorageEffect
+from baton.kv.blocks import Blocks
 from baton.kv.border import Border
-from baton.kv.contract import KvMemory
+from baton.kv.contract import KvLayout
 from baton.kv.hauling import StoreHauler, StoreTally
 from baton.kv.host import Copier, HostMemory, Report
 from baton.kv.late_store import LateStore
@@ -47,12 +48,12 @@ def check_storage(settings: EngineSettings) -> None:
 
 
 class Storage:
-    def __init__(self, memory: KvMemory, rows: int, store: Store | None, report: Report) -> None:
-        """`rows` of host memory. The store is closed with us."""
-        host = HostMemory(rows, memory.layout.block_bytes)
+    def __init__(self, blocks: Blocks, layout: KvLayout, rows: int, store: Store | None, report: Report) -> None:
+        """`rows` of host memory, of the kind that suits the blocks. The store is closed with us."""
+        host = HostMemory(rows, layout.block_bytes, blocks.allocate)
         self._report = report
-        self._copier = Copier(memory.pool, host, report)
-        self._hauler = None if store is None else StoreHauler(store, host, memory.layout.digest, report)
+        self._copier = Copier(blocks, host, report)
+        self._hauler = None if store is None else StoreHauler(store, host, layout.digest, report)
 
     def carry_out(self, effect: StorageEffect) -> None:
         match effect:

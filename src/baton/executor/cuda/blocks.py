@@ -1,0 +1,212 @@
+"""Blocks of a KV pool on a CUDA device, for whoever copies them between there and the host.
+
+Owns the copies: a stream for each thread that asks, beside the one that computes, and the pinned buffers that bytes go
+through. Keeps to `contract.DeviceBlocks`. Two ways, chosen for each call:
+
+    straight   block by block between device and row, where the row is pinned and a piece is long
+    bounced    many pieces gathered on the device into one run, copied into a pinned buffer and taken apart by the CPU;
+               two such buffers take turns, so that one is copied while the other is taken apart
+
+It orders nothing against the stream that computes: whoever calls owns the blocks, which means that the host has seen the
+end of every step that wrote or read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.core.errors import InvariantViolated
+from baton.core.plan import Int32s
+
+log = logging.getLogger(__name__)
+
+RUN_BYTES = 64 << 20
+"""In one call: more than a millisecond at the speed of the bus, against tens of microseconds to begin and end it."""
+BOUNCE_BYTES = 16 << 20
+"""Of each of a thread's two buffers, unless a block is longer."""
+STRAIGHT_BYTES = 256 << 10
+"""From here on a piece is worth a copy of its own."""
+PIECES_MAX = 4096
+"""In one bounce."""
+
+Bytes = npt.NDArray[np.uint8]
+_WORDS = (torch.int64, torch.int32, torch.int16)
+
+
+class CudaBlocks:
+    def __init__(self, pool: torch.Tensor, run_bytes: int = RUN_BYTES) -> None:
+        """`pool` is [blocks, …], contiguous, of whatever numbers; it must outlive every call."""
+        if not pool.is_cuda or not pool.is_contiguous():
+            raise InvariantViolated(f"a pool on {pool.device} with strides {pool.stride()} is none to copy from")
+        self._pool = pool.view(len(pool), -1).view(torch.uint8)
+        self.blocks, self.block_bytes = self._pool.shape
+        self.run_bytes = run_bytes
+        self._lanes = _Lanes()
+        self._pinned: list[Bytes] = []
+        """What was registered with the driver: it must be told before the memory goes."""
+
+    def read(self, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+        if len(blocks) and end > begin:
+            lane = self._lane()
+            with torch.inference_mode(), torch.cuda.stream(lane.stream):
+                if _goes_straight(host, end - begin):
+                    self._read_straight(lane, blocks, rows, host, begin, end)
+                else:
+                    self._read_bounced(lane, blocks, rows, host, begin, end)
+
+    def write(self, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+        if len(blocks) and end > begin:
+            lane = self._lane()
+            with torch.inference_mode(), torch.cuda.stream(lane.stream):
+                if _goes_straight(host, end - begin):
+                    self._write_straight(lane, blocks, rows, host, begin, end)
+                else:
+                    self._write_bounced(lane, blocks, rows, host, begin, end)
+
+    def allocate(self, size: int) -> Bytes:
+        """Pinned, and mapped at once; where the driver refuses, plain memory, which is bounced."""
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # not every kernel has them
+            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
+        array: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        error = int(torch.cuda.cudart().cudaHostRegister(array.ctypes.data, size, 0))
+        if error:
+            log.warning("%d bytes of host memory cannot be pinned (CUDA error %d); copies will be slower", size, error)
+        else:
+            self._pinned.append(array)
+        return array
+
+    def close(self) -> None:
+        """Nobody copies any more."""
+        for array in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(array.ctypes.data)
+        self._pinned.clear()
+
+    # ── a copy for each block ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read_straight(self, lane: _Lane, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+        target = torch.from_numpy(host)
+        for block, row in zip(blocks.tolist(), rows.tolist(), strict=True):
+            target[row, begin:end].copy_(self._pool[block, begin:end], non_blocking=True)
+        lane.wait()
+
+    def _write_straight(self, lane: _Lane, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+        source = torch.from_numpy(host)
+        for block, row in zip(blocks.tolist(), rows.tolist(), strict=True):
+            self._pool[block, begin:end].copy_(source[row, begin:end], non_blocking=True)
+        lane.wait()
+
+    # ── through the buffers ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read_bounced(self, lane: _Lane, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+        pool, size = self._words(begin, end), end - begin
+        coming: _Coming | None = None
+        for bounce, part in lane.turns(len(blocks), size):
+            pieces = bounce.name(blocks[part])
+            staged = bounce.staged[: len(pieces) * size]
+            torch.index_select(pool, 0, pieces, out=staged.view(pool.dtype).view(len(pieces), -1))
+            bounce.pinned[: len(staged)].copy_(staged, non_blocking=True)
+            bounce.event.record()
+            if coming is not None:
+                coming.take_apart(host, begin, end)
+            coming = _Coming(bounce, rows[part])
+        if coming is not None:
+            coming.take_apart(host, begin, end)
+
+    def _write_bounced(self, lane: _Lane, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+        pool, size = self._words(begin, end), end - begin
+        for bounce, part in lane.turns(len(blocks), size):
+            bounce.event.synchronize()  # what it brought last has left it
+            for at, row in enumerate(rows[part].tolist()):
+                bounce.bytes[at * size : (at + 1) * size] = host[row, begin:end]
+            pieces = bounce.name(blocks[part])
+            staged = bounce.staged[: len(pieces) * size]
+            staged.copy_(bounce.pinned[: len(staged)], non_blocking=True)
+            pool.index_copy_(0, pieces, staged.view(pool.dtype).view(len(pieces), -1))
+            bounce.event.record()
+        lane.wait()
+
+    def _words(self, begin: int, end: int) -> torch.Tensor:
+        """[blocks, …]: these bytes of every block, in the longest words that they consist of."""
+        part = self._pool[:, begin:end]
+        for dtype in _WORDS:
+            if not (begin | end | self.block_bytes) % dtype.itemsize:
+                return part.view(dtype)
+        return part
+
+    def _lane(self) -> _Lane:
+        """This thread's own."""
+        if self._lanes.lane is None:
+            self._lanes.lane = _Lane(self._pool.device, max(BOUNCE_BYTES, self.block_bytes))
+        return self._lanes.lane
+
+
+class _Lanes(threading.local):
+    lane: _Lane | None = None
+
+
+class _Lane:
+    """A stream and two bounces, of one thread."""
+
+    def __init__(self, device: torch.device, bounce_bytes: int) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._done = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self.stream):  # so that the memory is this stream's from the start
+            self._bounces = tuple(_Bounce(device, bounce_bytes) for _ in range(2))
+        self._bounce_bytes = bounce_bytes
+
+    def turns(self, count: int, size: int) -> Iterator[tuple[_Bounce, slice]]:
+        """Which pieces go through which bounce, one after the other."""
+        at_once = min(PIECES_MAX, self._bounce_bytes // size)
+        for turn, begin in enumerate(range(0, count, at_once)):
+            yield self._bounces[turn % 2], slice(begin, min(count, begin + at_once))
+
+    def wait(self) -> None:
+        """For everything so far on its stream, which is the current one; without keeping a core busy."""
+        self._done.record()
+        self._done.synchronize()
+
+
+class _Bounce:
+    """A pinned buffer, its counterpart on the device, and the names of the blocks whose pieces they hold."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.bytes: Bytes = self.pinned.numpy()
+        self.staged = torch.empty(size, dtype=torch.uint8, device=device)
+        self.event = torch.cuda.Event(blocking=True)
+        self._names = torch.empty(PIECES_MAX, dtype=torch.int64, pin_memory=True)
+        self._names_there = torch.empty(PIECES_MAX, dtype=torch.int64, device=device)
+
+    def name(self, blocks: Int32s) -> torch.Tensor:
+        """The ids of these blocks, on the device. Whoever asks has waited for what they named before."""
+        count = len(blocks)
+        self._names.numpy()[:count] = blocks
+        self._names_there[:count].copy_(self._names[:count], non_blocking=True)
+        return self._names_there[:count]
+
+
+class _Coming(NamedTuple):
+    """On its way into a bounce."""
+
+    bounce: _Bounce
+    rows: Int32s
+
+    def take_apart(self, host: Bytes, begin: int, end: int) -> None:
+        self.bounce.event.synchronize()
+        size = end - begin
+        for at, row in enumerate(self.rows.tolist()):
+            host[row, begin:end] = self.bounce.bytes[at * size : (at + 1) * size]
+
+
+def _goes_straight(host: Bytes, size: int) -> bool:
+    return size >= STRAIGHT_BYTES and torch.from_numpy(host).is_pinned()
