@@ -1,4 +1,7 @@
-"""What every way to move KV must do, whatever carries the bytes. A new kind joins by its name in `kv.contract.KINDS`."""
+"""What every way to move KV must do, whatever carries the bytes and wherever the KV lies, on a device included.
+
+A new kind joins by its name in `kv.contract.KINDS`.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from baton.kv.contract import KvLayout, TransferUnavailable, available, make_rec
 from baton.kv.frames import END_FRAME, HELLO_BYTES, encode_hello, encode_pieces
 from baton.kv.memory import release
 from baton.kv.mooncake import MooncakeRoad
+from tests.support import transfers as support
 from tests.support.transfers import (
     GIVER_BLOCKS,
     LAYERS,
@@ -57,6 +61,11 @@ def _engine_stays_up() -> Iterator[None]:
     yield
     road.close()
     release(memory)
+
+
+@pytest.fixture(autouse=True, params=["in host memory", "on a device"])
+def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "ON_DEVICE", request.param == "on a device")
 
 
 @pytest.fixture

@@ -14,35 +14,9 @@ from baton.core.plan import Int32s
 from baton.core.storage import CopyIn, CopyOut, Haul, Hauled, HaulFenced, StorageEvent
 from baton.kv.blocks import Bytes2d, HostBlocks
 from baton.kv.host import Copier, Grip, HostMemory
+from tests.support.blocks import DEADLINE_S, GatedBlocks
 
-DEADLINE_S = 20
 BLOCKS, ROWS, BLOCK_BYTES = 8, 6, 32
-
-
-class GatedBlocks(HostBlocks):
-    """Blocks that say which are being copied, and wait there until the test lets them go on."""
-
-    def __init__(self, pool: Bytes2d, at_once: int = 1) -> None:
-        super().__init__(pool)
-        self.run_bytes = at_once * BLOCK_BYTES
-        self.reached: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        self.gate = threading.Semaphore(0)
-
-    def read(self, blocks: Int32s, rows: Int32s, host: Bytes2d, begin: int, end: int) -> None:
-        self._wait(blocks)
-        super().read(blocks, rows, host, begin, end)
-
-    def write(self, blocks: Int32s, rows: Int32s, host: Bytes2d, begin: int, end: int) -> None:
-        self._wait(blocks)
-        super().write(blocks, rows, host, begin, end)
-
-    def _wait(self, blocks: Int32s) -> None:
-        self.reached.put(blocks.tolist())
-        if not self.gate.acquire(timeout=DEADLINE_S):
-            raise TimeoutError(f"nobody let blocks {blocks} go")
-
-    def next(self) -> list[int]:
-        return self.reached.get(timeout=DEADLINE_S)
 
 
 class Bench:

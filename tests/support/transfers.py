@@ -18,6 +18,7 @@ import pytest
 
 from baton.core.peers import Arriving, Handover, PeerEvent, PeerId
 from baton.core.plan import Int32s
+from baton.kv.blocks import HostBlocks
 from baton.kv.checks import Checks
 from baton.kv.contract import (
     KINDS,
@@ -29,8 +30,8 @@ from baton.kv.contract import (
     make_receiver,
     make_sender,
 )
-from baton.kv.frames import WELCOME, encode_hello, encode_pieces
-from baton.kv.memory import allocate, flat, release
+from baton.kv.frames import TAKEN, WELCOME, encode_hello, encode_pieces
+from baton.kv.memory import allocate, flat, mirror_of, release
 from baton.kv.mooncake import MooncakeRoad
 from baton.kv.sending import Road
 from baton.kv.shm import ShmRoad
@@ -41,6 +42,8 @@ LAYERS = len(LAYOUT.layer_bytes)
 GIVER_BLOCKS, TAKER_BLOCKS = 48, 64
 WAIT_S = 30.0
 TOKEN = b"a token of sixte"
+ON_DEVICE = False
+"""Pairs and processes made from now on have their KV where a transfer cannot address it. For a test to set."""
 ROOT = Path(__file__).parents[2]
 
 Event = TypeVar("Event", bound=PeerEvent)
@@ -93,6 +96,17 @@ def make_pool(blocks: int, seed: int | None = None) -> KvMemory:
     return memory
 
 
+class DeviceLike(HostBlocks):
+    """A pool that only copies reach, several pieces at a time."""
+
+    run_bytes = 20_000
+
+
+def worked_on(memory: KvMemory) -> KvMemory:
+    """What a transfer of this KV works on."""
+    return mirror_of(memory.layout, DeviceLike(memory.pool)) if ON_DEVICE else memory
+
+
 def ids(*blocks: int) -> Int32s:
     return np.array(blocks, dtype=np.int32)
 
@@ -113,15 +127,17 @@ class Pair:
     def __init__(self, kind: str, receiver: ReceiverOptions | None = None, sender: SenderOptions | None = None) -> None:
         self.kind = kind
         self.giver, self.taker = make_pool(GIVER_BLOCKS, seed=1), make_pool(TAKER_BLOCKS)
+        """The KV of each, wherever it lies."""
         self.sent, self.got = Reports(), Reports()
-        self.receiver = make_receiver(kind, self.taker, self.got, **(receiver or {}))
-        self.sender = make_sender(kind, self.giver, self.sent, **(sender or {}))
+        self._memories = worked_on(self.giver), worked_on(self.taker)
+        self.receiver = make_receiver(kind, self._memories[1], self.got, **(receiver or {}))
+        self.sender = make_sender(kind, self._memories[0], self.sent, **(sender or {}))
 
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
-        release(self.giver)
-        release(self.taker)
+        for memory in (self.giver, self.taker, *self._memories):
+            release(memory)
 
     def arrived(self, sources: Int32s, targets: Int32s) -> bool:
         return bool((self.giver.pool[sources] == self.taker.pool[targets]).all())
@@ -178,7 +194,9 @@ class HandLine:
     def hung_up_on(self) -> bool:
         """Waits for it."""
         try:
-            return self.sock.recv(1) == b""
+            while (said := self.sock.recv(1)) == TAKEN:
+                pass
+            return said == b""
         except ConnectionError:
             return True
 
@@ -192,7 +210,7 @@ class SenderProcess:
 
     def __init__(self, kind: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.transfers", kind],
+            [sys.executable, "-m", "tests.support.transfers", kind, "device" if ON_DEVICE else "host"],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -222,7 +240,7 @@ class SenderProcess:
                     pipe.close()
 
 
-def _serve(kind: str) -> None:
+def _serve(kind: str, where: str) -> None:
     """The child's side of SenderProcess."""
 
     def tell(event: PeerEvent) -> None:
@@ -230,7 +248,8 @@ def _serve(kind: str) -> None:
         sys.stdout.write(json.dumps([type(event).__name__, what]) + "\n")
         sys.stdout.flush()
 
-    sender = make_sender(kind, make_pool(GIVER_BLOCKS, seed=1), tell)
+    memory = make_pool(GIVER_BLOCKS, seed=1)
+    sender = make_sender(kind, mirror_of(LAYOUT, DeviceLike(memory.pool)) if where == "device" else memory, tell)
     for line in sys.stdin:
         match json.loads(line):
             case ["open", int(request), str(address), str(token), int(first), list(blocks)]:
@@ -243,4 +262,4 @@ def _serve(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(*sys.argv[1:])
