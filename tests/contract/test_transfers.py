@@ -47,7 +47,7 @@ from tests.support.transfers import (
     usable_kinds,
 )
 
-pytestmark = pytest.mark.parametrize("kind", usable_kinds())
+pytestmark = pytest.mark.parametrize(("kind", "_place"), usable_kinds(), indirect=["_place"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,9 +63,9 @@ def _engine_stays_up() -> Iterator[None]:
     release(memory)
 
 
-@pytest.fixture(autouse=True, params=["in host memory", "on a device"])
+@pytest.fixture(autouse=True)
 def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "ON_DEVICE", request.param == "on a device")
+    monkeypatch.setattr(support, "PLACE", request.param)
 
 
 @pytest.fixture

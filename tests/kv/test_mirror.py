@@ -24,6 +24,7 @@ from baton.kv.frames import FRAME_BYTES, HELLO_BYTES, TAKEN, WELCOME
 from baton.kv.memory import free_pages, mirror_of, release, shared_bytes
 from baton.kv.mirror import PARTS_AHEAD, Ferry, Mirror, Staging
 from baton.kv.shipping import Run
+from baton.kv.shm import introduction_bytes
 from tests.support.blocks import DEADLINE_S, GatedBlocks
 
 pytestmark = pytest.mark.skipif(available("shm") is not None, reason=str(available("shm")))
@@ -234,8 +235,9 @@ class DeafTaker:
     def welcome(self, blocks: int) -> socket.socket:
         line, _ = self._listener.accept()
         line.settimeout(DEADLINE_S)
-        data, fds, _, _ = socket.recv_fds(line, HELLO_BYTES + 8 + 4 * blocks, 1)
-        assert len(data) == HELLO_BYTES + 8 + 4 * blocks
+        size = HELLO_BYTES + introduction_bytes(blocks)
+        data, fds, _, _ = socket.recv_fds(line, size, 1)
+        assert len(data) == size
         for fd in fds:
             os.close(fd)
         line.sendall(WELCOME)

@@ -144,8 +144,8 @@ def test_what_is_no_memfd_is_not_mapped() -> None:
 def test_a_check_is_the_xor_of_seeded_hashes_of_its_pieces() -> None:
     memory = allocate(LAYOUT, 3)
     memory.pool[:] = np.arange(3 * 104, dtype=np.uint16).reshape(3, 104).astype(np.uint8)
-    checks = Checks(40, 2, LAYOUT.spans)
-    checks.add(range(3), 40, flat(memory), [2 * 104, 0])
+    checks = Checks(40, 2, LAYOUT.spans, flat(memory))
+    checks.add(range(3), 40, np.array([2, 0], dtype=np.int32))
     expected = b""
     for index, block in ((40, 2), (41, 0)):
         value = 0
@@ -159,10 +159,10 @@ def test_a_check_is_the_xor_of_seeded_hashes_of_its_pieces() -> None:
 @given(st.permutations([(layer, block) for layer in range(3) for block in range(2)]))
 def test_the_order_of_pieces_does_not_matter_to_the_checks(order: list[tuple[int, int]]) -> None:
     pool = memoryview(bytes(range(208)))
-    whole, parts = Checks(5, 2, LAYOUT.spans), Checks(5, 2, LAYOUT.spans)
-    whole.add(range(3), 5, pool, [0, 104])
+    whole, parts = Checks(5, 2, LAYOUT.spans, pool), Checks(5, 2, LAYOUT.spans, pool)
+    whole.add(range(3), 5, np.arange(2, dtype=np.int32))
     for layer, block in order:
-        parts.add(range(layer, layer + 1), 5 + block, pool, [104 * block])
+        parts.add(range(layer, layer + 1), 5 + block, np.array([block], dtype=np.int32))
     assert parts.digest() == whole.digest()
 
 

@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import os
 import socket
-import struct
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +14,7 @@ from baton.core.peers import Spoilt
 from baton.kv.contract import available
 from baton.kv.frames import encode_hello
 from baton.kv.memory import allocate, release
-from baton.kv.shm import ShmRoad
+from baton.kv.shm import ShmRoad, encode_introduction
 from tests.support.transfers import GIVER_BLOCKS, LAYOUT, TOKEN, Pair, giver_names, ids, pair_of, taker_names
 
 pytestmark = pytest.mark.skipif(available("shm") is not None, reason=str(available("shm")))
@@ -33,7 +32,7 @@ def _introduce(pair: Pair, pool_blocks: int, blocks: list[int], fds: list[int]) 
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(pair.receiver.address.removeprefix("shm:"))
         data = encode_hello("shm", giver_names(1), LAYOUT.digest, TOKEN)
-        data += struct.pack("<Q", pool_blocks) + ids(*blocks).tobytes()
+        data += encode_introduction(pool_blocks, b"", ids(*blocks))
         socket.send_fds(sock, [data], fds)
         reason = pair.got.next(Spoilt).reason
         assert sum(pair.receiver.refused.values()) == 1

@@ -25,8 +25,9 @@ from baton.core.peers import (
     Verify,
 )
 from baton.kv.contract import KvLayout, KvMemory
-from baton.kv.memory import allocate, release
+from baton.kv.memory import allocate, mirror_of, release
 from baton.node.transfers import NoTransfer, Transfers, kinds_of
+from tests.support.devices import DeviceLike
 
 HOST = "127.0.0.1"
 GIVER, TAKER = PeerId("giver"), PeerId("taker")
@@ -68,6 +69,23 @@ def sides(memories: tuple[KvMemory, KvMemory], request: pytest.FixtureRequest) -
         side.transfers.close()
 
 
+@pytest.fixture(params=[("auto", True), ("auto", False), ("tcp", True)], ids=["one host", "two hosts", "by tcp"])
+def on_devices(
+    memories: tuple[KvMemory, KvMemory], request: pytest.FixtureRequest
+) -> Iterator[tuple[Side, Side, tuple[DeviceLike, DeviceLike], bool]]:
+    """Both sides have their KV on a device; the last says whether they are on one host."""
+    setting, same_host = request.param
+    devices = [DeviceLike(memory.pool, memory.fd) for memory in memories]
+    mirrors, made = [mirror_of(LAYOUT, device, device) for device in devices], []
+    for role, mirror in zip((PREFILL, DECODE), mirrors, strict=True):
+        events: queue.SimpleQueue[PeerEvent] = queue.SimpleQueue()
+        made.append(Side(Transfers(role, setting, mirror, events.put, HOST), events))
+    yield made[0], made[1], (devices[0], devices[1]), same_host and setting == "auto"
+    for side, mirror in zip(made, mirrors, strict=True):
+        side.transfers.close()
+        release(mirror)
+
+
 def with_settings(*pairs: tuple[str, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("sides", pairs, ids=[" to ".join(pair) for pair in pairs], indirect=True)
 
@@ -101,6 +119,23 @@ def test_what_is_ordered_on_one_side_arrives_on_the_other(
     taker.transfers.carry_out(Fence(ON_TAKER))
     giver.transfers.carry_out(Fence(ON_GIVER))
     assert (taker.next(), giver.next()) == (Fenced(ON_TAKER), Fenced(ON_GIVER))
+
+
+def test_kv_on_devices_arrives_and_stays_there_where_it_can(
+    on_devices: tuple[Side, Side, tuple[DeviceLike, DeviceLike], bool], memories: tuple[KvMemory, KvMemory]
+) -> None:
+    giver, taker, devices, straight = on_devices
+    open_handover(giver, taker, same_host=straight)
+    giver.transfers.carry_out(Ship(ON_GIVER, 1, 2, 5, last=True))
+    for layer in (1, 0):
+        giver.transfers.layer_done(1, layer)
+    giver.transfers.step_done(1)
+    shipped = giver.next()
+    assert isinstance(shipped, Shipped)
+    taker.transfers.carry_out(Verify(ON_TAKER, shipped.checks))
+    assert taker.next() == Verified(ON_TAKER)
+    assert (memories[1].pool[TARGETS] == memories[0].pool[SOURCES]).all()
+    assert bool(devices[1].pulled) == straight
 
 
 @with_settings(("auto", "auto"), ("auto", "tcp"))

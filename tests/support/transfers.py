@@ -18,8 +18,7 @@ import pytest
 
 from baton.core.peers import Arriving, Handover, PeerEvent, PeerId
 from baton.core.plan import Int32s
-from baton.kv.blocks import HostBlocks
-from baton.kv.checks import Checks
+from baton.kv.checks import Checks, DeviceChecks
 from baton.kv.contract import (
     KINDS,
     KvLayout,
@@ -36,25 +35,29 @@ from baton.kv.mooncake import MooncakeRoad
 from baton.kv.sending import Road
 from baton.kv.shm import ShmRoad
 from baton.kv.tcp import TcpRoad
+from tests.support.devices import DeviceLike
 
 LAYOUT = KvLayout(b"a model", "float32", 4, (4096, 8192, 512, 12, 4096))
 LAYERS = len(LAYOUT.layer_bytes)
 GIVER_BLOCKS, TAKER_BLOCKS = 48, 64
 WAIT_S = 30.0
 TOKEN = b"a token of sixte"
-ON_DEVICE = False
-"""Pairs and processes made from now on have their KV where a transfer cannot address it. For a test to set."""
+HOST, DEVICE, SHARED_DEVICE = "in host memory", "on a device", "on a device that the taker reads"
+PLACE = HOST
+"""Where pairs and processes made from now on have their KV. For a test to set."""
 ROOT = Path(__file__).parents[2]
 
 Event = TypeVar("Event", bound=PeerEvent)
 
 
 def usable_kinds() -> list[object]:
-    """Each kind by its name; those that cannot work here are skipped and say why."""
+    """Each kind by its name, with each place where its KV may be; those that cannot work here are skipped and say why."""
     params = []
     for kind in KINDS:
         reason = available(kind)
-        params.append(pytest.param(kind, marks=[pytest.mark.skip(reason=reason)] if reason else [], id=kind))
+        marks = [pytest.mark.skip(reason=reason)] if reason else []
+        places = (HOST, DEVICE, SHARED_DEVICE) if kind == "shm" else (HOST, DEVICE)
+        params += [pytest.param(kind, place, marks=marks, id=f"{kind}, {place}") for place in places]
     return params
 
 
@@ -96,15 +99,12 @@ def make_pool(blocks: int, seed: int | None = None) -> KvMemory:
     return memory
 
 
-class DeviceLike(HostBlocks):
-    """A pool that only copies reach, several pieces at a time."""
-
-    run_bytes = 20_000
-
-
-def worked_on(memory: KvMemory) -> KvMemory:
+def worked_on(memory: KvMemory, place: str) -> KvMemory:
     """What a transfer of this KV works on."""
-    return mirror_of(memory.layout, DeviceLike(memory.pool)) if ON_DEVICE else memory
+    if place == HOST:
+        return memory
+    device = DeviceLike(memory.pool, memory.fd)
+    return mirror_of(memory.layout, device, device if place == SHARED_DEVICE else None)
 
 
 def ids(*blocks: int) -> Int32s:
@@ -116,8 +116,10 @@ def some_blocks(count: int, of: int, seed: int) -> Int32s:
 
 
 def checks_of(memory: KvMemory, first: int, blocks: Int32s) -> bytes:
-    checks = Checks(first, len(blocks), memory.spans)
-    checks.add(range(LAYERS), first, flat(memory), [int(block) * LAYOUT.block_bytes for block in blocks])
+    checks: Checks | DeviceChecks = Checks(first, len(blocks), memory.spans, flat(memory))
+    if PLACE == SHARED_DEVICE:
+        checks = DeviceChecks(first, len(blocks), memory.spans, DeviceLike(memory.pool))
+    checks.add(range(LAYERS), first, blocks)
     return checks.digest()
 
 
@@ -129,7 +131,7 @@ class Pair:
         self.giver, self.taker = make_pool(GIVER_BLOCKS, seed=1), make_pool(TAKER_BLOCKS)
         """The KV of each, wherever it lies."""
         self.sent, self.got = Reports(), Reports()
-        self._memories = worked_on(self.giver), worked_on(self.taker)
+        self._memories = worked_on(self.giver, PLACE), worked_on(self.taker, PLACE)
         self.receiver = make_receiver(kind, self._memories[1], self.got, **(receiver or {}))
         self.sender = make_sender(kind, self._memories[0], self.sent, **(sender or {}))
 
@@ -210,7 +212,7 @@ class SenderProcess:
 
     def __init__(self, kind: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.transfers", kind, "device" if ON_DEVICE else "host"],
+            [sys.executable, "-m", "tests.support.transfers", kind, PLACE],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -240,7 +242,7 @@ class SenderProcess:
                     pipe.close()
 
 
-def _serve(kind: str, where: str) -> None:
+def _serve(kind: str, place: str) -> None:
     """The child's side of SenderProcess."""
 
     def tell(event: PeerEvent) -> None:
@@ -248,8 +250,7 @@ def _serve(kind: str, where: str) -> None:
         sys.stdout.write(json.dumps([type(event).__name__, what]) + "\n")
         sys.stdout.flush()
 
-    memory = make_pool(GIVER_BLOCKS, seed=1)
-    sender = make_sender(kind, mirror_of(LAYOUT, DeviceLike(memory.pool)) if where == "device" else memory, tell)
+    sender = make_sender(kind, worked_on(make_pool(GIVER_BLOCKS, seed=1), place), tell)
     for line in sys.stdin:
         match json.loads(line):
             case ["open", int(request), str(address), str(token), int(first), list(blocks)]:

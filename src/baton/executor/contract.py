@@ -50,6 +50,24 @@ class DeviceBlocks(Protocol):
     def allocate(self, size: int) -> Bytes:
         """Zeroed host memory of the kind that is quickest to copy from and to."""
 
+    def share(self) -> bytes:
+        """What opens our blocks in another process of this host, to read; nothing where that cannot be."""
+
+    def open(self, handle: bytes, blocks: int) -> DeviceWindow | str:
+        """Another's, so many of the same length. A string says why it cannot be."""
+
+    def digests(self, blocks: Int32s, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
+        """[spans, blocks]: a hash of these bytes of each block, which differs if any of its words does."""
+
+
+class DeviceWindow(Protocol):
+    """The blocks of another process, on a device that ours can read."""
+
+    def pull(self, sources: Int32s, targets: Int32s, begin: int, end: int) -> None:
+        """Bytes [begin, end) of their block `sources[i]` into our block `targets[i]`. Returns when they are there."""
+
+    def close(self) -> None: ...
+
 
 class KvView(NamedTuple):
     """The KV pool as bytes. Whoever reads or writes blocks of it must own them."""

@@ -1,10 +1,11 @@
 """Where KV blocks are, for whoever copies them: in host memory, or on a device that only copies reach.
 
-Owns the protocol, and the blocks that the host can address (`HostBlocks`). Those of a device come from its executor.
+Owns the protocols, and the blocks that the host can address (`HostBlocks`). Those of a device come from its executor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,28 @@ class Blocks(Protocol):
 
     def allocate(self, size: int) -> Bytes:
         """Zeroed host memory of the kind that is quickest to copy from and to."""
+
+
+class Window(Protocol):
+    """The blocks of another process, on a device that ours can read."""
+
+    def pull(self, sources: Int32s, targets: Int32s, begin: int, end: int) -> None:
+        """Bytes [begin, end) of their block `sources[i]` into our block `targets[i]`. Returns when they are there."""
+
+    def close(self) -> None: ...
+
+
+class Sharing(Protocol):
+    """A device whose blocks another process of this host may read, and that can read another's."""
+
+    def share(self) -> bytes:
+        """What opens our blocks elsewhere, to read; nothing where that cannot be."""
+
+    def open(self, handle: bytes, blocks: int) -> Window | str:
+        """Another's, of whom we know that a block is what ours is. A string says why it cannot be."""
+
+    def digests(self, blocks: Int32s, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
+        """[spans, blocks]: a hash of these bytes of each block, which differs if any of its words does."""
 
 
 class HostBlocks:

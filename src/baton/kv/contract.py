@@ -24,7 +24,7 @@ import numpy as np
 from baton.core.errors import InvariantViolated
 from baton.core.peers import Handover, PeerEvent
 from baton.core.plan import Int32s
-from baton.kv.blocks import Bytes2d
+from baton.kv.blocks import Bytes2d, Sharing
 from baton.kv.mirror import Mirror
 
 KINDS = ("shm", "tcp", "mooncake")
@@ -91,6 +91,8 @@ class KvMemory:
     """The sealed memfd that the pool lies in, where it is shared; `shm` sends from no other."""
     mirror: Mirror | None = None
     """Where the blocks themselves lie on a device, and this is what stands for them."""
+    sharing: Sharing | None = None
+    """That device, where others on this host may read from it."""
 
     def __post_init__(self) -> None:
         if self.spans != self.layout.spans:

@@ -4,8 +4,9 @@
     PIECES  layers [lo, hi) of blocks [first, first + count)                then, where the bytes travel here, block by block
     END     nothing more will come
 
-D says `WELCOME` when it has accepted the hello; until then P sends nothing that follows. Where it fetches the bytes itself,
-it says `TAKEN` after the end: from then on it reads nothing of P's memory for this hand-over.
+D says `WELCOME` when it has accepted the hello, or `WELCOME_DEVICE` where it will read P's device itself; until then P sends
+nothing that follows. Where it fetches the bytes, it says `TAKEN` after the end: from then on it reads nothing of P's memory
+for this hand-over.
 
 Owns the encoding. Decoding checks form only; whether a range was expected is `expected`'s business.
 """
@@ -24,6 +25,7 @@ _MAGIC = b"BKV1"
 _HELLO = struct.Struct("<4sB3xQI16sB64s")
 _FRAME = struct.Struct("<BxHHxxII")
 WELCOME = b"+"
+WELCOME_DEVICE = b"*"
 TAKEN = b"."
 HELLO_BYTES = _HELLO.size
 FRAME_BYTES = _FRAME.size

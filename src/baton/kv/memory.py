@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.kv.blocks import Blocks
+from baton.kv.blocks import Blocks, Sharing
 from baton.kv.contract import KvLayout, KvMemory
 from baton.kv.mirror import Mirror
 
@@ -82,7 +82,7 @@ def allocate(layout: KvLayout, blocks: int) -> KvMemory:
     return KvMemory(layout, shared.array.reshape(blocks, layout.block_bytes), layout.spans, shared.fd)
 
 
-def mirror_of(layout: KvLayout, device: Blocks) -> KvMemory:
+def mirror_of(layout: KvLayout, device: Blocks, sharing: Sharing | None = None) -> KvMemory:
     """What stands for a pool on a device. Give it back with `release`, when no transfer uses it any more."""
     shared = shared_bytes(device.blocks * layout.block_bytes)
     rows = shared.array.reshape(device.blocks, layout.block_bytes)
@@ -90,7 +90,7 @@ def mirror_of(layout: KvLayout, device: Blocks) -> KvMemory:
     def give_back(block: int) -> None:
         free_pages(shared.fd, block * layout.block_bytes, layout.block_bytes)
 
-    return KvMemory(layout, rows, layout.spans, shared.fd, Mirror(device, rows, give_back))
+    return KvMemory(layout, rows, layout.spans, shared.fd, Mirror(device, rows, give_back), sharing)
 
 
 def free_pages(fd: int, offset: int, size: int) -> None:

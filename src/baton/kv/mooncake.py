@@ -40,6 +40,7 @@ def mooncake_sender(memory: KvMemory, report: Report, options: SenderOptions) ->
 class MooncakeRoad:
     kind = "mooncake"
     carries = False
+    shares_device = False
     keeps_last = False
 
     def __init__(self, memory: KvMemory, host: str) -> None:
@@ -105,6 +106,7 @@ class _MooncakePort:
 
 class _MooncakeSource:
     slice_bytes = STAGING_BYTES
+    reads_device = False
 
     def __init__(self, readers: Readers, peer: str, address: int, blocks: Int32s, memory: KvMemory) -> None:
         self._readers = readers

@@ -25,7 +25,7 @@ from typing import Protocol
 from baton.core.errors import InvariantViolated
 from baton.core.peers import Arriving, Fenced, Handover, Spoilt, Verified
 from baton.core.plan import Int32s
-from baton.kv.checks import Checks
+from baton.kv.checks import Checks, DeviceChecks
 from baton.kv.contract import KvMemory, ReceiverOptions, Report
 from baton.kv.expected import Expected
 from baton.kv.frames import (
@@ -34,6 +34,7 @@ from baton.kv.frames import (
     TAKEN,
     TOKEN_MAX,
     WELCOME,
+    WELCOME_DEVICE,
     End,
     Malformed,
     Pieces,
@@ -82,6 +83,8 @@ class Source(Protocol):
     """Where the bytes of one line are, when they do not travel on it."""
 
     slice_bytes: int
+    reads_device: bool
+    """It brings them from device to device, past the mirror."""
 
     def fetch(self, part: Slice, fetched: Fetched) -> None:
         """Bring a slice into the pool, on the lane; call `fetched` then, now or later. After `close`, touch no pool."""
@@ -128,13 +131,14 @@ class _Entry:
     handover: Handover
     token: bytes
     expected: Expected
-    checks: Checks | None
+    checks: Checks | DeviceChecks | None
     line: _Line | None = None
     used: bool = False
     """Its token has opened a line."""
     wanted: bytes | None = None
     """The checks to compare with, once we are told."""
     arriving_at_s: float = 0.0
+    past_mirror: bool = False
     crossing: int = 0
     """Pieces on their way from the mirror to the device."""
 
@@ -237,7 +241,7 @@ class LineReceiver:
             )
             return
         expected = Expected(first, blocks, len(self._memory.spans))
-        checks = Checks(first, len(blocks), self._memory.spans) if self._verified else None
+        checks = Checks(first, len(blocks), self._memory.spans, self._pool) if self._verified else None
         self._entries[key] = _Entry(handover, token, expected, checks)
         if self._memory.mirror is not None:
             self._memory.mirror.hold(blocks)
@@ -471,10 +475,20 @@ class LineReceiver:
         line.source = met
         line.stage = _Stage.PIECES
         line.next_head(FRAME_BYTES, [], 0)
+        if met is not None and met.reads_device:
+            self._go_past_mirror(line.entry)
         try:
-            line.sock.send(WELCOME)
+            line.sock.send(WELCOME_DEVICE if line.entry.past_mirror else WELCOME)
         except OSError as error:
             self._lose(line, f"connection lost: {error}")
+
+    def _go_past_mirror(self, entry: _Entry) -> None:
+        sharing, expected = self._memory.sharing, entry.expected
+        if sharing is None:
+            raise InvariantViolated("a device is read that is not there")
+        entry.past_mirror = True
+        if entry.checks is not None:
+            entry.checks = DeviceChecks(expected.first, len(expected.blocks), self._memory.spans, sharing)
 
     def _take_frame(self, line: _Line) -> None:
         try:
@@ -495,12 +509,9 @@ class LineReceiver:
             self._lane.watch(line.sock, 0, _nothing)
             return
         low, high = self._memory.spans[frame.layers.start][0], self._memory.spans[frame.layers.stop - 1][1]
-        offsets = self._offsets(line.entry.expected.targets(frame))
+        offsets = [block * self._memory.layout.block_bytes for block in line.entry.expected.targets(frame).tolist()]
         payload = [self._pool[offset + low : offset + high] for offset in offsets]
         line.next_head(FRAME_BYTES, payload, (high - low) * frame.count)
-
-    def _offsets(self, blocks: Int32s) -> list[int]:
-        return [block * self._memory.layout.block_bytes for block in blocks.tolist()]
 
     def _take_end(self, line: _Line) -> None:
         if line.entry is not None and not line.entry.expected.complete:
@@ -524,9 +535,9 @@ class LineReceiver:
         low, high = self._memory.spans[pieces.layers.start][0], self._memory.spans[pieces.layers.stop - 1][1]
         self.arrived_bytes += (high - low) * pieces.count
         if entry.checks is not None:
-            entry.checks.add(pieces.layers, pieces.first, self._pool, self._offsets(entry.expected.targets(pieces)))
+            entry.checks.add(pieces.layers, pieces.first, entry.expected.targets(pieces))
         entry.expected.keep(pieces)
-        if self._ferry is not None:
+        if self._ferry is not None and not entry.past_mirror:
             entry.crossing += 1
             targets = entry.expected.targets(pieces)
             self._ferry.carry(entry.handover, targets, low, high, lambda: self._crossed(entry))

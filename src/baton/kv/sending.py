@@ -20,9 +20,9 @@ from typing import Protocol
 from baton.core.errors import InvariantViolated
 from baton.core.peers import Fenced, Handover, ShipFailed, Shipped
 from baton.core.plan import Int32s
-from baton.kv.checks import Checks
+from baton.kv.checks import Checks, DeviceChecks
 from baton.kv.contract import KvMemory, Report, SenderOptions
-from baton.kv.frames import END_FRAME, TAKEN, TOKEN_MAX, WELCOME, encode_hello, encode_pieces
+from baton.kv.frames import END_FRAME, TAKEN, TOKEN_MAX, WELCOME, WELCOME_DEVICE, encode_hello, encode_pieces
 from baton.kv.lane import Lane, Work
 from baton.kv.memory import flat, within
 from baton.kv.mirror import Ferry, Staging
@@ -34,6 +34,8 @@ CARRIED_BYTES = 8 << 20
 """In a frame that carries its pieces: frames cost time on both sides."""
 ANNOUNCED_BYTES = 4 << 20
 """In a frame that only names them: D can begin when it has heard of the first."""
+ON_DEVICE_BYTES = 64 << 20
+"""In a frame that names what D reads from our device: each takes some tenths of a millisecond, however short."""
 ANNOUNCED_AT_ONCE = 64
 SEND_BUFFERS_MAX = 64
 """A call: about as much as goes at once."""
@@ -50,6 +52,8 @@ class Road(Protocol):
     kind: str
     carries: bool
     """The bytes travel on the line; otherwise D fetches them when it hears of them."""
+    shares_device: bool
+    """It tells D how to read our device itself."""
     keeps_last: bool
     """The last line to an address stays open when it has nothing more to say: D holds on to something while we live."""
 
@@ -78,7 +82,7 @@ class _Line:
     sock: socket.socket
     first: int
     blocks: Int32s
-    checks: Checks | None
+    checks: Checks | DeviceChecks | None
     fds: list[int]
     waiting: Vectors
     """To be sent, in order."""
@@ -88,7 +92,7 @@ class _Line:
     run: Run | None = None
     """What is left of the run that frames are being made of."""
     staging: Staging | None = None
-    """What its runs come through where the pool is on a device."""
+    """What its runs come through, where they lie on a device and D does not read them there."""
     taken: bool = False
     """D has everything."""
 
@@ -174,7 +178,7 @@ class LineSender:
             return
         hello = encode_hello(self._road.kind, handover, self._memory.layout.digest, token)
         more, fds = self._road.introduce(blocks)
-        checks = Checks(first, len(blocks), self._memory.spans) if self._verified else None
+        checks = Checks(first, len(blocks), self._memory.spans, self._pool) if self._verified else None
         waiting = Vectors()
         waiting.add([memoryview(hello + more)])
         line = _Line(handover, address, sock, first, blocks, checks, fds, waiting, time.monotonic())
@@ -292,6 +296,9 @@ class LineSender:
         if said == WELCOME and line.stage is _Stage.GREETING and not line.waiting:
             line.stage, line.moved_at_s = _Stage.OPEN, time.monotonic()
             return True
+        if said == WELCOME_DEVICE and line.stage is _Stage.GREETING and not line.waiting and self._road.shares_device:
+            self._open_device(line)
+            return True
         if said == TAKEN and line.stage is _Stage.ENDING and not line.waiting:
             line.taken = True
             return True
@@ -303,6 +310,15 @@ class LineSender:
             reason = "hung up"
         self._fail(line.handover, f"the receiver {reason}")
         return False
+
+    def _open_device(self, line: _Line) -> None:
+        """Nothing of it comes through the host."""
+        sharing = self._memory.sharing
+        if sharing is None:
+            raise InvariantViolated("a device is shared that is not there")
+        line.stage, line.moved_at_s, line.staging = _Stage.OPEN, time.monotonic(), None
+        if line.checks is not None:
+            line.checks = DeviceChecks(line.first, len(line.blocks), self._memory.spans, sharing)
 
     def _lost(self, line: _Line, error: OSError) -> None:
         what = "turned us away" if line.stage is _Stage.GREETING else "is gone"
@@ -366,20 +382,25 @@ class LineSender:
     def _frame(self, line: _Line, run: Run) -> None:
         """The next frame of a run; what is left of it stays in the line."""
         begin, end = self._memory.spans[run.layers.start][0], self._memory.spans[run.layers.stop - 1][1]
-        goal = self._pace.at_once(CARRIED_BYTES if self._road.carries else ANNOUNCED_BYTES)
-        count = min(run.upto - run.first, max(1, goal // max(1, end - begin)))
+        count = min(run.upto - run.first, max(1, self._pace.at_once(self._frame_bytes(line)) // max(1, end - begin)))
         at = run.first - line.first
-        offsets = [block * self._memory.layout.block_bytes for block in line.blocks[at : at + count].tolist()]
+        blocks = line.blocks[at : at + count]
         if line.checks is not None:
-            line.checks.add(run.layers, run.first, self._pool, offsets)
+            line.checks.add(run.layers, run.first, blocks)
         line.waiting.add([memoryview(encode_pieces(run.layers, run.first, count))])
         if self._road.carries:
+            offsets = [block * self._memory.layout.block_bytes for block in blocks.tolist()]
             line.waiting.add([self._pool[offset + begin : offset + end] for offset in offsets])
         rest = run.first + count
         line.run = Run(run.layers, rest, run.upto) if rest < run.upto else None
         self._pace.spent((end - begin) * count, time.monotonic())
         if not self._road.carries:
             self.sent_bytes += (end - begin) * count
+
+    def _frame_bytes(self, line: _Line) -> int:
+        if self._road.carries:
+            return CARRIED_BYTES
+        return ON_DEVICE_BYTES if self._memory.mirror is not None and line.staging is None else ANNOUNCED_BYTES
 
     def _shipped(self, line: _Line) -> None:
         """Everything has left. Closing a socket does not take back what was given to it."""

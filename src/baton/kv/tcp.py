@@ -71,6 +71,7 @@ def _family(host: str) -> socket.AddressFamily:
 class TcpRoad:
     kind = "tcp"
     carries = True
+    shares_device = False
     keeps_last = False
 
     def connect(self, address: str) -> socket.socket:

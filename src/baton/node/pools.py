@@ -36,7 +36,7 @@ class PoolMemory:
         """What transfers work on. Once an executor: a mirror is made here."""
         layout, kv = layout_of(executor), executor.kv
         if kv.device is not None:
-            return mirror_of(layout, kv.device)
+            return mirror_of(layout, kv.device, kv.device)
         return KvMemory(layout, kv.pool, kv.layers, self._fd)
 
 

@@ -8,7 +8,8 @@ through. Keeps to `contract.DeviceBlocks`. Two ways, chosen for each call:
                two such buffers take turns, so that one is copied while the other is taken apart
 
 It orders nothing against the stream that computes: whoever calls owns the blocks, which means that the host has seen the
-end of every step that wrote or read them.
+end of every step that wrote or read them. Blocks of another process on the same device are read there (`CudaWindow`), and
+hashed there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import contextlib
 import logging
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 
 from baton.core.errors import InvariantViolated
 from baton.core.plan import Int32s
+from baton.executor.cuda.sharing import Opened, name_of, open_named
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ PIECES_MAX = 4096
 
 Bytes = npt.NDArray[np.uint8]
 _WORDS = (torch.int64, torch.int32, torch.int16)
+_STRIDE = 0x3C6EF372FE94F82A
+"""Even, so that one more than any multiple of it is odd."""
 
 
 class CudaBlocks:
@@ -85,6 +89,54 @@ class CudaBlocks:
             self._pinned.append(array)
         return array
 
+    def share(self) -> bytes:
+        lane = self._lane()
+        with torch.cuda.stream(lane.stream):
+            lane.wait()  # the driver's own calls need a thread that has met the device
+            name = name_of(self._pool)
+        if not name:
+            log.warning("the KV pool cannot be shared with other processes; they get it through host memory")
+        return name
+
+    def open(self, handle: bytes, blocks: int) -> CudaWindow | str:
+        lane = self._lane()
+        with torch.cuda.stream(lane.stream):
+            lane.wait()
+            opened = open_named(handle, blocks * self.block_bytes, self._pool.device)
+            return opened if isinstance(opened, str) else CudaWindow(self, opened, opened.tensor(blocks, self._pool.device))
+
+    def digests(self, blocks: Int32s, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
+        """The sum of the words of a piece, each times an odd number of its place: no one word can change unseen."""
+        lane = self._lane()
+        with torch.inference_mode(), torch.cuda.stream(lane.stream):
+            sums = torch.zeros(len(spans), len(blocks), dtype=torch.int64, device=self._pool.device)
+            for row, (begin, end) in zip(sums, spans, strict=True):
+                for gathered, part in self._gathered(lane, self._words(self._pool, begin, end), blocks, end - begin):
+                    places = torch.arange(gathered.shape[1], device=gathered.device) * _STRIDE + 1
+                    row[part] = (gathered.to(torch.int64) * places).sum(dim=1)
+            return sums.cpu().numpy().view(np.uint64)
+
+    def pull(self, theirs: torch.Tensor, sources: Int32s, targets: Int32s, begin: int, end: int) -> None:
+        """Bytes [begin, end) of block `sources[i]` of another pool on this device into our block `targets[i]`."""
+        lane = self._lane()
+        with torch.inference_mode(), torch.cuda.stream(lane.stream):
+            ours = self._words(self._pool, begin, end)
+            for bounce, part in lane.turns(len(sources), end - begin):
+                bounce.event.synchronize()
+                count = part.stop - part.start
+                names = bounce.name(np.concatenate([sources[part], targets[part]]))
+                staged = bounce.pieces(count, end - begin, ours.dtype)
+                torch.index_select(self._words(theirs, begin, end), 0, names[:count], out=staged)
+                ours.index_copy_(0, names[count:], staged)
+                bounce.event.record()
+            lane.wait()
+
+    def close_window(self, opened: Opened) -> None:
+        lane = self._lane()
+        with torch.cuda.stream(lane.stream):
+            lane.wait()
+            opened.close()
+
     def close(self) -> None:
         """Nobody copies any more."""
         for array in self._pinned:
@@ -108,13 +160,13 @@ class CudaBlocks:
     # ── through the buffers ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _read_bounced(self, lane: _Lane, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
-        pool, size = self._words(begin, end), end - begin
+        pool, size = self._words(self._pool, begin, end), end - begin
         coming: _Coming | None = None
         for bounce, part in lane.turns(len(blocks), size):
-            pieces = bounce.name(blocks[part])
-            staged = bounce.staged[: len(pieces) * size]
-            torch.index_select(pool, 0, pieces, out=staged.view(pool.dtype).view(len(pieces), -1))
-            bounce.pinned[: len(staged)].copy_(staged, non_blocking=True)
+            names = bounce.name(blocks[part])
+            torch.index_select(pool, 0, names, out=bounce.pieces(len(names), size, pool.dtype))
+            whole = len(names) * size
+            bounce.pinned[:whole].copy_(bounce.staged[:whole], non_blocking=True)
             bounce.event.record()
             if coming is not None:
                 coming.take_apart(host, begin, end)
@@ -123,21 +175,31 @@ class CudaBlocks:
             coming.take_apart(host, begin, end)
 
     def _write_bounced(self, lane: _Lane, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
-        pool, size = self._words(begin, end), end - begin
+        pool, size = self._words(self._pool, begin, end), end - begin
         for bounce, part in lane.turns(len(blocks), size):
             bounce.event.synchronize()  # what it brought last has left it
             for at, row in enumerate(rows[part].tolist()):
                 bounce.bytes[at * size : (at + 1) * size] = host[row, begin:end]
-            pieces = bounce.name(blocks[part])
-            staged = bounce.staged[: len(pieces) * size]
-            staged.copy_(bounce.pinned[: len(staged)], non_blocking=True)
-            pool.index_copy_(0, pieces, staged.view(pool.dtype).view(len(pieces), -1))
+            names = bounce.name(blocks[part])
+            whole = len(names) * size
+            bounce.staged[:whole].copy_(bounce.pinned[:whole], non_blocking=True)
+            pool.index_copy_(0, names, bounce.pieces(len(names), size, pool.dtype))
             bounce.event.record()
         lane.wait()
 
-    def _words(self, begin: int, end: int) -> torch.Tensor:
-        """[blocks, …]: these bytes of every block, in the longest words that they consist of."""
-        part = self._pool[:, begin:end]
+    @staticmethod
+    def _gathered(lane: _Lane, pool: torch.Tensor, blocks: Int32s, size: int) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Pieces of these blocks, some at a time, each [pieces, words] until the next."""
+        for bounce, part in lane.turns(len(blocks), size):
+            bounce.event.synchronize()
+            names = bounce.name(blocks[part])
+            gathered = bounce.pieces(len(names), size, pool.dtype)
+            yield torch.index_select(pool, 0, names, out=gathered), part
+            bounce.event.record()
+
+    def _words(self, pool: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """[blocks, …]: these bytes of every block of a pool like ours, in the longest words that they consist of."""
+        part = pool[:, begin:end]
         for dtype in _WORDS:
             if not (begin | end | self.block_bytes) % dtype.itemsize:
                 return part.view(dtype)
@@ -148,6 +210,21 @@ class CudaBlocks:
         if self._lanes.lane is None:
             self._lanes.lane = _Lane(self._pool.device, max(BOUNCE_BYTES, self.block_bytes))
         return self._lanes.lane
+
+
+class CudaWindow:
+    """The pool of another process on our device."""
+
+    def __init__(self, ours: CudaBlocks, opened: Opened, theirs: torch.Tensor) -> None:
+        self._ours = ours
+        self._opened = opened
+        self._theirs = theirs
+
+    def pull(self, sources: Int32s, targets: Int32s, begin: int, end: int) -> None:
+        self._ours.pull(self._theirs, sources, targets, begin, end)
+
+    def close(self) -> None:
+        self._ours.close_window(self._opened)
 
 
 class _Lanes(threading.local):
@@ -166,8 +243,8 @@ class _Lane:
 
     def turns(self, count: int, size: int) -> Iterator[tuple[_Bounce, slice]]:
         """Which pieces go through which bounce, one after the other."""
-        at_once = min(PIECES_MAX, self._bounce_bytes // size)
-        for turn, begin in enumerate(range(0, count, at_once)):
+        at_once = min(PIECES_MAX, self._bounce_bytes // max(1, size))
+        for turn, begin in enumerate(range(0, count if size else 0, at_once)):
             yield self._bounces[turn % 2], slice(begin, min(count, begin + at_once))
 
     def wait(self) -> None:
@@ -184,8 +261,12 @@ class _Bounce:
         self.bytes: Bytes = self.pinned.numpy()
         self.staged = torch.empty(size, dtype=torch.uint8, device=device)
         self.event = torch.cuda.Event(blocking=True)
-        self._names = torch.empty(PIECES_MAX, dtype=torch.int64, pin_memory=True)
-        self._names_there = torch.empty(PIECES_MAX, dtype=torch.int64, device=device)
+        self._names = torch.empty(2 * PIECES_MAX, dtype=torch.int64, pin_memory=True)
+        self._names_there = torch.empty(2 * PIECES_MAX, dtype=torch.int64, device=device)
+
+    def pieces(self, count: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """[pieces, words] of what is staged on the device."""
+        return self.staged[: count * size].view(dtype).view(count, -1)
 
     def name(self, blocks: Int32s) -> torch.Tensor:
         """The ids of these blocks, on the device. Whoever asks has waited for what they named before."""
