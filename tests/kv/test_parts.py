@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from baton.core.errors import InvariantViolated
 from baton.core.peers import Handover, PeerId
-from baton.kv.checks import Checks
+from baton.kv.checks import Checks, DeviceChecks
 from baton.kv.contract import KvLayout, KvMemory, available
 from baton.kv.expected import Expected
 from baton.kv.frames import (
@@ -38,6 +38,7 @@ from baton.kv.lane import Lane
 from baton.kv.memory import allocate, flat, map_sealed, release, shared_bytes
 from baton.kv.pace import Pace
 from baton.kv.vectors import Vectors
+from tests.support.devices import DeviceLike
 
 LAYOUT = KvLayout(b"\x01\x02", "bfloat16", 16, (32, 64, 8))
 
@@ -164,6 +165,22 @@ def test_the_order_of_pieces_does_not_matter_to_the_checks(order: list[tuple[int
     for layer, block in order:
         parts.add(range(layer, layer + 1), 5 + block, np.array([block], dtype=np.int32))
     assert parts.digest() == whole.digest()
+
+
+@given(st.permutations([(layer, block) for layer in range(3) for block in range(2)]), st.integers(0, 207))
+def test_checks_of_a_device_find_what_those_of_the_host_find(order: list[tuple[int, int]], flipped: int) -> None:
+    pool = np.arange(208, dtype=np.uint8).reshape(2, 104)
+    device = DeviceLike(pool)
+    whole, parts, moved, harmed = (DeviceChecks(5, 2, LAYOUT.spans, device) for _ in range(4))
+    whole.add(range(3), 5, np.arange(2, dtype=np.int32))
+    moved.add(range(3), 5, np.array([1, 0], dtype=np.int32))
+    for layer, block in order:
+        parts.add(range(layer, layer + 1), 5 + block, np.array([block], dtype=np.int32))
+    pool.ravel()[flipped] ^= 4
+    harmed.add(range(3), 5, np.arange(2, dtype=np.int32))
+    assert parts.digest() == whole.digest()
+    assert len({whole.digest(), moved.digest(), harmed.digest()}) == 3
+    assert len(whole.digest()) == 2 * 8
 
 
 # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

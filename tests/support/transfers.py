@@ -123,6 +123,16 @@ def checks_of(memory: KvMemory, first: int, blocks: Int32s) -> bytes:
     return checks.digest()
 
 
+def road_of(kind: str, memory: KvMemory) -> Road:
+    match kind:
+        case "shm":
+            return ShmRoad(memory)
+        case "mooncake":
+            return MooncakeRoad(memory, "127.0.0.1")
+        case _:
+            return TcpRoad()
+
+
 class Pair:
     """P and D of one kind in this process."""
 
@@ -134,10 +144,12 @@ class Pair:
         self._memories = worked_on(self.giver, PLACE), worked_on(self.taker, PLACE)
         self.receiver = make_receiver(kind, self._memories[1], self.got, **(receiver or {}))
         self.sender = make_sender(kind, self._memories[0], self.sent, **(sender or {}))
+        self._road = road_of(kind, self.giver)  # so that what lines spoken by hand name outlives them
 
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
+        self._road.close()
         for memory in (self.giver, self.taker, *self._memories):
             release(memory)
 
@@ -160,19 +172,9 @@ class HandLine:
     def __init__(self, kind: str, memory: KvMemory, address: str) -> None:
         self._kind = kind
         self._memory = memory
-        self._road = self._road_of(kind, memory)
+        self._road = road_of(kind, memory)
         self.sock = self._road.connect(address)
         self.sock.settimeout(WAIT_S)
-
-    @staticmethod
-    def _road_of(kind: str, memory: KvMemory) -> Road:
-        match kind:
-            case "shm":
-                return ShmRoad(memory)
-            case "mooncake":
-                return MooncakeRoad(memory, "127.0.0.1")
-            case _:
-                return TcpRoad()
 
     def hello(self, request: int, token: bytes, blocks: Int32s, digest: bytes = LAYOUT.digest) -> None:
         more, fds = self._road.introduce(blocks)

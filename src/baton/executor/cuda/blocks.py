@@ -19,7 +19,7 @@ import logging
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +82,7 @@ class CudaBlocks:
         with contextlib.suppress(OSError):  # not every kernel has them
             memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
         array: Bytes = np.frombuffer(memory, dtype=np.uint8)
-        error = int(torch.cuda.cudart().cudaHostRegister(array.ctypes.data, size, 0))
+        error = int(_runtime().cudaHostRegister(array.ctypes.data, size, 0))
         if error:
             log.warning("%d bytes of host memory cannot be pinned (CUDA error %d); copies will be slower", size, error)
         else:
@@ -140,7 +140,7 @@ class CudaBlocks:
     def close(self) -> None:
         """Nobody copies any more."""
         for array in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(array.ctypes.data)
+            _runtime().cudaHostUnregister(array.ctypes.data)
         self._pinned.clear()
 
     # ── a copy for each block ────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,8 +235,8 @@ class _Lane:
     """A stream and two bounces, of one thread."""
 
     def __init__(self, device: torch.device, bounce_bytes: int) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._done = torch.cuda.Event(blocking=True)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done = _quiet_event()
         with torch.cuda.stream(self.stream):  # so that the memory is this stream's from the start
             self._bounces = tuple(_Bounce(device, bounce_bytes) for _ in range(2))
         self._bounce_bytes = bounce_bytes
@@ -248,7 +248,7 @@ class _Lane:
             yield self._bounces[turn % 2], slice(begin, min(count, begin + at_once))
 
     def wait(self) -> None:
-        """For everything so far on its stream, which is the current one; without keeping a core busy."""
+        """For everything so far on its stream, which is the current one."""
         self._done.record()
         self._done.synchronize()
 
@@ -260,7 +260,7 @@ class _Bounce:
         self.pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.bytes: Bytes = self.pinned.numpy()
         self.staged = torch.empty(size, dtype=torch.uint8, device=device)
-        self.event = torch.cuda.Event(blocking=True)
+        self.event = _quiet_event()
         self._names = torch.empty(2 * PIECES_MAX, dtype=torch.int64, pin_memory=True)
         self._names_there = torch.empty(2 * PIECES_MAX, dtype=torch.int64, device=device)
 
@@ -287,6 +287,23 @@ class _Coming(NamedTuple):
         size = end - begin
         for at, row in enumerate(self.rows.tolist()):
             host[row, begin:end] = self.bounce.bytes[at * size : (at + 1) * size]
+
+
+class _Runtime(Protocol):
+    """What we use of CUDA's. Zero is success."""
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int: ...  # noqa: N802
+    def cudaHostUnregister(self, pointer: int) -> int: ...  # noqa: N802
+
+
+def _runtime() -> _Runtime:
+    runtime: _Runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return runtime
+
+
+def _quiet_event() -> torch.cuda.Event:
+    """One that is waited for without keeping a core busy."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _goes_straight(host: Bytes, size: int) -> bool:
