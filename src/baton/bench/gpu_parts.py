@@ -11,7 +11,6 @@ import gc
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -54,10 +53,10 @@ class Make(Protocol):
 def make_on_cuda(
     loaded: LoadedModel, shape: ExecutorShape, *, step_tokens: int, attention: str, batch_invariant: bool
 ) -> Executor:
-    # By name: nothing else of a machine without CUDA may import it.
-    kind = import_module("baton.executor.cuda.executor").TorchCudaExecutor
-    made: Executor = kind.of(loaded, shape, step_tokens=step_tokens, attention=attention, batch_invariant=batch_invariant)
-    return made
+    # Imported here because triton is not everywhere, and tests drive other executors.
+    from baton.executor.cuda.executor import TorchCudaExecutor
+
+    return TorchCudaExecutor.of(loaded, shape, step_tokens=step_tokens, attention=attention, batch_invariant=batch_invariant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,7 @@ class Scale:
     checked: tuple[str, ...] = ("tiny-qwen3", "tiny-llama", "tiny-mistral", "tiny-gemma2", "tiny-qwen3-moe")
     attention: str = "auto"
     dtype: str = "bfloat16"
+    slots: int = 256
     block_size: int = 16
     blocks_max: int = 36_000
     blocks_max_others: int = 18_000
@@ -134,7 +134,7 @@ class Bench:
             with torch.no_grad():
                 loaded.model.get_output_embeddings().weight[live_tokens:].zero_()
         sizes = ExecutorShape(
-            slots=max(*scale.batches, scale.load.at_once),
+            slots=scale.slots,
             blocks=self._blocks(loaded, scale.blocks_max if shape == scale.shape else scale.blocks_max_others),
             block_size=scale.block_size,
             context_tokens=min(scale.context_tokens, loaded.context_tokens),
@@ -202,8 +202,8 @@ CHECK_BLOCKS, CHECK_CONTEXT, CHECK_STEP_TOKENS = 128, 512, 96
 
 def _checking(scale: Scale, name: str) -> Scale:
     return Scale(
-        shape=name, dtype="float32", block_size=scale.block_size, blocks_max=CHECK_BLOCKS, context_tokens=CHECK_CONTEXT,
-        step_tokens=CHECK_STEP_TOKENS, batches=(1,), load=CHECK_LOAD, attention=scale.attention,
+        shape=name, dtype="float32", slots=CHECK_LOAD.at_once, block_size=scale.block_size, blocks_max=CHECK_BLOCKS,
+        context_tokens=CHECK_CONTEXT, step_tokens=CHECK_STEP_TOKENS, attention=scale.attention,
     )  # fmt: skip
 
 
