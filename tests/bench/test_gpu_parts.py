@@ -25,8 +25,9 @@ from baton.executor.torch_cpu import TorchCpuExecutor
 SMALL = Scale(
     shape="tiny-qwen3", moe_shape="tiny-qwen3-moe", families=("tiny-llama", "tiny-gemma2"), checked=("tiny-mistral",),
     dtype="float32", slots=48, blocks_max=200, blocks_max_others=200, context_tokens=512, step_tokens=128, batches=(1, 4),
-    context=64, long=(2, 300), grid=((2, 32),), prefill_tokens=64, prefills=((1, 16, 0), (2, 16, 32)), load=Load(6, 20, 8, 4),
-    small_load=Load(2, 20, 4, 2), draft_batches=(2,), profile_steps=3, idle_from_step=2, idle_steps=4,
+    context=64, long=(2, 300), grid=((2, 32),), prefill_tokens=64, prefills=((1, 16, 0), (2, 16, 32)),
+    load=Load(6, 20, 8, 4), small_load=Load(2, 20, 4, 2), draft_batches=(2,), profile_steps=3, idle_from_step=2,
+    idle_steps=4,
 )  # fmt: skip
 
 

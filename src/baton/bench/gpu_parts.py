@@ -131,8 +131,9 @@ class Bench:
         scale = self.scale
         loaded = load_shape(shape, scale.dtype, self.device)
         if live_tokens is not None:
+            head = loaded.model.get_output_embeddings()  # type: ignore[no-untyped-call]
             with torch.no_grad():
-                loaded.model.get_output_embeddings().weight[live_tokens:].zero_()
+                head.weight[live_tokens:].zero_()
         sizes = ExecutorShape(
             slots=scale.slots,
             blocks=self._blocks(loaded, scale.blocks_max if shape == scale.shape else scale.blocks_max_others),
