@@ -27,7 +27,7 @@ test: $(READY)
 
 # On a machine whose own Python has torch with CUDA, triton and transformers: no set-up, which would bring other versions.
 test-gpu:
-	PYTHONPATH=src:. $(PYTHON) -m pytest -m cuda tests
+	PYTHONPATH=src $(PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m baton.bench.gpu --json bench-results/gpu.json

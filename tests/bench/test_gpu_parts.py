@@ -8,25 +8,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import torch
 
 from baton.bench import gpu_parts
 from baton.bench.gpu_floor import Rates
 from baton.bench.gpu_parts import PARTS, Bench, Scale, parts_named
-from baton.bench.gpu_peer import PeerRun
+from baton.bench.gpu_peer import PeerFailed, PeerRun, load_peer, run_peer
 from baton.bench.gpu_profile import Span
 from baton.bench.gpu_report import PartResult
 from baton.bench.gpu_serve import Load
 from baton.bench.gpu_steps import CannotMeasure
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.fingerprint import fingerprint_of
-from baton.executor.loading import LoadedModel
+from baton.executor.loading import LoadedModel, load_shape
 from baton.executor.torch_cpu import TorchCpuExecutor
 
 SMALL = Scale(
     shape="tiny-qwen3", moe_shape="tiny-qwen3-moe", families=("tiny-llama", "tiny-gemma2"), checked=("tiny-mistral",),
-    dtype="float32", blocks_max=200, blocks_max_others=200, context_tokens=512, step_tokens=128, batches=(1, 4), context=64,
-    long=(2, 300), grid=((2, 32),), prefill_tokens=64, prefills=((1, 16, 0), (2, 16, 32)), load=Load(6, 20, 8, 4),
-    small_load=Load(2, 20, 4, 2), draft_batches=(2,), profile_steps=3, idle_from_step=2, idle_steps=4,
+    dtype="float32", slots=48, blocks_max=200, blocks_max_others=200, context_tokens=512, step_tokens=128, batches=(1, 4),
+    context=64, long=(2, 300), grid=((2, 32),), prefill_tokens=64, prefills=((1, 16, 0), (2, 16, 32)),
+    load=Load(6, 20, 8, 4), small_load=Load(2, 20, 4, 2), draft_batches=(2,), profile_steps=3, idle_from_step=2,
+    idle_steps=4,
 )  # fmt: skip
 
 
@@ -95,16 +97,26 @@ def test_the_peer_is_given_the_whole_load_only_if_that_fits_the_time(monkeypatch
     monkeypatch.setattr(gpu_parts, "load_peer", lambda _shape, _device: object())
     asked: list[Load] = []
 
-    def run_peer(seconds: float, load: Load) -> PeerRun:
+    def told(seconds: float, load: Load) -> PeerRun:
         asked.append(load)
         return PeerRun(seconds, load.requests * load.output_tokens, "sdpa")
 
     for seconds, loads in ((1.0, [SMALL.small_load, SMALL.load]), (60.0, [SMALL.small_load])):
         asked.clear()
-        monkeypatch.setattr(gpu_parts, "run_peer", lambda _model, load, _limit_s, took=seconds: run_peer(took, load))
+        monkeypatch.setattr(gpu_parts, "run_peer", lambda _model, load, _limit_s, took=seconds: told(took, load))
         (row,) = done("peer").rows
         assert asked == loads
         assert row.what == str(loads[-1])
+
+
+def test_the_peer_itself_does_a_load_with_the_same_weights() -> None:
+    model = load_peer("tiny-llama", "cpu")
+    mine = load_shape("tiny-llama", "bfloat16").model.state_dict()
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in model.state_dict().items())
+    run = run_peer(model, Load(3, 10, 5, 3), limit_s=120.0)
+    assert (run.output_tokens, run.attention) == (15, "sdpa")
+    with pytest.raises(PeerFailed, match="of 3 requests were done"):
+        run_peer(model, Load(3, 10, 5, 3), limit_s=0.0)
 
 
 def test_what_the_profiler_saw_becomes_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,9 +88,11 @@ def test_every_block_is_filled_from_a_real_one() -> None:
     assert bool((executor.kv.pool == executor.kv.pool[0]).all())
 
 
-@pytest.mark.parametrize(("batch", "context"), [(24, 250), (1, 300)])
-def test_what_does_not_fit_is_said_before_it_is_tried(batch: int, context: int) -> None:
-    with pytest.raises(CannotMeasure, match="more than the 600 and 256 there are"):
+@pytest.mark.parametrize(
+    ("batch", "context", "short"), [(24, 200, "blocks.*600"), (1, 300, "positions.*256"), (25, 10, "slots.*24")]
+)
+def test_what_does_not_fit_is_said_before_it_is_tried(batch: int, context: int, short: str) -> None:
+    with pytest.raises(CannotMeasure, match=short):
         Stepper(Watched()).decode(batch, context)
 
 

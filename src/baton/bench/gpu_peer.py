@@ -41,9 +41,12 @@ def load_peer(shape: str, device: str) -> PreTrainedModel:
 
 
 def run_peer(model: PreTrainedModel, load: Load, limit_s: float) -> PeerRun:
-    settings = GenerationConfig(max_new_tokens=load.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=load.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     prompts = load.prompts(int(model.config.vocab_size))
-    with model.continuous_batching_context_manager(generation_config=settings) as manager:
+    batching = model.continuous_batching_context_manager(generation_config=settings)  # type: ignore[operator]
+    with batching as manager:
         attention = str(model.config._attn_implementation)
         began_s = time.perf_counter()
         manager.add_requests(prompts, max_new_tokens=load.output_tokens)

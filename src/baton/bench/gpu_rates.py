@@ -50,10 +50,14 @@ def time_s(work: Callable[[], object], runs: int = RUNS) -> float:
     """The median of several runs, each between two marks on the device."""
     for _ in range(WARM_UPS):
         work()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+    marks = [(_mark(), _mark()) for _ in range(runs)]
     for begin, end in marks:
         begin.record()
         work()
         end.record()
     torch.cuda.synchronize()
     return middle([begin.elapsed_time(end) for begin, end in marks]) / 1000
+
+
+def _mark() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -153,7 +153,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _cells(report: GpuReport) -> list[tuple[str, ...]]:
-    cells = []
+    cells: list[tuple[str, ...]] = []
     for part in report.parts:
         name = part.part
         for row in part.rows:

@@ -68,7 +68,7 @@ class Served:
         """What each request got."""
         given: dict[int, list[int]] = {serial: [] for serial in self.order}
         for step in self.settled:
-            parts = np.split(step.tokens, np.cumsum(step.counts)[:-1])
+            parts = np.split(step.tokens, np.cumsum(step.counts))[:-1]
             for serial, part in zip(step.serials.tolist(), parts, strict=True):
                 given[serial] += part.tolist()
         return list(given.values())

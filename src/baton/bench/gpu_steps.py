@@ -80,7 +80,7 @@ class Stepper:
         for slot in range(batch):
             starts.append(self._start(slot, known, known - 1, known + steps * burst + 1, block, sampling))
             block += len(starts[-1].blocks)
-        self._check_room(block, max(start.limit for start in starts))
+        self._check_room(batch, block, max(start.limit for start in starts))
         slots: Int32s = np.arange(batch, dtype=np.int32)
         epochs: Int64s = np.array([start.epoch for start in starts], dtype=np.int64)
         yield self._plan(starts=tuple(starts), decode_slots=slots, decode_epochs=epochs)
@@ -99,7 +99,7 @@ class Stepper:
         groups: deque[list[Start]] = deque([] for _ in range(IN_FLIGHT + 1))
         places = deque(range(len(groups)))
         blocks = -(-(begin + tokens + 1) // self._executor.shape.block_size)
-        self._check_room(len(groups) * sequences * blocks, begin + tokens + 1)
+        self._check_room(len(groups) * sequences, len(groups) * sequences * blocks, begin + tokens + 1)
         for _ in range(PREFILL_RUNS + 1):
             place, before = places[0], groups.popleft()
             places.rotate(-1)
@@ -113,12 +113,15 @@ class Stepper:
             yield self._plan(stops=stops, starts=tuple(fed), chunks=chunks)
         yield self._plan(stops=tuple(Stop(start.slot, start.epoch) for fed in groups for start in fed))
 
-    def _check_room(self, blocks: int, tokens: int) -> None:
+    def _check_room(self, slots: int, blocks: int, tokens: int) -> None:
         shape = self._executor.shape
-        if blocks > shape.blocks or tokens > shape.context_tokens:
-            raise CannotMeasure(
-                f"{blocks} blocks and {tokens} positions: more than the {shape.blocks} and {shape.context_tokens} there are"
-            )
+        for name, wanted, there in (
+            ("slots", slots, shape.slots),
+            ("blocks", blocks, shape.blocks),
+            ("positions", tokens, shape.context_tokens),
+        ):
+            if wanted > there:
+                raise CannotMeasure(f"{wanted} {name} are more than the {there} there are")
 
     def _start(self, slot: int, known: int, computed: int, limit: int, first_block: int, sampling: Sampling) -> Start:
         self._epoch += 1

@@ -64,7 +64,8 @@ def load_model(path: Path, dtype: str, device: str = "cpu") -> LoadedModel:
         local_files_only=True,
         trust_remote_code=False,
     )
-    return _describe(model.to(device), config, number_format, model_mark(path))
+    model.to(device)  # type: ignore[arg-type]  # it takes what any module takes
+    return _describe(model, config, number_format, model_mark(path))
 
 
 def load_shape(name: str, dtype: str, device: str = "cpu", seed: int = 0) -> LoadedModel:
@@ -74,7 +75,9 @@ def load_shape(name: str, dtype: str, device: str = "cpu", seed: int = 0) -> Loa
     check_config(config)
     register_attention()
     with torch.device(device):  # every tensor is made where it stays: nothing as large is ever copied
-        model = AutoModelForCausalLM.from_config(config, dtype=number_format, attn_implementation=ATTENTION_NAME)
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=number_format, attn_implementation=ATTENTION_NAME
+        )
     draw_weights(model, seed)
     return _describe(model, config, number_format, shape_mark(Shape(name, seed)))
 

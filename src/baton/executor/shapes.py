@@ -45,11 +45,13 @@ _EIGHT_BILLION: Fields = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "tie_word_embeddings": False, **_NO_ENDS,
 }  # fmt: skip
+# Not tied, whatever their family: an untrained model that reads its own table back says the last token for ever.
 _TINY: Fields = {
     "vocab_size": 320, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048, "rope_parameters": _rope(1e4), **_NO_ENDS,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048, "rope_parameters": _rope(1e4),
+    "tie_word_embeddings": False, **_NO_ENDS,
 }  # fmt: skip
-_GEMMA2: Fields = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True}
+_GEMMA2: Fields = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 SHAPES: dict[str, Fields] = {
     "qwen3-8b": {
@@ -69,7 +71,7 @@ SHAPES: dict[str, Fields] = {
         **_NO_ENDS, **_GEMMA2, "model_type": "gemma2", "vocab_size": 256_000, "hidden_size": 3584,
         "intermediate_size": 14_336, "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
         "head_dim": 256, "max_position_embeddings": 8192, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-        "rope_parameters": _rope(1e4),
+        "rope_parameters": _rope(1e4), "tie_word_embeddings": True,
     },
     "qwen3-30b-a3b": {
         **_NO_ENDS, "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
@@ -77,12 +79,12 @@ SHAPES: dict[str, Fields] = {
         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_parameters": _rope(1e6),
     },
-    "tiny-qwen3": {**_TINY, "model_type": "qwen3", "tie_word_embeddings": False},
-    "tiny-llama": {**_TINY, "model_type": "llama", "tie_word_embeddings": False},
-    "tiny-mistral": {**_TINY, "model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 48},
+    "tiny-qwen3": {**_TINY, "model_type": "qwen3"},
+    "tiny-llama": {**_TINY, "model_type": "llama"},
+    "tiny-mistral": {**_TINY, "model_type": "mistral", "sliding_window": 48},
     "tiny-gemma2": {**_TINY, **_GEMMA2, "model_type": "gemma2", "query_pre_attn_scalar": 64, "sliding_window": 48},
     "tiny-qwen3-moe": {
-        **_TINY, "model_type": "qwen3_moe", "tie_word_embeddings": False, "moe_intermediate_size": 64, "num_experts": 8,
+        **_TINY, "model_type": "qwen3_moe", "moe_intermediate_size": 64, "num_experts": 8,
         "num_experts_per_tok": 2, "norm_topk_prob": True,
     },
 }  # fmt: skip
