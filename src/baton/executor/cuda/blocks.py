@@ -235,7 +235,7 @@ class _Lane:
     """A stream and two bounces, of one thread."""
 
     def __init__(self, device: torch.device, bounce_bytes: int) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device)
         self._done = _quiet_event()
         with torch.cuda.stream(self.stream):  # so that the memory is this stream's from the start
             self._bounces = tuple(_Bounce(device, bounce_bytes) for _ in range(2))
@@ -297,13 +297,13 @@ class _Runtime(Protocol):
 
 
 def _runtime() -> _Runtime:
-    runtime: _Runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime: _Runtime = torch.cuda.cudart()
     return runtime
 
 
 def _quiet_event() -> torch.cuda.Event:
     """One that is waited for without keeping a core busy."""
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(blocking=True)
 
 
 def _goes_straight(host: Bytes, size: int) -> bool:
