@@ -11,8 +11,6 @@ pytest.importorskip("triton", reason="kernels need Triton, which is not installe
 
 from baton.executor.cuda.kernels_accept import accept_drafts
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array")
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONTEXT, BLOCK_SIZE = 64, 8
 

@@ -15,8 +15,6 @@ pytest.importorskip("triton", reason="kernels need Triton, which is not installe
 from baton.core.errors import InvariantViolated
 from baton.executor.cuda.kernels_ngram import propose_ngrams
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array")
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONTEXT = 64
 

@@ -36,13 +36,15 @@ def hash_of(token, slope, offset):
 
 @triton.jit
 def noise_most(hashed):
-    """log2 of a number that e^noise does not pass, in float32: one logarithm instead of two, and no conversion.
+    """log2 of a number that e^noise does not pass, in float32 and without a logarithm.
 
-    The share (hash + ½) / 2³¹ is rounded down to 2⁻²³ by putting its upper bits into the mantissa of a number between 1
-    and 2. Noise is -ln(-ln(1 - share)), which is at most -ln(share).
+    Noise is -ln(-ln(1 - share)), which is at most -ln(share). The share (hash + ½) / 2³¹ is rounded down to 2⁻²³ by putting
+    its upper bits into the mantissa of a number between 1 and 2. Of share = 2^e (1 + f), log2 is at least e + f, and that is
+    what the bits of the number say when they are read as a whole number of 2⁻²³.
     """
     share = ((hashed >> 8) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-    return -tl.log2(tl.maximum(share, SHARE_LEAST))
+    bits = tl.maximum(share, SHARE_LEAST).to(tl.int32, bitcast=True)
+    return (0x3F800000 - bits).to(tl.float32) * (2.0**-23)
 
 
 @triton.jit

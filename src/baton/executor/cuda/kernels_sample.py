@@ -55,7 +55,8 @@ def values_of(row, token):
     finite logit all values are equal."""
     at, vocabulary, greatest, temperature = row
     hopeless = greatest == NOTHING
-    logit = tl.where((token < vocabulary) & hopeless, 0.0, sound_logits(at, token, vocabulary))
+    equal = tl.where(token < vocabulary, 0.0, NOTHING)
+    logit = tl.where(hopeless, equal, sound_logits(at, token, vocabulary))
     return tl.div_rn(logit - tl.where(hopeless, 0.0, greatest), temperature)
 
 
@@ -168,7 +169,7 @@ def score_most(row, peak, bound, there):
     """What the best token of each chunk can score at most, but for SLACK; -inf where it has none."""
     hopeless = row[2] == NOTHING
     most = (peak - tl.where(hopeless, 0.0, row[2])) / row[3] + bound * LN_2
-    return tl.where(hopeless & there, NOISE_MOST, most)
+    return tl.where(hopeless, tl.where(there, NOISE_MOST, NOTHING), most)
 
 
 @triton.jit
@@ -255,14 +256,16 @@ def ranked_before(row, listed, peak_depth, place, CHUNK: tl.constexpr, CHUNKS: t
     chunks = tl.sum(near, 0)
     count = tl.zeros([CHUNK], tl.int32)
     weight = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, chunks, GROUP):
-        entry = start + tl.arange(0, GROUP)
+    begin = tl.full([], 0, tl.int32)
+    while begin < chunks:
+        entry = begin + tl.arange(0, GROUP)
         chunk = tl.load(listed + entry, mask=entry < chunks, other=CHUNKS)
         token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         value = values_of(row, token)
         ahead = (depth_of(value) < depth) | ((depth_of(value) == depth) & (token < own))
         count += tl.sum(ahead.to(tl.int32), 0)
         weight += tl.sum(tl.where(ahead, tl.exp2(value * LOG2_E), 0.0), 0)
+        begin += GROUP
     return tl.sum(count, 0), tl.sum(weight.to(tl.float64), 0)
 
 

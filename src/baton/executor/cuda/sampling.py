@@ -32,7 +32,7 @@ Slots = npt.NDArray[np.int32]
 
 CHUNK = 2048
 """Tokens that one program surveys. The choice does not depend on it, but for the rounding of sums."""
-GROUP = 4
+GROUP = 2
 """Chunks that are looked through at a time, to have enough reads under way."""
 VOCABULARY_MAX = 1 << 20
 _WORDS = 5
