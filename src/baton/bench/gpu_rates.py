@@ -60,4 +60,4 @@ def time_s(work: Callable[[], object], runs: int = RUNS) -> float:
 
 
 def _mark() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
