@@ -52,7 +52,7 @@ def test_a_folder_of_a_shape_is_served_and_its_tokens_differ_with_the_seed(name:
         folder = tmp_path / str(len(answers))
         folder.mkdir()
         note_shape(folder, Shape(name, seed))
-        executor = TorchCpuExecutor.load(folder, dtype="float32", slots=2, block_size=16, blocks=32, attention="gather")
+        executor = TorchCpuExecutor.load(folder, dtype="float64", slots=2, block_size=16, blocks=32)
         try:
             answers.append(generate(executor, [[1, 2, 3, 4], [300, 7]], 12))
         finally:

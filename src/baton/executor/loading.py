@@ -21,7 +21,7 @@ from baton.executor.dummy import draw_weights
 from baton.executor.fingerprint import model_mark
 from baton.executor.kv import LayerSpec
 from baton.executor.shapes import Shape, shape_fields, shape_in, shape_mark
-from baton.executor.support import UnsupportedModel, check_config, text_config
+from baton.executor.support import UnsupportedModel, check_config, text_config, vars_of
 
 DTYPES = {
     "float64": torch.float64,
@@ -63,6 +63,7 @@ def load_model(path: Path, dtype: str, device: str = "cpu") -> LoadedModel:
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,
+        **_experts(config, number_format),
     )
     model.to(device)  # type: ignore[arg-type]  # it takes what any module takes
     return _describe(model, config, number_format, model_mark(path))
@@ -76,7 +77,7 @@ def load_shape(name: str, dtype: str, device: str = "cpu", seed: int = 0) -> Loa
     register_attention()
     with torch.device(device):  # every tensor is made where it stays: nothing as large is ever copied
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=number_format, attn_implementation=ATTENTION_NAME
+            config, dtype=number_format, attn_implementation=ATTENTION_NAME, **_experts(config, number_format)
         )
     draw_weights(model, seed)
     return _describe(model, config, number_format, shape_mark(Shape(name, seed)))
@@ -85,6 +86,12 @@ def load_shape(name: str, dtype: str, device: str = "cpu", seed: int = 0) -> Loa
 def shape_config(name: str) -> PretrainedConfig:
     fields = dict(shape_fields(name))
     return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+
+
+def _experts(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
+    """How a model computes its experts, where what it would choose cannot."""
+    has_experts = vars_of(text_config(config), "num_experts", None) is not None
+    return {"experts_implementation": "eager"} if has_experts and dtype is torch.float64 else {}
 
 
 def _number_format(model: str, dtype: str) -> torch.dtype:
