@@ -118,10 +118,13 @@ def test_every_option_of_drafts_is_a_flag_and_a_key_of_the_file(serve: Serve, fi
     assert serve("--config", path) == flags
 
 
+def test_no_drafts_are_said_by_speculate_alone(serve: Serve) -> None:
+    assert "draft-tokens" in serve.error("--speculate", "ngram", "--draft-tokens", "0")
+
+
 def test_a_decode_yields_one_token_unless_somebody_may_guess(serve: Serve) -> None:
     bursts = {name: serve("--speculate", name, "--draft-tokens", "3")["engine"].burst for name in ("off", "naive", "ngram")}
     assert bursts == {"off": 1, "naive": 4, "ngram": 4}
-    assert "draft-tokens" in serve.error("--speculate", "ngram", "--draft-tokens", "0")
 
 
 def test_every_option_of_kv_beyond_the_pool_is_a_flag_and_a_key_of_the_file(serve: Serve, file: Write) -> None:
