@@ -107,7 +107,7 @@ class TorchCudaExecutor:
             stepper = _build(loaded, shape, bench, step_tokens)
             if graphs:
                 stepper.runner.capture(buckets_upto(shape.slots))
-            warm_up(stepper, shape)
+            warm_up(stepper, shape, step_tokens)
         way = "batch-invariant" if batch_invariant else "triton"
         layout = f"block outermost, {way}, block_size={shape.block_size}"
         return cls(stepper, loaded, shape, fingerprint_of(loaded.mark, _name(loaded.dtype), layout))

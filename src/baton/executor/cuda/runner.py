@@ -133,15 +133,20 @@ class Runner:
         return Drawn(logits, self.row_slots[rows], self._positions[rows] + 1)
 
     def capture(self, sizes: list[int]) -> None:
-        """All graphs share one pool of memory: one runs at a time."""
+        """All graphs share one pool of memory: one runs at a time. A model that asks the host in the middle has none."""
         memory = None
         for size in sorted(sizes, reverse=True):
             self.decode_slots.fill_(self._slots.spare)
             self._decode(size)  # compiles what this size needs
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
-                drawn = self._decode(size)
+            try:
+                with torch.cuda.graph(graph, pool=memory):
+                    drawn = self._decode(size)
+            except RuntimeError as reason:
+                log.warning("decode steps run kernel by kernel: they cannot be captured (%s)", str(reason).split("\n")[0])
+                self._graphs.clear()
+                return
             memory = graph.pool()
             self._graphs[size] = graph, drawn
         torch.cuda.synchronize()

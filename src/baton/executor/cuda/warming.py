@@ -20,18 +20,19 @@ WISHES = (
 DECODES = 2
 
 
-def warm_up(stepper: Stepper, shape: ExecutorShape) -> None:
+def warm_up(stepper: Stepper, shape: ExecutorShape, step_tokens: int) -> None:
     """Each request is prefilled beside the decodes of those before it; then all decode; then all stop."""
     started: list[Start] = []
-    for plan in _plans(shape, started):
+    for plan in _plans(shape, step_tokens, started):
         stepper.launch(plan, None).result()
 
 
-def _plans(shape: ExecutorShape, started: list[Start]) -> list[StepPlan]:
+def _plans(shape: ExecutorShape, step_tokens: int, started: list[Start]) -> list[StepPlan]:
     plans, first_block = [], 0
     for slot, length in enumerate(LENGTHS[: shape.slots]):
         blocks = -(-(length + len(LENGTHS) + DECODES) * shape.burst // shape.block_size) + 1
-        if length + len(LENGTHS) + DECODES > shape.context_tokens or first_block + blocks > shape.blocks:
+        fits = length + len(LENGTHS) + DECODES <= shape.context_tokens and length <= step_tokens
+        if not fits or first_block + blocks > shape.blocks:
             break
         table = np.arange(first_block, first_block + blocks, dtype=np.int32)[: -(-shape.context_tokens // shape.block_size)]
         first_block += blocks
