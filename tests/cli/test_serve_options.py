@@ -16,7 +16,7 @@ from baton.cli import serve as serve_module
 from baton.cli.main import app
 from baton.cli.serve import LogLevel, log_to_stderr
 from baton.core.config import BringBack, ReservePolicy, VictimPolicy, WorkerConfig
-from baton.node.settings import EngineSettings, Speculate
+from baton.node.settings import EngineSettings, OnDevice, Speculate
 
 Settings = dict[str, Any]
 
@@ -122,6 +122,17 @@ def test_no_drafts_are_said_by_speculate_alone(serve: Serve) -> None:
     assert "draft-tokens" in serve.error("--speculate", "ngram", "--draft-tokens", "0")
 
 
+def test_every_option_of_a_device_is_a_flag_and_a_key_of_the_file(serve: Serve, file: Write) -> None:
+    flags = serve(
+        "--device", "cuda", "--dtype", "float16", "--attention", "triton", "--batch-invariant", "--kv-memory", "40G"
+    )  # fmt: skip
+    engine: EngineSettings = flags["engine"]
+    assert (engine.device, engine.dtype, engine.attention) == (OnDevice.CUDA, "float16", "triton")
+    assert (engine.batch_invariant, engine.kv_memory_bytes) == (True, 40 << 30)
+    path = file('device = "cuda"\ndtype = "float16"\nattention = "triton"\nbatch-invariant = true\nkv-memory = "40G"')
+    assert serve("--config", path) == flags
+
+
 def test_a_decode_yields_one_token_unless_somebody_may_guess(serve: Serve) -> None:
     bursts = {name: serve("--speculate", name, "--draft-tokens", "3")["engine"].burst for name in ("off", "naive", "ngram")}
     assert bursts == {"off": 1, "naive": 4, "ngram": 4}
@@ -163,7 +174,7 @@ def test_an_empty_address_is_no_store(serve: Serve, file: Write) -> None:
     assert serve("--kv-store", "", BATON_KV_STORE="file:/kv") == plain, "which goes before what the environment names"
 
 
-@pytest.mark.parametrize("option", ["--host-memory", "--kv-store-limit"])
+@pytest.mark.parametrize("option", ["--kv-memory", "--host-memory", "--kv-store-limit"])
 def test_what_is_no_size_is_told_by_the_name_of_its_option(serve: Serve, option: str) -> None:
     assert f"Invalid value for {option}: 'lots' is not a size" in serve.error(option, "lots")
 
@@ -174,7 +185,9 @@ def test_the_cluster_key_comes_from_the_environment_too(serve: Serve) -> None:
     assert (settings["engine"].peer_port, settings["engine"].prefill_path) == (0, "general")
 
 
-@pytest.mark.parametrize("options", [("--ratio-initial", "1.1"), ("--victims", "oldest"), ("--max-preemptions", "-1")])
+@pytest.mark.parametrize(
+    "options", [("--ratio-initial", "1.1"), ("--victims", "oldest"), ("--max-preemptions", "-1"), ("--draft-tokens", "0")]
+)
 def test_a_constant_out_of_its_range_is_named(serve: Serve, options: tuple[str, str]) -> None:
     assert options[0] in serve.error(*options)
 

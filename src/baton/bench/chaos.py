@@ -163,7 +163,7 @@ def _model(options: ChaosOptions, voice: Voice) -> Iterator[tuple[str, ...]]:
         with tempfile.TemporaryDirectory(prefix="baton-tiny-") as folder:
             voice.doing("making a tiny model")
             make_tiny(Path(folder) / TINY)
-            yield (str(Path(folder) / TINY), "--dtype", "float64", "--kv-memory", "64M")
+            yield (str(Path(folder) / TINY), "--device", "cpu", "--dtype", "float64", "--kv-memory", "64M")
 
 
 class _Chaos:

@@ -25,6 +25,7 @@ from baton.bench.gpu_serve import ClosedLoop, Load, Served, steps_alone_s
 from baton.bench.gpu_steps import CannotMeasure, Shared, Stepper, Timing, stream
 from baton.core.request import Sampling
 from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.drafts import Naive, Ngrams
 from baton.executor.kv import kv_bytes_per_block
 from baton.executor.loading import LoadedModel, load_shape
 from baton.executor.shapes import Shape, note_shape, shape_fields
@@ -37,6 +38,8 @@ ATTENTION_TARGET, ATTENTION_BATCH_MIN = 0.85, 32
 PREFILL_TARGET = 0.60
 SERVE_TARGET = 0.85
 IDLE_TARGET = 0.03
+NGRAMS = (2, 5)
+"""Shortest and longest, as `baton serve` has them."""
 
 
 WHOLE_LOAD, SMALL_LOAD = Load(256, 1024, 256, 256), Load(32, 1024, 64, 32)
@@ -47,7 +50,8 @@ class Make(Protocol):
 
     def __call__(
         self, loaded: LoadedModel, shape: ExecutorShape, *, step_tokens: int, attention: str, batch_invariant: bool
-    ) -> Executor: ...
+    ) -> Executor:
+        """Where the shape allows for drafts, they come of n-grams."""
 
 
 def make_on_cuda(
@@ -56,7 +60,10 @@ def make_on_cuda(
     # Imported here because triton is not everywhere, and tests drive other executors.
     from baton.executor.cuda.executor import TorchCudaExecutor
 
-    return TorchCudaExecutor.of(loaded, shape, step_tokens=step_tokens, attention=attention, batch_invariant=batch_invariant)
+    proposer = Naive() if shape.burst == 1 else Ngrams(shape.burst - 1, *NGRAMS)
+    return TorchCudaExecutor.of(
+        loaded, shape, step_tokens=step_tokens, proposer=proposer, attention=attention, batch_invariant=batch_invariant
+    )
 
 
 @dataclass(frozen=True, slots=True)

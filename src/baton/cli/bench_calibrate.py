@@ -28,8 +28,7 @@ from baton.bench.children import ChildFailed
 from baton.bench.machine import OtherLoad, describe_machine, other_load
 from baton.bench.report import write_json
 from baton.cli.bench_screen import model_folder, progress_bar, refuse, wide_console
-from baton.cli.serve import BlockSize, Dtype, DtypeOption, MaxBatched, MaxNumSeqs, Threads, parse_bytes
-from baton.cli.serve import KvMemory as KvMemoryOption
+from baton.cli.serve import BlockSize, Dtype, DtypeOption, KvMemory, MaxBatched, MaxNumSeqs, Threads, bytes_if_given
 from baton.core.errors import BatonError
 from baton.node.settings import EngineSettings
 
@@ -54,7 +53,7 @@ def calibrate(
     max_num_seqs: MaxNumSeqs = 64,
     max_num_batched_tokens: MaxBatched = 2048,
     block_size: BlockSize = 16,
-    kv_memory: KvMemoryOption = "2G",
+    kv_memory: KvMemory = None,
 ) -> None:
     """Measure how long steps take here, and write a model of it for the simulator.
 
@@ -66,7 +65,7 @@ def calibrate(
     folder = model_folder(console, model)
     settings = EngineSettings(
         "", str(folder), b"", dtype=dtype, threads=threads, slots=max_num_seqs, block_size=block_size,
-        kv_memory_bytes=parse_bytes(kv_memory), step_tokens=max_num_batched_tokens,
+        kv_memory_bytes=bytes_if_given(kv_memory, "--kv-memory"), step_tokens=max_num_batched_tokens,
     )  # fmt: skip
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from baton.cli.options import config_file, option, switch, variable
 from baton.core.config import BringBack, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
 from baton.core.errors import BatonError
 from baton.node.models import LoadFormat
-from baton.node.settings import EngineSettings, Speculate
+from baton.node.settings import EngineSettings, OnDevice, Speculate
 
 console = Console(stderr=True, highlight=False)
 
@@ -49,6 +49,8 @@ class Attention(StrEnum):
     AUTO = "auto"
     NATIVE = "native"
     GATHER = "gather"
+    TRITON = "triton"
+    FLASHINFER = "flashinfer"
 
 
 class RoleName(StrEnum):
@@ -91,8 +93,13 @@ DtypeOption = Annotated[Dtype, option("dtype", MODEL, "Number format of weights 
 LoadFormatOption = Annotated[
     LoadFormat, option("load-format", MODEL, "dummy draws weights at random, for shape:qwen3-8b and the like.", metavar=" ")
 ]
+DeviceOption = Annotated[OnDevice, option("device", MODEL, "Where to compute; auto takes cuda where torch sees one.")]
 AttentionOption = Annotated[
-    Attention, option("attention", MODEL, "native is a compiled kernel, gather plain torch; auto takes native if it can.")
+    Attention,
+    option("attention", MODEL, "CPU: native (compiled) or gather (plain torch); CUDA: triton. auto takes the best."),
+]
+BatchInvariant = Annotated[
+    bool, switch("batch-invariant", MODEL, "CUDA: the same bits whatever else is in the batch. Slower.")
 ]
 Threads = Annotated[int | None, option("threads", MODEL, "CPU threads of the model. Default: one a core.", 1)]
 MaxModelLen = Annotated[
@@ -108,7 +115,10 @@ MaxBatched = Annotated[
 ]
 BlockSize = Annotated[int, option("block-size", KV, "Token positions a KV block.", 1)]
 KvBlocks = Annotated[int | None, option("kv-blocks", KV, "KV pool in blocks. Default: what --kv-memory holds.", 1)]
-KvMemory = Annotated[str, option("kv-memory", KV, "KV pool in bytes, such as 512M or 2G.")]
+KvMemory = Annotated[
+    str | None,
+    option("kv-memory", KV, "KV pool in bytes, such as 512M. Default: 2G; on CUDA what is left there.", metavar=SIZE),
+]
 PrefixCache = Annotated[bool, switch("prefix-cache", KV, "Reuse the KV of prompts that begin alike.")]
 PlanAhead = Annotated[int, option("plan-ahead", KV, "Steps in flight: 2 plans one while another computes.", 1, 3)]
 SpeculateOption = Annotated[
@@ -226,7 +236,7 @@ def parse_bytes(text: str, hint: str = "--kv-memory") -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _bytes_if_given(text: str | None, hint: str) -> int | None:
+def bytes_if_given(text: str | None, hint: str) -> int | None:
     return None if text is None else parse_bytes(text, hint)
 
 
@@ -234,11 +244,12 @@ def serve(
     model: Model = "smollm2",
     host: Host = "127.0.0.1", port: Port = 8000, api_key: ApiKeys = None, served_model_name: Names = None,
     max_waiting: MaxWaiting = 1024, chat_template: Template = None, drain_timeout: DrainTimeout = 30.0,
-    load_format: LoadFormatOption = LoadFormat.AUTO,
-    dtype: DtypeOption = Dtype.BFLOAT16, attention: AttentionOption = Attention.AUTO, threads: Threads = None,
-    max_model_len: MaxModelLen = None, executor: Executor = ExecutorKind.TORCH, step_ms: StepMs = 0.0,
+    load_format: LoadFormatOption = LoadFormat.AUTO, device: DeviceOption = OnDevice.AUTO,
+    dtype: DtypeOption = Dtype.BFLOAT16, attention: AttentionOption = Attention.AUTO,
+    batch_invariant: BatchInvariant = False, threads: Threads = None, max_model_len: MaxModelLen = None,
+    executor: Executor = ExecutorKind.TORCH, step_ms: StepMs = 0.0,
     max_num_seqs: MaxNumSeqs = 64, max_num_batched_tokens: MaxBatched = 2048, block_size: BlockSize = 16,
-    kv_blocks: KvBlocks = None, kv_memory: KvMemory = "2G",
+    kv_blocks: KvBlocks = None, kv_memory: KvMemory = None,
     prefix_cache: PrefixCache = True, plan_ahead: PlanAhead = 2, speculate: SpeculateOption = Speculate.OFF,
     draft_tokens: DraftTokens = 4, ngram_min: NgramMin = 2, ngram_max: NgramMax = 5,
     reserve: Reserve = ReservePolicy.NEW_TOKEN_RATIO,
@@ -266,9 +277,9 @@ def serve(
     --config (max-num-seqs = 64); a flag goes before the environment, that before the file.
     """
     engine = EngineSettings(
-        endpoint="", model_folder=None, prefix_secret=b"", dtype=dtype, attention=attention, threads=threads,
-        log_level=log_level, slots=max_num_seqs, block_size=block_size, blocks=kv_blocks,
-        kv_memory_bytes=parse_bytes(kv_memory), context_tokens=max_model_len,
+        endpoint="", model_folder=None, prefix_secret=b"", device=device, dtype=dtype, attention=attention,
+        batch_invariant=batch_invariant, threads=threads, log_level=log_level, slots=max_num_seqs, block_size=block_size,
+        blocks=kv_blocks, kv_memory_bytes=bytes_if_given(kv_memory, "--kv-memory"), context_tokens=max_model_len,
         step_tokens=max_num_batched_tokens, depth=plan_ahead, waiting_max=max_waiting,
         speculate=speculate, draft_tokens=draft_tokens, ngram_min=ngram_min, ngram_max=ngram_max,
         prefix_cache=prefix_cache, step_ms=step_ms, reserve=reserve, ratio_initial=ratio_initial, ratio_decay=ratio_decay,
@@ -277,8 +288,8 @@ def serve(
         peers=tuple(peer or ()), peer_host=peer_host, peer_port=peer_port, transfer=transfer,
         on_preempt=on_preempt or (OnPreempt.RESUME if router is None else OnPreempt.RESCHEDULE),
         prefill_path=prefill_path, prefill_timeout_s=prefill_timeout, lease_s=lease, router=router, name=name or "",
-        host_memory_bytes=_bytes_if_given(host_memory, "--host-memory"), kv_store=kv_store or None,
-        kv_store_limit_bytes=_bytes_if_given(kv_store_limit, "--kv-store-limit"), save_preempted=save_preempted,
+        host_memory_bytes=bytes_if_given(host_memory, "--host-memory"), kv_store=kv_store or None,
+        kv_store_limit_bytes=bytes_if_given(kv_store_limit, "--kv-store-limit"), save_preempted=save_preempted,
         save_finished=save_finished, cache_outputs=cache_outputs, bring_back=bring_back,
     )  # fmt: skip
     scripted = executor is ExecutorKind.SCRIPTED

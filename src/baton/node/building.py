@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 from baton.core.config import ROLES, BadConfig, HandoverConfig, TierConfig, WorkerConfig
@@ -10,8 +11,9 @@ from baton.core.plan import StepPlan, StepResult
 from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.drafts import Naive, Ngrams, Proposer
 from baton.executor.scripted import ScriptedExecutor
+from baton.node.devices import choose_device, look_around
 from baton.node.scripted_text import BYTE_VOCABULARY
-from baton.node.settings import EngineSettings, Speculate
+from baton.node.settings import CPU_KV_BYTES, EngineSettings, OnDevice, Speculate
 
 SCRIPTED_LAYERS = 4
 """So that hand-overs of the scripted executor have layers to take apart."""
@@ -23,27 +25,56 @@ def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tup
     proposer = build_proposer(settings)  # first: loading a model takes long, and the settings may be wrong
     if settings.model_folder is None:
         return _scripted(settings, allocate), "scripted executor, no model"
-    # Imported here because torch takes seconds, and the scripted executor must not pay for it.
-    from baton.executor.torch_cpu import TorchCpuExecutor
-
+    device = choose_device(settings, look_around())
     if settings.threads is not None:
         import torch
 
         torch.set_num_threads(settings.threads)
+    folder = Path(settings.model_folder)
+    build = _on_cuda if device is OnDevice.CUDA else partial(_on_cpu, allocate=allocate)
+    executor, details = build(settings, folder, proposer)
+    return executor, f"{settings.dtype} on {details}" + (f", {proposer}" if settings.burst > 1 else "")
+
+
+def _on_cpu(settings: EngineSettings, folder: Path, proposer: Proposer, allocate: Allocate) -> tuple[Executor, str]:
+    # Imported here because torch takes seconds, and the scripted executor must not pay for it.
+    from baton.executor.torch_cpu import TorchCpuExecutor
+
     executor = TorchCpuExecutor.load(
-        Path(settings.model_folder),
+        folder,
         dtype=settings.dtype,
         slots=settings.slots,
         block_size=settings.block_size,
         blocks=settings.blocks,
-        kv_memory_bytes=settings.kv_memory_bytes,
+        kv_memory_bytes=CPU_KV_BYTES if settings.kv_memory_bytes is None else settings.kv_memory_bytes,
         context_tokens=settings.context_tokens,
         attention=settings.attention,
         allocate=allocate,
         burst=settings.burst,
         proposer=proposer,
     )
-    return executor, f"{settings.dtype} on CPU" + (f", {proposer}" if settings.burst > 1 else "")
+    return executor, "CPU"
+
+
+def _on_cuda(settings: EngineSettings, folder: Path, proposer: Proposer) -> tuple[Executor, str]:
+    # Imported here because it imports triton, which is not everywhere.
+    from baton.executor.cuda.executor import TorchCudaExecutor
+
+    executor = TorchCudaExecutor.load(
+        folder,
+        dtype=settings.dtype,
+        slots=settings.slots,
+        block_size=settings.block_size,
+        blocks=settings.blocks,
+        kv_memory_bytes=settings.kv_memory_bytes,
+        context_tokens=settings.context_tokens,
+        step_tokens=settings.step_tokens,
+        burst=settings.burst,
+        proposer=proposer,
+        attention=settings.attention,
+        batch_invariant=settings.batch_invariant,
+    )
+    return executor, executor.details
 
 
 def build_proposer(settings: EngineSettings) -> Proposer:

@@ -27,6 +27,7 @@ from baton.api.text import ModelText, load_text, read_template
 from baton.core.config import ROLES
 from baton.executor.cachedir import cache_folder
 from baton.node.client import EngineClient
+from baton.node.devices import check_device
 from baton.node.hosting import CannotServe, HttpServer, Say, StopSignals, bind, check_host, model_name, state_logged, url_of
 from baton.node.joining import Fenced, Membership, RouterAt
 from baton.node.lean import leave_torch_out
@@ -63,6 +64,7 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         check_load_format(self.model, self.load_format)
+        check_device(self.engine)
         check_pairing(self.engine)
         check_storage(self.engine)
         check_host(self.host, self.api_keys)

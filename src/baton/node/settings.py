@@ -9,8 +9,18 @@ import msgspec
 from baton.core.config import MIXED, ROLES, BringBack, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
 
 DEFAULT_PEER_PORT = 8100
+CPU_KV_BYTES = 2 << 30
 STAGING_BYTES = 1 << 30
 """Host memory of an instance with a store for which none is set: what is on its way there and back lies in it."""
+
+
+class OnDevice(StrEnum):
+    """Where the model computes."""
+
+    AUTO = "auto"
+    """CUDA where torch sees such a device."""
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class Speculate(StrEnum):
@@ -30,14 +40,18 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """None runs the scripted executor, which has no model."""
     prefix_secret: bytes
     log_level: str = "info"
+    device: OnDevice = OnDevice.AUTO
     dtype: str = "bfloat16"
     attention: str = "auto"
+    batch_invariant: bool = False
+    """The same bits whatever else is in the batch."""
     threads: int | None = None
     slots: int = 64
     block_size: int = 16
     blocks: int | None = None
     """Size of the KV pool; None takes what `kv_memory_bytes` holds."""
-    kv_memory_bytes: int = 2 << 30
+    kv_memory_bytes: int | None = None
+    """None: what the largest step leaves of a CUDA device; on a CPU, CPU_KV_BYTES."""
     context_tokens: int | None = None
     step_tokens: int = 2048
     depth: int = 2

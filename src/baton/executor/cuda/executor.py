@@ -5,7 +5,7 @@ prompt is computed); how far a decode has come is known to the device alone, and
 while the one before it computes, and waits for nothing.
 
 Two threads: one launches, in the order of plans; whoever collects waits for the device. What layers of a step are written
-is told by a third, to whoever asked (`on_layer`).
+is told by a third, to whoever asked (`on_layer`), before the step can be collected.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ import torch
 from baton.core.errors import InvariantViolated
 from baton.core.plan import StepPlan, StepResult
 from baton.executor.contract import NO_KV, ExecutorShape, LayerDone
-from baton.executor.cuda.fuse import fuse_for_cuda
+from baton.executor.cuda.drafting import propose_on_device
+from baton.executor.cuda.fuse import TOLERANCE, fuse_for_cuda
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.runner import Runner, buckets_upto
@@ -29,19 +31,40 @@ from baton.executor.cuda.sizing import blocks_that_fit
 from baton.executor.cuda.slots import DeviceSlots
 from baton.executor.cuda.step import Launched, Stepper
 from baton.executor.cuda.warming import warm_up
+from baton.executor.drafts import Naive, Proposer
 from baton.executor.fingerprint import fingerprint_of
 from baton.executor.kv import kv_bytes_per_block
 from baton.executor.loading import LoadedModel, load_model
+from baton.executor.support import UnsupportedModel
 
 log = logging.getLogger(__name__)
 
+ATTENTIONS = ("auto", "triton")
 NOTHING_RAN = 0
 """The `base_step` of the first plan an executor ever gets."""
+NAIVE = Naive()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    launched: Launched
+    tellings: list[Future[None]] = field(default_factory=list)
+    """Of layers, to whoever asked."""
+
+    def result(self) -> StepResult:
+        result = self.launched.result()
+        for telling in self.tellings:  # their events lie before the step's end; raises what the one told raised
+            telling.result()
+        return result
 
 
 class TorchCudaExecutor:
-    def __init__(self, stepper: Stepper, loaded: LoadedModel, shape: ExecutorShape, fingerprint: bytes) -> None:
+    def __init__(
+        self, stepper: Stepper, loaded: LoadedModel, shape: ExecutorShape, fingerprint: bytes, details: str
+    ) -> None:
         self.shape = shape
+        self.details = details
+        """For the operator: the device, and in which way it computes."""
         self.vocabulary = loaded.vocabulary
         self.fingerprint = fingerprint
         self.on_layer: LayerDone | None = None
@@ -52,7 +75,7 @@ class TorchCudaExecutor:
         self._in_doubt = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
         self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-layers")
-        self._launched: deque[Future[Launched]] = deque()
+        self._launched: deque[Future[_Step]] = deque()
 
     @classmethod
     def load(
@@ -67,6 +90,8 @@ class TorchCudaExecutor:
         context_tokens: int | None = None,
         step_tokens: int = 8192,
         burst: int = 1,
+        proposer: Proposer = NAIVE,
+        attention: str = "auto",
         batch_invariant: bool = False,
         graphs: bool = True,
     ) -> TorchCudaExecutor:
@@ -80,8 +105,8 @@ class TorchCudaExecutor:
             burst=burst,
         )
         return cls.of(
-            loaded, shape, step_tokens=step_tokens, kv_memory_bytes=kv_memory_bytes, batch_invariant=batch_invariant,
-            graphs=graphs,
+            loaded, shape, step_tokens=step_tokens, kv_memory_bytes=kv_memory_bytes, proposer=proposer,
+            attention=attention, batch_invariant=batch_invariant, graphs=graphs,
         )  # fmt: skip
 
     @classmethod
@@ -92,25 +117,31 @@ class TorchCudaExecutor:
         *,
         step_tokens: int = 8192,
         kv_memory_bytes: int | None = None,
+        proposer: Proposer = NAIVE,
         attention: str = "auto",
         batch_invariant: bool = False,
         graphs: bool = True,
     ) -> TorchCudaExecutor:
-        """Of a model on the device. Where the shape names no blocks, as many as fit."""
+        """Of a model on the device. Where the shape names no blocks, as many as fit.
+
+        `proposer` is asked only where the shape allows for more than one token a decode; it works on the device.
+        """
+        _check_attention(attention, loaded)
         device = loaded.model.device
-        log.info("attention: %s", "triton" if attention == "auto" else attention)
         with torch.inference_mode():
             bench = Workbench(device, batch_invariant)
             fuse_for_cuda(loaded, bench)
             if not shape.blocks:
                 shape = blocks_that_fit(loaded, shape, bench, step_tokens, kv_memory_bytes)
-            stepper = _build(loaded, shape, bench, step_tokens)
+            stepper = _build(loaded, shape, bench, step_tokens, proposer)
             if graphs:
                 stepper.runner.capture(buckets_upto(shape.slots))
             warm_up(stepper, shape, step_tokens)
+            torch.cuda.synchronize()  # steps run on another stream than what made their buffers
         way = "batch-invariant" if batch_invariant else "triton"
         layout = f"block outermost, {way}, block_size={shape.block_size}"
-        return cls(stepper, loaded, shape, fingerprint_of(loaded.mark, _name(loaded.dtype), layout))
+        fingerprint = fingerprint_of(loaded.mark, _name(loaded.dtype), layout)
+        return cls(stepper, loaded, shape, fingerprint, _details(device, graphs, batch_invariant))
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(self._thread.submit(self._run, plan))
@@ -130,7 +161,7 @@ class TorchCudaExecutor:
             self._stepper = None
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> Launched:
+    def _run(self, plan: StepPlan) -> _Step:
         if self._in_doubt or self._stepper is None:
             raise InvariantViolated(f"step {plan.step} follows one that failed; what the slots hold is unknown")
         if plan.base_step != self._last_step:
@@ -138,13 +169,14 @@ class TorchCudaExecutor:
                 f"step {plan.step} builds on {plan.base_step}, but the last one here was {self._last_step}"
             )
         self._in_doubt = True
+        tellings: list[Future[None]] = []
         with torch.cuda.stream(self._stream):
-            launched = self._stepper.launch(plan, self._written(plan.step))
+            launched = self._stepper.launch(plan, self._written(plan.step, tellings))
         self._last_step = plan.step
         self._in_doubt = False
-        return launched
+        return _Step(launched, tellings)
 
-    def _written(self, step: int) -> Callable[[int], None] | None:
+    def _written(self, step: int, tellings: list[Future[None]]) -> Callable[[int], None] | None:
         """Told, while a step is launched, that a layer's KV is written by what was launched so far."""
         tell = self.on_layer
         if tell is None:
@@ -153,7 +185,7 @@ class TorchCudaExecutor:
         def written(layer: int) -> None:
             event = torch.cuda.Event()
             event.record()
-            self._watcher.submit(_tell_when, event, tell, step, layer)
+            tellings.append(self._watcher.submit(_tell_when, event, tell, step, layer))
 
         return written
 
@@ -163,11 +195,26 @@ def _tell_when(event: torch.cuda.Event, tell: LayerDone, step: int, layer: int) 
     tell(step, layer)
 
 
-def _build(loaded: LoadedModel, shape: ExecutorShape, bench: Workbench, step_tokens: int) -> Stepper:
+def _check_attention(attention: str, loaded: LoadedModel) -> None:
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention on CUDA is one of {', '.join(ATTENTIONS)}, not {attention!r}")
+    if loaded.dtype not in TOLERANCE:
+        raise UnsupportedModel(str(loaded.model.config.model_type), f"{_name(loaded.dtype)}, which CUDA has no kernels for")
+    log.info("attention: triton")
+
+
+def _details(device: torch.device, graphs: bool, batch_invariant: bool) -> str:
+    name = torch.cuda.get_device_name(device)
+    ways = ("triton attention", "CUDA graphs" if graphs else "no CUDA graphs", *(["batch-invariant"] * batch_invariant))
+    return f"{name} (CUDA), {', '.join(ways)}"
+
+
+def _build(loaded: LoadedModel, shape: ExecutorShape, bench: Workbench, step_tokens: int, proposer: Proposer) -> Stepper:
     device = loaded.model.device
     slots = DeviceSlots(shape, device)
     pool = CudaPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype, device)
-    runner = Runner(loaded, shape, slots, pool, bench, step_tokens)
+    propose = propose_on_device(proposer, slots, shape.burst - 1)
+    runner = Runner(loaded, shape, slots, pool, bench, step_tokens, propose)
     log.info(
         "KV pool on the device: %d blocks, %.1f GiB",
         shape.blocks,

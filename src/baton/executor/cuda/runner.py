@@ -17,6 +17,7 @@ import triton
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.attention import CudaAttention
 from baton.executor.cuda.batch import ChunkPart, DecodePart, DecodeWork, DeviceBatch, make_work, target_items
+from baton.executor.cuda.drafting import Propose
 from baton.executor.cuda.kernels_steps import RUNS, name_items, prepare_decodes
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
@@ -30,9 +31,6 @@ log = logging.getLogger(__name__)
 PIECE_STEP = 64
 PIECE_LEAST = 64
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-
-Propose = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""(slots, drafts, counts): fill in what each slot may go on with."""
 
 
 @dataclass(frozen=True, slots=True)

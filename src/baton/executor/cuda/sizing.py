@@ -41,7 +41,9 @@ def blocks_that_fit(
     room = int(whole * MEMORY_SHARE) - others - peak
     log.info("device memory: %.1f GiB in all, %.1f for the model and its largest step", whole / 2**30, peak / 2**30)
     if room < each:
-        raise NoRoom(f"the model and a step of {step_tokens} tokens leave no device memory for KV; lower --step-tokens")
+        raise NoRoom(
+            f"the model and a step of {step_tokens} tokens leave no device memory for KV; lower --max-num-batched-tokens"
+        )
     return replace(shape, blocks=room // each)
 
 

@@ -266,12 +266,16 @@ class Stepper:
         if not self._sampler.needs_host(asking):
             self._sampler.draw(drawn.logits, drawn.slots, drawn.positions, out, self._sampler.mode_of(asking))
             return []
-        return self._draw_on_host(drawn, out)
+        return self._draw_on_host(drawn, out, len(work.sampled_rows))
 
-    def _draw_on_host(self, drawn: Drawn, out: torch.Tensor) -> list[Logprobs]:
-        """Waits for the device: what shapes logits is known to the host alone. Rows of nobody get nothing."""
+    def _draw_on_host(self, drawn: Drawn, out: torch.Tensor, sampled_chunks: int) -> list[Logprobs]:
+        """Waits for the device: what shapes logits is known to the host alone. Only rows that were computed are drawn: what
+        fills a batch up, lacks a block, is at its limit or has no draft stands at no position."""
         slots = drawn.slots.cpu().numpy()
-        real = np.flatnonzero(slots < self._shape.slots)
+        sequences = (len(slots) - sampled_chunks) // self._queries
+        fed = self.runner.fed[:sequences].cpu().numpy()
+        computed = (np.arange(self._queries) < fed[:, None]).reshape(-1)
+        real = np.concatenate([np.arange(sampled_chunks), sampled_chunks + np.flatnonzero(computed)])
         rows = torch.from_numpy(real).to(out.device)
         positions = drawn.positions.cpu().numpy().astype(np.int64)
         sampled = self._shaping.sample(drawn.logits.index_select(0, rows).float(), slots[real], positions[real])

@@ -1,0 +1,69 @@
+"""On which device an engine computes, and what it is asked for that this device does not have.
+
+Owns the answer to `--device auto` and every refusal that follows from a device. What the settings alone tell is told before
+anything slow happens (`check_device`); the rest when the engine has looked around (`choose_device`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from baton.core.config import BadConfig
+from baton.node.settings import EngineSettings, OnDevice
+
+ATTENTIONS = {OnDevice.CPU: ("auto", "native", "gather"), OnDevice.CUDA: ("auto", "triton")}
+DTYPES = {
+    OnDevice.CPU: ("float32", "bfloat16", "float16", "float64"),
+    OnDevice.CUDA: ("float32", "bfloat16", "float16"),
+}
+NAMES = {OnDevice.CPU: "CPU", OnDevice.CUDA: "CUDA"}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this process finds where it runs."""
+
+    sees_cuda: bool
+    """torch can compute on a CUDA device."""
+    has_triton: bool
+
+
+def look_around() -> Machine:
+    # Imported here because torch takes seconds, and who only checks settings must not pay for it.
+    import torch
+
+    return Machine(torch.cuda.is_available(), importlib.util.find_spec("triton") is not None)
+
+
+def check_device(settings: EngineSettings) -> None:
+    """Raises BadConfig for what is wrong on any machine."""
+    if settings.attention == "flashinfer":
+        raise BadConfig("--attention flashinfer is not there yet; triton is what runs on CUDA")
+    if settings.device is not OnDevice.AUTO:
+        _check_fits(settings, settings.device)
+
+
+def choose_device(settings: EngineSettings, machine: Machine) -> OnDevice:
+    """CPU or CUDA. Raises BadConfig where the one asked for is not there, or has not what is asked of it."""
+    check_device(settings)
+    device = settings.device
+    if device is OnDevice.AUTO:
+        device = OnDevice.CUDA if machine.sees_cuda else OnDevice.CPU
+        _check_fits(settings, device)
+    if device is OnDevice.CUDA and not machine.sees_cuda:
+        raise BadConfig("--device cuda: torch sees no CUDA device here, or is a build without CUDA; --device cpu needs none")
+    if device is OnDevice.CUDA and not machine.has_triton:
+        raise BadConfig("computing on CUDA needs triton: pip install 'baton-serve[cuda]', or stay with --device cpu")
+    return device
+
+
+def _check_fits(settings: EngineSettings, device: OnDevice) -> None:
+    name, found = NAMES[device], "" if settings.device is device else f" (--device auto found {NAMES[device]})"
+    if settings.attention not in ATTENTIONS[device]:
+        choices = ", ".join(ATTENTIONS[device])
+        raise BadConfig(f"--attention {settings.attention} is not for {name}, which has {choices}{found}")
+    if settings.dtype not in DTYPES[device]:
+        raise BadConfig(f"--dtype {settings.dtype} is not for {name}, which has {', '.join(DTYPES[device])}{found}")
+    if settings.batch_invariant and device is OnDevice.CPU:
+        raise BadConfig(f"--batch-invariant is for CUDA; on a CPU --dtype float64 makes answers exact{found}")
