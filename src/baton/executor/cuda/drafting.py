@@ -8,15 +8,14 @@ import torch
 
 from baton.core.errors import InvariantViolated
 from baton.executor.cuda.kernels_ngram import propose_ngrams
-from baton.executor.cuda.slots import DeviceSlots
 from baton.executor.drafts import Naive, Ngrams, Proposer
 
 Propose = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(slots, drafts, counts): fill in what each slot may go on with. Row i of the drafts are those of the i-th slot."""
 
 
-def propose_on_device(proposer: Proposer, slots: DeviceSlots, drafts_max: int) -> Propose | None:
-    """None where nothing is ever guessed: no row has drafts then."""
+def propose_on_device(proposer: Proposer, tokens: torch.Tensor, known: torch.Tensor, drafts_max: int) -> Propose | None:
+    """`tokens` [slots, context] and `known` [slots] are read at every step. None where nothing is ever guessed."""
     if not drafts_max or isinstance(proposer, Naive):
         return None
     if not isinstance(proposer, Ngrams):
@@ -26,6 +25,6 @@ def propose_on_device(proposer: Proposer, slots: DeviceSlots, drafts_max: int) -
     def propose(named: torch.Tensor, drafts: torch.Tensor, counts: torch.Tensor) -> None:
         rows = len(named)
         table = drafts[: rows * drafts_max].view(rows, drafts_max)
-        propose_ngrams(slots.tokens, slots.known, named, least, most, table, counts[:rows])
+        propose_ngrams(tokens, known, named, least, most, table, counts[:rows])
 
     return propose

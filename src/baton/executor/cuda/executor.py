@@ -213,7 +213,7 @@ def _build(loaded: LoadedModel, shape: ExecutorShape, bench: Workbench, step_tok
     device = loaded.model.device
     slots = DeviceSlots(shape, device)
     pool = CudaPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype, device)
-    propose = propose_on_device(proposer, slots, shape.burst - 1)
+    propose = propose_on_device(proposer, slots.tokens, slots.known, shape.burst - 1)
     runner = Runner(loaded, shape, slots, pool, bench, step_tokens, propose)
     log.info(
         "KV pool on the device: %d blocks, %.1f GiB",
