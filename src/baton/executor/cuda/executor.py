@@ -141,7 +141,7 @@ class TorchCudaExecutor:
         way = "batch-invariant" if batch_invariant else "triton"
         layout = f"block outermost, {way}, block_size={shape.block_size}"
         fingerprint = fingerprint_of(loaded.mark, _name(loaded.dtype), layout)
-        return cls(stepper, loaded, shape, fingerprint, _details(device, graphs, batch_invariant))
+        return cls(stepper, loaded, shape, fingerprint, _details(device, stepper.runner.has_graphs, batch_invariant))
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(self._thread.submit(self._run, plan))
@@ -203,10 +203,12 @@ def _check_attention(attention: str, loaded: LoadedModel) -> None:
     log.info("attention: triton")
 
 
-def _details(device: torch.device, graphs: bool, batch_invariant: bool) -> str:
-    name = torch.cuda.get_device_name(device)
-    ways = ("triton attention", "CUDA graphs" if graphs else "no CUDA graphs", *(["batch-invariant"] * batch_invariant))
-    return f"{name} (CUDA), {', '.join(ways)}"
+def _details(device: torch.device, has_graphs: bool, batch_invariant: bool) -> str:
+    parts = [f"{torch.cuda.get_device_name(device)} (CUDA)", "triton attention"]
+    parts.append("decodes as CUDA graphs" if has_graphs else "no CUDA graphs")
+    if batch_invariant:
+        parts.append("batch-invariant")
+    return ", ".join(parts)
 
 
 def _build(loaded: LoadedModel, shape: ExecutorShape, bench: Workbench, step_tokens: int, proposer: Proposer) -> Stepper:

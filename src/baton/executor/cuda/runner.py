@@ -98,6 +98,10 @@ class Runner:
         self.running = torch.full_like(self._zeros, RUNS)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Drawn]] = {}
 
+    @property
+    def has_graphs(self) -> bool:
+        return bool(self._graphs)
+
     def bucket(self, sequences: int) -> int:
         """How many sequences the next larger graph has; the number itself where there is none."""
         return next((size for size in sorted(self._graphs) if size >= sequences), sequences)
