@@ -169,7 +169,7 @@ def advance(
         good = follows & (proposed == token)
         bad_before = tl.cumsum((~good & (query < QUERIES)[None, :]).to(tl.int32), 1)
         yields = yields + tl.sum((good & (bad_before == 0)).to(tl.int32), 1)
-        yields = tl.minimum(yields, tl.load(limits + slot, mask=runs, other=0) - count)
+        yields = tl.where(runs, tl.minimum(yields, tl.load(limits + slot, mask=runs, other=0) - count), 0)
     keeps = cell_in & (query[None, :] < yields[:, None])
     tl.store(tokens + slot[:, None] * tokens_stride + count[:, None] + query[None, :], token, mask=keeps)
     tl.store(known + slot, count + yields, mask=runs)
