@@ -89,7 +89,13 @@ def decode(
 
 
 def chunks(
-    pool: Paged, query: torch.Tensor, slots: list[int], begins: list[int], lengths: list[int], sinks: torch.Tensor | None
+    pool: Paged,
+    query: torch.Tensor,
+    slots: list[int],
+    begins: list[int],
+    lengths: list[int],
+    sinks: torch.Tensor | None,
+    one_way: bool,
 ) -> torch.Tensor:
     spec, queries = pool.spec, 16
     starts = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
@@ -103,7 +109,7 @@ def chunks(
         GROUP=HEADS // spec.kv_heads, KEY_DIM=spec.key_dim, KEY_PADDED=triton.next_power_of_2(spec.key_dim),
         VALUE_DIM=spec.value_dim, VALUE_PADDED=triton.next_power_of_2(spec.value_dim), BLOCK_SIZE=BLOCK_SIZE,
         QUERIES=queries, TOKENS=16, HAS_SOFTCAP=spec.softcap is not None, HAS_WINDOW=spec.window is not None,
-        HAS_SINKS=sinks is not None, PRECISION="ieee", STAGES=2,
+        HAS_SINKS=sinks is not None, ONE_WAY=one_way, PRECISION="ieee", STAGES=2,
     )  # fmt: skip
     return out
 
@@ -163,11 +169,12 @@ def test_a_decode_that_rotates_leaves_its_key_and_value_and_attends_to_them(kind
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("one_way", [False, True], ids=["two ways", "one way"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_see_what_was_cached_and_what_they_bring(kind: str, has_sinks: bool) -> None:
+def test_chunks_see_what_was_cached_and_what_they_bring(kind: str, one_way: bool, has_sinks: bool) -> None:
     pool, slots, begins, lengths = paged(KINDS[kind], 3, WIDTH, seed=9), [2, 0, 1], [41, 0, 90], [33, 16, 1]
     query, sinks = randoms(sum(lengths), HEADS, pool.spec.key_dim), randoms(HEADS, seed=2) if has_sinks else None
-    out, first = chunks(pool, query, slots, begins, lengths, sinks), 0
+    out, first = chunks(pool, query, slots, begins, lengths, sinks, one_way), 0
     for slot, begin, length in zip(slots, begins, lengths, strict=True):
         rows = slice(first, first + length)
         assert differ(out[rows], pool.attended(query[rows], slot, begin, sinks)) < 1e-5, f"slot {slot}"
@@ -175,14 +182,22 @@ def test_chunks_see_what_was_cached_and_what_they_bring(kind: str, has_sinks: bo
 
 
 @settings(max_examples=12, deadline=None)
-@given(begin=st.integers(0, 50), length=st.integers(1, 40), cut=st.integers(0, 39), kind=st.sampled_from(sorted(KINDS)))
-def test_it_does_not_matter_how_a_prompt_is_cut_into_chunks(begin: int, length: int, cut: int, kind: str) -> None:
+@given(
+    begin=st.integers(0, 50),
+    length=st.integers(1, 40),
+    cut=st.integers(0, 39),
+    kind=st.sampled_from(sorted(KINDS)),
+    one_way=st.booleans(),
+)
+def test_it_does_not_matter_how_a_prompt_is_cut_into_chunks(
+    begin: int, length: int, cut: int, kind: str, one_way: bool
+) -> None:
     pool = paged(KINDS[kind], 1, WIDTH, seed=10)
     query, cut = randoms(length, HEADS, pool.spec.key_dim), min(cut, length - 1)
-    whole = chunks(pool, query, [0], [begin], [length], None)
-    parts = [chunks(pool, query[cut:], [0], [begin + cut], [length - cut], None)]
+    whole = chunks(pool, query, [0], [begin], [length], None, one_way)
+    parts = [chunks(pool, query[cut:], [0], [begin + cut], [length - cut], None, one_way)]
     if cut:
-        parts.insert(0, chunks(pool, query[:cut], [0], [begin], [cut], None))
+        parts.insert(0, chunks(pool, query[:cut], [0], [begin], [cut], None, one_way))
     # By the same sums in the same order: in the interpreter, which rounds each of them, to the last bit.
     assert torch.equal(torch.cat(parts), whole)
 
