@@ -17,6 +17,7 @@ from baton.executor.counting import CountingExecutor
 from baton.executor.drafts import Naive, Ngrams, Proposer
 from baton.executor.scripted import ScriptedExecutor
 from baton.executor.torch_cpu import TorchCpuExecutor
+from tests.support.on_cuda import NEEDS_CUDA, blocks_as_bytes, on_cuda, put_block
 from tests.support.planner import GREEDY, Planner, generate
 from tests.support.tiny import make_model
 
@@ -61,6 +62,23 @@ def _counting(_: Path) -> Executor:
     return CountingExecutor(SHAPE, lambda _seed: 5)
 
 
+def _cuda(_: Path) -> Executor:
+    return on_cuda("tiny-qwen3", SHAPE)
+
+
+def _cuda_invariant(_: Path) -> Executor:
+    return on_cuda("tiny-qwen3", SHAPE, "bfloat16", invariant=True)
+
+
+def _cuda_drafts(_: Path) -> Executor:
+    return on_cuda("tiny-qwen3", replace(SHAPE, burst=4), proposer=Ngrams(drafts=3, ngram_min=1, ngram_max=3))
+
+
+def _cuda_as_written(_: Path) -> Executor:
+    """Layers that nothing fuses, and no graphs."""
+    return on_cuda("tiny-gemma2", SHAPE, graphs=False)
+
+
 EXECUTORS: dict[str, Callable[[Path], Executor]] = {
     "scripted": _scripted,
     "scripted_in_layers": _scripted_in_layers,
@@ -69,6 +87,12 @@ EXECUTORS: dict[str, Callable[[Path], Executor]] = {
     "torch_cpu_ngrams": _torch_cpu_ngrams,
     "torch_cpu_naive": _torch_cpu_naive,
     "counting": _counting,
+}
+ON_CUDA: dict[str, Callable[[Path], Executor]] = {
+    "cuda": _cuda,
+    "cuda_invariant": _cuda_invariant,
+    "cuda_drafts": _cuda_drafts,
+    "cuda_as_written": _cuda_as_written,
 }
 
 
@@ -82,6 +106,16 @@ KEEPING_KV = {
     "torch_cpu": _torch_cpu,
     "torch_cpu_native": _torch_cpu_native,
 }
+DEVICES_KEEPING_KV = {"cuda": _cuda, "cuda_as_written": _cuda_as_written}
+
+
+def _params(
+    anywhere: dict[str, Callable[[Path], Executor]], on_device: dict[str, Callable[[Path], Executor]]
+) -> list[object]:
+    return [
+        *(pytest.param(load, id=name) for name, load in anywhere.items()),
+        *(pytest.param(load, id=name, marks=NEEDS_CUDA) for name, load in on_device.items()),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +123,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("model")).folder
 
 
-@pytest.fixture(params=EXECUTORS)
+@pytest.fixture(params=_params(EXECUTORS, ON_CUDA))
 def make(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[[], Executor]]:
-    yield from _builder(EXECUTORS[request.param], folder)
+    yield from _builder(request.param, folder)
 
 
-@pytest.fixture(params=KEEPING_KV)
+@pytest.fixture(params=_params(KEEPING_KV, DEVICES_KEEPING_KV))
 def make_with_kv(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[[], Executor]]:
-    yield from _builder(KEEPING_KV[request.param], folder)
+    yield from _builder(request.param, folder)
 
 
 def _builder(load: Callable[[Path], Executor], folder: Path) -> Iterator[Callable[[], Executor]]:
@@ -229,10 +263,10 @@ def test_closing_twice_is_harmless(make: Callable[[], Executor]) -> None:
 
 def test_the_layers_of_a_block_lie_side_by_side_and_fill_it(make_with_kv: Callable[[], Executor]) -> None:
     executor = make_with_kv()
-    pool, layers, *_ = executor.kv
-    assert pool.shape[0] == executor.shape.blocks
+    layers = executor.kv.layers
+    assert executor.kv.blocks == executor.shape.blocks
     assert [begin for begin, _ in layers] == [0, *(end for _, end in layers[:-1])]
-    assert layers[-1][1] == pool.shape[1]
+    assert layers[-1][1] == executor.kv.block_bytes
 
 
 def test_each_step_tells_of_its_layers_as_they_rise(make_with_kv: Callable[[], Executor]) -> None:
@@ -249,14 +283,14 @@ def test_a_layer_is_told_of_when_its_kv_is_in_the_pool(make_with_kv: Callable[[]
 
     def copy_out(_step: int, layer: int) -> None:
         begin, end = executor.kv.layers[layer]
-        seen.append(executor.kv.pool[0, begin:end].copy())
+        seen.append(blocks_as_bytes(executor.kv, [0])[0, begin:end].copy())
 
     executor.on_layer = copy_out
     planner = Planner(executor)
     planner.add(PROMPTS[0], 1)
     planner.run()
     assert all(piece.any() for piece in seen)
-    assert np.concatenate(seen).tobytes() == executor.kv.pool[0].tobytes()
+    assert np.concatenate(seen).tobytes() == blocks_as_bytes(executor.kv, [0]).tobytes()
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
@@ -272,7 +306,7 @@ def test_kv_that_was_moved_as_bytes_goes_on_with_the_same_tokens(
     tokens = [*prompt, *given.outputs]
     taken = taker.add(tokens, 7, computed=len(tokens))
     for source, target in zip(given.blocks, taken.blocks, strict=False):
-        taker.executor.kv.pool[target] = giver.executor.kv.pool[source]
+        put_block(taker.executor.kv, target, blocks_as_bytes(giver.executor.kv, [source])[0])
     taker.starts[-1] = replace(taker.starts[-1], prompt_tokens=len(prompt), computed=len(prompt))
     taker.run()
     assert given.outputs + taken.outputs == whole

@@ -146,7 +146,8 @@ class CudaAttention:
             HEADS=heads, GROUP=heads // spec.kv_heads, KEY_DIM=spec.key_dim, KEY_PADDED=_padded(spec.key_dim),
             VALUE_DIM=spec.value_dim, VALUE_PADDED=_padded(spec.value_dim), BLOCK_SIZE=kv.keys.shape[2], QUERIES=queries,
             TOKENS=32 if wide else 64, HAS_SOFTCAP=spec.softcap is not None, HAS_WINDOW=spec.window is not None,
-            HAS_SINKS=sinks is not None, PRECISION="ieee", STAGES=2 if wide else 3, num_warps=8 if wide else 4,
+            HAS_SINKS=sinks is not None, ONE_WAY=self._bench.invariant, PRECISION="ieee", STAGES=2 if wide else 3,
+            num_warps=8 if wide else 4,
         )  # fmt: skip
 
     def _attend_decodes(

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baton.executor.cuda.attention import CudaAttention
-from baton.executor.cuda.layers import FusedHead, FusedLayer, FusedNorm, looks_common
+from baton.executor.cuda.layers import FusedLayer, FusedNorm, PlainLinear, looks_common
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.rehearsal import one_chunk
@@ -64,6 +64,8 @@ def fuse_for_cuda(loaded: LoadedModel, bench: Workbench) -> None:
         layers = _replace_layers(loaded.model, loaded.layers, bench, probe)
         norms = _replace_norms(loaded.model, bench, probe)
         _replace_head(loaded.model, bench)
+        if bench.invariant:
+            _replace_linears(loaded.model, bench)
     log.info("%d of %d layers fused, %d norms beside them", len(layers), len(loaded.layers), norms)
 
 
@@ -119,4 +121,19 @@ def _replace_norms(model: PreTrainedModel, bench: Workbench, probe: CudaProbe) -
 def _replace_head(model: PreTrainedModel, bench: Workbench) -> None:
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if isinstance(head, torch.nn.Linear):
-        model.set_output_embeddings(FusedHead(head, bench))  # type: ignore[no-untyped-call]
+        # Rounded to bfloat16, near-equal logits would become ties.
+        model.set_output_embeddings(PlainLinear(head, bench, torch.float32))  # type: ignore[no-untyped-call]
+
+
+def _replace_linears(model: PreTrainedModel, bench: Workbench) -> None:
+    """In layers that stay as they are: the library's products take another way for another number of rows."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            model.set_submodule(name, PlainLinear(module, bench))
+    left = [
+        name
+        for name, module in model.named_modules()
+        if not isinstance(module, torch.nn.Embedding) and any(own.dim() > 1 for own in module.parameters(recurse=False))
+    ]
+    if left:
+        log.warning("not batch-invariant: %d parts multiply in a way of their own, the first is %s", len(left), left[0])

@@ -48,9 +48,12 @@ def attend_chunks(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    ONE_WAY: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """With ONE_WAY all context is gone through by the same instructions, wherever the chunk begins: a row's bits then do not
+    depend on how its prompt was cut. (Where no position is compared, a product and a difference become one rounding.)"""
     # The last tiles of a chunk have most to do: they begin first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head = tl.program_id(0)
@@ -82,6 +85,8 @@ def attend_chunks(
     # Tiles that every query sees whole need no comparison of positions.
     whole = (tl.minimum(first_position + 1, end) // TOKENS) * TOKENS
     low = 0
+    if ONE_WAY:
+        whole = 0
     if HAS_WINDOW:
         low = tl.maximum(0, ((first_position - window + 1) // TOKENS) * TOKENS)
         whole = low

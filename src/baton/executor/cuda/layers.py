@@ -120,17 +120,18 @@ class FusedNorm(torch.nn.Module):
         return normed(x.reshape(-1, x.shape[-1]).contiguous(), self._norm).view(x.shape)
 
 
-class FusedHead(torch.nn.Module):
-    """The map to the vocabulary, in float32 from the sums on: rounded to bfloat16, near-equal logits would become ties."""
+class PlainLinear(torch.nn.Module):
+    """A map of its own, by our products; where it is given a number format, in that from the sums on."""
 
-    def __init__(self, head: torch.nn.Linear, bench: Workbench) -> None:
+    def __init__(self, linear: torch.nn.Linear, bench: Workbench, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        bias = None if head.bias is None else head.bias.detach()
-        self._linear = Linear(head.weight.detach(), bias, bench)
+        bias = None if linear.bias is None else linear.bias.detach()
+        self._linear = Linear(linear.weight.detach(), bias, bench)
+        self._dtype = dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return self._linear(rows, dtype=torch.float32).view(*x.shape[:-1], -1)
+        return self._linear(rows, dtype=self._dtype).view(*x.shape[:-1], -1)
 
 
 def _norm(module: torch.nn.Module, offset: float) -> Norm:
