@@ -21,7 +21,7 @@ from baton.sim.fuzz import EVERY_FAULT, NothingBroken, ShardDied, Totals, run_ma
 from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
 from baton.sim.shard import SeedReport
 
-SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "1000"))
+SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "300"))
 SAMPLE = range(0, 2000, 123)
 
 
@@ -51,7 +51,7 @@ def test_telling_the_story_and_auditing_more_changes_nothing() -> None:
         assert run_seed(seed).digest == run_seed(seed, tell_story=True, always_audit=True).digest
 
 
-def test_a_thousand_worlds_with_faults_break_no_law(capsys: pytest.CaptureFixture[str]) -> None:
+def test_worlds_with_faults_break_no_law(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints how often each fault fired and each transition was taken; a zero fails."""
     with capsys.disabled():
         print()
