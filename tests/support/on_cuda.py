@@ -34,7 +34,7 @@ NEEDS_CUDA = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-STEP_TOKENS = 512
+STEP_TOKENS = 2560
 WAIT_S = 60.0
 NAIVE = Naive()
 TINY = ("tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-qwen3-moe")

@@ -131,7 +131,7 @@ class PlainLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return self._linear(rows, dtype=self._dtype).view(*x.shape[:-1], -1)
+        return self._linear(rows, dtype=self._dtype).view(*x.shape[:-1], self._linear.columns)
 
 
 def _norm(module: torch.nn.Module, offset: float) -> Norm:

@@ -94,6 +94,8 @@ class Linear:
     ) -> torch.Tensor:
         """[rows, columns]. A residual may be overwritten by the result."""
         rows = x.shape[0]
+        if rows == 0:  # no chunk of the step draws a token
+            return x.new_empty(0, self.columns, dtype=dtype or x.dtype)
         if self._bench.invariant and self._few_width >= 32:
             return self._few(self._normed(x, norm), residual, dtype, self._invariant_tile())
         if rows == 1 and self._one_width >= 128:

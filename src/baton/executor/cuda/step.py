@@ -89,6 +89,7 @@ class Stepper:
         self.runner = runner
         self._shape, self._slots, self._pool = shape, slots, pool
         self._queries = shape.burst
+        self._step_tokens = step_tokens
         self._tile_queries = chunk_queries(invariant)
         self._host = SlotTable(shape)
         """What plans told. How far a decode has come is not in it."""
@@ -235,6 +236,8 @@ class Stepper:
     def _chunks(self, feeds: list[Feed]) -> Chunks:
         host, size = self._host, self._shape.block_size
         lengths = [feed.end - feed.begin for feed in feeds]
+        if sum(lengths) > self._step_tokens:
+            raise InvariantViolated(f"a step of {sum(lengths)} tokens, but there is room for {self._step_tokens}")
         slots = np.array([feed.slot for feed in feeds], dtype=np.int32)
         contexts = np.array([feed.end for feed in feeds], dtype=np.int32)
         starts = np.cumsum([0, *lengths]).astype(np.int32)
