@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.config import BadConfig
-from baton.node.devices import ATTENTIONS, DTYPES, Machine, check_device, choose_device
+from baton.node.devices import ATTENTIONS, CUDA_DRAFTS_MAX, CUDA_NGRAM_MAX, DTYPES, Machine, check_device, choose_device
 from baton.node.service import ServeSettings
-from baton.node.settings import EngineSettings, OnDevice
+from baton.node.settings import EngineSettings, OnDevice, Speculate
 
 GPU, PLAIN, BARE = Machine(True, True), Machine(False, True), Machine(True, False)
 
@@ -59,11 +59,31 @@ def test_what_a_machine_does_not_have_is_told(wishes: dict[str, Any], machine: M
         ({"device": OnDevice.CUDA, "attention": "native"}, "native is not for CUDA"),
         ({"device": OnDevice.CUDA, "dtype": "float64"}, "float64 is not for CUDA"),
         ({"device": OnDevice.CPU, "batch_invariant": True}, "--batch-invariant is for CUDA"),
+        (
+            {"device": OnDevice.CUDA, "speculate": Speculate.NAIVE, "draft_tokens": 16},
+            "--draft-tokens 16 is more than the 15",
+        ),
+        ({"device": OnDevice.CUDA, "speculate": Speculate.NGRAM, "ngram_max": 32}, "--ngram-max 32 is more than the 31"),
     ],
 )
 def test_what_no_machine_could_do_is_refused_before_the_model_is_looked_for(wishes: dict[str, Any], told: str) -> None:
     with pytest.raises(BadConfig, match=told):
         ServeSettings(model="no such model", engine=wishing(**wishes))
+
+
+def test_the_bounds_of_drafts_on_cuda_are_those_of_its_kernels() -> None:
+    kernels = pytest.importorskip(
+        "baton.executor.cuda.kernels_ngram", reason="kernels need Triton, which is not installed here"
+    )
+    assert CUDA_NGRAM_MAX < kernels.LENGTHS
+    most = {
+        "device": OnDevice.CUDA,
+        "speculate": Speculate.NGRAM,
+        "draft_tokens": CUDA_DRAFTS_MAX,
+        "ngram_max": CUDA_NGRAM_MAX,
+    }
+    check_device(wishing(**most))
+    check_device(wishing(**most | {"device": OnDevice.CPU, "draft_tokens": 100, "ngram_max": 100}))
 
 
 @given(

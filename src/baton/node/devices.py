@@ -10,13 +10,17 @@ import importlib.util
 from dataclasses import dataclass
 
 from baton.core.config import BadConfig
-from baton.node.settings import EngineSettings, OnDevice
+from baton.node.settings import EngineSettings, OnDevice, Speculate
 
 ATTENTIONS = {OnDevice.CPU: ("auto", "native", "gather"), OnDevice.CUDA: ("auto", "triton")}
 DTYPES = {
     OnDevice.CPU: ("float32", "bfloat16", "float16", "float64"),
     OnDevice.CUDA: ("float32", "bfloat16", "float16"),
 }
+CUDA_DRAFTS_MAX = 15
+"""So that what one sequence feeds is one tile of attention."""
+CUDA_NGRAM_MAX = 31
+"""So that the kernel can rank lengths and places by one number."""
 NAMES = {OnDevice.CPU: "CPU", OnDevice.CUDA: "CUDA"}
 
 
@@ -65,5 +69,16 @@ def _check_fits(settings: EngineSettings, device: OnDevice) -> None:
         raise BadConfig(f"--attention {settings.attention} is not for {name}, which has {choices}{found}")
     if settings.dtype not in DTYPES[device]:
         raise BadConfig(f"--dtype {settings.dtype} is not for {name}, which has {', '.join(DTYPES[device])}{found}")
+    if device is OnDevice.CUDA:
+        _check_drafts(settings, found)
     if settings.batch_invariant and device is OnDevice.CPU:
         raise BadConfig(f"--batch-invariant is for CUDA; on a CPU --dtype float64 makes answers exact{found}")
+
+
+def _check_drafts(settings: EngineSettings, found: str) -> None:
+    if settings.burst > 1 + CUDA_DRAFTS_MAX:
+        raise BadConfig(
+            f"--draft-tokens {settings.draft_tokens} is more than the {CUDA_DRAFTS_MAX} that CUDA can check{found}"
+        )
+    if settings.speculate is Speculate.NGRAM and settings.ngram_max > CUDA_NGRAM_MAX:
+        raise BadConfig(f"--ngram-max {settings.ngram_max} is more than the {CUDA_NGRAM_MAX} looked for on CUDA{found}")

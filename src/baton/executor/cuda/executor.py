@@ -27,7 +27,7 @@ from baton.executor.cuda.fuse import TOLERANCE, fuse_for_cuda
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.runner import Runner, buckets_upto
-from baton.executor.cuda.sizing import blocks_that_fit
+from baton.executor.cuda.sizing import NoRoom, blocks_that_fit
 from baton.executor.cuda.slots import DeviceSlots
 from baton.executor.cuda.step import Launched, Stepper
 from baton.executor.cuda.warming import warm_up
@@ -214,7 +214,7 @@ def _details(device: torch.device, has_graphs: bool, batch_invariant: bool) -> s
 def _build(loaded: LoadedModel, shape: ExecutorShape, bench: Workbench, step_tokens: int, proposer: Proposer) -> Stepper:
     device = loaded.model.device
     slots = DeviceSlots(shape, device)
-    pool = CudaPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype, device)
+    pool = _pool(loaded, shape, device)
     propose = propose_on_device(proposer, slots.tokens, slots.known, shape.burst - 1)
     runner = Runner(loaded, shape, slots, pool, bench, step_tokens, propose)
     log.info(
@@ -223,6 +223,14 @@ def _build(loaded: LoadedModel, shape: ExecutorShape, bench: Workbench, step_tok
         shape.blocks * kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype) / (1 << 30),
     )
     return Stepper(loaded, shape, slots, pool, runner, bench.invariant, step_tokens)
+
+
+def _pool(loaded: LoadedModel, shape: ExecutorShape, device: torch.device) -> CudaPool:
+    try:
+        return CudaPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype, device)
+    except torch.OutOfMemoryError:
+        told = f"the device has no room for {shape.blocks} blocks of KV; those who share it need a --kv-memory each"
+        raise NoRoom(told) from None
 
 
 def _name(dtype: torch.dtype) -> str:
