@@ -1,0 +1,164 @@
+"""The executor for CUDA, all of it but the device: its kernels in Triton's interpreter, its streams one after the other.
+
+What a real device adds (graphs, copies beside computing, speed) is for `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
+
+from baton.core.plan import Chunk, Outcome, Start, StepPlan, StepResult
+from baton.core.request import Sampling, frozen_tokens
+from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.cuda import executor as executor_module
+from baton.executor.cuda import pool as pool_module
+from baton.executor.cuda.executor import TorchCudaExecutor
+from baton.executor.drafts import Ngrams
+from baton.executor.loading import load_shape
+from baton.executor.torch_cpu import TorchCpuExecutor
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device; tests/gpu runs the executor on it"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array"),
+    pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered"),
+]
+
+MODEL = "tiny-llama"
+SHAPE = ExecutorShape(slots=4, blocks=12, block_size=16, context_tokens=64, burst=3)
+PROPOSER = Ngrams(drafts=2, ngram_min=1, ngram_max=3)
+STEPS = 6
+
+GREEDY = Sampling(seed=1, temperature=0.0, logit_bias={102: 100.0})
+"""Says one thing again and again, which is guessed."""
+FEW = {5: 60.0, 6: 60.0, 7: 60.0}
+PENALISED = Sampling(seed=2, temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias=FEW)
+"""Has few words, so that a guess is sometimes right."""
+REPORTED = Sampling(seed=3, temperature=0.8, top_p=0.9, logprobs=2)
+
+REQUESTS = (
+    ([1, 2, 3, 4, 1, 2, 3, 4, 1, 2], 22, 2, GREEDY),
+    ([5, 6, 5, 6, 5, 6, 5], 60, 4, PENALISED),
+    ([9] * 13, 60, 1, REPORTED),
+)
+"""Prompt, limit, blocks, wishes. The first comes to its limit, the last runs out of blocks, both in the middle of drafts."""
+
+
+class Now:
+    """A stream, or an event: everything has happened when it is asked."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_event(self, _: object) -> None: ...
+
+
+class Unmoved:
+    """Blocks that nobody copies."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self.blocks, self.block_bytes = len(pool), pool[0].nbytes
+
+    def close(self) -> None: ...
+
+
+def unpinned(make: Any) -> Any:
+    def made(*size: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        return make(*size, **more)
+
+    return made
+
+
+@pytest.fixture
+def without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, Now)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "interpreter")
+    for name in ("empty", "zeros"):
+        monkeypatch.setattr(torch, name, unpinned(getattr(torch, name)))
+    monkeypatch.setattr(pool_module, "CudaBlocks", Unmoved)
+    monkeypatch.setattr(executor_module, "warm_up", lambda *_: None)
+
+
+def on_cpu() -> Executor:
+    thread = ThreadPoolExecutor(max_workers=1)
+    return TorchCpuExecutor(load_shape(MODEL, "float32"), SHAPE, b"", None, thread, proposer=PROPOSER)
+
+
+def results_of(executor: Executor) -> list[StepResult]:
+    """All are prefilled in one step, then all decode, two steps in flight."""
+    blocks: npt.NDArray[np.int32] = np.arange(SHAPE.blocks, dtype=np.int32)
+    starts, chunks = [], []
+    for slot, (prompt, limit, count, wishes) in enumerate(REQUESTS):
+        table, blocks = blocks[:count], blocks[count:]
+        starts.append(Start(slot, 1, frozen_tokens(prompt), len(prompt), 0, limit, wishes, table))
+        chunks.append(Chunk(slot, 1, 0, len(prompt), True))
+    slots, epochs = np.arange(len(REQUESTS), dtype=np.int32), np.ones(len(REQUESTS), dtype=np.int64)
+    executor.launch(StepPlan(1, 0, starts=tuple(starts), chunks=tuple(chunks)))
+    results = []
+    for step in range(2, STEPS + 2):
+        executor.launch(StepPlan(step, step - 1, decode_slots=slots, decode_epochs=epochs))
+        results.append(executor.collect())
+    return [*results, executor.collect()]
+
+
+def told_of(result: StepResult) -> dict[str, object]:
+    return {
+        "outcomes": [Outcome(outcome).name for outcome in result.outcomes.tolist()],
+        "counts": result.counts.tolist(),
+        "tokens": result.tokens.tolist(),
+        "known": result.known.tolist(),
+        "drafted": result.drafted.tolist(),
+        "logprobs": [(line.row, line.top_ids.tolist()) for line in result.logprobs],
+    }
+
+
+@pytest.mark.usefixtures("without_a_device")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_steps_with_drafts_yield_what_the_cpu_executor_yields(batch_invariant: bool) -> None:
+    reference = on_cpu()
+    wanted = [told_of(result) for result in results_of(reference)]
+    reference.close()
+    executor = TorchCudaExecutor.of(
+        load_shape(MODEL, "float32"), SHAPE, step_tokens=64, proposer=PROPOSER, batch_invariant=batch_invariant, graphs=False
+    )
+    layers: list[tuple[int, int]] = []
+    executor.on_layer = lambda step, layer: layers.append((step, layer))
+    given = [told_of(result) for result in results_of(executor)]
+    executor.close()
+    assert given == wanted
+    assert layers == [(step, layer) for step in range(1, STEPS + 2) for layer in range(3)]
+    everything = [name for told in wanted for name in told["outcomes"]]
+    assert {"TOKENS", "NOTHING_OUT_OF_BLOCKS"} == set(everything), "some decode had no block"
+    assert any(2 in told["counts"] for told in wanted), "some drafts stood"
+    assert any(told["counts"][1] < 1 + told["drafted"][1] for told in wanted), "some did not"
+    assert wanted[-1]["known"][0] == REQUESTS[0][1], "one came to its limit"
+
+
+@pytest.mark.usefixtures("without_a_device")
+def test_what_the_one_told_of_layers_raises_is_raised_with_the_step() -> None:
+    executor = TorchCudaExecutor.of(load_shape(MODEL, "float32"), SHAPE, step_tokens=64, graphs=False)
+    assert executor.details == "interpreter (CUDA), triton attention, no CUDA graphs"
+
+    def fails(step: int, layer: int) -> None:
+        raise RuntimeError(f"layer {layer} of step {step}")
+
+    executor.on_layer = fails
+    start = Start(0, 1, frozen_tokens([1, 2]), 2, 0, 8, GREEDY, np.arange(1, dtype=np.int32))
+    executor.launch(StepPlan(1, 0, starts=(start,), chunks=(Chunk(0, 1, 0, 2, True),)))
+    with pytest.raises(RuntimeError, match="layer 0 of step 1"):
+        executor.collect()
+    executor.close()
