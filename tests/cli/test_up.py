@@ -49,6 +49,18 @@ def test_the_demo_is_one_that_prefills_and_two_that_decode(plans: list[FleetPlan
     assert "--kv-memory" not in given
 
 
+def test_the_device_is_every_instance_s_and_what_it_cannot_do_is_told_once(plans: list[FleetPlan]) -> None:
+    assert up("m", "--mixed", "2", "--device", "cuda", "--batch-invariant", "--kv-memory", "20G").startswith("0")
+    text = " ".join(plans[0].member_command(plans[0].members[1], "h:1", 2))
+    assert "--device cuda" in text
+    assert "--batch-invariant" in text
+    assert "--kv-memory 20G" in text
+    told = up("m", "--device", "cpu", "--batch-invariant")
+    assert told.startswith("1: baton up: --batch-invariant is for CUDA")
+    assert "flashinfer is not there yet" in up("m", "--attention", "flashinfer")
+    assert len(plans) == 1
+
+
 def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
     up(
         "m",

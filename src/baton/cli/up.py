@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,8 +83,7 @@ def _up(
     What ends is started again. Every option of [dim]baton serve[/dim] and [dim]baton router[/dim] can be given too, here or
     in the file of [dim]--config[/dim]; each process gets those that it has.
     """
-    # Imported late: `baton --help` must not wait for them.
-    from baton.node.models import check_load_format
+    # Imported late: `baton --help` must not wait for it.
     from baton.up.fleet import FleetPlan
 
     if demo and (prefill, decode, mixed) == (0, 0, None):
@@ -97,7 +97,7 @@ def _up(
     quiet = () if "--log-level" in to_instances else QUIET
     store = context.params["kv_store"] or None
     try:
-        check_load_format(model, context.params["load_format"])
+        _check_model(model, context.params)
         plan = FleetPlan(
             model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
             threads, demo, tuple(context.params["api_key"] or ()), drain_timeout, round(restart_delay_max * 1e6),
@@ -109,6 +109,17 @@ def _up(
         Console(stderr=True, highlight=False).print(f"baton up: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     raise typer.Exit(code)
+
+
+def _check_model(model: str, given: Mapping[str, Any]) -> None:
+    """What every instance would refuse is told once, by us."""
+    from baton.node.devices import check_device
+    from baton.node.models import check_load_format
+    from baton.node.settings import EngineSettings
+
+    check_load_format(model, given["load_format"])
+    named = ("device", "dtype", "attention", "batch_invariant", "speculate", "draft_tokens", "ngram_max")
+    check_device(EngineSettings("", None, b"", **{name: given[name] for name in named}))
 
 
 def _cluster_key(store: str | None) -> str | None:
