@@ -96,7 +96,7 @@ LoadFormatOption = Annotated[
 DeviceOption = Annotated[OnDevice, option("device", MODEL, "Where to compute; auto takes cuda where torch sees one.")]
 AttentionOption = Annotated[
     Attention,
-    option("attention", MODEL, "CPU: native (compiled) or gather (plain torch); CUDA: triton. auto takes the best."),
+    option("attention", MODEL, "CPU: native (compiled), gather (plain torch). CUDA: triton. Or auto.", metavar=" "),
 ]
 BatchInvariant = Annotated[
     bool, switch("batch-invariant", MODEL, "CUDA: the same bits whatever else is in the batch. Slower.")
