@@ -74,3 +74,13 @@ def rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torc
     half = x.shape[-1] // 2
     partner = torch.cat([-x[..., half:], x[..., :half]], -1)
     return x * cosines[:, None] + partner * sines[:, None]
+
+
+class HostPool:
+    """A KV pool as `CudaPool` has it, in memory that the interpreter's kernels reach."""
+
+    def __init__(
+        self, layers: list[LayerSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.pool = torch.zeros(blocks, sum(layer.elements(block_size) for layer in layers), dtype=dtype, device=device)
+        self.layers = layer_views(self.pool, layers, block_size)

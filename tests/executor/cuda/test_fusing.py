@@ -1,0 +1,107 @@
+"""Models with fused parts answer as `transformers` wrote them, and in batch-invariant mode nothing is left that may not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.support.attending import HostPool
+
+pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
+
+from tests.support.attending import normed
+from transformers import AutoModelForCausalLM
+
+from baton.executor.cuda import fuse
+from baton.executor.cuda.layers import FusedLayer, PlainLinear
+from baton.executor.cuda.products import Linear, Norm, Workbench
+from baton.executor.cuda.rehearsal import one_chunk
+from baton.executor.dummy import draw_weights
+from baton.executor.loading import LoadedModel, forward, load_shape, shape_config
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array"),  # by the interpreter
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # a GPU says nothing then
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a device the executor's tests run the same kernels"),
+]
+
+CPU = torch.device("cpu")
+TOKENS = [7, 3, 250, 3, 99, 120, 7, 8, 9]
+
+
+@pytest.fixture(autouse=True)
+def _in_host_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fuse, "CudaPool", HostPool)
+    with torch.inference_mode():
+        yield
+
+
+def fused(name: str, invariant: bool) -> tuple[LoadedModel, Workbench]:
+    loaded, bench = load_shape(name, "float32"), Workbench(CPU, invariant)
+    fuse.fuse_for_cuda(loaded, bench)
+    return loaded, bench
+
+
+def logits_of(loaded: LoadedModel, bench: Workbench, tokens: list[int]) -> torch.Tensor:
+    pool = HostPool(loaded.layers, 2, 16, loaded.dtype, CPU)
+    places = torch.arange(len(tokens))[None]
+    return forward(loaded.model, torch.tensor([tokens]), places, 0, one_chunk(pool, bench, len(tokens), 16))  # type: ignore[arg-type]
+
+
+def of_transformers(name: str) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.float32, attn_implementation="eager")
+    draw_weights(model, 0)
+    return model.eval()(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["quick", "invariant"])
+@pytest.mark.parametrize(("name", "layers"), [("tiny-llama", 3), ("tiny-qwen3", 3), ("tiny-gemma2", 0)])
+def test_a_fused_model_answers_as_transformers_does(name: str, layers: int, invariant: bool) -> None:
+    loaded, bench = fused(name, invariant)
+    assert sum(isinstance(module, FusedLayer) for module in loaded.model.modules()) == layers
+    assert float((logits_of(loaded, bench, TOKENS) - of_transformers(name)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-gemma2"])
+def test_invariant_logits_do_not_depend_on_what_follows(name: str) -> None:
+    loaded, bench = fused(name, invariant=True)
+    whole = logits_of(loaded, bench, TOKENS)
+    assert torch.equal(logits_of(loaded, bench, TOKENS[:4]), whole[:4])
+    assert not any(isinstance(module, torch.nn.Linear) for module in loaded.model.modules())
+
+
+def test_what_may_depend_on_the_batch_in_invariant_mode_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        fused("tiny-llama", invariant=True)
+        assert not caplog.messages
+        fused("tiny-qwen3-moe", invariant=True)
+    (message,) = caplog.messages
+    assert "not batch-invariant" in message
+    assert "mlp" in message
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("invariant", [False, True], ids=["quick", "invariant"])
+@pytest.mark.parametrize("gate", [None, 0], ids=["plain", "gated"])
+def test_a_product_is_the_same_by_whichever_kernel(rows: int, invariant: bool, gate: int | None) -> None:
+    stream = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 128, generator=stream), torch.randn(96, 128, generator=stream) / 11
+    norm, residual = (
+        Norm(torch.rand(128, generator=stream), 1e-6),
+        torch.randn(rows, 48 if gate == 0 else 96, generator=stream),
+    )
+    wanted = normed(x, norm.weight, norm.epsilon) @ weight.T
+    if gate is not None:
+        wanted = torch.nn.functional.silu(wanted[:, :48]) * wanted[:, 48:]
+    linear = Linear(weight, None, Workbench(CPU, invariant), gate=gate)
+    given = linear(x, norm=norm, residual=residual.clone())
+    assert float((given - wanted - residual).abs().max()) < 1e-4
+
+
+def test_a_linear_of_its_own_keeps_its_shape_and_bias() -> None:
+    inner = torch.nn.Linear(64, 40)
+    plain = PlainLinear(inner, Workbench(CPU, True))
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
+    assert float((plain(x) - inner(x)).abs().max()) < 1e-5
