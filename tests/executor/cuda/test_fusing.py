@@ -56,8 +56,10 @@ def of_transformers(name: str) -> torch.Tensor:
     return model.eval()(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize("invariant", [False, True], ids=["quick", "invariant"])
-@pytest.mark.parametrize(("name", "layers"), [("tiny-llama", 3), ("tiny-qwen3", 3), ("tiny-gemma2", 0)])
+@pytest.mark.parametrize(
+    ("name", "layers", "invariant"),
+    [("tiny-llama", 3, False), ("tiny-qwen3", 3, True), ("tiny-gemma2", 0, False), ("tiny-qwen3-moe", 3, False)],
+)
 def test_a_fused_model_answers_as_transformers_does(name: str, layers: int, invariant: bool) -> None:
     loaded, bench = fused(name, invariant)
     assert sum(isinstance(module, FusedLayer) for module in loaded.model.modules()) == layers

@@ -129,7 +129,7 @@ def test_decodes_see_all_of_their_own_context_and_nothing_else(kind: str, querie
             assert out[rows].isnan().all(), "a row of nobody was written"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     contexts=st.lists(st.integers(1, WIDTH * BLOCK_SIZE), min_size=1, max_size=3),
     piece=st.sampled_from([16, 48, 64, 128]),
@@ -181,7 +181,7 @@ def test_chunks_see_what_was_cached_and_what_they_bring(kind: str, one_way: bool
         first += length
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     begin=st.integers(0, 50),
     length=st.integers(1, 40),
