@@ -178,12 +178,13 @@ def test_extreme_temperatures_are_bounded_alike(temperature: float) -> None:
 
 
 def test_of_equal_values_top_k_and_top_p_keep_the_lower_ids() -> None:
-    flat = torch.zeros((12, 200))
+    flat = torch.zeros((6, 200))
     for cut in ({"top_k": 3}, {"top_p": 3 / 200}, {"top_k": 6, "top_p": 0.5}):
         wishes = [replace(Sampling(seed=n), **cut) for n in range(len(flat))]
         with patch("baton.executor.cuda.sampling.CHUNK", SMALL_CHUNK):
             drawn = on_device(flat, wishes, np.zeros(len(flat)))
-        assert set(drawn) == {0, 1, 2}
+        assert drawn == on_host(flat, wishes, np.zeros(len(flat)))
+        assert set(drawn) <= {0, 1, 2}
 
 
 @pytest.mark.parametrize(
