@@ -131,10 +131,15 @@ class Client:
         if answer.over and self._resumed:
             return  # it has had this choice from a router before this one
         tokens = answer.new_of(tokens[begin:end])
+        answer.cached_tokens = cached if cached is not None else answer.cached_tokens
+        self._hear(place, tokens, ended)
+        # Last: a router that has nobody at work on it ends it at once, and that is heard after what came before.
         if answer.cut_again and answer.keep is not None and answer.position >= answer.keep and self._booking is not None:
             answer.cut_again = False
-            self._booking.stop(place, answer.keep)
-        answer.cached_tokens = cached if cached is not None else answer.cached_tokens
+            if not answer.over:
+                self._booking.stop(place, answer.keep)
+
+    def _hear(self, place: int, tokens: list[int], ended: Ended | None) -> None:
         if self.ask.reads_every_us is None:
             self._read(place, tokens, ended)
             return
