@@ -18,7 +18,7 @@ serve: $(READY)
 	$(BIN)/baton up --demo --router-port $(PORT)
 
 # Two at a time: those that only compute, on one core, beside those that start processes and mostly wait for them.
-COMPUTING := tests/contract tests/core tests/kv tests/laws tests/mutations tests/sim tests/wire
+COMPUTING := tests/contract tests/core tests/executor tests/kv tests/laws tests/mutations tests/parity tests/sim tests/wire
 
 test: $(READY)
 	@log=$$(mktemp); $(BIN)/python -m pytest $(COMPUTING) >$$log 2>&1 & beside=$$!; \
