@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve test test-gpu check format bench bench-gpu fuzz chaos clean
+.PHONY: serve test test-all test-gpu check format bench bench-gpu fuzz chaos clean
 
 serve: $(READY)
 	$(BIN)/baton up --demo --router-port $(PORT)
@@ -20,9 +20,11 @@ serve: $(READY)
 # Two at a time: those that only compute, on one core, beside those that start processes and mostly wait for them.
 COMPUTING := tests/contract tests/core tests/executor tests/kv tests/laws tests/mutations tests/parity tests/sim tests/wire
 
-test: $(READY)
-	@log=$$(mktemp); $(BIN)/python -m pytest $(COMPUTING) >$$log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)); status=$$?; \
+# Quick, for every change; test-all has the long ones too.
+test: CHOSEN := -m "not slow"
+test test-all: $(READY)
+	@log=$$(mktemp); $(BIN)/python -m pytest $(CHOSEN) $(COMPUTING) >$$log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(CHOSEN) $(addprefix --ignore=,$(COMPUTING)); status=$$?; \
 	wait $$beside || status=1; cat $$log; rm -f $$log; exit $$status
 
 # On a machine whose own Python has torch with CUDA, triton and transformers: no set-up, which would bring other versions.

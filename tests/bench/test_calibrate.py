@@ -181,6 +181,7 @@ def test_sizes_come_from_the_model_folder(tmp_path: Path) -> None:
     assert 0 < sizes.token_flop <= sizes.weight_bytes == model_sizes(folder, "float32").weight_bytes / 2
 
 
+@pytest.mark.slow
 def test_delivering_costs_something() -> None:
     assert delivery_cost_us() > 0.0
 

@@ -36,6 +36,7 @@ def test_no_instance_has_more_behind_its_pool_than_its_name_says() -> None:
     assert file.args == valkey.args  # the same host memory in front of both stores
 
 
+@pytest.mark.slow
 def test_conversations_are_found_again_behind_the_pool(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "o.json"
     command = [

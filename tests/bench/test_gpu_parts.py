@@ -86,6 +86,7 @@ def test_serving_is_held_against_its_own_steps() -> None:
     assert 0 < row.ratio < 3
 
 
+@pytest.mark.slow
 def test_the_other_shapes_and_modes_are_measured() -> None:
     assert [row.what for row in done("moe").rows][:2] == ["tiny-qwen3-moe, batch 1 × 64", "tiny-qwen3-moe, batch 4 × 64"]
     assert {row.what.split(",")[0] for row in done("families").rows} == {"tiny-llama", "tiny-gemma2"}
@@ -109,6 +110,7 @@ def test_the_peer_is_given_the_whole_load_only_if_that_fits_the_time(monkeypatch
         assert row.what == str(loads[-1])
 
 
+@pytest.mark.slow
 def test_the_peer_itself_does_a_load_with_the_same_weights() -> None:
     model = load_peer("tiny-llama", "cpu")
     mine = load_shape("tiny-llama", "bfloat16").model.state_dict()

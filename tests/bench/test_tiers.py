@@ -58,6 +58,7 @@ def test_kv_that_was_kept_is_not_computed_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["o.json"]  # the stores are gone
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(valkey_why_not() is not None, reason=str(valkey_why_not()))
 def test_a_store_behind_a_slow_link_is_used_like_any_other(tmp_path: Path) -> None:
     out = tmp_path / "o.json"

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-FAULTS = os.environ.get("BATON_TEST_FAULTS", "6")
+FAULTS = os.environ.get("BATON_TEST_FAULTS", "4")
 SEED = os.environ.get("BATON_TEST_SEED", "1")
 
 

@@ -91,6 +91,7 @@ def test_a_stop_string_in_the_middle_of_an_accepted_run_ends_the_answer_there(
         assert one["usage"]["completion_tokens"] == other["usage"]["completion_tokens"]
 
 
+@pytest.mark.slow
 def test_under_kv_pressure_too(model: tuple[str, ...], plain: ServerProcess) -> None:
     longer = [{**body, "max_tokens": 100} for body in BODIES]
     expected = [tokens(plain.url, **body) for body in longer]
@@ -106,6 +107,7 @@ def test_naive_goes_the_same_way_and_guesses_nothing(model: tuple[str, ...], exp
         assert drafts(server) == (0, 0)
 
 
+@pytest.mark.slow
 def test_an_instance_that_decodes_what_another_prefilled_may_guess(
     model: tuple[str, ...], expected: list[list[list[int]]]
 ) -> None:

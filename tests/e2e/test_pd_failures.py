@@ -127,6 +127,7 @@ def is_receiving(server: ServerProcess) -> bool:
     return server.metric("baton_kv_blocks", state="receiving") > 0
 
 
+@pytest.mark.slow
 def test_a_giver_that_stands_still_and_wakes_up_later_changes_nothing(wanted: list[list[int]]) -> None:
     with (
         cluster(*SCRIPTED, *SLOW, decodes=(("--transfer", "shm"), ("--transfer", "tcp"))) as running,

@@ -33,6 +33,7 @@ def answers(server: ServerProcess) -> list[tuple[list[int], list[float]]]:
     return made
 
 
+@pytest.mark.slow
 def test_the_embedded_model_says_the_same_when_a_peer_prefills() -> None:
     with baton_serve(*OPTIONS) as mixed:
         wanted = answers(mixed)

@@ -87,6 +87,7 @@ def test_one_request_after_the_other_gets_the_tokens_of_a_mixed_instance(
     three.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(available("mooncake") is not None, reason=f"mooncake: {available('mooncake')}")
 def test_kv_may_travel_by_mooncake(model: tuple[str, ...], expected: list[list[list[int]]]) -> None:
     with cluster(*model, "--transfer", "mooncake") as running:

@@ -12,7 +12,7 @@ from baton.core.request import FinishReason, Sampling, Serial, Submission
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission
 
-MIXES = 600
+MIXES = 300
 
 
 @dataclass(frozen=True)

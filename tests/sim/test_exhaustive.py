@@ -111,6 +111,7 @@ def test_the_shelved_world_saves_stores_fetches_restores_and_preempts() -> None:
         assert verdict.moves[move] >= 1, move
 
 
+@pytest.mark.slow
 def test_a_crash_after_any_event_of_an_instance_with_a_store_breaks_no_law() -> None:
     scenario = shelved_world(OnPreempt.RESUME)
     for event in range(1, events_of(scenario) + 1):
