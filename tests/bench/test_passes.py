@@ -67,6 +67,7 @@ def test_ratios_are_taken_within_a_round_and_held_against_the_limits() -> None:
     assert second.startswith("file, 100× slower: plan p50 is 1.20")
 
 
+@pytest.mark.slow
 def test_the_command_shows_every_kind_and_writes_what_it_measured(tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     ran = CliRunner().invoke(app, ["bench", "passes", "--rounds", "1", "--steps", "100", "--rows", "8", "--json", str(out)])

@@ -37,6 +37,7 @@ def test_every_load_has_half_the_pool_that_it_fills_and_starts_with_nothing_behi
         assert "--host-memory" not in shape.sides[0].args
 
 
+@pytest.mark.slow
 def test_kv_that_was_kept_is_not_computed_again(tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     command = ["bench", "tiers", "scripted", "--load", "short", *TINY, "--folder", str(tmp_path), "--json", str(out)]

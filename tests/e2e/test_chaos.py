@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 
-FAULTS = os.environ.get("BATON_TEST_FAULTS", "4")
+import pytest
+
+FAULTS = os.environ.get("BATON_TEST_FAULTS", "6")
 SEED = os.environ.get("BATON_TEST_SEED", "1")
 
 
+@pytest.mark.slow
 def test_answers_survive_what_happens_to_instances() -> None:
     command = (
         sys.executable, "-m", "baton", "chaos", "--executor", "scripted", "--step-ms", "10",

@@ -90,6 +90,7 @@ def wholes(group: list[Submission], found: list[Answer]) -> list[list[int]]:
     return [[*ask.prompt.tolist(), *one.tokens] for ask, one in zip(group, found, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_mixed_wishes_in_slots_that_are_reused_get_the_tokens_of_decoding_without_drafts(make: Make, depth: int) -> None:
     group = asks()

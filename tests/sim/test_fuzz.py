@@ -21,7 +21,7 @@ from baton.sim.fuzz import EVERY_FAULT, NothingBroken, ShardDied, Totals, run_ma
 from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
 from baton.sim.shard import SeedReport
 
-SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "120"))
+SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "80"))
 SAMPLE = range(0, 2000, 123)
 
 

@@ -89,6 +89,7 @@ def test_decodes_one_token_at_a_time_give_the_logits_of_the_whole(name: str, inv
             assert float((drawn.logits[row] - right[position]).abs().max()) < 1e-4, f"row {row}, position {position}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "invariant"), [("tiny-qwen3", False), ("tiny-gemma2", True)])
 def test_decodes_with_drafts_give_the_logits_behind_each_of_them(name: str, invariant: bool) -> None:
     slots, wanted = slots_with_all_tokens(), of_transformers(name)

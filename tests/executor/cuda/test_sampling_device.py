@@ -152,6 +152,7 @@ CUTS: tuple[dict[str, float], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_rows_of_a_real_vocabulary_are_chosen_alike(scale: float) -> None:
     wishes = [replace(Sampling(seed=n), **cut) for n, cut in enumerate(CUTS)]
@@ -177,6 +178,7 @@ def test_extreme_temperatures_are_bounded_alike(temperature: float) -> None:
     assert on_device(logits, wishes, [5] * 4) == on_host(logits, wishes, [5] * 4)
 
 
+@pytest.mark.slow
 def test_of_equal_values_top_k_and_top_p_keep_the_lower_ids() -> None:
     flat = torch.zeros((6, 200))
     for cut in ({"top_k": 3}, {"top_p": 3 / 200}, {"top_k": 6, "top_p": 0.5}):
