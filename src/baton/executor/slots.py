@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Int32s, Int64s, Start
+from baton.core.plan import Chunk, Int32s, Int64s, Outcome, Start
 from baton.core.request import Tokens
 from baton.executor.contract import ExecutorShape
 from baton.executor.drafts import Drafts
@@ -78,6 +78,19 @@ class SlotTable:
     def has_blocks(self, slot: int, begin: int, end: int) -> bool:
         size = self.shape.block_size
         return bool((self.table[slot, begin // size : -(-end // size)] != NO_BLOCK).all())
+
+    def judge(self, chunk: Chunk) -> Outcome:
+        """What comes of a chunk of a slot that is held; one that lacks blocks leaves its slot starved."""
+        slot, begin, end = chunk.slot, chunk.begin, chunk.end
+        known, computed = int(self.known[slot]), int(self.computed[slot])
+        if not 0 <= begin < end <= known or (chunk.samples and end != known):
+            raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} does not fit its {known} known tokens")
+        if begin > computed and not self.starved[slot]:
+            raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} leaves a gap: only {computed} are computed")
+        if begin > computed or not self.has_blocks(slot, begin, end):
+            self.starved[slot] = True
+            return Outcome.NOTHING_OUT_OF_BLOCKS
+        return Outcome.TOKENS if chunk.samples else Outcome.NOTHING_CHUNK_UNFINISHED
 
     def room(self, slots: Int32s, tokens: int) -> Int64s:
         """How many of the next so many positions after the last known token's have a block, in each of these slots."""

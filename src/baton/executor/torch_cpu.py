@@ -10,7 +10,6 @@ do not is overwritten by the next decode. It knows nothing of requests, caches o
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import sys
@@ -25,8 +24,9 @@ import numpy as np
 import torch
 
 from baton.core.errors import InvariantViolated
-from baton.core.plan import NO_INT32S, Int32s, Int64s, Logprobs, Outcome, StepPlan, StepResult
+from baton.core.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPlan, StepResult
 from baton.core.request import NO_TOKENS, Tokens
+from baton.executor.answers import Answer, begin_answer, joined_logprobs
 from baton.executor.attention import AttentionContext, GatherAttention
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.drafts import Drafts, Naive, Proposer, accepted, no_drafts
@@ -50,16 +50,6 @@ NICENESS = 5
 NOTHING_RAN = 0
 """The `base_step` of the first plan an executor ever gets."""
 NAIVE = Naive()
-
-
-@dataclass(slots=True)
-class _Answer:
-    """The rows of the result under construction, in the order of the plan."""
-
-    slots: Int32s
-    epochs: Int64s
-    outcomes: np.ndarray[tuple[int], np.dtype[np.int8]]
-    known: Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,25 +191,13 @@ class TorchCpuExecutor:
         return result
 
     def _step(self, plan: StepPlan) -> StepResult:
-        answer = self._begin_answer(plan)
+        answer = begin_answer(plan)
         self._change_slots(plan, answer)
         work = self._choose_work(plan, answer)
         yielded = self._compute(plan.step, work)
         return self._finish_answer(plan, answer, work, yielded)
 
-    def _begin_answer(self, plan: StepPlan) -> _Answer:
-        named = [(stop.slot, stop.epoch) for stop in plan.stops] + [(chunk.slot, chunk.epoch) for chunk in plan.chunks]
-        slots = np.array([slot for slot, _ in named], dtype=np.int32)
-        epochs = np.array([epoch for _, epoch in named], dtype=np.int64)
-        rows = len(named) + len(plan.decode_slots)
-        return _Answer(
-            slots=np.concatenate([slots, plan.decode_slots]).astype(np.int32),
-            epochs=np.concatenate([epochs, plan.decode_epochs]).astype(np.int64),
-            outcomes=np.full(rows, Outcome.NOTHING_EMPTY_SLOT, dtype=np.int8),
-            known=np.zeros(rows, dtype=np.int64),
-        )
-
-    def _change_slots(self, plan: StepPlan, answer: _Answer) -> None:
+    def _change_slots(self, plan: StepPlan, answer: Answer) -> None:
         for row, stop in enumerate(plan.stops):
             if self._slots.holds(stop.slot, stop.epoch):
                 answer.outcomes[row] = Outcome.PREEMPTED
@@ -232,13 +210,13 @@ class TorchCpuExecutor:
             self._sampler.start(start.slot, start.tokens, start.prompt_tokens, start.sampling)
         self._slots.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
 
-    def _choose_work(self, plan: StepPlan, answer: _Answer) -> _Work:
+    def _choose_work(self, plan: StepPlan, answer: Answer) -> _Work:
         chunks: list[Feed] = []
         sampled_rows: list[int] = []
         for row, chunk in enumerate(plan.chunks, start=len(plan.stops)):
             if not self._slots.holds(chunk.slot, chunk.epoch):
                 continue
-            outcome = self._judge(chunk.slot, chunk.begin, chunk.end, chunk.samples)
+            outcome = self._slots.judge(chunk)
             answer.outcomes[row] = outcome
             if outcome is Outcome.NOTHING_OUT_OF_BLOCKS:
                 continue
@@ -250,18 +228,7 @@ class TorchCpuExecutor:
         rows = np.concatenate([np.array(sampled_rows, dtype=np.int32), decode_rows])
         return _Work(chunks, decode_slots, self._draft(decode_slots), rows)
 
-    def _judge(self, slot: int, begin: int, end: int, samples: bool) -> Outcome:
-        known, computed = int(self._slots.known[slot]), int(self._slots.computed[slot])
-        if not 0 <= begin < end <= known or (samples and end != known):
-            raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} does not fit its {known} known tokens")
-        if begin > computed and not self._slots.starved[slot]:
-            raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} leaves a gap: only {computed} are computed")
-        if begin > computed or not self._slots.has_blocks(slot, begin, end):
-            self._slots.starved[slot] = True
-            return Outcome.NOTHING_OUT_OF_BLOCKS
-        return Outcome.TOKENS if samples else Outcome.NOTHING_CHUNK_UNFINISHED
-
-    def _choose_decodes(self, plan: StepPlan, answer: _Answer) -> tuple[Int32s, Int32s]:
+    def _choose_decodes(self, plan: StepPlan, answer: Answer) -> tuple[Int32s, Int32s]:
         """The slots that can decode and their rows in the answer. All at once: a step may have a thousand."""
         table, slots = self._slots, plan.decode_slots
         first = len(plan.stops) + len(plan.chunks)
@@ -325,7 +292,7 @@ class TorchCpuExecutor:
             self._slots.starved[feed.slot] = False
         self._slots.starved[work.decode_slots] = False
 
-    def _finish_answer(self, plan: StepPlan, answer: _Answer, work: _Work, yielded: _Yield) -> StepResult:
+    def _finish_answer(self, plan: StepPlan, answer: Answer, work: _Work, yielded: _Yield) -> StepResult:
         counts = np.zeros(len(answer.slots), dtype=np.int32)
         counts[work.rows] = yielded.counts
         present = answer.outcomes != Outcome.NOTHING_EMPTY_SLOT
@@ -343,21 +310,12 @@ class TorchCpuExecutor:
             drafted=self._drafted(answer, work),
         )
 
-    def _drafted(self, answer: _Answer, work: _Work) -> Int32s:
+    def _drafted(self, answer: Answer, work: _Work) -> Int32s:
         if self.shape.burst == 1:
             return NO_INT32S
         drafted = np.zeros(len(answer.slots), dtype=np.int32)
         drafted[work.rows[work.first_decode :]] = work.drafts.counts
         return drafted
-
-
-def joined_logprobs(lines: list[Logprobs]) -> tuple[Logprobs, ...]:
-    """One for each row, out of those of its tokens, which come one after the other."""
-    joined = []
-    for row, group in itertools.groupby(lines, key=lambda line: line.row):
-        chosen, top_ids, top = zip(*((line.chosen, line.top_ids, line.top) for line in group), strict=True)
-        joined.append(Logprobs(row, np.concatenate(chosen), np.concatenate(top_ids), np.concatenate(top)))
-    return tuple(joined)
 
 
 def _prepare(path: Path, dtype: str, attention: str, block_size: int) -> tuple[LoadedModel, Kernels | None]:

@@ -19,7 +19,8 @@ import torch
 import triton
 
 from baton.core.errors import InvariantViolated
-from baton.core.plan import NO_INT32S, Int32s, Int64s, Logprobs, Outcome, StepPlan, StepResult
+from baton.core.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPlan, StepResult
+from baton.executor.answers import Answer, begin_answer, joined_logprobs
 from baton.executor.contract import ExecutorShape, KvView
 from baton.executor.cuda.attention import chunk_queries
 from baton.executor.cuda.batch import ChunkPart
@@ -33,19 +34,8 @@ from baton.executor.loading import LoadedModel
 from baton.executor.packing import Feed
 from baton.executor.sampling import Sampler
 from baton.executor.slots import SlotTable
-from baton.executor.torch_cpu import joined_logprobs
 
 Written = Callable[[int], None]
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Of the answer, in the order of the plan: stops, chunks, decodes."""
-
-    slots: Int32s
-    epochs: Int64s
-    outcomes: npt.NDArray[np.int8]
-    known: Int64s
 
 
 @dataclass(slots=True)
@@ -111,7 +101,7 @@ class Stepper:
         self._pool.release()
 
     def launch(self, plan: StepPlan, written: Written | None) -> Launched:
-        rows = self._begin(plan)
+        rows = begin_answer(plan)
         told = self._downloads.next()
         self._change_slots(plan, rows, told)
         work = self._choose(plan, rows)
@@ -128,19 +118,7 @@ class Stepper:
             lambda words: self._answer(plan, rows, work, sequences, words, count, logprobs), self._downloads.fetch(used)
         )
 
-    def _begin(self, plan: StepPlan) -> _Rows:
-        named = [(stop.slot, stop.epoch) for stop in plan.stops] + [(chunk.slot, chunk.epoch) for chunk in plan.chunks]
-        slots = np.array([slot for slot, _ in named], dtype=np.int32)
-        epochs = np.array([epoch for _, epoch in named], dtype=np.int64)
-        count = len(named) + len(plan.decode_slots)
-        return _Rows(
-            slots=np.concatenate([slots, plan.decode_slots]).astype(np.int32),
-            epochs=np.concatenate([epochs, plan.decode_epochs]).astype(np.int64),
-            outcomes=np.full(count, Outcome.NOTHING_EMPTY_SLOT, dtype=np.int8),
-            known=np.zeros(count, dtype=np.int64),
-        )
-
-    def _change_slots(self, plan: StepPlan, rows: _Rows, told: torch.Tensor) -> None:
+    def _change_slots(self, plan: StepPlan, rows: Answer, told: torch.Tensor) -> None:
         if plan.stops:
             self._stop(plan, rows, told)
         for copy in plan.copies:
@@ -154,7 +132,7 @@ class Stepper:
         self._host.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
         self._slots.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
 
-    def _stop(self, plan: StepPlan, rows: _Rows, told: torch.Tensor) -> None:
+    def _stop(self, plan: StepPlan, rows: Answer, told: torch.Tensor) -> None:
         """How much each knew is read before anybody else has its slot."""
         for row, stop in enumerate(plan.stops):
             if self._host.holds(stop.slot, stop.epoch):
@@ -164,12 +142,12 @@ class Stepper:
         (named,) = self._uploads.send([np.clip(rows.slots[: len(plan.stops)], 0, self._shape.slots)])
         torch.index_select(self._slots.known, 0, named, out=told[: len(plan.stops)])
 
-    def _choose(self, plan: StepPlan, rows: _Rows) -> _Work:
+    def _choose(self, plan: StepPlan, rows: Answer) -> _Work:
         work = _Work()
         for row, chunk in enumerate(plan.chunks, start=len(plan.stops)):
             if not self._host.holds(chunk.slot, chunk.epoch):
                 continue
-            outcome = self._judge(chunk.slot, chunk.begin, chunk.end, chunk.samples)
+            outcome = self._host.judge(chunk)
             rows.outcomes[row] = outcome
             rows.known[row] = self._host.known[chunk.slot]
             if outcome is Outcome.NOTHING_OUT_OF_BLOCKS:
@@ -184,18 +162,7 @@ class Stepper:
         self._choose_decodes(plan, rows, work)
         return work
 
-    def _judge(self, slot: int, begin: int, end: int, samples: bool) -> Outcome:
-        known, computed = int(self._host.known[slot]), int(self._host.computed[slot])
-        if not 0 <= begin < end <= known or (samples and end != known):
-            raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} does not fit its {known} known tokens")
-        if begin > computed and not self._host.starved[slot]:
-            raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} leaves a gap: only {computed} are computed")
-        if begin > computed or not self._host.has_blocks(slot, begin, end):
-            self._host.starved[slot] = True
-            return Outcome.NOTHING_OUT_OF_BLOCKS
-        return Outcome.TOKENS if samples else Outcome.NOTHING_CHUNK_UNFINISHED
-
-    def _choose_decodes(self, plan: StepPlan, rows: _Rows, work: _Work) -> None:
+    def _choose_decodes(self, plan: StepPlan, rows: Answer, work: _Work) -> None:
         table, slots = self._host, plan.decode_slots
         if not len(slots):
             return
@@ -310,7 +277,7 @@ class Stepper:
     def _answer(
         self,
         plan: StepPlan,
-        rows: _Rows,
+        rows: Answer,
         work: _Work,
         sequences: int,
         words: Int32s,
