@@ -82,7 +82,7 @@ def decode(
         KEY_DIM=spec.key_dim, KEY_PADDED=triton.next_power_of_2(spec.key_dim), VALUE_DIM=spec.value_dim,
         VALUE_PADDED=padded, BLOCK_SIZE=BLOCK_SIZE, ROWS=max(16, few), FEW_ROWS=few, TOKENS=16, TOGETHER=2,
         ROTATES=rotation is not None, HAS_NORMS=norms is not None, HAS_SOFTCAP=spec.softcap is not None,
-        HAS_WINDOW=spec.window is not None, HAS_SINKS=sinks is not None, PRECISION="ieee", STAGES=2,
+        HAS_WINDOW=spec.window is not None, HAS_SINKS=sinks is not None, PRECISION="ieee", STAGES=2, LETS_BEGIN=False,
     )  # fmt: skip
     assert not arrived.any(), "the next step would wait for pieces that are not there"
     return out

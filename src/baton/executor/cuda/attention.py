@@ -17,7 +17,7 @@ from baton.executor.cuda.batch import ChunkPart, DeviceBatch
 from baton.executor.cuda.kernels_decode import attend_decode
 from baton.executor.cuda.kernels_layer import rotate_and_write, write_rows
 from baton.executor.cuda.kernels_prefill import attend_chunks
-from baton.executor.cuda.products import Workbench
+from baton.executor.cuda.products import Rows, Workbench
 from baton.executor.kv import LayerKv, LayerSpec
 
 LayerWritten = Callable[[int], None]
@@ -53,8 +53,8 @@ def chunk_queries(invariant: bool) -> int:
 def _decode_tiles(sequences: int) -> _Tiles:
     """By what was quickest. With many sequences, registers decide how many programs a processor holds at once."""
     if sequences < 4:
-        return _Tiles(64, 3, 4)
-    return _Tiles(128, 3, 4) if 16 < sequences < 64 else _Tiles(32, 2, 2, {"maxnreg": 128})
+        return _Tiles(32, 2, 2)
+    return _Tiles(64, 3, 4) if 16 < sequences < 64 else _Tiles(32, 2, 2, {"maxnreg": 128})
 
 
 class CudaAttention:
@@ -65,6 +65,17 @@ class CudaAttention:
         self._kv = kv
         self._bench = bench
         self._written = written
+        self._rows: Rows | None = None
+
+    def hand_on(self, rows: Rows) -> None:
+        """What a layer made, for the layer after it: between them `transformers` carries only the plain rows."""
+        self._rows = rows
+
+    def handed(self, plain: torch.Tensor) -> Rows:
+        """With what the layer before made of these rows, if it was that which made them."""
+        if self._rows is not None and self._rows.plain.data_ptr() == plain.data_ptr():
+            return self._rows
+        return Rows(plain)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """[tokens, heads, value_dim], of a layer that rotated its own heads."""
@@ -185,10 +196,11 @@ class CudaAttention:
             0.0 if rotation is None else rotation.epsilon, QUERIES=decodes.queries, GROUP=group, KV_HEADS=spec.kv_heads,
             KEY_DIM=spec.key_dim, KEY_PADDED=_padded(spec.key_dim), VALUE_DIM=spec.value_dim,
             VALUE_PADDED=_padded(spec.value_dim), BLOCK_SIZE=kv.keys.shape[2], ROWS=max(16, few), FEW_ROWS=few,
-            TOKENS=tiles.tokens, TOGETHER=8 if few <= 4 else 4, ROTATES=rotation is not None,
+            TOKENS=tiles.tokens, TOGETHER=16 if few <= 4 else 4, ROTATES=rotation is not None,
             HAS_NORMS=rotation is not None and rotation.norms is not None, HAS_SOFTCAP=spec.softcap is not None,
             HAS_WINDOW=spec.window is not None, HAS_SINKS=sinks is not None,
-            PRECISION="ieee", STAGES=tiles.stages, num_warps=tiles.warps, **tiles.more,
+            PRECISION="ieee", STAGES=tiles.stages, LETS_BEGIN=self._bench.streams is not None, num_warps=tiles.warps,
+            **tiles.more,
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel
@@ -102,6 +103,9 @@ def _replace_layers(model: PreTrainedModel, layers: list[LayerSpec], bench: Work
         if isinstance(candidate, FusedLayer):
             parts[index] = candidate
             fused.append(candidate)
+    for layer, following in pairwise(parts):
+        if isinstance(layer, FusedLayer) and isinstance(following, FusedLayer):
+            layer.then = following.first
     return fused
 
 

@@ -13,6 +13,7 @@ softmax numerator, maximum and sum; whichever program of a sequence ends last ad
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -23,18 +24,13 @@ sequence, which of them this is. One line of memory, so that a program knows its
 
 
 @triton.jit
-def turned(at, norm, cosine_at, sine_at, row_in, dim, epsilon, DIM: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Rows of heads at `at` [rows, 1], normed and rotated: each number meets its partner half a head away."""
-    partner = (dim + DIM // 2) % DIM
-    x = tl.load(at + dim[None, :], mask=row_in[:, None], other=0.0).to(tl.float32)
-    y = tl.load(at + partner[None, :], mask=row_in[:, None], other=0.0).to(tl.float32)
-    cosine = tl.load(cosine_at + dim).to(tl.float32)[None, :]
-    sine = tl.load(sine_at + dim).to(tl.float32)[None, :]
+def turned(x, y, cosine, sine, norm, other_norm, dim, epsilon, DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Rows of heads x [rows, DIM], normed and rotated; y is x with each number's partner, half a head away, in its place."""
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + epsilon)[:, None]
-        x = x * scale * tl.load(norm + dim)[None, :]
-        y = y * scale * tl.load(norm + partner)[None, :]
-    return x * cosine + tl.where(dim < DIM // 2, -1.0, 1.0)[None, :] * y * sine
+        x = x * scale * norm[None, :]
+        y = y * scale * other_norm[None, :]
+    return x * cosine[None, :] + tl.where(dim < DIM // 2, -1.0, 1.0)[None, :] * y * sine[None, :]
 
 
 @triton.jit
@@ -82,10 +78,14 @@ def attend_decode(
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    LETS_BEGIN: tl.constexpr,
 ):
     """With ROTATES, `query` is a row of queries, keys and values as they come out of their product: queries are normed and
     rotated here; whoever has the end of the sequence does the same to its new key, attends to it without a detour through
-    memory, and leaves key and value in their block for later steps."""
+    memory, and leaves key and value in their block for later steps. With LETS_BEGIN the product that follows may begin
+    to read its weights."""
+    if LETS_BEGIN:
+        gdc_launch_dependents()
     head = tl.program_id(0)
     item = tl.program_id(1)
     record = items + item * 8
@@ -109,28 +109,61 @@ def attend_decode(
     query_at = query + (query_row.to(tl.int64) * query_stride + query_head * KEY_DIM)[:, None]
     has_new = False
     if ROTATES:
-        turn = sequence * rotary_stride
-        q = turned(query_at, norms, cosines + turn, sines + turn, row_in, key_dim, epsilon, KEY_DIM, HAS_NORMS).to(
-            query.dtype.element_ty
-        )
         has_new = end == context
         end = tl.where(has_new, end - 1, end)
-    else:
-        q = tl.load(query_at + key_dim[None, :], mask=row_in[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
-    position = first_position + row // GROUP
     low = begin
     if HAS_WINDOW:
         low = tl.maximum(begin, ((first_position - window + 1) // TOKENS) * TOKENS)
-
-    top = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    # Blocks are looked up a tile ahead: where keys lie is known when they are asked for.
     token_lane = tl.arange(0, TOKENS)
+    ahead = tl.load(table + (low + token_lane) // BLOCK_SIZE, mask=low + token_lane < end, other=0)
+    if ROTATES:
+        # All reads first: one wait for all of them.
+        partner = (key_dim + KEY_DIM // 2) % KEY_DIM
+        new_in = key_dim < tl.where(has_new, KEY_DIM, 0)
+        new_at = query + sequence.to(tl.int64) * query_stride + (KV_HEADS * GROUP + head) * KEY_DIM
+        q_raw = tl.load(query_at + key_dim[None, :], mask=row_in[:, None], other=0.0).to(tl.float32)
+        q_partner = tl.load(query_at + partner[None, :], mask=row_in[:, None], other=0.0).to(tl.float32)
+        new_raw = tl.load(new_at + key_dim, mask=new_in, other=0.0).to(tl.float32)
+        new_partner = tl.load(new_at + partner, mask=new_in, other=0.0).to(tl.float32)
+        new_value = tl.load(new_at + KV_HEADS * KEY_DIM + key_dim, mask=new_in, other=0.0)
+        new_block = tl.load(table + end // BLOCK_SIZE).to(tl.int64)
+        turn = sequence * rotary_stride
+        cosine = tl.load(cosines + turn + key_dim).to(tl.float32)
+        sine = tl.load(sines + turn + key_dim).to(tl.float32)
+        q_norm, q_other, k_norm, k_other = cosine, cosine, cosine, cosine
+        if HAS_NORMS:
+            q_norm = tl.load(norms + key_dim)
+            q_other = tl.load(norms + partner)
+            k_norm = tl.load(norms + KEY_DIM + key_dim)
+            k_other = tl.load(norms + KEY_DIM + partner)
+        q = turned(q_raw, q_partner, cosine, sine, q_norm, q_other, key_dim, epsilon, KEY_DIM, HAS_NORMS).to(
+            query.dtype.element_ty
+        )
+        new_key = turned(
+            new_raw[None, :], new_partner[None, :], cosine, sine, k_norm, k_other, key_dim, epsilon, KEY_DIM, HAS_NORMS
+        ).to(query.dtype.element_ty)  # fmt: skip
+        to = new_block * block_stride + head * head_stride + (end % BLOCK_SIZE) * KEY_DIM
+        tl.store(keys + to + key_dim[None, :], new_key, mask=new_in[None, :])
+        tl.store(values + to + key_dim, new_value, mask=new_in)
+        new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+        if HAS_SOFTCAP:
+            new_score = softcap * (2.0 * tl.sigmoid(2.0 * new_score / softcap) - 1.0)
+        top = tl.where(has_new, new_score * LOG2_E, -float("inf"))
+        total = tl.full([ROWS], 1.0, tl.float32) * has_new.to(tl.float32)
+        sums = tl.zeros([ROWS, VALUE_PADDED], tl.float32) + new_value.to(tl.float32)[None, :]
+    else:
+        q = tl.load(query_at + key_dim[None, :], mask=row_in[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
+        top = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        sums = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    position = first_position + row // GROUP
+
     for start in tl.range(low, end, TOKENS, num_stages=STAGES):
         token = start + token_lane
         inside = token < end
-        block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0)
-        block = tl.maximum(block, 0).to(tl.int64)
+        block = tl.maximum(ahead, 0).to(tl.int64)
+        ahead = tl.load(table + (token + TOKENS) // BLOCK_SIZE, mask=token + TOKENS < end, other=0)
         offset = token % BLOCK_SIZE
         key_at = block * block_stride + head * head_stride + offset * KEY_DIM
         k = tl.load(
@@ -158,31 +191,6 @@ def attend_decode(
         sums = tl.dot(weights.to(v.dtype), v, acc=sums * fade[:, None], input_precision=PRECISION)
         total = total * fade + tl.sum(weights, 1)
         top = higher
-
-    if ROTATES:
-        if has_new:
-            one = tl.arange(0, 1)
-            new_at = query + sequence.to(tl.int64) * query_stride + (KV_HEADS * GROUP + head) * KEY_DIM
-            turn_at = sequence * rotary_stride
-            new_key = turned(
-                new_at + (one * 0)[:, None], norms + KEY_DIM, cosines + turn_at, sines + turn_at, one == 0, key_dim, epsilon,
-                KEY_DIM, HAS_NORMS,
-            ).to(query.dtype.element_ty)  # fmt: skip
-            new_value = tl.load(new_at + KV_HEADS * KEY_DIM + key_dim)
-            last_block = tl.load(table + end // BLOCK_SIZE).to(tl.int64)
-            to = last_block * block_stride + head * head_stride + (end % BLOCK_SIZE) * KEY_DIM
-            tl.store(keys + to + key_dim[None, :], new_key)
-            tl.store(values + to + key_dim, new_value)
-            new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
-            if HAS_SOFTCAP:
-                new_score = softcap * (2.0 * tl.sigmoid(2.0 * new_score / softcap) - 1.0)
-            new_score = new_score * LOG2_E
-            higher = tl.maximum(top, new_score)
-            fade = tl.exp2(top - higher)
-            weight = tl.exp2(new_score - higher)
-            sums = sums * fade[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
-            total = total * fade + weight
-            top = higher
 
     if count == 1:
         if HAS_SINKS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from baton.executor.cuda.attention import CudaAttention, Rotation
-from baton.executor.cuda.products import Linear, Norm, Workbench, normed
+from baton.executor.cuda.products import Linear, Norm, Rows, Workbench, normed
 from baton.executor.fusion import (
     ATTENTION_PARTS,
     CARRIED_NAMES,
@@ -46,7 +46,9 @@ class FusedLayer(torch.nn.Module):
         super().__init__()
         attention = layer.get_submodule("self_attn")
         self._bench, self._spec, self._index = bench, spec, index
-        self._first = _norm(layer.get_submodule("input_layernorm"), offset)
+        self.then: Norm | None = None
+        """The norm that comes after this layer, where that is known."""
+        self.first = _norm(layer.get_submodule("input_layernorm"), offset)
         self._second = _norm(layer.get_submodule("post_attention_layernorm"), offset)
         self._heads = linear_of(attention, "q_proj").out_features // spec.key_dim
         self._qkv = _joined(attention, ("q_proj", "k_proj", "v_proj"), bench)
@@ -65,14 +67,15 @@ class FusedLayer(torch.nn.Module):
         paged: CudaAttention,
         **_: object,
     ) -> torch.Tensor:
-        x = hidden_states[0]
+        rows = paged.handed(hidden_states[0])
         cosines, sines = (table[0] for table in position_embeddings)
         rotation = Rotation(cosines, sines, self._head_norms, self._head_epsilon)
-        qkv = self._qkv(x, norm=self._first)
+        qkv = self._qkv(rows, norm=self.first)
         attended = paged.attend_fused(self._index, self._spec, self._heads, qkv, rotation)
-        x = self._o(attended, residual=x)
-        out: torch.Tensor = self._mlp(x, self._second)
-        return out.unsqueeze(0)
+        rows = self._o.onto(rows.plain, attended, self._second)
+        made: Rows = self._mlp(rows, self._second, self.then)
+        paged.hand_on(made)
+        return made.plain.unsqueeze(0)
 
 
 class GatedMlp(torch.nn.Module):
@@ -82,10 +85,10 @@ class GatedMlp(torch.nn.Module):
         self._gate_up = Linear(weight, bias, bench, gate=gate_kind(mlp))
         self._down = _joined(mlp, ("down_proj",), bench)
 
-    def forward(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """x + the MLP of its norm."""
-        gated = self._gate_up(x, norm=norm)
-        return self._down(gated, residual=x)
+    def forward(self, rows: Rows, norm: Norm, then: Norm | None) -> Rows:
+        """The rows + the MLP of their norm."""
+        gated = self._gate_up(rows, norm=norm)
+        return self._down.onto(rows.plain, gated, then)
 
 
 class KeptMlp(torch.nn.Module):
@@ -96,11 +99,11 @@ class KeptMlp(torch.nn.Module):
         self._inner = mlp
         self._bench = bench
 
-    def forward(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        out = self._inner(normed(x, norm).unsqueeze(0))
+    def forward(self, rows: Rows, norm: Norm, _then: Norm | None) -> Rows:
+        out = self._inner(normed(rows.plain, norm).unsqueeze(0))
         if not isinstance(out, torch.Tensor):
             raise TypeError("an MLP that answers with more than its output")
-        return x + out[0]
+        return Rows(rows.plain + out[0])
 
 
 def _mlp(mlp: torch.nn.Module, bench: Workbench) -> GatedMlp | KeptMlp:

@@ -1,10 +1,10 @@
 """Linear maps on a CUDA device: which kernel multiplies, by how many rows there are, and what it does on the way.
 
-    rows        1            2 … FEW_ROWS_MAX             more
-    kernel      one_row      few_rows                     the library's
-    norm        inside       before                       before
-    gate        inside       inside                       after
-    residual    inside       inside                       inside
+    rows        1            2 … FEW_ROWS_MAX             more                on Hopper, up to ROWS_MAX
+    kernel      one_row      few_rows                     the library's       stream_rows
+    norm        inside       before                       before              half in the product before, half inside
+    gate        inside       inside                       after               inside
+    residual    inside       inside                       inside              inside
 
 Few rows are bound by reading the weights.
 
@@ -13,6 +13,7 @@ With `invariant`, one kernel of one tile size serves every number of rows: a row
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ import triton
 
 from baton.executor.cuda.kernels_layer import gate_rows, norm_rows
 from baton.executor.cuda.kernels_products import few_rows, one_row
+from baton.executor.cuda.streaming import TILE_COLUMNS, Cut, cut_up, streams_of, tiles_of
+
+log = logging.getLogger(__name__)
 
 FEW_ROWS_MAX = 64
 TILES_MAX = 1 << 16
@@ -36,6 +40,19 @@ class Norm:
     epsilon: float
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that a norm comes after, with what the product that made them did for it."""
+
+    plain: torch.Tensor
+    """[rows, width]"""
+    norm: Norm | None = None
+    weighed: torch.Tensor | None = None
+    """[rows, width], the rows times the weights of `norm`"""
+    squares: torch.Tensor | None = None
+    """[parts, rows] float32: they add up to the sum of squares of each row"""
+
+
 class Workbench:
     """What all products of an executor share: room for sums in parts, and a tensor to name where nothing is meant.
 
@@ -44,8 +61,22 @@ class Workbench:
 
     def __init__(self, device: torch.device, invariant: bool) -> None:
         self.invariant = invariant
+        self.streams = None if invariant else streams_of(device)
         self.parts = torch.empty(PARTS_ELEMENTS, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(TILES_MAX, dtype=torch.int32, device=device)
+        if self.streams is not None:
+            self._try_streams(device)
+
+    def _try_streams(self, device: torch.device) -> None:
+        """Gluon is young and changes: where this release speaks another one, the other kernels do."""
+        weight = torch.ones(TILE_COLUMNS, TILE_COLUMNS, dtype=torch.bfloat16, device=device)
+        try:
+            right = bool((Linear(weight, None, self)(weight) == TILE_COLUMNS).all())
+        except Exception as reason:  # noqa: BLE001 - whatever a compiler raises
+            log.warning("products are slower than they could be: %s", str(reason).split("\n")[0])
+            right = False
+        if not right:
+            self.streams = None
 
 
 def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -81,28 +112,90 @@ class Linear:
         self._gate = gate
         self.columns = weight.shape[0] if gate is None else weight.shape[0] // 2
         self.width = weight.shape[1]
+        self._described: dict[int, object] = {}
+        self._streams = bench.streams is not None and weight.dtype.itemsize == 2
         self._one_width = math.gcd(self.width, 512 if gate is not None or self.columns > self.width else 1024)
         self._few_width = math.gcd(self.width, 128)
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Rows,
         *,
         norm: Norm | None = None,
         residual: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """[rows, columns]. A residual may be overwritten by the result."""
+        if isinstance(x, Rows):
+            cut = self._cut(x.plain.shape[0])
+            if cut is not None and x.norm is norm and x.weighed is not None and residual is None:
+                return self._stream(x.weighed, cut, dtype=dtype, scale=x).plain
+            x = x.plain
         rows = x.shape[0]
         if rows == 0:  # no chunk of the step draws a token
             return x.new_empty(0, self.columns, dtype=dtype or x.dtype)
         if self._bench.invariant and self._few_width >= 32:
             return self._few(self._normed(x, norm), residual, dtype, self._invariant_tile())
+        if (cut := self._cut(rows)) is not None:
+            return self._stream(self._normed(x, norm), cut, residual=residual, dtype=dtype).plain
         if rows == 1 and self._one_width >= 128:
             return self._one(x, norm, residual, dtype)
         if rows <= FEW_ROWS_MAX and self._few_width >= 32 and dtype is None:
             return self._few(self._normed(x, norm), residual, dtype, self._few_tile(rows))
         return self._library(self._normed(x, norm), residual, dtype)
+
+    def onto(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None) -> Rows:
+        """residual + x · weightᵀ, which the norm `then` comes after."""
+        cut = self._cut(x.shape[0])
+        if cut is None:
+            return Rows(self(x, residual=residual))
+        return self._stream(x, cut, residual=residual, then=then)
+
+    def _cut(self, rows: int) -> Cut | None:
+        if not self._streams or self._bench.streams is None or not rows:
+            return None
+        return cut_up(rows, self.columns, self.width, self._gate is not None, self._bench.streams.processors)
+
+    def _stream(
+        self,
+        x: torch.Tensor,
+        cut: Cut,
+        *,
+        residual: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        scale: Rows | None = None,
+        then: Norm | None = None,
+    ) -> Rows:
+        """With `scale`, x is weighed for a norm whose other half is done here."""
+        from baton.executor.cuda.kernels_stream import stream_rows  # only where there is Gluon
+
+        rows, gated = x.shape[0], self._gate is not None
+        out = x.new_empty(rows, self.columns, dtype=dtype or x.dtype)
+        norm, squares = (None, None) if scale is None else (scale.norm, scale.squares)
+        weighed = None if then is None else torch.empty_like(out)
+        tiles = tiles_of(self.columns, gated)
+        next_squares = None if then is None else torch.empty(tiles, rows, dtype=torch.float32, device=x.device)
+        nothing = self._bench.parts
+        parts = 0 if squares is None else len(squares)
+        stream_rows[(cut.programs,)](
+            _described(x, [cut.rows, cut.width]), self._tiles(cut.width), nothing if self._bias is None else self._bias,
+            out if residual is None else residual, out, self._bench.parts, self._bench.arrived,
+            nothing if squares is None else squares, nothing if then is None else then.weight,
+            out if weighed is None else weighed, nothing if next_squares is None else next_squares, rows, self.columns,
+            self.width, 0.0 if norm is None else norm.epsilon, ROWS=cut.rows, COLUMNS=TILE_COLUMNS, WIDTH=cut.width,
+            DEPTH=cut.depth, GATED=gated, KIND=self._gate or 0, HAS_BIAS=self._bias is not None,
+            HAS_RESIDUAL=residual is not None, SQUARES=parts, SQUARES_PADDED=triton.next_power_of_2(max(parts, 1)),
+            HAS_NEXT=then is not None, STAGES=cut.stages, num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+        return Rows(out, then, weighed, next_squares)
+
+    def _tiles(self, width: int) -> object:
+        """The weight, in tiles of that width."""
+        if width not in self._described:
+            halves = self.weight if self._gate is None else self.weight.view(2, self.columns, self.width)
+            block = [TILE_COLUMNS] if self._gate is None else [2, TILE_COLUMNS // 2]
+            self._described[width] = _described(halves, [*block, width])
+        return self._described[width]
 
     def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         return x if norm is None else normed(x, norm)
@@ -173,3 +266,11 @@ class Linear:
             PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
         return out
+
+
+def _described(x: torch.Tensor, block: list[int]) -> object:
+    """For the copy engine: a tensor, and the block of it that one copy takes."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(x, block, NVMMASharedLayout(128, 16, x.dim()))
