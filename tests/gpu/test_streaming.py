@@ -80,6 +80,19 @@ def test_a_norm_in_two_halves_is_a_norm(bench: Workbench, rows: int, hidden: int
     assert differ(up(Rows(made.plain), norm=norm), wanted) < 1e-2
 
 
+@pytest.mark.parametrize("rows", [65, 128, 200, 256])
+def test_a_product_in_halves_is_added_up_and_normed(bench: Workbench, rows: int) -> None:
+    norm = Norm(randoms(2560, seed=5, dtype=torch.float32), 1e-6)
+    down, up = Linear(randoms(2560, 1024, seed=1), None, bench), Linear(randoms(768, 2560, seed=2), None, bench)
+    x, residual = randoms(rows, 1024, seed=3), randoms(rows, 2560, seed=4)
+    made = down.onto(residual, x, norm)
+    assert made.normal is not None
+    assert made.squares is None
+    assert differ(made.plain, residual.float() + x.float() @ down.weight.float().t()) < 8e-3
+    assert differ(made.normal, normed(made.plain, norm)) < 8e-3
+    assert torch.equal(up(made, norm=norm), up(made.normal))
+
+
 def test_a_chain_of_products_gives_the_same_bits_each_time(bench: Workbench) -> None:
     """Each begins before the one before it has ended."""
     norm = Norm(torch.ones(1024, device=DEVICE), 1e-6)

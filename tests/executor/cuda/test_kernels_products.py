@@ -10,7 +10,7 @@ from tests.support.attending import NOTHING, normed
 
 pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
 
-from baton.executor.cuda.kernels_layer import gate_rows, norm_rows
+from baton.executor.cuda.kernels_layer import add_and_norm_rows, gate_rows, norm_rows
 from baton.executor.cuda.kernels_products import few_rows, one_row
 
 pytestmark = [
@@ -127,8 +127,16 @@ def test_a_norm_is_taken_in_float32_of_rows_that_need_not_lie_side_by_side(dtype
     assert differ(out.float(), normed(x.float(), weight, EPSILON)) < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
+def test_parts_of_a_product_and_what_they_come_onto_are_added_up_and_normed() -> None:
+    parts, residual, weight = randoms(2, 3, 48, seed=1), randoms(3, 48, seed=2), randoms(48, seed=3)
+    out, normal = torch.empty(3, 48), torch.empty(3, 48)
+    add_and_norm_rows[(3,)](parts, residual, weight, out, normal, 3, 48, EPSILON, PARTS=2, WIDTH=64, EARLY=False)
+    assert differ(out, residual + parts.sum(0)) < 1e-5
+    assert differ(normal, normed(out, weight, EPSILON)) < 1e-5
+
+
 @pytest.mark.parametrize("kind", [SILU, GELU])
 def test_the_first_half_of_a_row_gates_the_second(kind: int) -> None:
     x, out = randoms(3, 80, seed=1), torch.full((3, 40), float("nan"))
-    gate_rows[(3, 3)](x, out, 40, KIND=kind, WIDTH=16)
+    gate_rows[(3, 3)](x, out, 40, KIND=kind, WIDTH=16, EARLY=False)
     assert differ(out, gated(x, kind)) < 1e-5

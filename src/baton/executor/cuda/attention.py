@@ -13,7 +13,7 @@ import torch
 import triton
 
 from baton.executor.attention import AttentionCall
-from baton.executor.cuda.batch import ChunkPart, DeviceBatch
+from baton.executor.cuda.batch import ChunkPart, DecodePart, DeviceBatch
 from baton.executor.cuda.kernels_decode import attend_decode
 from baton.executor.cuda.kernels_layer import rotate_and_write, write_rows
 from baton.executor.cuda.kernels_prefill import attend_chunks
@@ -177,6 +177,9 @@ class CudaAttention:
         if self._bench.invariant:
             self._attend_chunks(kv, spec, query, out, sinks, decodes.as_chunks)
             return
+        if rotation is not None and self._bench.streams is not None and _suits_early(query.dtype, spec, out.shape[1]):
+            self._attend_early(kv, spec, query, out, rotation, decodes)
+            return
         heads, work = out.shape[1], decodes.work
         group = heads // spec.kv_heads
         few = triton.next_power_of_2(group * decodes.queries)
@@ -202,6 +205,41 @@ class CudaAttention:
             PRECISION="ieee", STAGES=tiles.stages, LETS_BEGIN=self._bench.streams is not None, num_warps=tiles.warps,
             **tiles.more,
         )  # fmt: skip
+
+    def _attend_early(
+        self,
+        kv: LayerKv,
+        spec: LayerSpec,
+        qkv: torch.Tensor,
+        out: torch.Tensor,
+        rotation: Rotation,
+        decodes: DecodePart,
+    ) -> None:
+        from baton.executor.cuda.kernels_decode_early import attend_early  # only where there is Gluon
+
+        work, group = decodes.work, out.shape[1] // spec.kv_heads
+        tiles = _early_tiles(decodes.sequences)
+        few = triton.next_power_of_2(group)
+        attend_early[(spec.kv_heads, work.items)](
+            qkv, kv.keys, kv.values, out, self._batch.tables, work.records, work.partials, work.partial_sums, work.arrived,
+            rotation.cosines, rotation.sines, work.partials if rotation.norms is None else rotation.norms, qkv.stride(0),
+            kv.keys.stride(0), kv.keys.stride(1), self._batch.tables.stride(0), rotation.cosines.stride(0), spec.scaling,
+            spec.softcap or 0.0, spec.window or 0, rotation.epsilon, GROUP=group, KV_HEADS=spec.kv_heads, DIM=spec.key_dim,
+            BLOCK_SIZE=kv.keys.shape[2], FEW_ROWS=few, TOKENS=tiles.tokens, TOGETHER=16 if few <= 4 else 4,
+            HAS_NORMS=rotation.norms is not None, HAS_SOFTCAP=spec.softcap is not None, HAS_WINDOW=spec.window is not None,
+            STAGES=tiles.stages, num_warps=tiles.warps, launch_pdl=True,
+        )  # fmt: skip
+
+
+def _suits_early(dtype: torch.dtype, spec: LayerSpec, heads: int) -> bool:
+    return dtype.itemsize == 2 and spec.key_dim in (64, 128) and heads // spec.kv_heads <= 16
+
+
+def _early_tiles(sequences: int) -> _Tiles:
+    """By what was quickest: few sequences have room for several tiles, and of one a piece is hardly more than a tile."""
+    if sequences < 4:
+        return _Tiles(64, 1, 4)
+    return _Tiles(64, 3, 4) if 16 < sequences < 64 else _Tiles(32, 2, 4)
 
 
 def _from(rotation: Rotation, row: int) -> Rotation:

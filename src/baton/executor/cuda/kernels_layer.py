@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -22,6 +23,39 @@ def norm_rows(
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + epsilon)
     factor = tl.load(weight + lane, mask=inside, other=0.0)
     tl.store(out + row * width + lane, (value * scale * factor).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_and_norm_rows(
+    parts,
+    residual,
+    weight,
+    out,
+    normal,
+    rows,
+    width,
+    epsilon,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The residual and the parts [PARTS, rows, width] of a product, added up; then the norm of each row. With EARLY it may
+    be launched before the parts are there."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WIDTH)
+    inside = lane < width
+    factor = tl.load(weight + lane, mask=inside, other=0.0)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(residual + row * width + lane, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        value += tl.load(parts + (part * rows + row) * width + lane, mask=inside, other=0.0).to(tl.float32)
+    kept = value.to(out.dtype.element_ty)
+    tl.store(out + row * width + lane, kept, mask=inside)
+    value = kept.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + epsilon)
+    tl.store(normal + row * width + lane, (value * scale * factor).to(normal.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -146,8 +180,13 @@ def gate_rows(
     width,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One program: a piece of one row; the first half of a row is the gate, the second what it lets through."""
+    """One program: a piece of one row; the first half of a row is the gate, the second what it lets through. With EARLY it
+    may be launched before the rows are there."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = lane < width

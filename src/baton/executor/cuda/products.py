@@ -1,10 +1,16 @@
 """Linear maps on a CUDA device: which kernel multiplies, by how many rows there are, and what it does on the way.
 
-    rows        1            2 … FEW_ROWS_MAX             more                on Hopper, up to ROWS_MAX
-    kernel      one_row      few_rows                     the library's       stream_rows
-    norm        inside       before                       before              half in the product before, half inside
-    gate        inside       inside                       after               inside
-    residual    inside       inside                       inside              inside
+    rows        1            2 … FEW_ROWS_MAX        … SPLIT_ROWS_MAX        more
+    kernel      one_row      few_rows                the library's           the library's
+    norm        inside       before                  before                  before
+    gate        inside       inside                  after                   after
+    residual    inside       inside                  inside                  inside
+
+    on Hopper   1 … ROWS_MAX                         … SPLIT_ROWS_MAX
+    kernel      stream_rows                          the library's, in two halves of K
+    norm        half inside, half in the             in one with adding up the halves
+                product before
+    residual    inside                               the same
 
 Few rows are bound by reading the weights.
 
@@ -19,16 +25,20 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from triton.errors import TritonError
 
-from baton.executor.cuda.kernels_layer import gate_rows, norm_rows
+from baton.executor.cuda.kernels_layer import add_and_norm_rows, gate_rows, norm_rows
 from baton.executor.cuda.kernels_products import few_rows, one_row
 from baton.executor.cuda.streaming import TILE_COLUMNS, Cut, cut_up, streams_of, tiles_of
 
 log = logging.getLogger(__name__)
 
 FEW_ROWS_MAX = 64
+SPLIT_ROWS_MAX = 256
 TILES_MAX = 1 << 16
 PARTS_ELEMENTS = 1 << 23
+REFUSALS = (TritonError, ImportError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
+"""What a compiler that does not understand may raise."""
 GATES = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -47,10 +57,16 @@ class Rows:
     plain: torch.Tensor
     """[rows, width]"""
     norm: Norm | None = None
-    weighed: torch.Tensor | None = None
-    """[rows, width], the rows times the weights of `norm`"""
+    normal: torch.Tensor | None = None
+    """[rows, width], normed by `norm`; where there are squares, only times its weights"""
     squares: torch.Tensor | None = None
     """[parts, rows] float32: they add up to the sum of squares of each row"""
+
+    def ready_for(self, norm: Norm | None) -> tuple[torch.Tensor, Norm | None]:
+        """Rows, and the norm that is still due."""
+        if self.normal is None or self.squares is not None or self.norm is not norm:
+            return self.plain, norm
+        return self.normal, None
 
 
 class Workbench:
@@ -67,12 +83,17 @@ class Workbench:
         if self.streams is not None:
             self._try_streams(device)
 
+    @property
+    def early(self) -> dict[str, bool]:
+        """For the launch of a kernel that waits for its inputs itself."""
+        return {} if self.streams is None else {"launch_pdl": True}
+
     def _try_streams(self, device: torch.device) -> None:
         """Gluon is young and changes: where this release speaks another one, the other kernels do."""
         weight = torch.ones(TILE_COLUMNS, TILE_COLUMNS, dtype=torch.bfloat16, device=device)
         try:
             right = bool((Linear(weight, None, self)(weight) == TILE_COLUMNS).all())
-        except Exception as reason:  # noqa: BLE001 - whatever a compiler raises
+        except REFUSALS as reason:
             log.warning("products are slower than they could be: %s", str(reason).split("\n")[0])
             right = False
         if not right:
@@ -127,10 +148,10 @@ class Linear:
     ) -> torch.Tensor:
         """[rows, columns]. A residual may be overwritten by the result."""
         if isinstance(x, Rows):
-            cut = self._cut(x.plain.shape[0])
-            if cut is not None and x.norm is norm and x.weighed is not None and residual is None:
-                return self._stream(x.weighed, cut, dtype=dtype, scale=x).plain
-            x = x.plain
+            cut = self._cut(len(x.plain))
+            if cut is not None and x.normal is not None and x.squares is not None and x.norm is norm and residual is None:
+                return self._stream(x.normal, cut, dtype=dtype, scale=x).plain
+            x, norm = x.ready_for(norm)
         rows = x.shape[0]
         if rows == 0:  # no chunk of the step draws a token
             return x.new_empty(0, self.columns, dtype=dtype or x.dtype)
@@ -147,9 +168,26 @@ class Linear:
     def onto(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None) -> Rows:
         """residual + x · weightᵀ, which the norm `then` comes after."""
         cut = self._cut(x.shape[0])
-        if cut is None:
-            return Rows(self(x, residual=residual))
-        return self._stream(x, cut, residual=residual, then=then)
+        if cut is not None:
+            return self._stream(x, cut, residual=residual, then=then)
+        if then is not None and self._streams and self._bias is None and x.shape[0] <= SPLIT_ROWS_MAX:
+            return self._in_halves(residual, x, then)
+        return Rows(self(x, residual=residual))
+
+    def _in_halves(self, residual: torch.Tensor, x: torch.Tensor, then: Norm) -> Rows:
+        """The library would divide K itself, and add up in a kernel of its own."""
+        rows, width = x.shape
+        halves = torch.bmm(
+            x.view(rows, 2, width // 2).transpose(0, 1),
+            self.weight.view(self.columns, 2, width // 2).permute(1, 2, 0),
+            out_dtype=torch.float32,
+        )
+        out, normal = torch.empty_like(residual), torch.empty_like(residual)
+        add_and_norm_rows[(rows,)](
+            halves, residual, then.weight, out, normal, rows, self.columns, then.epsilon, PARTS=2,
+            WIDTH=triton.next_power_of_2(self.columns), EARLY=True, num_warps=8, launch_pdl=True,
+        )  # fmt: skip
+        return Rows(out, then, normal)
 
     def _cut(self, rows: int) -> Cut | None:
         if not self._streams or self._bench.streams is None or not rows:
@@ -172,7 +210,7 @@ class Linear:
         rows, gated = x.shape[0], self._gate is not None
         out = x.new_empty(rows, self.columns, dtype=dtype or x.dtype)
         norm, squares = (None, None) if scale is None else (scale.norm, scale.squares)
-        weighed = None if then is None else torch.empty_like(out)
+        normal = None if then is None else torch.empty_like(out)
         tiles = tiles_of(self.columns, gated)
         next_squares = None if then is None else torch.empty(tiles, rows, dtype=torch.float32, device=x.device)
         nothing = self._bench.parts
@@ -181,13 +219,13 @@ class Linear:
             _described(x, [cut.rows, cut.width]), self._tiles(cut.width), nothing if self._bias is None else self._bias,
             out if residual is None else residual, out, self._bench.parts, self._bench.arrived,
             nothing if squares is None else squares, nothing if then is None else then.weight,
-            out if weighed is None else weighed, nothing if next_squares is None else next_squares, rows, self.columns,
+            out if normal is None else normal, nothing if next_squares is None else next_squares, rows, self.columns,
             self.width, 0.0 if norm is None else norm.epsilon, ROWS=cut.rows, COLUMNS=TILE_COLUMNS, WIDTH=cut.width,
             DEPTH=cut.depth, GATED=gated, KIND=self._gate or 0, HAS_BIAS=self._bias is not None,
             HAS_RESIDUAL=residual is not None, SQUARES=parts, SQUARES_PADDED=triton.next_power_of_2(max(parts, 1)),
             HAS_NEXT=then is not None, STAGES=cut.stages, num_warps=4, launch_pdl=True,
         )  # fmt: skip
-        return Rows(out, then, weighed, next_squares)
+        return Rows(out, then, normal, next_squares)
 
     def _tiles(self, width: int) -> object:
         """The weight, in tiles of that width."""
@@ -215,8 +253,8 @@ class Linear:
         rows = x.shape[0]
         out = x.new_empty(rows, self.columns)
         gate_rows[(rows, triton.cdiv(self.columns, 1024))](
-            x, out, self.columns, KIND=self._gate, WIDTH=1024,
-            num_warps=4,
+            x, out, self.columns, KIND=self._gate, WIDTH=1024, EARLY=self._bench.streams is not None, num_warps=4,
+            **self._bench.early,
         )  # fmt: skip
         return out
 
