@@ -21,7 +21,7 @@ from baton.executor.packing import Feed
 from baton.executor.slots import NO_BLOCK, SlotTable
 
 CHUNK_TOKENS = (64, 128, 256, 512)
-"""Of captured steps. Longer ones keep the device busy for longer than the host takes to launch them."""
+"""Of captured steps. Longer ones, filled up, would take the device about as long as the host takes to launch them."""
 CHUNKS_MOST = 16
 """Of a captured step."""
 FEW_DECODES = (16, 64)
@@ -58,9 +58,11 @@ class MixedSize(NamedTuple):
 
 
 def mixed_sizes(step_tokens: int, slots: int) -> list[MixedSize]:
-    """Few, since each is captured when an executor starts. A row more costs next to nothing where there are few, and its
-    share of the step where there are many: so sizes are denser towards all slots."""
-    decodes = {0, *(size for size in FEW_DECODES if size < slots), slots // 2, slots * 3 // 4, slots}
+    """Few, since each is captured when an executor starts. Rows cost next to nothing while weights are what a step reads
+    most of, and their share of the step beyond: so there are few sizes for few decodes, and quarters of all slots."""
+    few = (size for size in FEW_DECODES if size < slots // 4)
+    quarters = (size for size in (slots // 4, slots // 2, slots * 3 // 4) if size >= FEW_DECODES[0])
+    decodes = {0, *few, *quarters, slots}
     return [MixedSize(tokens, size) for tokens in CHUNK_TOKENS if tokens <= step_tokens for size in sorted(decodes)]
 
 
