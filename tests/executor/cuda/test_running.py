@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda import fuse
+from baton.executor.cuda.chunks import NO_CHUNKS, MixedSize
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.runner import Runner
 from baton.executor.dummy import draw_weights
@@ -109,3 +112,70 @@ def test_decodes_with_drafts_give_the_logits_behind_each_of_them(name: str, inva
             slots.known.fill_(3)
             runner.draft_counts.zero_()
             runner.decode(3)
+
+
+class Captures:
+    """In place of CUDA's: counts what is captured and replayed. The one whose turn is `fails_at` cannot be captured."""
+
+    def __init__(self, fails_at: int | None) -> None:
+        self.fails_at = fails_at
+        self.captured, self.replayed = 0, 0
+        self.pools: list[object] = []
+
+    def replay(self) -> None:
+        self.replayed += 1
+
+    def pool(self) -> object:
+        return "the one pool"
+
+    @contextmanager
+    def capturing(self, _: object, pool: object) -> Iterator[None]:
+        yield
+        self.pools.append(pool)
+        if self.captured == self.fails_at:
+            raise RuntimeError("asks the host\nin the middle")
+        self.captured += 1
+
+
+MIXED = [MixedSize(8, 0), MixedSize(8, 2), MixedSize(16, 0)]
+
+
+def captured_runner(monkeypatch: pytest.MonkeyPatch, fails_at: int | None = None) -> tuple[Runner, Captures]:
+    captures = Captures(fails_at)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: captures)
+    monkeypatch.setattr(torch.cuda, "graph", captures.capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runner = runner_on("tiny-llama", slots_with_all_tokens(), 1, False)
+    runner.capture([1, 2])
+    runner.capture_mixed(MIXED)
+    return runner, captures
+
+
+def test_captured_steps_share_memory_and_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, captures = captured_runner(monkeypatch)
+    assert captures.pools == [None] + ["the one pool"] * 4
+    assert (runner.bucket(1), runner.bucket(2), runner.bucket(3)) == (1, 2, 3)
+    assert len(runner.decode(2).logits) == 2
+    drawn = []
+    for chunks, tokens, decodes in ((3, 9, 0), (1, 1, 1), (2, 8, 0)):
+        size = runner.mixed_size(chunks, tokens, decodes)
+        assert size is not None
+        drawn.append(runner.mixed_filled(size, torch.from_numpy(runner.frame(size).fill(NO_CHUNKS))))
+    assert captures.replayed == 4
+    assert [len(each.slots) for each in drawn] == [len(each.logits) for each in drawn] == [SLOTS, SLOTS + 2, SLOTS]
+    assert len({each.logits.data_ptr() for each in drawn}) == 1
+    assert not float(abs(sum(layer.keys.sum() for layer in runner._pool.layers))), "capturing writes nowhere"
+    for unfit in ((SLOTS + 1, 8, 0), (1, 17, 0), (1, 9, 1), (1, 8, 3)):
+        assert runner.mixed_size(*unfit) is None
+
+
+@pytest.mark.slow
+def test_what_cannot_be_captured_runs_kernel_by_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        runner, captures = captured_runner(monkeypatch, fails_at=3)
+    assert "steps with chunks run kernel by kernel: they cannot be captured (asks the host)" in caplog.text
+    assert runner.mixed_size(1, 8, 0) is None
+    runner.decode(2)
+    assert captures.replayed == 1, "decodes are still captured"

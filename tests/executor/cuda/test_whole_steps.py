@@ -21,7 +21,9 @@ from baton.core.request import Sampling, frozen_tokens
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.cuda import executor as executor_module
 from baton.executor.cuda import pool as pool_module
+from baton.executor.cuda.chunks import MixedSize
 from baton.executor.cuda.executor import TorchCudaExecutor
+from baton.executor.cuda.runner import Drawn, Runner
 from baton.executor.drafts import Ngrams
 from baton.executor.loading import load_shape
 from baton.executor.torch_cpu import TorchCpuExecutor
@@ -36,6 +38,8 @@ MODEL = "tiny-llama"
 SHAPE = ExecutorShape(slots=4, blocks=12, block_size=16, context_tokens=64, burst=3)
 PROPOSER = Ngrams(drafts=2, ngram_min=1, ngram_max=3)
 STEPS = 6
+SIZES = [MixedSize(32, 0), MixedSize(32, 2), MixedSize(32, 4)]
+"""That steps with chunks are filled up to."""
 
 GREEDY = Sampling(seed=1, temperature=0.0, logit_bias={102: 100.0})
 """Says one thing again and again, which is guessed."""
@@ -91,6 +95,9 @@ def without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, unpinned(getattr(torch, name)))
     monkeypatch.setattr(pool_module, "CudaBlocks", Unmoved)
     monkeypatch.setattr(executor_module, "warm_up", lambda *_: None)
+    monkeypatch.setattr(Runner, "capture", lambda *_: None)
+    # What would be captured is filled up as if it were.
+    monkeypatch.setattr(Runner, "capture_mixed", lambda runner, _: runner.fill_up_to(SIZES))
 
 
 def on_cpu() -> Executor:
@@ -133,8 +140,8 @@ def test_steps_with_drafts_yield_what_the_cpu_executor_yields(batch_invariant: b
     wanted = [told_of(result) for result in results_of(reference)]
     reference.close()
     executor = TorchCudaExecutor.of(
-        load_shape(MODEL, "float32"), SHAPE, step_tokens=64, proposer=PROPOSER, batch_invariant=batch_invariant, graphs=False
-    )
+        load_shape(MODEL, "float32"), SHAPE, step_tokens=64, proposer=PROPOSER, batch_invariant=batch_invariant, graphs=True
+    )  # who asks of layers is told of each, whatever could have been captured
     layers: list[tuple[int, int]] = []
     executor.on_layer = lambda step, layer: layers.append((step, layer))
     given = [told_of(result) for result in results_of(executor)]
@@ -146,6 +153,77 @@ def test_steps_with_drafts_yield_what_the_cpu_executor_yields(batch_invariant: b
     assert any(2 in told["counts"] for told in wanted), "some drafts stood"
     assert any(told["counts"][1] < 1 + told["drafted"][1] for told in wanted), "some did not"
     assert wanted[-1]["known"][0] == REQUESTS[0][1], "one came to its limit"
+
+
+def cut_plans(wishes: tuple[Sampling, ...]) -> list[StepPlan]:
+    """Chunks that end a prompt beside one that does not; then its rest beside decodes; then a new one beside all of them."""
+    starts = [
+        Start(slot, 1, frozen_tokens(prompt), len(prompt), 0, 40, wish, np.arange(3 * slot, 3 * slot + 3, dtype=np.int32))
+        for slot, ((prompt, *_), wish) in enumerate(zip((*REQUESTS, REQUESTS[0]), wishes, strict=True))
+    ]
+    whole = [Chunk(slot, 1, 0, len(start.tokens), True) for slot, start in enumerate(starts)]
+    two, three, four = (np.arange(count, dtype=np.int32) for count in (2, 3, 4))
+    steps: list[tuple[list[Start], list[Chunk], npt.NDArray[np.int32]]] = [
+        (starts[:3], [whole[1], Chunk(2, 1, 0, 6, False), whole[0]], two[:0]),
+        ([], [Chunk(2, 1, 6, 11, False)], two),
+        ([], [Chunk(2, 1, 11, 13, True)], two),
+        (starts[3:], [whole[3]], three),
+        ([], [], four),
+    ]
+    epochs = np.ones(4, dtype=np.int64)
+    return [
+        StepPlan(step, step - 1, starts=tuple(new), chunks=tuple(chunks), decode_slots=slots, decode_epochs=epochs[slots])
+        for step, (new, chunks, slots) in enumerate(steps, start=1)
+    ]
+
+
+def told_and_left(
+    wishes: tuple[Sampling, ...], invariant: bool, graphs: bool
+) -> tuple[list[dict[str, object]], torch.Tensor]:
+    executor = TorchCudaExecutor.of(
+        load_shape(MODEL, "float32"), SHAPE, step_tokens=64, proposer=PROPOSER, batch_invariant=invariant, graphs=graphs
+    )
+    told = []
+    for plan in cut_plans(wishes):
+        executor.launch(plan)
+        told.append(told_of(executor.collect()))
+    assert executor._stepper is not None
+    left = executor._stepper._pool.pool.clone()
+    executor.close()
+    return told, left
+
+
+@pytest.mark.usefixtures("without_a_device")
+@pytest.mark.parametrize(
+    ("wishes", "invariant"),
+    [
+        pytest.param((GREEDY, PENALISED, REPORTED, GREEDY), False, id="drawn by the host"),
+        pytest.param(
+            tuple(Sampling(seed=4, temperature=heat) for heat in (0.0, 1.0, 0.0, 0.7)),
+            True,
+            id="drawn on the device",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_step_that_is_filled_up_yields_and_leaves_what_the_plain_one_does(
+    monkeypatch: pytest.MonkeyPatch, wishes: tuple[Sampling, ...], invariant: bool
+) -> None:
+    taken = []
+
+    def noted(runner: Runner, size: MixedSize, chunks: torch.Tensor) -> Drawn:
+        taken.append(size)
+        return filled(runner, size, chunks)
+
+    filled = Runner.mixed_filled
+    monkeypatch.setattr(Runner, "mixed_filled", noted)
+    wanted, wanted_kv = told_and_left(wishes, invariant, graphs=False)
+    assert not taken
+    given, given_kv = told_and_left(wishes, invariant, graphs=True)
+    assert given == wanted
+    assert torch.allclose(given_kv, wanted_kv, rtol=0, atol=0 if invariant else 1e-5)
+    assert taken == [SIZES[0], SIZES[1], SIZES[1], SIZES[2]], "all that have chunks"
+    assert any(told["drafted"] and max(told["drafted"]) for told in wanted), "decodes beside chunks had drafts"
 
 
 @pytest.mark.usefixtures("without_a_device")

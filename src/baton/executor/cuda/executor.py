@@ -22,6 +22,7 @@ import torch
 from baton.core.errors import InvariantViolated
 from baton.core.plan import StepPlan, StepResult
 from baton.executor.contract import NO_KV, ExecutorShape, LayerDone
+from baton.executor.cuda.chunks import mixed_sizes
 from baton.executor.cuda.drafting import propose_on_device
 from baton.executor.cuda.fuse import TOLERANCE, fuse_for_cuda
 from baton.executor.cuda.pool import CudaPool
@@ -136,6 +137,7 @@ class TorchCudaExecutor:
             stepper = _build(loaded, shape, bench, step_tokens, proposer)
             if graphs:
                 stepper.runner.capture(buckets_upto(shape.slots))
+                stepper.runner.capture_mixed(mixed_sizes(step_tokens, shape.slots))
             warm_up(stepper, shape, step_tokens)
             torch.cuda.synchronize()  # steps run on another stream than what made their buffers
         way = "batch-invariant" if batch_invariant else "triton"

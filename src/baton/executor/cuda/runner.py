@@ -1,22 +1,28 @@
-"""Runs the model over a step's rows: buffers that are allocated once at full size, and decodes as captured graphs.
+"""Runs the model over a step's rows: buffers that are allocated once at full size, and short steps as captured graphs.
 
 A graph replays the same kernels on the same memory, so whatever a step reads or writes lies in buffers of this object, or in
-the slots. Graphs are captured for some numbers of sequences (`buckets`); a step takes the next larger one and fills it up
-with the spare slot. Steps with chunks run kernel by kernel: they are long enough for the host to keep ahead.
+the slots. Decodes are captured for some numbers of sequences (`buckets_upto`), steps with chunks for some rows and
+sequences (`chunks.mixed_sizes`); a step takes the next larger graph and is filled up to it with the spare slot.
+
+    rows of a step with chunks     chunks, filled up to the tokens of its size | decodes, filled up to its sequences
+
+A step with more chunks, or longer ones, than any graph runs kernel by kernel: then the host keeps ahead.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import triton
 
 from baton.executor.contract import ExecutorShape
-from baton.executor.cuda.attention import CudaAttention
+from baton.executor.cuda.attention import CudaAttention, chunk_queries
 from baton.executor.cuda.batch import ChunkPart, DecodePart, DecodeWork, DeviceBatch, make_work, target_items
+from baton.executor.cuda.chunks import CHUNKS_MOST, NO_CHUNKS, Frame, MixedSize, size_for
 from baton.executor.cuda.drafting import Propose
 from baton.executor.cuda.kernels_steps import RUNS, name_items, prepare_decodes
 from baton.executor.cuda.pool import CudaPool
@@ -35,7 +41,7 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256,
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Of a step, as they were sent to the device."""
+    """`chunks.ChunkArrays` of a step, as they were sent to the device."""
 
     part: ChunkPart
     ids: torch.Tensor
@@ -44,7 +50,8 @@ class Chunks:
     write_blocks: torch.Tensor
     write_offsets: torch.Tensor
     logit_rows: torch.Tensor
-    """The rows that are drawn from."""
+    drawn_slots: torch.Tensor
+    drawn_positions: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,24 @@ class Drawn:
     """[rows] int32"""
     positions: torch.Tensor
     """[rows] int32: where the token to be drawn will stand"""
+    chunk_rows: int
+    """How many of the rows are those of chunks, filled up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Framed:
+    """Where steps with chunks find their input, if they are filled up to this size."""
+
+    frame: Frame
+    there: torch.Tensor
+    chunks: Chunks
+    """Views of it."""
+
+
+def named_chunks(arrays: list[torch.Tensor]) -> Chunks:
+    """Those of `ChunkArrays`, in its order."""
+    part, rows = arrays[:6], arrays[6:]
+    return Chunks(ChunkPart(len(rows[0]), *part), *rows)
 
 
 def buckets_upto(slots: int) -> list[int]:
@@ -96,7 +121,11 @@ class Runner:
         self._starts = torch.arange(shape.slots + 1, dtype=torch.int32, device=device) * shape.burst
         self._zeros = ints(shape.slots)
         self.running = torch.full_like(self._zeros, RUNS)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Drawn]] = {}
+        self._graphs: dict[int | MixedSize, tuple[torch.cuda.CUDAGraph, Drawn]] = {}
+        self._buckets: list[int] = []
+        self._chunks_most = min(CHUNKS_MOST, shape.slots)
+        self._mixed_sizes: list[MixedSize] = []
+        self._framed: dict[int, _Framed] = {}
 
     @property
     def has_graphs(self) -> bool:
@@ -104,18 +133,21 @@ class Runner:
 
     def bucket(self, sequences: int) -> int:
         """How many sequences the next larger graph has; the number itself where there is none."""
-        return next((size for size in sorted(self._graphs) if size >= sequences), sequences)
+        return next((size for size in self._buckets if size >= sequences), sequences)
+
+    def mixed_size(self, chunks: int, tokens: int, decodes: int) -> MixedSize | None:
+        """What a step with chunks is to be filled up to; None where it runs as it is."""
+        return size_for(self._mixed_sizes, tokens, decodes) if chunks <= self._chunks_most else None
+
+    def frame(self, size: MixedSize) -> Frame:
+        return self._framed[size.tokens].frame
 
     def decode(self, sequences: int) -> Drawn:
         """All rows decode; `sequences` is a bucket where there are graphs."""
-        if sequences not in self._graphs:
-            return self._decode(sequences)
-        graph, drawn = self._graphs[sequences]
-        graph.replay()
-        return drawn
+        return self._replayed(sequences) if sequences in self._graphs else self._decode(sequences)
 
     def mixed(self, chunks: Chunks, sequences: int, written: Callable[[int], None] | None) -> Drawn:
-        """Chunks, and decodes beside them."""
+        """Chunks, and decodes beside them, as they are."""
         first = chunks.part.tokens
         for buffer, values in (
             (self._ids, chunks.ids),
@@ -125,40 +157,95 @@ class Runner:
             (self._write_offsets, chunks.write_offsets),
         ):
             buffer[:first].copy_(values)
-        rows = chunks.logit_rows
+        rows, slots, positions = chunks.logit_rows, chunks.drawn_slots, chunks.drawn_positions
+        upto = first + sequences * self.queries
         if sequences:
             self._prepare(sequences, first)
-            own = torch.arange(first, first + sequences * self.queries, dtype=torch.int32, device=rows.device)
+            own = torch.arange(first, upto, dtype=torch.int32, device=rows.device)
             rows = torch.cat([rows, own])
-        batch = self._batch(chunks.part, sequences)
-        logits = self._forward(batch, first + sequences * self.queries, rows.long(), written)
-        return Drawn(logits, self.row_slots[rows], self._positions[rows] + 1)
+            slots = torch.cat([slots, self.row_slots[first:upto]])
+            positions = torch.cat([positions, self._positions[first:upto] + 1])
+        logits = self._forward(self._batch(chunks.part, sequences), upto, rows.long(), written)
+        return Drawn(logits, slots, positions, len(chunks.logit_rows))
+
+    def mixed_filled(self, size: MixedSize, chunks: torch.Tensor) -> Drawn:
+        """A step with chunks that `frame` filled up to this size."""
+        framed = self._framed[size.tokens]
+        framed.there.copy_(chunks)
+        return self._replayed(size) if size in self._graphs else self.mixed(framed.chunks, size.sequences, None)
 
     def capture(self, sizes: list[int]) -> None:
         """All graphs share one pool of memory: one runs at a time. A model that asks the host in the middle has none."""
-        memory = None
-        for size in sorted(sizes, reverse=True):
-            self.decode_slots.fill_(self._slots.spare)
-            self._decode(size)  # compiles what this size needs
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph, pool=memory):
-                    drawn = self._decode(size)
-            except RuntimeError as reason:
-                log.warning("decode steps run kernel by kernel: they cannot be captured (%s)", str(reason).split("\n")[0])
-                self._graphs.clear()
-                return
-            memory = graph.pool()
-            self._graphs[size] = graph, drawn
-        torch.cuda.synchronize()
+        self.decode_slots.fill_(self._slots.spare)
+        try:
+            for size in sorted(sizes, reverse=True):
+                self._capture(size, partial(self._decode, size))
+        except RuntimeError as reason:
+            log.warning("decode steps run kernel by kernel: they cannot be captured (%s)", str(reason).split("\n")[0])
+            self._graphs.clear()
+            return
+        self._buckets = sorted(sizes)
         log.info("decode steps captured for %d batch sizes up to %d", len(sizes), max(sizes))
+
+    def capture_mixed(self, sizes: list[MixedSize]) -> None:
+        """After the decodes, if they could be captured."""
+        if not self._graphs or not sizes:
+            return
+        self.fill_up_to(sizes)
+        self.decode_slots.fill_(self._slots.spare)
+        try:
+            self._capture_mixed(sizes)
+        except RuntimeError as reason:
+            log.warning("steps with chunks run kernel by kernel: they cannot be captured (%s)", str(reason).split("\n")[0])
+            for size in sizes:
+                self._graphs.pop(size, None)
+            self.fill_up_to([])
+            return
+        log.info("steps with chunks captured for %d sizes up to %d tokens", len(sizes), max(sizes).tokens)
+
+    def fill_up_to(self, sizes: list[MixedSize]) -> None:
+        """Steps with chunks that fit into one of these sizes are filled up to it from now on."""
+        self._mixed_sizes = sizes
+        self._framed = {tokens: self._frame_of(tokens) for tokens in sorted({size.tokens for size in sizes})}
+
+    def _frame_of(self, tokens: int) -> _Framed:
+        frame = Frame(tokens, self._chunks_most, chunk_queries(self._bench.invariant), self._slots.spare)
+        there = torch.from_numpy(frame.fill(NO_CHUNKS)).to(self._ids.device)
+        return _Framed(frame, there, named_chunks([there[place] for place in frame.places]))
+
+    def _capture_mixed(self, sizes: list[MixedSize]) -> None:
+        """All leave their logits in the same place, that of the largest: else each would keep memory of its own for them."""
+        logits: torch.Tensor | None = None
+        for size in sorted(sizes, key=lambda size: (size.sequences, size.tokens), reverse=True):
+            chunks = self._framed[size.tokens].chunks
+            if logits is None:
+                logits = torch.empty_like(self.mixed(chunks, size.sequences, None).logits)
+            self._capture(size, partial(self._mixed_into, logits, chunks, size.sequences))
+
+    def _mixed_into(self, logits: torch.Tensor, chunks: Chunks, sequences: int) -> Drawn:
+        drawn = self.mixed(chunks, sequences, None)
+        there = logits[: len(drawn.logits)]
+        there.copy_(drawn.logits)
+        return replace(drawn, logits=there)
+
+    def _capture(self, size: int | MixedSize, run: Callable[[], Drawn]) -> None:
+        run()  # compiles what this size needs
+        torch.cuda.synchronize()
+        graph, other = torch.cuda.CUDAGraph(), next(iter(self._graphs.values()), None)
+        with torch.cuda.graph(graph, pool=None if other is None else other[0].pool()):
+            drawn = run()
+        self._graphs[size] = graph, drawn
+
+    def _replayed(self, size: int | MixedSize) -> Drawn:
+        graph, drawn = self._graphs[size]
+        graph.replay()
+        return drawn
 
     def _decode(self, sequences: int) -> Drawn:
         self._prepare(sequences, 0)
         rows = sequences * self.queries
         logits = self._forward(self._batch(None, sequences), rows, None, None)
-        return Drawn(logits, self.row_slots[:rows], self._positions[:rows] + 1)
+        return Drawn(logits, self.row_slots[:rows], self._positions[:rows] + 1, 0)
 
     def _prepare(self, sequences: int, first: int) -> None:
         if self._propose is not None:
@@ -211,9 +298,3 @@ def _work_for(layers: list[LayerSpec], heads: int, shape: ExecutorShape, device:
     dim = max(16, triton.next_power_of_2(max(layer.value_dim for layer in layers)))
     sizes = list(range(1, shape.slots + 1))
     return make_work(sizes, rows, max(layer.kv_heads for layer in layers), dim, device)
-
-
-def tile_chunks(lengths: list[int], queries: int) -> tuple[list[int], list[int]]:
-    """(sequence, first row within it) of each tile of so many queries."""
-    tiles = [(sequence, start) for sequence, length in enumerate(lengths) for start in range(0, length, queries)]
-    return [sequence for sequence, _ in tiles], [start for _, start in tiles]

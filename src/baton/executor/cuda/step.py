@@ -23,10 +23,10 @@ from baton.core.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPlan, Step
 from baton.executor.answers import Answer, begin_answer, joined_logprobs
 from baton.executor.contract import ExecutorShape, KvView
 from baton.executor.cuda.attention import chunk_queries
-from baton.executor.cuda.batch import ChunkPart
+from baton.executor.cuda.chunks import ChunkArrays, MixedSize, lay_out
 from baton.executor.cuda.kernels_steps import DRY, advance
 from baton.executor.cuda.pool import CudaPool
-from baton.executor.cuda.runner import Chunks, Drawn, Runner, tile_chunks
+from baton.executor.cuda.runner import Drawn, Runner, named_chunks
 from baton.executor.cuda.sampling import DeviceSampler
 from baton.executor.cuda.slots import DeviceSlots
 from baton.executor.cuda.staging import Download, Downloads, Uploads
@@ -47,6 +47,17 @@ class _Work:
     """What decodes, and the spare slot in place of what cannot."""
     decode_rows: Int32s = field(default_factory=lambda: NO_INT32S)
     held: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    size: MixedSize | None = None
+    """What a step with chunks is filled up to."""
+
+    @property
+    def draws(self) -> bool:
+        return bool(self.sampled_rows) or len(self.decode_slots) > 0
+
+    @property
+    def tokens(self) -> int:
+        """Of chunks."""
+        return sum(feed.end - feed.begin for feed in self.feeds)
 
     @property
     def sampled_slots(self) -> Int32s:
@@ -105,14 +116,16 @@ class Stepper:
         told = self._downloads.next()
         self._change_slots(plan, rows, told)
         work = self._choose(plan, rows)
+        if work.feeds and written is None:  # a captured step has no layers to tell of
+            work.size = self.runner.mixed_size(len(work.feeds), work.tokens, len(work.decode_slots))
         used = len(plan.stops)
         logprobs: list[Logprobs] = []
         sequences = self._set_decodes(work)
         if work.feeds or len(work.decode_slots):
             drawn = self._forward(work, sequences, written)
-            if len(drawn.slots):
+            if work.draws:
                 logprobs = self._draw(drawn, work)
-            used = self._advance(work, sequences, told, used)
+            used = self._advance(work, sequences, drawn.chunk_rows, told, used)
         count = len(plan.stops)
         return Launched(
             lambda words: self._answer(plan, rows, work, sequences, words, count, logprobs), self._downloads.fetch(used)
@@ -178,12 +191,13 @@ class Stepper:
         work.decode_slots = slots if work.held.all() else np.where(work.held, slots, self._slots.spare).astype(np.int32)
 
     def _set_decodes(self, work: _Work) -> int:
-        """Tells the device who decodes; how many rows that makes, filled up to a captured size where all rows decode."""
+        """Tells the device who decodes; how many sequences that makes, filled up to those of a captured step."""
         count = len(work.decode_slots)
-        if not count:
-            return 0
-        sequences = count if work.feeds else self.runner.bucket(count)
-        if self._decoding is not work.decode_slots:  # plans name the same decodes by the same array
+        if work.size is not None:
+            sequences = work.size.sequences
+        else:
+            sequences = count if work.feeds or not count else self.runner.bucket(count)
+        if sequences and self._decoding is not work.decode_slots:  # plans name the same decodes by the same array
             filled = np.full(self._shape.slots, self._slots.spare, dtype=np.int32)
             filled[:count] = work.decode_slots
             (there,) = self._uploads.send([filled])
@@ -193,42 +207,23 @@ class Stepper:
 
     def _forward(self, work: _Work, sequences: int, written: Written | None) -> Drawn:
         if work.feeds:
-            return self.runner.mixed(self._chunks(work.feeds), sequences, written)
+            return self._mixed(work, self._lay_out(work), sequences, written)
         drawn = self.runner.decode(sequences)
         if written is not None:
             for layer in range(len(self._pool.layers)):
                 written(layer)
         return drawn
 
-    def _chunks(self, feeds: list[Feed]) -> Chunks:
-        host, size = self._host, self._shape.block_size
-        lengths = [feed.end - feed.begin for feed in feeds]
-        if sum(lengths) > self._step_tokens:
-            raise InvariantViolated(f"a step of {sum(lengths)} tokens, but there is room for {self._step_tokens}")
-        slots = np.array([feed.slot for feed in feeds], dtype=np.int32)
-        contexts = np.array([feed.end for feed in feeds], dtype=np.int32)
-        starts = np.cumsum([0, *lengths]).astype(np.int32)
-        positions = np.concatenate([np.arange(feed.begin, feed.end) for feed in feeds]).astype(np.int32)
-        row_slots = np.repeat(slots, lengths).astype(np.int32)
-        samples = np.array([feed.samples for feed in feeds], dtype=np.bool_)
-        tile_sequences, tile_starts = tile_chunks(lengths, self._tile_queries)
-        sent = self._uploads.send(
-            [
-                slots,
-                contexts,
-                np.array([feed.begin for feed in feeds], dtype=np.int32),
-                starts,
-                np.array(tile_sequences, dtype=np.int32),
-                np.array(tile_starts, dtype=np.int32),
-                host.tokens[row_slots, positions],
-                positions,
-                row_slots,
-                host.table[row_slots, positions // size],
-                (positions % size).astype(np.int32),
-                (starts[1:][samples] - 1).astype(np.int32),
-            ]
-        )
-        return Chunks(ChunkPart(len(positions), *sent[:6]), *sent[6:])
+    def _mixed(self, work: _Work, chunks: ChunkArrays, sequences: int, written: Written | None) -> Drawn:
+        if work.size is None:
+            return self.runner.mixed(named_chunks(self._uploads.send(chunks)), sequences, written)
+        (filled,) = self._uploads.send([self.runner.frame(work.size).fill(chunks)])
+        return self.runner.mixed_filled(work.size, filled)
+
+    def _lay_out(self, work: _Work) -> ChunkArrays:
+        if work.tokens > self._step_tokens:
+            raise InvariantViolated(f"a step of {work.tokens} tokens, but there is room for {self._step_tokens}")
+        return lay_out(work.feeds, self._host, self._tile_queries)
 
     def _draw(self, drawn: Drawn, work: _Work) -> list[Logprobs]:
         asking = np.concatenate([work.sampled_slots, work.decode_slots]).astype(np.int32)
@@ -242,17 +237,19 @@ class Stepper:
         """Waits for the device: what shapes logits is known to the host alone. Only rows that were computed are drawn: what
         fills a batch up, lacks a block, is at its limit or has no draft stands at no position."""
         slots = drawn.slots.cpu().numpy()
-        sequences = (len(slots) - sampled_chunks) // self._queries
+        sequences = (len(slots) - drawn.chunk_rows) // self._queries
         fed = self.runner.fed[:sequences].cpu().numpy()
         computed = (np.arange(self._queries) < fed[:, None]).reshape(-1)
-        real = np.concatenate([np.arange(sampled_chunks), sampled_chunks + np.flatnonzero(computed)])
+        chunks, decodes = np.arange(sampled_chunks), np.flatnonzero(computed)
+        real = np.concatenate([chunks, drawn.chunk_rows + decodes])
         rows = torch.from_numpy(real).to(out.device)
         positions = drawn.positions.cpu().numpy().astype(np.int64)
         sampled = self._shaping.sample(drawn.logits.index_select(0, rows).float(), slots[real], positions[real])
         out[rows] = torch.from_numpy(sampled.tokens).to(out.device)
-        return [replace(line, row=int(real[line.row])) for line in sampled.logprobs]
+        unfilled = np.concatenate([chunks, sampled_chunks + decodes])
+        return [replace(line, row=int(unfilled[line.row])) for line in sampled.logprobs]
 
-    def _advance(self, work: _Work, sequences: int, told: torch.Tensor, used: int) -> int:
+    def _advance(self, work: _Work, sequences: int, chunk_rows: int, told: torch.Tensor, used: int) -> int:
         """Writes what was drawn into the slots; how many words are told."""
         sampled = len(work.sampled_rows)
         runner = self.runner
@@ -266,8 +263,8 @@ class Stepper:
         if sequences:
             parts = [told[used + part * sequences :] for part in range(5)]
             _launch_advance(
-                self._slots, runner.decode_slots, self._drawn[sampled:], runner.drafts, runner.codes, runner.fed, sequences,
-                self._queries, parts[4], parts[1], parts[2],
+                self._slots, runner.decode_slots, self._drawn[chunk_rows:], runner.drafts, runner.codes, runner.fed,
+                sequences, self._queries, parts[4], parts[1], parts[2],
             )  # fmt: skip
             parts[0][:sequences].copy_(runner.codes[:sequences])
             parts[3][:sequences].copy_(runner.fed[:sequences])

@@ -21,10 +21,15 @@ DECODES = 2
 
 
 def warm_up(stepper: Stepper, shape: ExecutorShape, step_tokens: int) -> None:
-    """Each request is prefilled beside the decodes of those before it; then all decode; then all stop."""
-    started: list[Start] = []
-    for plan in _plans(shape, step_tokens, started):
-        stepper.launch(plan, None).result()
+    """Each request is prefilled beside the decodes of those before it; then all decode; then all stop. Twice: whoever asks
+    of layers has his chunks run kernel by kernel, and what nobody asks of is filled up and captured, where it can be."""
+    plans = _plans(shape, step_tokens, [])
+    for written in (_of_no_interest, None):
+        for plan in plans:
+            stepper.launch(plan, written).result()
+
+
+def _of_no_interest(_layer: int) -> None: ...
 
 
 def _plans(shape: ExecutorShape, step_tokens: int, started: list[Start]) -> list[StepPlan]:
