@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.gpu_profile import Span, attention_us, busiest, gaps_us, idle_share, within
+from baton.bench.gpu_profile import Span, attention_us, busiest, gaps_us, idle_share, turns, within
 
 TIMES = st.integers(0, 200)
 SPANS = st.lists(st.tuples(TIMES, st.integers(1, 30)), min_size=1, max_size=40).map(
@@ -43,3 +43,10 @@ def test_kernels_are_told_apart_by_name() -> None:
     lines = busiest(spans, steps=2, count=2).splitlines()
     assert lines[0].split() == ["6.0", "µs", "a", "step", "in", "1.0", "calls", "attend_decode"]
     assert lines[1].endswith("gemm")
+
+
+def test_what_a_kernel_waits_for_the_one_before_is_not_its_own() -> None:
+    copy, late = Span("Memcpy DtoH", 11, 12), Span("late", 40, 42)
+    spans = [Span("qkv", 0, 10), Span("attend_early", 4, 25), copy, Span("o", 20, 31), late]
+    assert turns(spans) == [Span("qkv", 0, 10), copy, Span("attend_early", 10, 25), Span("o", 25, 31), late]
+    assert attention_us(spans) == 15

@@ -100,7 +100,7 @@ def chunk_logits(name: str, tokens: list[int]) -> torch.Tensor:
     loaded = load_shape(name, "bfloat16", "cuda")
     with torch.inference_mode():
         bench = Workbench(loaded.model.device, invariant=False)
-        fuse_for_cuda(loaded, bench)
+        fuse_for_cuda(loaded, bench, len(tokens))
         pool = CudaPool(loaded.layers, 32, 16, loaded.dtype, loaded.model.device)
         ids = torch.tensor([tokens], device="cuda")
         places = torch.arange(len(tokens), device="cuda")[None]

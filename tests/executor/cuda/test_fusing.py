@@ -11,11 +11,11 @@ from tests.support.attending import HostPool
 
 pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
 
-from tests.support.attending import normed
+from tests.support.attending import NOTHING, normed
 from transformers import AutoModelForCausalLM
 
 from baton.executor.cuda import fuse
-from baton.executor.cuda.layers import FusedLayer, PlainLinear
+from baton.executor.cuda.layers import FusedLayer, PlainLinear, TabledRotary
 from baton.executor.cuda.products import Linear, Norm, Workbench
 from baton.executor.cuda.rehearsal import one_chunk
 from baton.executor.dummy import draw_weights
@@ -40,7 +40,7 @@ def _in_host_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def fused(name: str, invariant: bool) -> tuple[LoadedModel, Workbench]:
     loaded, bench = load_shape(name, "float32"), Workbench(CPU, invariant)
-    fuse.fuse_for_cuda(loaded, bench)
+    fuse.fuse_for_cuda(loaded, bench, 64)
     return loaded, bench
 
 
@@ -100,6 +100,26 @@ def test_a_product_is_the_same_by_whichever_kernel(rows: int, invariant: bool, g
     linear = Linear(weight, None, Workbench(CPU, invariant), gate=gate)
     given = linear(x, norm=norm, residual=residual.clone())
     assert float((given - wanted - residual).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-gemma2"])
+def test_angles_that_are_looked_up_are_those_of_the_model(name: str) -> None:
+    model = load_shape(name, "bfloat16").model
+    (place,) = [path for path, module in model.named_modules() if path.endswith("rotary_emb")]
+    rotary, places = model.get_submodule(place), torch.tensor([[0, 63, 5, 5, 17]])
+    fuse._replace_rotations(model, 64)
+    assert isinstance(model.get_submodule(place), TabledRotary)
+    wanted = rotary(torch.empty(0, dtype=model.dtype), places)
+    assert all(map(torch.equal, model.get_submodule(place)(NOTHING, places), wanted))
+
+
+def test_angles_that_depend_on_the_length_stay_as_they_are() -> None:
+    model = load_shape("tiny-qwen3", "float32").model
+    (place,) = [path for path, module in model.named_modules() if path.endswith("rotary_emb")]
+    rotary = model.get_submodule(place)
+    rotary.rope_type = "dynamic"  # type: ignore[assignment]
+    fuse._replace_rotations(model, 64)
+    assert model.get_submodule(place) is rotary
 
 
 def test_a_linear_of_its_own_keeps_its_shape_and_bias() -> None:

@@ -66,7 +66,7 @@ def _in_host_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def runner_on(name: str, slots: HostSlots, burst: int, invariant: bool) -> Runner:
     loaded, bench = load_shape(name, "float32"), Workbench(CPU, invariant)
-    fuse.fuse_for_cuda(loaded, bench)
+    fuse.fuse_for_cuda(loaded, bench, 32)
     shape = ExecutorShape(SLOTS, 6, BLOCK_SIZE, 16, burst)
     pool = HostPool(loaded.layers, 6, BLOCK_SIZE, loaded.dtype, CPU)
     made = Runner(loaded, shape, slots, pool, bench, step_tokens=16)  # type: ignore[arg-type]

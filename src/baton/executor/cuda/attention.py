@@ -13,11 +13,12 @@ import torch
 import triton
 
 from baton.executor.attention import AttentionCall
-from baton.executor.cuda.batch import ChunkPart, DecodePart, DeviceBatch
+from baton.executor.cuda.batch import ChunkPart, DecodePart, DeviceBatch, target_items
 from baton.executor.cuda.kernels_decode import attend_decode
 from baton.executor.cuda.kernels_layer import rotate_and_write, write_rows
 from baton.executor.cuda.kernels_prefill import attend_chunks
 from baton.executor.cuda.products import Rows, Workbench
+from baton.executor.cuda.streaming import Streams
 from baton.executor.kv import LayerKv, LayerSpec
 
 LayerWritten = Callable[[int], None]
@@ -177,8 +178,9 @@ class CudaAttention:
         if self._bench.invariant:
             self._attend_chunks(kv, spec, query, out, sinks, decodes.as_chunks)
             return
-        if rotation is not None and self._bench.streams is not None and _suits_early(query.dtype, spec, out.shape[1]):
-            self._attend_early(kv, spec, query, out, rotation, decodes)
+        streams = self._bench.streams
+        if rotation is not None and streams is not None and _suits_early(query.dtype, spec, out.shape[1]):
+            self._attend_early(kv, spec, query, out, rotation, decodes, streams)
             return
         heads, work = out.shape[1], decodes.work
         group = heads // spec.kv_heads
@@ -214,11 +216,12 @@ class CudaAttention:
         out: torch.Tensor,
         rotation: Rotation,
         decodes: DecodePart,
+        streams: Streams,
     ) -> None:
         from baton.executor.cuda.kernels_decode_early import attend_early  # only where there is Gluon
 
         work, group = decodes.work, out.shape[1] // spec.kv_heads
-        tiles = _early_tiles(decodes.sequences)
+        tiles = _early_tiles(decodes.sequences, spec.kv_heads, streams.processors)
         few = triton.next_power_of_2(group)
         attend_early[(spec.kv_heads, work.items)](
             qkv, kv.keys, kv.values, out, self._batch.tables, work.records, work.partials, work.partial_sums, work.arrived,
@@ -235,11 +238,15 @@ def _suits_early(dtype: torch.dtype, spec: LayerSpec, heads: int) -> bool:
     return dtype.itemsize == 2 and spec.key_dim in (64, 128) and heads // spec.kv_heads <= 16
 
 
-def _early_tiles(sequences: int) -> _Tiles:
-    """By what was quickest: few sequences have room for several tiles, and of one a piece is hardly more than a tile."""
+def _early_tiles(sequences: int, kv_heads: int, processors: int) -> _Tiles:
+    """By what was quickest. A program is alone with few others on its processor: all of them at once, with several tiles
+    under way, where they are few; and where they are many, others work while one waits."""
     if sequences < 4:
         return _Tiles(64, 1, 4)
-    return _Tiles(64, 3, 4) if 16 < sequences < 64 else _Tiles(32, 2, 4)
+    programs = max(sequences, target_items(sequences)) * kv_heads
+    if programs <= 2 * processors:
+        return _Tiles(64, 3, 4)
+    return _Tiles(32, 4, 4) if programs <= 3 * processors else _Tiles(32, 2, 4)
 
 
 def _from(rotation: Rotation, row: int) -> Rotation:

@@ -82,10 +82,8 @@ class DeviceBatch:
 
 def target_items(sequences: int) -> int:
     """How many pieces to aim for beyond one for each sequence: enough to fill the device, few enough not to idle."""
-    if sequences < 4:
-        return 16
     if sequences <= 16:
-        return 128
+        return 32
     return 16 if sequences < 64 else sequences // 2
 
 

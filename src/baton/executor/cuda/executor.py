@@ -131,7 +131,8 @@ class TorchCudaExecutor:
         device = loaded.model.device
         with torch.inference_mode():
             bench = Workbench(device, batch_invariant)
-            fuse_for_cuda(loaded, bench)
+            # A rehearsal of the largest step puts all its tokens into one sequence.
+            fuse_for_cuda(loaded, bench, max(shape.context_tokens + shape.burst, step_tokens))
             if not shape.blocks:
                 shape = blocks_that_fit(loaded, shape, bench, step_tokens, kv_memory_bytes)
             stepper = _build(loaded, shape, bench, step_tokens, proposer)

@@ -10,25 +10,29 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel
 
 from baton.executor.cuda.attention import CudaAttention
-from baton.executor.cuda.layers import FusedLayer, FusedNorm, PlainLinear, looks_common
+from baton.executor.cuda.layers import FusedLayer, FusedNorm, PlainLinear, TabledRotary, looks_common
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.rehearsal import one_chunk
 from baton.executor.kv import LayerSpec
 from baton.executor.loading import LoadedModel, forward
 from baton.executor.probe import NORM_OFFSETS, PROBE_TOKENS, Sight, recorder
+from baton.executor.support import vars_of
 
 log = logging.getLogger(__name__)
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-4}
 """Largest difference on the probe, relative to the largest value: rounding, not another formula."""
 BLOCK_SIZE = 16
+STEADY_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Those in which a position's angle does not depend on how long the sequence is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class CudaProbe:
         return None
 
 
-def fuse_for_cuda(loaded: LoadedModel, bench: Workbench) -> None:
+def fuse_for_cuda(loaded: LoadedModel, bench: Workbench, positions: int) -> None:
+    """`positions`: how many a sequence may have."""
     if loaded.dtype not in TOLERANCE:
         log.info("layers run as transformers wrote them: no fused ones for %s", loaded.dtype)
         return
@@ -65,6 +70,7 @@ def fuse_for_cuda(loaded: LoadedModel, bench: Workbench) -> None:
         layers = _replace_layers(loaded.model, loaded.layers, bench, probe)
         norms = _replace_norms(loaded.model, bench, probe)
         _replace_head(loaded.model, bench)
+        _replace_rotations(loaded.model, positions)
         if bench.invariant:
             _replace_linears(loaded.model, bench)
     log.info("%d of %d layers fused, %d norms beside them", len(layers), len(loaded.layers), norms)
@@ -127,6 +133,13 @@ def _replace_head(model: PreTrainedModel, bench: Workbench) -> None:
     if isinstance(head, torch.nn.Linear):
         # Rounded to bfloat16, near-equal logits would become ties.
         model.set_output_embeddings(PlainLinear(head, bench, torch.float32))  # type: ignore[no-untyped-call]
+
+
+def _replace_rotations(model: PreTrainedModel, positions: int) -> None:
+    for name, module in list(model.named_modules()):
+        steady = vars_of(module, "rope_type", None) in STEADY_ROTATIONS
+        if steady and list(signature(module.forward).parameters) == ["x", "position_ids"]:
+            model.set_submodule(name, TabledRotary(module, positions, model.dtype, model.device))
 
 
 def _replace_linears(model: PreTrainedModel, bench: Workbench) -> None:

@@ -123,6 +123,20 @@ class FusedNorm(torch.nn.Module):
         return normed(x.reshape(-1, x.shape[-1]).contiguous(), self._norm).view(x.shape)
 
 
+class TabledRotary(torch.nn.Module):
+    """Cosines and sines of every position, made once by the model's own module: a step only looks them up."""
+
+    def __init__(self, rotary: torch.nn.Module, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        every = torch.arange(positions, device=device)[None]
+        cosines, sines = rotary(torch.empty(0, dtype=dtype, device=device), every)
+        self._cosines, self._sines = cosines[0], sines[0]
+
+    def forward(self, _x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        look_up = torch.nn.functional.embedding
+        return look_up(position_ids, self._cosines), look_up(position_ids, self._sines)
+
+
 class PlainLinear(torch.nn.Module):
     """A map of its own, by our products; where it is given a number format, in that from the sums on."""
 

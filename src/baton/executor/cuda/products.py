@@ -98,6 +98,8 @@ class Workbench:
             right = False
         if not right:
             self.streams = None
+            return
+        log.info("few rows are streamed: weights and KV come before what they meet is there")
 
 
 def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
