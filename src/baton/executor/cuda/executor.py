@@ -208,7 +208,7 @@ def _check_attention(attention: str, loaded: LoadedModel) -> None:
 
 def _details(device: torch.device, has_graphs: bool, batch_invariant: bool) -> str:
     parts = [f"{torch.cuda.get_device_name(device)} (CUDA)", "triton attention"]
-    parts.append("decodes as CUDA graphs" if has_graphs else "no CUDA graphs")
+    parts.append("steps as CUDA graphs" if has_graphs else "no CUDA graphs")
     if batch_invariant:
         parts.append("batch-invariant")
     return ", ".join(parts)
