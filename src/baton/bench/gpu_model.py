@@ -67,6 +67,6 @@ def _words(report: GpuReport, shape: str, points: int) -> str:
     return (
         f"{shape} shape in bf16 with random weights on one {machine.get('gpu', 'GPU')}, {report.made[:10]}, torch "
         f"{machine.get('torch', '?')}, triton {machine.get('triton', '?')}: {points} steps of the CUDA executor, several in "
-        f"flight, decodes and short chunks as CUDA graphs. The roofline is fitted to them.{measured} What the engine spends on a step is "
-        "hidden behind the one before it."
+        f"flight, decodes and short chunks as CUDA graphs. The roofline is fitted to them.{measured} What the engine spends "
+        "on a step is hidden behind the one before it."
     )
