@@ -113,6 +113,7 @@ def test_a_chain_of_products_gives_the_same_bits_each_time(bench: Workbench) -> 
     for _ in range(50):
         graph.replay()
         assert torch.equal(captured, first)
+    assert not bench.arrived.any()
     want = x
     for wide, narrow in zip(up, down, strict=True):
         gate, through = (normed(want, norm) @ wide.weight.float().t()).chunk(2, -1)

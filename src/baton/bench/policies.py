@@ -54,7 +54,7 @@ class PolicyOptions:
     """Blocks of the pool ÷ blocks that all slots would fill with answered requests of mean length."""
     max_tokens: int = 1024
     """What every client declares, unless it will generate more."""
-    speed: float = 3.0
+    speed: float = 5.0
     """Arrivals of the trace, so many times as fast."""
     block_size: int = 16
 

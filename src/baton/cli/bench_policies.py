@@ -41,7 +41,7 @@ def policies(
     max_num_seqs: Slots = 256,
     pool_share: PoolShare = 0.4,
     max_tokens: MaxTokens = 1024,
-    speed: Speed = 3.0,
+    speed: Speed = 5.0,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:

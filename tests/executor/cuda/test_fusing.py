@@ -113,6 +113,24 @@ def test_angles_that_are_looked_up_are_those_of_the_model(name: str) -> None:
     assert all(map(torch.equal, model.get_submodule(place)(NOTHING, places), wanted))
 
 
+class OneTable(torch.nn.Module):
+    """As some families have it: a complex number for each angle."""
+
+    rope_type = "default"
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        angles = position_ids[..., None].float() * torch.ones(4)
+        return torch.polar(torch.ones_like(angles), angles)
+
+
+def test_angles_of_another_kind_stay_as_they_are() -> None:
+    model = load_shape("tiny-qwen3", "float32").model
+    (place,) = [path for path, module in model.named_modules() if path.endswith("rotary_emb")]
+    model.set_submodule(place, OneTable())
+    fuse._replace_rotations(model, 64)
+    assert isinstance(model.get_submodule(place), OneTable)
+
+
 def test_angles_that_depend_on_the_length_stay_as_they_are() -> None:
     model = load_shape("tiny-qwen3", "float32").model
     (place,) = [path for path, module in model.named_modules() if path.endswith("rotary_emb")]

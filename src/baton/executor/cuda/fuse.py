@@ -68,7 +68,7 @@ def fuse_for_cuda(loaded: LoadedModel, bench: Workbench, positions: int) -> None
     with torch.inference_mode():
         probe = take_probe(loaded, bench)
         layers = _replace_layers(loaded.model, loaded.layers, bench, probe)
-        norms = _replace_norms(loaded.model, bench, probe)
+        norms = _replace_norms(loaded.model, probe)
         _replace_head(loaded.model, bench)
         _replace_rotations(loaded.model, positions)
         if bench.invariant:
@@ -115,13 +115,13 @@ def _replace_layers(model: PreTrainedModel, layers: list[LayerSpec], bench: Work
     return fused
 
 
-def _replace_norms(model: PreTrainedModel, bench: Workbench, probe: CudaProbe) -> int:
+def _replace_norms(model: PreTrainedModel, probe: CudaProbe) -> int:
     replaced = 0
     for name, module in list(model.named_modules()):
         parameters = dict(module.named_parameters())
         if "Norm" not in type(module).__name__ or set(parameters) != {"weight"} or name not in probe.seen:
             continue
-        candidate = probe.first_agreeing(partial(FusedNorm, module, bench), name)
+        candidate = probe.first_agreeing(partial(FusedNorm, module), name)
         if candidate is not None:
             model.set_submodule(name, candidate)
             replaced += 1
@@ -139,7 +139,9 @@ def _replace_rotations(model: PreTrainedModel, positions: int) -> None:
     for name, module in list(model.named_modules()):
         steady = vars_of(module, "rope_type", None) in STEADY_ROTATIONS
         if steady and list(signature(module.forward).parameters) == ["x", "position_ids"]:
-            model.set_submodule(name, TabledRotary(module, positions, model.dtype, model.device))
+            tabled = TabledRotary.of(module, positions, torch.empty(0, dtype=model.dtype, device=model.device))
+            if tabled is not None:
+                model.set_submodule(name, tabled)
 
 
 def _replace_linears(model: PreTrainedModel, bench: Workbench) -> None:

@@ -117,8 +117,7 @@ def stream_rows(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """`inputs` and `weights` are descriptors; gated weights are two halves of a whole, and a tile has a share of both.
-    `squares` may be `next_squares`: they are read before anything is written."""
+    """`inputs` and `weights` are descriptors; gated weights are two halves of a whole, and a tile has a share of both."""
     OWN: gl.constexpr = COLUMNS // 2 if GATED else COLUMNS
     BYTES: gl.constexpr = (COLUMNS + ROWS) * WIDTH * 2
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(

@@ -45,7 +45,7 @@ class FusedLayer(torch.nn.Module):
         """`offset` is added to the weights of norms: some families store their distance from one."""
         super().__init__()
         attention = layer.get_submodule("self_attn")
-        self._bench, self._spec, self._index = bench, spec, index
+        self._spec, self._index = spec, index
         self.then: Norm | None = None
         """The norm that comes after this layer, where that is known."""
         self.first = _norm(layer.get_submodule("input_layernorm"), offset)
@@ -94,13 +94,13 @@ class GatedMlp(torch.nn.Module):
 class KeptMlp(torch.nn.Module):
     """Of another kind, as `transformers` wrote it."""
 
-    def __init__(self, mlp: torch.nn.Module, bench: Workbench) -> None:
+    def __init__(self, mlp: torch.nn.Module) -> None:
         super().__init__()
         self._inner = mlp
-        self._bench = bench
 
     def forward(self, rows: Rows, norm: Norm, _then: Norm | None) -> Rows:
-        out = self._inner(normed(rows.plain, norm).unsqueeze(0))
+        x, due = rows.ready_for(norm)
+        out = self._inner((x if due is None else normed(x, due)).unsqueeze(0))
         if not isinstance(out, torch.Tensor):
             raise TypeError("an MLP that answers with more than its output")
         return Rows(rows.plain + out[0])
@@ -109,15 +109,14 @@ class KeptMlp(torch.nn.Module):
 def _mlp(mlp: torch.nn.Module, bench: Workbench) -> GatedMlp | KeptMlp:
     parts = dict(mlp.named_children())
     if set(parts) != MLP_PARTS or not all(isinstance(parts[name], torch.nn.Linear) for name in MLP_PARTS - {"act_fn"}):
-        return KeptMlp(mlp, bench)
+        return KeptMlp(mlp)
     return GatedMlp(mlp, bench)
 
 
 class FusedNorm(torch.nn.Module):
-    def __init__(self, norm: torch.nn.Module, bench: Workbench, offset: float) -> None:
+    def __init__(self, norm: torch.nn.Module, offset: float) -> None:
         super().__init__()
         self._norm = _norm(norm, offset)
-        self._bench = bench
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return normed(x.reshape(-1, x.shape[-1]).contiguous(), self._norm).view(x.shape)
@@ -126,11 +125,19 @@ class FusedNorm(torch.nn.Module):
 class TabledRotary(torch.nn.Module):
     """Cosines and sines of every position, made once by the model's own module: a step only looks them up."""
 
-    def __init__(self, rotary: torch.nn.Module, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+        """[positions, dim]"""
         super().__init__()
-        every = torch.arange(positions, device=device)[None]
-        cosines, sines = rotary(torch.empty(0, dtype=dtype, device=device), every)
-        self._cosines, self._sines = cosines[0], sines[0]
+        self._cosines, self._sines = cosines, sines
+
+    @classmethod
+    def of(cls, rotary: torch.nn.Module, positions: int, like: torch.Tensor) -> TabledRotary | None:
+        """None of a module that answers with anything but two such tables."""
+        every = torch.arange(positions, device=like.device)[None]
+        made = rotary(like, every)
+        if isinstance(made, tuple) and [table.shape[:-1] for table in made] == [every.shape] * 2:
+            return cls(made[0][0], made[1][0])
+        return None
 
     def forward(self, _x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         look_up = torch.nn.functional.embedding

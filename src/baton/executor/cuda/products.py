@@ -1,15 +1,15 @@
 """Linear maps on a CUDA device: which kernel multiplies, by how many rows there are, and what it does on the way.
 
-    rows        1            2 … FEW_ROWS_MAX        … SPLIT_ROWS_MAX        more
-    kernel      one_row      few_rows                the library's           the library's
-    norm        inside       before                  before                  before
-    gate        inside       inside                  after                   after
-    residual    inside       inside                  inside                  inside
+    rows        1            2 … FEW_ROWS_MAX        more
+    kernel      one_row      few_rows                the library's
+    norm        inside       before                  before
+    gate        inside       inside                  after
+    residual    inside       inside                  inside
 
     on Hopper   1 … ROWS_MAX                         … SPLIT_ROWS_MAX
     kernel      stream_rows                          the library's, in two halves of K
-    norm        half inside, half in the             in one with adding up the halves
-                product before
+    norm        half inside, half in the product     in one with adding up the halves
+                before; or else before
     residual    inside                               the same
 
 Few rows are bound by reading the weights.
@@ -19,6 +19,7 @@ With `invariant`, one kernel of one tile size serves every number of rows: a row
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from dataclasses import dataclass
@@ -91,12 +92,18 @@ class Workbench:
     def _try_streams(self, device: torch.device) -> None:
         """Gluon is young and changes: where this release speaks another one, the other kernels do."""
         weight = torch.ones(TILE_COLUMNS, TILE_COLUMNS, dtype=torch.bfloat16, device=device)
+        torch.cuda.synchronize(device)  # weights are read before the kernel before has ended
         try:
+            importlib.import_module("baton.executor.cuda.kernels_decode_early")
             right = bool((Linear(weight, None, self)(weight) == TILE_COLUMNS).all())
+        except torch.OutOfMemoryError:
+            raise
         except REFUSALS as reason:
-            log.warning("products are slower than they could be: %s", str(reason).split("\n")[0])
-            right = False
+            log.warning("decodes are slower than they could be: %s", str(reason).split("\n")[0])
+            self.streams = None
+            return
         if not right:
+            log.warning("decodes are slower than they could be: streamed products are wrong on this device")
             self.streams = None
             return
         log.info("few rows are streamed: weights and KV come before what they meet is there")
@@ -171,8 +178,10 @@ class Linear:
         """residual + x · weightᵀ, which the norm `then` comes after."""
         cut = self._cut(x.shape[0])
         if cut is not None:
-            return self._stream(x, cut, residual=residual, then=then)
-        if then is not None and self._streams and self._bias is None and x.shape[0] <= SPLIT_ROWS_MAX:
+            # Before it is scaled down, a row times the norm's weights may be more than float16 can say.
+            return self._stream(x, cut, residual=residual, then=then if x.dtype is torch.bfloat16 else None)
+        splits = self._streams and self._bias is None and self.width % 2 == 0
+        if then is not None and splits and FEW_ROWS_MAX < x.shape[0] <= SPLIT_ROWS_MAX:
             return self._in_halves(residual, x, then)
         return Rows(self(x, residual=residual))
 

@@ -100,7 +100,7 @@ class Stepper:
         """For what the device's own sampler leaves to the host."""
         self._drawn = torch.zeros(rows, dtype=torch.int32, device=device)
         self._uploads = Uploads(8 * step_tokens + 32 * shape.slots, device)
-        self._downloads = Downloads(shape.slots * (7 + shape.burst), device)
+        self._downloads = Downloads(shape.slots * (8 + shape.burst), device)
         self._decoding: Int32s | None = None
         """What `decode_slots` on the device hold."""
 
