@@ -49,7 +49,7 @@ PROMPTS = sum(len(body["prompt"]) if isinstance(body["prompt"][0], list) else 1 
 """Of several choices the first one is handed over, and the others share its KV."""
 
 
-@pytest.fixture(scope="module", params=["scripted", "tiny"])
+@pytest.fixture(scope="module", params=[pytest.param("scripted", marks=pytest.mark.slow), "tiny"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     if request.param == "scripted":
         return ("--executor", "scripted", *CHUNKED)

@@ -242,5 +242,6 @@ def test_a_planted_bug_is_caught_by_its_case(
         case()
 
 
+@pytest.mark.slow
 def test_without_a_planted_bug_the_same_load_passes() -> None:
     _load()
