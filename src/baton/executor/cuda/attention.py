@@ -24,6 +24,8 @@ from baton.executor.kv import LayerKv, LayerSpec
 LayerWritten = Callable[[int], None]
 CHUNK_QUERIES = 128
 INVARIANT_QUERIES = 64
+EARLY_DIM = 128
+"""Of heads whose attention may begin early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +229,15 @@ class CudaAttention:
             qkv, kv.keys, kv.values, out, self._batch.tables, work.records, work.partials, work.partial_sums, work.arrived,
             rotation.cosines, rotation.sines, work.partials if rotation.norms is None else rotation.norms, qkv.stride(0),
             kv.keys.stride(0), kv.keys.stride(1), self._batch.tables.stride(0), rotation.cosines.stride(0), spec.scaling,
-            spec.softcap or 0.0, spec.window or 0, rotation.epsilon, GROUP=group, KV_HEADS=spec.kv_heads, DIM=spec.key_dim,
+            spec.window or 0, rotation.epsilon, GROUP=group, KV_HEADS=spec.kv_heads, DIM=spec.key_dim,
             BLOCK_SIZE=kv.keys.shape[2], FEW_ROWS=few, TOKENS=tiles.tokens, TOGETHER=16 if few <= 4 else 4,
-            HAS_NORMS=rotation.norms is not None, HAS_SOFTCAP=spec.softcap is not None, HAS_WINDOW=spec.window is not None,
-            STAGES=tiles.stages, num_warps=tiles.warps, launch_pdl=True,
+            HAS_NORMS=rotation.norms is not None,
+            HAS_WINDOW=spec.window is not None, STAGES=tiles.stages, num_warps=tiles.warps, launch_pdl=True,
         )  # fmt: skip
 
 
 def _suits_early(dtype: torch.dtype, spec: LayerSpec, heads: int) -> bool:
-    return dtype.itemsize == 2 and spec.key_dim in (64, 128) and heads // spec.kv_heads <= 16
+    return dtype.itemsize == 2 and spec.key_dim == EARLY_DIM and spec.softcap is None and heads // spec.kv_heads <= 16
 
 
 def _early_tiles(sequences: int, kv_heads: int, processors: int) -> _Tiles:

@@ -5,8 +5,8 @@
 
 What is cached does not depend on the step, so each program fetches its first tiles while queries, keys and values of the
 new token are still being made (`launch_pdl`), and lets the product after it begin with its weights. For what
-`kernels_decode` does with ROTATES, one query a sequence, numbers of two bytes and common sizes of heads; the rest stays
-there.
+`kernels_decode` does with ROTATES where a sequence has one query, numbers two bytes and heads 128 of them; the rest, and
+scores that are capped, stay there.
 
 Written in Gluon, Triton's lower language: how far ahead KV is asked for must be said, not left to a compiler.
 """
@@ -43,13 +43,6 @@ def _turned(x, y, cosine, sine, norm, other_norm, sign, epsilon, DIM: gl.constex
         x = x * scale * norm[None, :]
         y = y * scale * other_norm[None, :]
     return x * cosine[None, :] + sign[None, :] * y * sine[None, :]
-
-
-@gluon.jit
-def _capped(scores, softcap, HAS_SOFTCAP: gl.constexpr):
-    if HAS_SOFTCAP:
-        scores = softcap * (1.0 - 2.0 / (1.0 + gl.exp(2.0 * scores / softcap)))
-    return scores
 
 
 @gluon.jit
@@ -142,7 +135,6 @@ def attend_early(
     table_stride,
     rotary_stride,
     scale,
-    softcap,
     window,
     epsilon,
     GROUP: gl.constexpr,
@@ -153,7 +145,6 @@ def attend_early(
     TOKENS: gl.constexpr,
     TOGETHER: gl.constexpr,
     HAS_NORMS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
@@ -236,7 +227,7 @@ def attend_early(
         # The new token is what the sums begin with.
         new_score = gl.convert_layout(gl.sum(q.to(gl.float32) * new_key.to(gl.float32), 1), gl.SliceLayout(1, PRODUCT))
         once = has_new.to(gl.float32)
-        top = gl.where(has_new, _capped(new_score * scale, softcap, HAS_SOFTCAP) * LOG2_E, -float("inf"))
+        top = gl.where(has_new, new_score * scale * LOG2_E, -float("inf"))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, PRODUCT)) + once
         sums = gl.zeros([ROWS, DIM], gl.float32, PRODUCT) + new_value_out[None, :] * once
         masses = gl.zeros([ROWS, TOKENS], gl.float32, PRODUCT)  # added up across threads once, at the end
@@ -250,7 +241,6 @@ def attend_early(
             ahead = gl.load(table + gl.minimum(start + (STAGES + 1) * TOKENS + lane, last) // BLOCK_SIZE)
             k = key_room.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, PRODUCT, 2))
             scores = mma_v2(q, k, gl.zeros([ROWS, TOKENS], gl.float32, PRODUCT)) * scale
-            scores = _capped(scores, softcap, HAS_SOFTCAP)
             seen = start + nearby < end
             if HAS_WINDOW:
                 seen = seen & (position - start - nearby < window)
