@@ -35,6 +35,7 @@ def test_the_small_world_hands_over_in_one_chunk_in_several_and_behind_a_cached_
     assert "abort" in verdict.ends
 
 
+@pytest.mark.slow
 def test_a_crash_after_any_event_of_either_instance_breaks_no_law() -> None:
     scenario = world()
     for event in range(1, events_of(scenario) + 1):

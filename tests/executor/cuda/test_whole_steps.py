@@ -134,7 +134,7 @@ def told_of(result: StepResult) -> dict[str, object]:
 
 
 @pytest.mark.usefixtures("without_a_device")
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_with_drafts_yield_what_the_cpu_executor_yields(batch_invariant: bool) -> None:
     reference = on_cpu()
     wanted = [told_of(result) for result in results_of(reference)]
@@ -197,7 +197,7 @@ def told_and_left(
 @pytest.mark.parametrize(
     ("wishes", "invariant"),
     [
-        pytest.param((GREEDY, PENALISED, REPORTED, GREEDY), False, id="drawn by the host"),
+        pytest.param((GREEDY, PENALISED, REPORTED, GREEDY), False, id="drawn by the host", marks=pytest.mark.slow),
         pytest.param(
             tuple(Sampling(seed=4, temperature=heat) for heat in (0.0, 1.0, 0.0, 0.7)),
             True,
