@@ -197,7 +197,7 @@ def told_and_left(
 @pytest.mark.parametrize(
     ("wishes", "invariant"),
     [
-        pytest.param((GREEDY, PENALISED, REPORTED, GREEDY), False, id="drawn by the host", marks=pytest.mark.slow),
+        pytest.param((GREEDY, PENALISED, REPORTED, GREEDY), False, id="drawn by the host"),
         pytest.param(
             tuple(Sampling(seed=4, temperature=heat) for heat in (0.0, 1.0, 0.0, 0.7)),
             True,
