@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.bench import gpu_parts
+from baton.bench.gpu import WRONG, main
 from baton.bench.gpu_floor import Rates
 from baton.bench.gpu_parts import PARTS, Bench, Scale, parts_named
 from baton.bench.gpu_peer import PeerFailed, PeerRun, load_peer, run_peer
@@ -150,3 +151,9 @@ def test_it_runs_where_the_libraries_of_the_servers_are_missing() -> None:
     script = f"import sys\n{blocked}\nimport baton.bench.gpu, baton.bench.gpu_parts, baton.bench.gpu_work"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
+def test_without_a_device_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == WRONG
+    assert capsys.readouterr() == ("", "torch sees no CUDA device here\n")

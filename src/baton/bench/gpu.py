@@ -66,9 +66,10 @@ def exit_code(report: GpuReport) -> int:
 
 def _measure(options: GpuOptions, say: Callable[[str], None]) -> GpuReport:
     # Imported here because it brings torch, which showing a report does without.
-    from baton.bench.gpu_parts import PARTS, parts_named
+    from baton.bench.gpu_parts import PARTS, need_device, parts_named
 
     parts = parts_named(options.only or tuple(PARTS))
+    need_device()
     sizes = ("--shape", options.shape, "--attention", options.attention, "--block-size", str(options.block_size))
 
     def command(left: Sequence[str], notes: Path) -> list[str]:

@@ -496,9 +496,13 @@ def _of_read_rate(what: str, read_bytes: float, spent_s: float, found: Rates, at
     return Row(what, spent_s * 1e3, "ms", against, rate / found.read_bytes_per_s, at_least=at_least)
 
 
-def measured_rates(device: str) -> Rates:
+def need_device() -> None:
     if not torch.cuda.is_available():
         raise CannotMeasure("torch sees no CUDA device here")
+
+
+def measured_rates(device: str) -> Rates:
+    need_device()
     return measure_rates(torch.device(device))
 
 
