@@ -299,7 +299,8 @@ def attention(bench: Bench) -> PartResult:
             result.rows.append(_of_read_rate(what, kv_bytes, spent_s, bench.rates, wanted))
         else:
             result.notes.append(f"batch {batch}: the profiler named no kernel that attends")
-        result.notes.append(f"batch {batch}, kernels by time:\n{busiest(spans, scale.profile_steps)}")
+        table = busiest(spans, scale.profile_steps)
+        result.notes.append(f"batch {batch}, kernels by time, each from the end of the one before:\n{table}")
     return result
 
 
