@@ -138,7 +138,7 @@ class Machine:
 def test_no_load_on_a_small_pool_loses_repeats_or_stalls_anything() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=180, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(config=shapes(), seed=st.integers(0, 2**32))
     def machine(config: WorkerConfig, seed: int) -> None:
         Machine(config, seed, seen).run()
