@@ -16,7 +16,13 @@ from baton.core.request import FinishReason, Phase, Sampling, Serial, Submission
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission
 
-STEPS_MIN = 50_000
+WANTED = {"steps": 50_000, "preemptions": 1000, "late acks": 100, "aborts in flight": 100, "unsatisfied chunks": 1}
+MORE_MAX = 100
+CROWDED = WorkerConfig(
+    slots=8, blocks=18, block_size=4, context_tokens=48, step_tokens=32, burst=2, depth=3, prefix_cache=True,
+    reserve=ReservePolicy.NONE, ratio_decay=0.001, fixed_blocks=0, victims=VictimPolicy.NEWEST, max_preemptions=8,
+)  # fmt: skip
+"""Many that yield to each other."""
 PASSES_TO_FINISH_MAX = 60_000
 
 
@@ -138,15 +144,15 @@ class Machine:
 def test_no_load_on_a_small_pool_loses_repeats_or_stalls_anything() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=180, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(config=shapes(), seed=st.integers(0, 2**32))
     def machine(config: WorkerConfig, seed: int) -> None:
         Machine(config, seed, seen).run()
 
     machine()
+    for seed in range(MORE_MAX):  # which loads are found depends on much; that they are enough must not
+        if all(seen[what] >= least for what, least in WANTED.items()):
+            break
+        Machine(CROWDED, seed, seen).run()
     print(f"\n{dict(seen)}")
-    assert seen["steps"] >= STEPS_MIN
-    assert seen["preemptions"] >= 1000
-    assert seen["late acks"] >= 100
-    assert seen["aborts in flight"] >= 100
-    assert seen["unsatisfied chunks"] > 0
+    assert {what: seen[what] for what, least in WANTED.items() if seen[what] < least} == {}
