@@ -15,24 +15,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-try:  # as newer releases call them
-    from triton.experimental.gluon.language import barrier as all_threads
+from baton.executor.cuda.kernels_early import all_threads, await_inputs, let_begin
+
+try:  # as newer releases call it
     from triton.experimental.gluon.language.nvidia.ampere.async_copy import async_load
 except ImportError:
-    from triton.experimental.gluon.language import thread_barrier as all_threads
     from triton.experimental.gluon.language.nvidia.ampere.async_copy import async_copy_global_to_shared as async_load
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _let_begin():
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _await_inputs():
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -165,7 +155,7 @@ def attend_early(
     position = gl.load(record + 5)
     count = gl.load(record + 6)
     nth = gl.load(record + 7)
-    _let_begin()
+    let_begin()
     if sequence >= 0:
         table = tables + own_slot.to(gl.int64) * table_stride
         has_new = end == context
@@ -188,7 +178,7 @@ def attend_early(
         ahead = gl.load(table + gl.minimum(low + STAGES * TOKENS + lane, last) // BLOCK_SIZE)
         new_block = gl.load(table + end // BLOCK_SIZE).to(gl.int64)
 
-        _await_inputs()
+        await_inputs()
         row = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
         row_in = (row < GROUP)[:, None]
         dim = gl.arange(0, DIM, gl.SliceLayout(0, COPY))
@@ -285,4 +275,4 @@ def attend_early(
                     FEW_ROWS, TOGETHER, num_warps,
                 )  # fmt: skip
     else:
-        _await_inputs()  # or, with nobody at work, the product after this kernel would not be behind the one before it
+        await_inputs()  # or, with nobody at work, the product after this kernel would not be behind the one before it

@@ -6,7 +6,7 @@
     this one                 weights of STAGES tiles   │ x │ multiply, refill, multiply, refill …
 
 One program a processor fills its shared memory with weights while the kernel before still runs (`launch_pdl`), and only
-then waits for x: the memory has no pause between two products. Until `_await_inputs` nothing may be read that a kernel of
+then waits for x: the memory has no pause between two products. Until `await_inputs` nothing may be read that a kernel of
 the step writes. A program owns whole units of work, a unit being COLUMNS rows of the weight and one of DEPTH shares of K;
 whichever program of a tile ends last adds the shares up, always in the same order.
 
@@ -26,19 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-try:  # as newer releases call them
-    from triton.experimental.gluon.language import barrier as all_threads
+from baton.executor.cuda.kernels_early import all_threads, await_inputs, let_begin
+
+try:  # as newer releases call it
     from triton.experimental.gluon.language.nvidia.hopper.tma import async_load
 except ImportError:
-    from triton.experimental.gluon.language import thread_barrier as all_threads
     from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_global_to_shared as async_load
-
-
-@gluon.jit
-def _await_inputs():
-    """Until the kernel before has ended; then the kernel after may begin."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -146,7 +139,8 @@ def stream_rows(
     for slot in gl.static_range(STAGES):
         _ask_weights(unit < units, slot, unit, at, each, weights, weight_room, ready, OWN, DEPTH, GATED, BYTES)
         unit, at = _onward(unit, at, each, programs, WIDTH)
-    _await_inputs()
+    await_inputs()
+    let_begin()
     unit = program
     at = 0
     for slot in gl.static_range(STAGES):

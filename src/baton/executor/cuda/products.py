@@ -142,7 +142,7 @@ class Linear:
         self._gate = gate
         self.columns = weight.shape[0] if gate is None else weight.shape[0] // 2
         self.width = weight.shape[1]
-        self._described: dict[int, object] = {}
+        self._tiled: dict[int, object] = {}
         self._streams = bench.streams is not None and weight.dtype.itemsize == 2
         self._one_width = math.gcd(self.width, 512 if gate is not None or self.columns > self.width else 1024)
         self._few_width = math.gcd(self.width, 128)
@@ -240,11 +240,11 @@ class Linear:
 
     def _tiles(self, width: int) -> object:
         """The weight, in tiles of that width."""
-        if width not in self._described:
+        if width not in self._tiled:
             halves = self.weight if self._gate is None else self.weight.view(2, self.columns, self.width)
             block = [TILE_COLUMNS] if self._gate is None else [2, TILE_COLUMNS // 2]
-            self._described[width] = _described(halves, [*block, width])
-        return self._described[width]
+            self._tiled[width] = _described(halves, [*block, width])
+        return self._tiled[width]
 
     def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         return x if norm is None else normed(x, norm)
