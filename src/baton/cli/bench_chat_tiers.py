@@ -14,7 +14,7 @@ from baton.bench.report import write_json
 from baton.bench.talks import NoTalks, find_talks, read_talks
 from baton.bench.tier_sides import SCRIPTED
 from baton.bench.traces import TraceMalformed
-from baton.cli.bench import OurArgs, Pairs, Seed
+from baton.cli.bench_compare import OurArgs, Pairs, Seed
 from baton.cli.bench_routing import TraceFile, TracesFolder
 from baton.cli.bench_screen import model_folder, progress_bar, refuse, stop_servers_on_sigterm, voice_of, wide_console
 from baton.sim.workload import BadWorkload

@@ -29,7 +29,7 @@ from baton.bench.predict import (
 )
 from baton.bench.report import write_json
 from baton.bench.turns import Voice
-from baton.cli.bench import Seed
+from baton.cli.bench_compare import Seed
 from baton.cli.bench_screen import model_folder, progress_bar, refuse, stop_servers_on_sigterm, voice_of, wide_console
 from baton.core.errors import BatonError
 from baton.node.settings import EngineSettings

@@ -9,7 +9,7 @@ import typer
 
 from baton.bench.pressure import Pressure, PressureOptions, contenders_of, show
 from baton.bench.report import write_json
-from baton.cli.bench import OurArgs, Pairs, PeerArgs, PeerOption, Seed
+from baton.cli.bench_compare import OurArgs, Pairs, PeerArgs, PeerOption, Seed
 from baton.cli.bench_screen import model_folder, progress_bar, stop_servers_on_sigterm, voice_of, wide_console
 
 PressureJson = Annotated[Path, typer.Option("--json", dir_okay=False, help="Where the numbers go.")]

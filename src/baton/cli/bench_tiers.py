@@ -11,7 +11,7 @@ import typer
 from baton.bench.report import write_json
 from baton.bench.tier_sides import SCRIPTED
 from baton.bench.tiers import Load, TierBench, TierOptions, show
-from baton.cli.bench import OurArgs, Pairs, Seed
+from baton.cli.bench_compare import OurArgs, Pairs, Seed
 from baton.cli.bench_screen import model_folder, progress_bar, stop_servers_on_sigterm, voice_of, wide_console
 
 ModelName = Annotated[str, typer.Argument(help="Model folder, a built-in model, or scripted for none.")]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from baton.cli.sim_fuzz import fuzz, replay
-from baton.cli.sim_run import run
+from baton.cli.lazily import loading
 
-sim_app = typer.Typer(
-    help="Run a whole cluster in virtual time: the scheduler that serves, with machines that are only modelled.",
-    no_args_is_help=True,
-)
+COMMANDS = {
+    "run": "baton.cli.sim_run:run",
+    "fuzz": "baton.cli.sim_fuzz:fuzz",
+    "replay": "baton.cli.sim_fuzz:replay",
+}
+
+sim_app = typer.Typer(cls=loading(COMMANDS), no_args_is_help=True, add_completion=False)
 
 
-sim_app.command()(run)
-sim_app.command()(fuzz)
-sim_app.command()(replay)
+@sim_app.callback()
+def sim() -> None:
+    """Run a whole cluster in virtual time: the scheduler that serves, with machines that are only modelled."""

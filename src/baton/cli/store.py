@@ -21,6 +21,7 @@ from baton.wire.envelope import Flaw, object_name, open_any
 store_app = typer.Typer(
     help="Stores of KV: what is in them, whether it is sound, and how to empty them.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
 )
 
