@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -282,17 +282,6 @@ def test_a_file_that_cannot_be_read_is_told(serve: Serve, tmp_path: Path) -> Non
     assert "bytes.toml" in serve.error("--config", str(tmp_path / "bytes.toml"))
 
 
-@pytest.fixture
-def loggers() -> Iterator[None]:
-    ours, access = logging.getLogger("baton"), logging.getLogger("baton.access")
-    before = ours.handlers[:], ours.propagate, ours.level, access.level
-    yield
-    ours.handlers[:], ours.propagate = before[0], before[1]
-    ours.setLevel(before[2])
-    access.setLevel(before[3])
-
-
-@pytest.mark.usefixtures("loggers")
 @pytest.mark.parametrize(
     ("level", "access_log", "shown"),
     [

@@ -44,8 +44,8 @@ def _shapes() -> list[WorkerConfig]:
 
 def _load() -> None:
     """The random loads; raises whatever law, comparison or time limit finds."""
-    for shape in _shapes():
-        for seed in range(SEEDS):
+    for seed in range(SEEDS):
+        for shape in _shapes():
             Machine(shape, seed, Counter()).run()
 
 

@@ -147,7 +147,7 @@ def test_steps_with_drafts_yield_what_the_cpu_executor_yields(batch_invariant: b
     given = [told_of(result) for result in results_of(executor)]
     executor.close()
     assert given == wanted
-    assert layers == [(step, layer) for step in range(1, STEPS + 2) for layer in range(3)]
+    assert layers == [(step, layer) for step in range(1, STEPS + 2) for layer in range(2)]
     everything = [name for told in wanted for name in told["outcomes"]]
     assert {"TOKENS", "NOTHING_OUT_OF_BLOCKS"} == set(everything), "some decode had no block"
     assert any(2 in told["counts"] for told in wanted), "some drafts stood"
