@@ -16,8 +16,8 @@ from baton.core.request import FinishReason, Phase, Sampling, Serial, Submission
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission
 
-WANTED = {"steps": 50_000, "preemptions": 1000, "late acks": 100, "aborts in flight": 100, "unsatisfied chunks": 1}
-MORE_MAX = 100
+WANTED = {"steps": 100_000, "preemptions": 1000, "late acks": 100, "aborts in flight": 100, "unsatisfied chunks": 1}
+MORE_MAX = 200
 CROWDED = WorkerConfig(
     slots=8, blocks=18, block_size=4, context_tokens=48, step_tokens=32, burst=2, depth=3, prefix_cache=True,
     reserve=ReservePolicy.NONE, ratio_decay=0.001, fixed_blocks=0, victims=VictimPolicy.NEWEST, max_preemptions=8,
@@ -144,7 +144,7 @@ class Machine:
 def test_no_load_on_a_small_pool_loses_repeats_or_stalls_anything() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=320, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(config=shapes(), seed=st.integers(0, 2**32))
     def machine(config: WorkerConfig, seed: int) -> None:
         Machine(config, seed, seen).run()

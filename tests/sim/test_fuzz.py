@@ -1,4 +1,4 @@
-"""Worlds with faults: one seed is one world anywhere, two thousand of them are clean, and a failure is told well."""
+"""Worlds with faults: one seed is one world anywhere, hundreds of them are clean, and a failure is told well."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from baton.sim.fuzz import EVERY_FAULT, NothingBroken, ShardDied, Totals, run_ma
 from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
 from baton.sim.shard import SeedReport
 
-SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "80"))
+SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "200"))
 SAMPLE = range(0, 2000, 123)
 
 
