@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-Places = Mapping[str, str]
-"""Of a command, the module and the name in it: a function, or a group of commands."""
 
+def loading(places: Mapping[str, str]) -> type[TyperGroup]:
+    """A class of groups, for Typer's `cls`, with these commands in this order.
 
-def loading(places: Places) -> type[TyperGroup]:
-    """A class of groups with these commands, in this order; give it to Typer as `cls`."""
+    A place is `module:name`, of a function or of a group of its own.
+    """
 
     class Group(TyperGroup):
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
-            self.commands = _OnDemand(places)
+            self.commands = dict[str, Any].fromkeys(places)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            if cmd_name in places and self.commands[cmd_name] is None:
+                self.commands[cmd_name] = _load(cmd_name, places[cmd_name])
+            return self.commands.get(cmd_name)
 
     return Group
-
-
-class _OnDemand(MutableMapping[str, Any]):
-    def __init__(self, places: Places) -> None:
-        self._commands: dict[str, Any] = dict.fromkeys(places)
-        self._places = places
-
-    def __getitem__(self, name: str) -> Any:
-        if self._commands[name] is None:
-            self._commands[name] = _load(name, self._places[name])
-        return self._commands[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._commands[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._commands[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._commands)
-
-    def __len__(self) -> int:
-        return len(self._commands)
 
 
 def _load(name: str, place: str) -> Any:
