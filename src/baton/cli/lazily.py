@@ -19,12 +19,13 @@ def loading(places: Mapping[str, str]) -> type[TyperGroup]:
     class Group(TyperGroup):
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
-            self.commands = dict[str, Any].fromkeys(places)
+            named: dict[str, Any] = dict.fromkeys(places)
+            self.commands = named
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             if cmd_name in places and self.commands[cmd_name] is None:
                 self.commands[cmd_name] = _load(cmd_name, places[cmd_name])
-            return self.commands.get(cmd_name)
+            return super().get_command(ctx, cmd_name)
 
     return Group
 
