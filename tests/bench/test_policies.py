@@ -78,7 +78,6 @@ def test_a_request_without_an_answer_fails_the_run(trace: Path) -> None:
         work.run(lambda _what: None, lambda _ended: None)
 
 
-@pytest.mark.slow
 def test_the_command_draws_and_writes(trace: Path, tmp_path: Path) -> None:
     more = ["--requests", "20", "--seeds", "2", "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.png")]
     ran = CliRunner().invoke(app, ["bench", "policies", "--traces", str(trace.parent), *more])

@@ -145,7 +145,6 @@ def test_loads_take_turns_and_share_no_prompt(turns: FakeTurns) -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-@pytest.mark.slow
 def test_drift_of_the_machine_is_in_both_sides_of_a_ratio(turns: FakeTurns) -> None:
     slow = iter([1.0, 1.0, 3.0, 3.0, 3.0, 1.0, 1.0])
     turns.slowness = lambda run: {2: 3.0, 3: 3.0}.get(run, 1.0)
@@ -276,7 +275,6 @@ def test_loads_without_room_are_refused() -> None:
         settings_of("model", [ServingLoad(2000, 1, 1)])
 
 
-@pytest.mark.slow
 def test_admission_costs_something() -> None:
     few, many = admission_costs_us([(4, 16), (16, 64)])
     assert min(few, many) > 0.0

@@ -33,7 +33,6 @@ def options(trace: Path) -> PathOptions:
     return PathOptions(trace, seeds=2, sessions=6, clients=3, input_scale=200.0, giver_blocks=3000)
 
 
-@pytest.mark.slow
 def test_both_paths_answer_the_same_sessions_and_are_compared_seed_by_seed(trace: Path) -> None:
     report = Paths(options(trace)).run(lambda _what: None, lambda: None, processes=2)
     assert [len(report.of(kind)) for kind in Kind] == [2, 2, 2]

@@ -148,7 +148,6 @@ def test_what_the_taker_has_already_is_not_sent_and_what_the_giver_has_is_not_co
     three.settle()
 
 
-@pytest.mark.slow
 def test_who_may_not_resume_is_told_what_was_generated_and_a_client_can_go_on_from_there(
     model: tuple[str, ...], mixed: ServerProcess
 ) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import httpx2 as httpx
@@ -135,7 +134,6 @@ def _until_draining(server: ServerProcess) -> httpx.Response:
     raise AssertionError("never drained")
 
 
-@pytest.mark.slow
 def test_a_second_signal_stops_at_once() -> None:
     with baton_serve(*SCRIPTED, "--step-ms", "50") as server:
         body = {"model": "scripted", "prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True}
@@ -166,24 +164,21 @@ def _wait_readable(descriptor: int) -> None:
     select.select([descriptor], [], [])
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         (("--host", "0.0.0.0"), "--api-key"),  # noqa: S104
+        (("--kv-memory", "lots"), "not a size"),
         (("--max-num-batched-tokens", "8"), "step_tokens"),
+        (("--block-size", "0"), "block-size"),
         (("--speculate", "ngram", "--draft-tokens", "16"), "must be less than --block-size (16)"),
-        slow(("--kv-memory", "lots"), "not a size"),
-        slow(("--block-size", "0"), "block-size"),
-        slow(
+        (
             ("--speculate", "naive", "--max-num-batched-tokens", "319"),
             "must be at least --max-num-seqs × (1 + --draft-tokens)",
         ),
-        slow(("--speculate", "ngram", "--ngram-max", "1"), "ngram_min (2) and ngram_max (1)"),
-        slow(("--no-such-option",), "No such option"),
-        slow(("--api-key", ""), "API key is empty"),
+        (("--speculate", "ngram", "--ngram-max", "1"), "ngram_min (2) and ngram_max (1)"),
+        (("--no-such-option",), "No such option"),
+        (("--api-key", ""), "API key is empty"),
         (("--chat-template", "/nowhere.jinja"), "nowhere.jinja"),
     ],
 )

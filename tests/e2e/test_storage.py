@@ -48,7 +48,7 @@ def test_what_yields_comes_back_from_host_memory() -> None:
         assert server.metric("baton_store_stored_blocks_total") == 0
 
 
-@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("killed", [False, True])
 def test_what_was_computed_is_there_in_the_next_life(tmp_path: Path, killed: bool) -> None:
     options = (*SHORT, "--kv-store", f"file:{tmp_path}/kv")
     with baton_serve(*options) as server:

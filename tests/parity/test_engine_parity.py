@@ -203,7 +203,7 @@ def test_an_abort_in_flight_leaves_others_exact(
     assert driver.worker.gauges().blocks.running == 0
 
 
-@pytest.mark.parametrize("seeded", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("seeded", [False, True])
 def test_preemption_on_a_pool_hardly_larger_than_one_request_changes_no_token(
     model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor], seeded: bool
 ) -> None:
