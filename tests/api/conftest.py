@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 
 from baton.api.app import create_app
+from baton.api.model_text import ModelText, SamplingDefaults
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText, SamplingDefaults
 from tests.api.engine import ScriptedEngine
 from tests.api.tokenizers_made_here import TEMPLATE, byte_level
 

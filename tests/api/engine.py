@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Fault, Gauges, Sink, TokenLogprob
-from baton.api.origin import Origin
+from baton.api.original_request import Origin
+from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal, Refused
-from baton.core.request import FinishReason, Submission
 
 Script = Callable[[Submission], Sequence[int]]
 

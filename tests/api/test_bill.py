@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.api.engine import Bill
-from baton.core.request import Submission
+from baton.core.engine.request import Submission
 from tests.api.conftest import Served
 from tests.api.engine import ScriptedEngine
 

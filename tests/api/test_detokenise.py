@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from baton.api.detokenise import ByteDetokenizer, WindowDetokenizer
-from baton.api.text import ModelText
+from baton.api.model_text import ModelText
 from tests.api.tokenizers_made_here import byte_fallback, byte_level, metaspace
 
 BYTE_LEVEL = byte_level()

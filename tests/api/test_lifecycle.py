@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from baton.api.app import create_app
+from baton.api.model_text import ModelText, SamplingDefaults
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText, SamplingDefaults
+from baton.core.engine.request import FinishReason
 from baton.core.errors import BatonError
-from baton.core.request import FinishReason
 from tests.api.conftest import REPLY, Served, serving
 from tests.api.engine import ScriptedEngine
 from tests.api.tokenizers_made_here import TEMPLATE

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from baton.api.text import ModelText
+from baton.api.model_text import ModelText
 from tests.api.conftest import REPLY, Served
 from tests.api.engine import ScriptedEngine
 

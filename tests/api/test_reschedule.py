@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from baton.api.engine import Bill, Ended, Fault
-from baton.api.text import ModelText
-from baton.core.request import FinishReason, Submission
+from baton.api.model_text import ModelText
+from baton.core.engine.request import FinishReason, Submission
 from tests.api.conftest import REPLY, Served
 from tests.api.engine import ScriptedEngine
 

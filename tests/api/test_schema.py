@@ -16,8 +16,8 @@ from schemathesis.specs.openapi.checks import (
 
 from baton.api.app import create_app
 from baton.api.engine import Fault
+from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText
 from baton.core.errors import Refusal, RefusalCode
 from tests.api.engine import ScriptedEngine
 from tests.api.tokenizers_made_here import TEMPLATE, byte_level

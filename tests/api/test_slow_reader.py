@@ -7,12 +7,12 @@ import json
 
 from starlette.types import Message
 
+from baton.api.generate import Server
 from baton.api.metrics import Metrics
-from baton.api.origin import Origin
-from baton.api.preparing import COMPLETION_PATH, Preparer
-from baton.api.sampling import Policy
-from baton.api.serving import Server
-from baton.api.text import ModelText, SamplingDefaults
+from baton.api.model_text import ModelText, SamplingDefaults
+from baton.api.original_request import Origin
+from baton.api.prepare import COMPLETION_PATH, Preparer
+from baton.api.submissions import Policy
 from tests.api.engine import ScriptedEngine
 
 TOKENS = 300

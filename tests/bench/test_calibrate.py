@@ -24,7 +24,7 @@ from baton.bench.calibrate import (
     model_sizes,
 )
 from baton.cli.main import app
-from baton.core.plan import StepPlan, StepResult
+from baton.core.engine.plan import StepPlan, StepResult
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
 from baton.sim.steptime import load_step_times

@@ -17,7 +17,7 @@ from baton.bench.gpu_floor import (
     prefill_operations,
     sizes_of,
 )
-from baton.executor.shapes import SHAPES
+from baton.executor.model_shapes import SHAPES
 
 H200 = Rates(4.34e12, 790e12)
 QWEN = sizes_of(SHAPES["qwen3-8b"])

@@ -14,7 +14,7 @@ from baton.bench.gpu_model import TooFewPoints, step_times_of
 from baton.bench.gpu_parts import Scale
 from baton.bench.gpu_report import GpuReport, PartResult, Row, StepPoint, write_report
 from baton.cli.main import app
-from baton.executor.shapes import SHAPES
+from baton.executor.model_shapes import SHAPES
 from baton.sim.steptime import StepTimes, load_step_times
 
 RATES = Rates(4.34e12, 790e12)

@@ -20,9 +20,9 @@ from baton.bench.gpu_report import PartResult
 from baton.bench.gpu_serve import Load
 from baton.bench.gpu_steps import CannotMeasure
 from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.executor.fingerprint import fingerprint_of
-from baton.executor.loading import LoadedModel, load_shape
-from baton.executor.torch_cpu import TorchCpuExecutor
+from baton.executor.model_loading import LoadedModel, load_shape
 
 SMALL = Scale(
     shape="tiny-qwen3", moe_shape="tiny-qwen3-moe", families=("tiny-llama", "tiny-gemma2"), checked=("tiny-mistral",),

@@ -6,8 +6,8 @@ import pytest
 
 from baton.bench.gpu_serve import ClosedLoop, Load, steps_alone_s
 from baton.bench.gpu_steps import Shared, Stepper
+from baton.core.engine.request import Sampling
 from baton.core.errors import InvariantViolated
-from baton.core.request import Sampling
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 

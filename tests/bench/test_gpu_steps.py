@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from baton.bench.gpu_steps import IN_FLIGHT, PREFILL_RUNS, CannotMeasure, Shared, Stepper, stream
+from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.errors import InvariantViolated
-from baton.core.plan import StepPlan, StepResult
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from baton.bench.handover import MEMCPY, SOCKET, Model, Way, run, show, speeds_of, ways_of
 from baton.bench.turns import Voice
-from baton.kv.contract import KINDS, available
+from baton.kv.transfer_contract import KINDS, available
 
 TINY = Model("tiny", 3, 4096)
 

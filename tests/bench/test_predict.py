@@ -49,7 +49,7 @@ from baton.cli import serve as serve_module
 from baton.cli.main import app
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
-from baton.node.building import worker_config
+from baton.node.engine_setup import worker_config
 from baton.node.settings import EngineSettings
 from baton.sim.steptime import StepTimes, load_step_times
 

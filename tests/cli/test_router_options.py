@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from baton.core.routing import Policy
+from baton.core.routing.events import Policy
 from baton.router import service
 
 KEY = ("--cluster-key", "a cluster key of the tests")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from baton.cli import up as command
 from baton.cli.main import app
-from baton.up.fleet import FleetPlan, Member, Ports
+from baton.up.fleet_plan import FleetPlan, Member, Ports
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.core.engine.plan import Chunk, Copy, Outcome, Start, StepPlan, Stop
+from baton.core.engine.request import frozen_tokens
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Chunk, Copy, Outcome, Start, StepPlan, Stop
-from baton.core.request import frozen_tokens
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.counting import CountingExecutor
+from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.executor.drafts import Naive, Ngrams, Proposer
 from baton.executor.scripted import ScriptedExecutor
-from baton.executor.torch_cpu import TorchCpuExecutor
 from tests.support.on_cuda import NEEDS_CUDA, blocks_as_bytes, on_cuda, put_block
 from tests.support.planner import GREEDY, Planner, generate
 from tests.support.tiny import make_model

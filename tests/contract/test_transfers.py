@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from baton.core.errors import InvariantViolated
-from baton.core.peers import Arriving, Fenced, ShipFailed, Shipped, Spoilt, Verified
-from baton.kv.contract import KvLayout, TransferUnavailable, available, make_receiver, make_sender
-from baton.kv.frames import END_FRAME, HELLO_BYTES, encode_hello, encode_pieces
-from baton.kv.memory import release
-from baton.kv.mooncake import MooncakeRoad
+from baton.core.handover.messages import Arriving, Fenced, ShipFailed, Shipped, Spoilt, Verified
+from baton.kv.shared_memory import release
+from baton.kv.transfer_contract import KvLayout, TransferUnavailable, available, make_receiver, make_sender
+from baton.kv.transfer_frames import END_FRAME, HELLO_BYTES, encode_hello, encode_pieces
+from baton.kv.transfer_mooncake import MooncakeRoad
 from tests.support import transfers as support
 from tests.support.transfers import (
     GIVER_BLOCKS,

@@ -20,10 +20,10 @@ from starlette.responses import Response
 
 from baton.api.auth import Auth, Keys
 from baton.api.errors import ApiError
-from baton.core.routing import Body, Facts, FleetChanged, Instance, Ledger, Noted, Stage
+from baton.core.routing.events import Body, Facts, FleetChanged, Instance, Ledger, Noted, Stage
+from baton.router.admin_auth import Operators
 from baton.router.dashboard import OPEN_PATHS, Dashboard
-from baton.router.operators import Operators
-from baton.router.state import RouterState
+from baton.router.dashboard_state import RouterState
 from tests.support.browser import PALE, UNNAMED, Page, browsing
 from tests.support.fleet import FleetProcess, baton_up
 

@@ -8,7 +8,7 @@ import random
 
 import aiohttp
 
-from baton.core.request import Sampling
+from baton.core.engine.request import Sampling
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
 from tests.support.server import baton_serve

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench.tiny import make_tiny
-from baton.kv.contract import available
+from baton.kv.transfer_contract import available
 from tests.support.cluster import (
     Body,
     Cluster,

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from baton.core.request import Sampling
+from baton.core.engine.request import Sampling
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
 from tests.support.server import ServerProcess, baton_process, baton_router, baton_serve

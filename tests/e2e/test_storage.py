@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from baton.core.request import Sampling
+from baton.core.engine.request import Sampling
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
 from tests.support.server import ServerProcess, baton_serve

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tests.support.planner import Planner
 
+from baton.core.engine.plan import Chunk, Outcome, Start, StepPlan, Stop
+from baton.core.engine.request import Sampling, frozen_tokens
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Chunk, Outcome, Start, StepPlan, Stop
-from baton.core.request import Sampling, frozen_tokens
 from baton.executor.contract import ExecutorShape
 from baton.executor.counting import FILLER_TOKEN, STOP_TOKEN, CountingExecutor
 

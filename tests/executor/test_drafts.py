@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.config import BadConfig
-from baton.core.plan import Int32s
+from baton.core.engine.plan import Int32s
 from baton.executor import drafts
 from baton.executor.drafts import Drafts, Naive, Ngrams, accepted, no_drafts
 

@@ -19,9 +19,9 @@ from transformers import (
     T5Config,
 )
 
-from baton.executor.attention import Discovery, paged_attention
-from baton.executor.loading import load_model
-from baton.executor.support import UnsupportedModel
+from baton.executor.model_loading import load_model
+from baton.executor.model_support import UnsupportedModel
+from baton.executor.paged_attention import Discovery, paged_attention
 
 PLAIN = {name: value for name, value in SIZES.items() if name != "head_dim"}
 

@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from baton.core.engine.request import Sampling, Tokens
 from baton.core.errors import InvariantViolated
-from baton.core.request import Sampling, Tokens
 from baton.executor.penalties import Penalties
 from baton.executor.sampling import LOGPROB_LEAST, Sampled, Sampler
 

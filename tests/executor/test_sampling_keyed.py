@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.request import Sampling, Tokens
-from baton.executor.noise import exact_log, hashes, row_keys, stream_of
+from baton.core.engine.request import Sampling, Tokens
+from baton.executor.gumbel_noise import exact_log, hashes, row_keys, stream_of
 from baton.executor.sampling import Sampler
 
 CPU = torch.device("cpu")
@@ -143,7 +143,7 @@ def test_it_does_not_matter_in_how_many_pieces_a_batch_is_drawn(monkeypatch: pyt
     logits = rows_of_logits(40, 100, 1)
     whole = draw(started(100, *wishes), logits, range(40), np.full(40, 4))
     monkeypatch.setattr("baton.executor.sampling.DRAW_ELEMENTS", 700)
-    monkeypatch.setattr("baton.executor.draw._RACE_ELEMENTS_CPU", 300)
+    monkeypatch.setattr("baton.executor.token_choice._RACE_ELEMENTS_CPU", 300)
     assert draw(started(100, *wishes), logits, range(40), np.full(40, 4)) == whole
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Int32s
-from baton.core.storage import CopyIn, CopyOut, Haul, Hauled
+from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled
 from baton.executor.contract import KvView
 from baton.executor.cuda.blocks import STRAIGHT_BYTES, CudaBlocks
-from baton.kv.host import Copier, HostMemory
+from baton.kv.host_memory import Copier, HostMemory
 
 pytestmark = pytest.mark.cuda
 

@@ -14,7 +14,7 @@ from baton.executor.cuda.batch import ChunkPart, DecodePart, DecodeWork, DeviceB
 from baton.executor.cuda.kernels_decode import ITEM_WORDS
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.streaming import streams_of
-from baton.executor.kv import LayerKv, LayerSpec
+from baton.executor.kv_pool import LayerKv, LayerSpec
 
 pytestmark = [pytest.mark.cuda]
 

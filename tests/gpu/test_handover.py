@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from baton.core.peers import Arriving, Handover, PeerEvent, PeerId, Shipped, Verified
+from baton.core.handover.messages import Arriving, Handover, PeerEvent, PeerId, Shipped, Verified
 from baton.executor.cuda.blocks import CudaBlocks
-from baton.kv.contract import KvLayout, KvMemory, make_receiver, make_sender
-from baton.kv.memory import mirror_of, release
+from baton.kv.shared_memory import mirror_of, release
+from baton.kv.transfer_contract import KvLayout, KvMemory, make_receiver, make_sender
 
 pytest.importorskip("xxhash", reason="checks of pieces in host memory need it")
 pytestmark = pytest.mark.cuda

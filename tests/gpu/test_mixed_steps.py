@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.core.request import Sampling
+from baton.core.engine.request import Sampling
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.drafts import Naive, Ngrams
 from tests.support.on_cuda import assert_alike, blocks_as_bytes, closing, on_cuda

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from baton.core.request import Sampling
+from baton.core.engine.request import Sampling
 from baton.executor.contract import Executor, ExecutorShape
-from baton.executor.dummy import draw_weights
-from baton.executor.loading import DTYPES, load_shape, shape_config
-from baton.executor.shapes import SHAPES
+from baton.executor.dummy_weights import draw_weights
+from baton.executor.model_loading import DTYPES, load_shape, shape_config
+from baton.executor.model_shapes import SHAPES
 from tests.support.on_cuda import TINY, closing, first_difference, on_cuda
 from tests.support.planner import GREEDY, Planner, generate
 
@@ -95,7 +95,7 @@ def chunk_logits(name: str, tokens: list[int]) -> torch.Tensor:
     from baton.executor.cuda.pool import CudaPool
     from baton.executor.cuda.products import Workbench
     from baton.executor.cuda.rehearsal import one_chunk
-    from baton.executor.loading import forward
+    from baton.executor.model_loading import forward
 
     loaded = load_shape(name, "bfloat16", "cuda")
     with torch.inference_mode():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.core.request import Sampling
+from baton.core.engine.request import Sampling
 from baton.executor.sampling import Sampler
 
 pytestmark = pytest.mark.cuda

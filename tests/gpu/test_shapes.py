@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.executor.loading import load_shape
-from baton.executor.shapes import SHAPES
+from baton.executor.model_loading import load_shape
+from baton.executor.model_shapes import SHAPES
 
 pytestmark = pytest.mark.cuda
 

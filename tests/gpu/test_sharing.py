@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.core.plan import Int32s
+from baton.core.engine.plan import Int32s
 from baton.executor.cuda.blocks import CudaBlocks
 
 pytestmark = pytest.mark.cuda

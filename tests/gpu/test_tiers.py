@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from baton.core.config import BringBack, ReservePolicy, TierConfig, WorkerConfig
-from baton.core.peers import Arriving, Handover, PeerEvent, PeerId, Shipped, Verified
+from baton.core.handover.messages import Arriving, Handover, PeerEvent, PeerId, Shipped, Verified
 from baton.executor.contract import Executor
 from tests.support.driver import Driver, shape_of, submission
 from tests.support.on_cuda import WAIT_S, StoringDriver, assert_alike, closing, layout_of, on_cuda
@@ -101,8 +101,8 @@ def test_a_prefill_that_is_handed_over_layer_by_layer_goes_on_elsewhere(
 
 def hand_over(kind: str, giver: Executor, taker: Executor, prompt: list[int]) -> list[int]:
     """Through mirrors in host memory; the tokens of both, one after the other."""
-    from baton.kv.contract import make_receiver, make_sender
-    from baton.kv.memory import mirror_of, release
+    from baton.kv.shared_memory import mirror_of, release
+    from baton.kv.transfer_contract import make_receiver, make_sender
 
     assert giver.kv.device is not None
     assert taker.kv.device is not None

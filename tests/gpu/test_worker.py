@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from baton.core.config import ReservePolicy, WorkerConfig
-from baton.core.request import FinishReason, Sampling
+from baton.core.engine.request import FinishReason, Sampling
 from baton.executor.contract import Executor
 from baton.executor.drafts import Naive, Ngrams, Proposer
 from tests.support.driver import Driver, shape_of, submission

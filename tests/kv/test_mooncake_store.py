@@ -17,8 +17,8 @@ import pytest
 
 from baton.bench.children import free_port
 from baton.bench.store_servers import StoreServer, mooncake_server, mooncake_why_not
-from baton.kv import mooncake_link
-from baton.kv.mooncake_link import address_of, client_class
+from baton.kv import mooncake_client as mooncake_link
+from baton.kv.mooncake_client import address_of, client_class
 from baton.kv.store import MISSING, BadStore, Store, StoreFailed, open_store
 from tests.support.cluster import wait_until
 from tests.support.stores import Arena, Sample, hanging, sample, samples
@@ -303,7 +303,7 @@ def test_what_their_client_raises_is_a_failure_of_the_store(
 
 HANGING = """
 import sys, threading
-from baton.kv import mooncake_link
+from baton.kv import mooncake_client as mooncake_link
 from baton.kv.store import StoreFailed, open_store
 
 class Hanging:

@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from baton.core.errors import InvariantViolated
-from baton.core.peers import Handover, PeerId
-from baton.kv.checks import Checks, DeviceChecks
-from baton.kv.contract import KvLayout, KvMemory, available
-from baton.kv.expected import Expected
-from baton.kv.frames import (
+from baton.core.handover.messages import Handover, PeerId
+from baton.kv.checksums import Checks, DeviceChecks
+from baton.kv.expected_blocks import Expected
+from baton.kv.io_thread import Lane
+from baton.kv.rate_limit import Pace
+from baton.kv.scatter_io import Vectors
+from baton.kv.shared_memory import allocate, flat, map_sealed, release, shared_bytes
+from baton.kv.transfer_contract import KvLayout, KvMemory, available
+from baton.kv.transfer_frames import (
     FRAME_BYTES,
     HELLO_BYTES,
     TOKEN_MAX,
@@ -34,10 +38,6 @@ from baton.kv.frames import (
     encode_hello,
     encode_pieces,
 )
-from baton.kv.lane import Lane
-from baton.kv.memory import allocate, flat, map_sealed, release, shared_bytes
-from baton.kv.pace import Pace
-from baton.kv.vectors import Vectors
 from tests.support.devices import DeviceLike
 
 LAYOUT = KvLayout(b"\x01\x02", "bfloat16", 16, (32, 64, 8))

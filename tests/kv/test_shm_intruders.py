@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.core.peers import Spoilt
-from baton.kv.contract import available
-from baton.kv.frames import encode_hello
-from baton.kv.memory import allocate, release
-from baton.kv.shm import ShmRoad, encode_introduction
+from baton.core.handover.messages import Spoilt
+from baton.kv.shared_memory import allocate, release
+from baton.kv.transfer_contract import available
+from baton.kv.transfer_frames import encode_hello
+from baton.kv.transfer_shm import ShmRoad, encode_introduction
 from tests.support.transfers import GIVER_BLOCKS, LAYOUT, TOKEN, Pair, giver_names, ids, pair_of, taker_names
 
 pytestmark = pytest.mark.skipif(available("shm") is not None, reason=str(available("shm")))

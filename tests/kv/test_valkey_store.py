@@ -287,7 +287,7 @@ def test_addresses_that_no_server_has_are_said_at_once(url: str) -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("baton.kv.valkey_store", "baton.kv.valkey_wire"):
+    for module in ("baton.kv.valkey_store", "baton.kv.valkey_connection"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "valkey", None)
     with pytest.raises(BadStore, match=r"baton-serve\[valkey\]"):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
-from baton.core.request import FinishReason, Phase, Sampling, Serial, Submission
+from baton.core.engine.request import FinishReason, Phase, Sampling, Serial, Submission
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission
 

@@ -15,14 +15,11 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.core.carrying import TRANSITIONS, Carry, next_carry
+from baton.core.engine.records import Bill
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
-from baton.core.fleet import TRANSITIONS as FLEET_TRANSITIONS
-from baton.core.peers import PdCode, PdFault, PdStage
-from baton.core.records import Bill
-from baton.core.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
-from baton.core.router import Router
-from baton.core.routing import (
+from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.routing.events import (
     Admit,
     Arrived,
     Beaten,
@@ -63,6 +60,9 @@ from baton.core.routing import (
     Sign,
     TurnAway,
 )  # fmt: skip
+from baton.core.routing.fleet_members import TRANSITIONS as FLEET_TRANSITIONS
+from baton.core.routing.routed_request import TRANSITIONS, Carry, next_carry
+from baton.core.routing.router import Router
 
 VOCABULARY = 40
 BEAT_US = 200_000

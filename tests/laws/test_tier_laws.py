@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.core.config import BringBack, OnPreempt, TierConfig, WorkerConfig
-from baton.core.request import FinishReason, Serial, Submission
+from baton.core.engine.request import FinishReason, Serial, Submission
 from baton.executor.scripted import undisturbed
 from tests.laws.test_worker_laws import Ask, _group, asks, configs
 from tests.support.driver import VOCABULARY, submission

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.core.config import WorkerConfig
-from baton.core.request import FinishReason, Sampling, Serial, Submission
+from baton.core.engine.request import FinishReason, Sampling, Serial, Submission
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission
 

@@ -12,19 +12,19 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from baton.core.blocks import BlockPool
-from baton.core.board import StepBuilder
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
+from baton.core.engine.blocks import BlockPool
+from baton.core.engine.plan import Int64s, StepResult
+from baton.core.engine.prefix_publisher import Namer
+from baton.core.engine.records import EndedRequest, Flight, Request
+from baton.core.engine.request import Move
+from baton.core.engine.reserve import Promises
+from baton.core.engine.running_set import StepBuilder
+from baton.core.engine.scheduler import Scheduler
+from baton.core.engine.slots import PAD, Slots
+from baton.core.engine.worker import Worker
 from baton.core.errors import BatonError
-from baton.core.naming import Namer
-from baton.core.plan import Int64s, StepResult
-from baton.core.records import EndedRequest, Flight, Request
-from baton.core.request import Move
-from baton.core.reserve import Promises
-from baton.core.scheduler import Scheduler
-from baton.core.slots import PAD, Slots
-from baton.core.worker import Worker
-from tests.core import test_preemption, test_reserve, test_scheduler
+from tests.core.engine import test_preemption, test_reserve, test_scheduler
 from tests.laws.test_preemption_laws import Machine
 
 SEEDS = 10
@@ -127,7 +127,7 @@ def choose_a_prefilling_victim(patch: pytest.MonkeyPatch) -> None:
         rows = slots.running()
         return rows[~slots.protected[rows]]
 
-    patch.setattr("baton.core.victims.candidates", candidates)
+    patch.setattr("baton.core.engine.victims.candidates", candidates)
 
 
 def forget_what_was_delivered_at_a_restart(patch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from baton.api.engine import Bill, Ended, Fault, Handovers, Storage
-from baton.core.blocks import BlockGauges
-from baton.core.peers import PdCode, PdFault, PdStage
-from baton.core.records import Bill as CoreBill
-from baton.core.records import EndedRequest, HandoverGauges, SchedulerGauges, StorageGauges
-from baton.core.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.node.client import EngineClient
+from baton.core.engine.blocks import BlockGauges
+from baton.core.engine.records import Bill as CoreBill
+from baton.core.engine.records import EndedRequest, HandoverGauges, SchedulerGauges, StorageGauges
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
+from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.node.engine_client import EngineClient
 from baton.node.settings import EngineSettings
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     WIRE_VERSION,
     AcceptedAs,
     FromEngine,

@@ -12,19 +12,19 @@ import pytest
 import zmq
 
 from baton.core.config import DECODE, Role, TierConfig, WorkerConfig
-from baton.core.peers import Heard, Offer, PeerEffect, PeerId, PeerOpened, Refuse, Release, Tell
-from baton.core.plan import StepPlan, StepResult
-from baton.core.prefix import KEY_BYTES, PrefixIndex
-from baton.core.storage import CopyOut, FenceHaul, Hauled, HaulFenced, StorageEffect
-from baton.core.worker import Worker
+from baton.core.engine.plan import StepPlan, StepResult
+from baton.core.engine.prefix import KEY_BYTES, PrefixIndex
+from baton.core.engine.worker import Worker
+from baton.core.handover.messages import Heard, Offer, PeerEffect, PeerId, PeerOpened, Refuse, Release, Tell
+from baton.core.tiers.transfers import CopyOut, FenceHaul, Hauled, HaulFenced, StorageEffect
 from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
 from baton.node import engine
 from baton.node.engine import EngineLoop, end_with_threads
 from baton.node.inbox import Broken, Inbox
+from baton.node.kv_storage import Storage
 from baton.node.settings import EngineSettings
-from baton.node.storage import Storage
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     AcceptedAs,
     Failed,
     FromEngine,

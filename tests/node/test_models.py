@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.executor.shapes import Shape, UnknownShape, shape_in, shape_mark
+from baton.executor.model_shapes import Shape, UnknownShape, shape_in, shape_mark
 from baton.node import models
 from baton.node.models import LoadFormat, ModelUnavailable, check_load_format, mark_of, resolve_model
 
@@ -51,7 +51,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def _fake_conversion(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    import baton.executor.gguf
+    import baton.executor.gguf_conversion
 
     made: list[Path] = []
 
@@ -59,7 +59,7 @@ def _fake_conversion(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         made.append(gguf)
         (target / "config.json").write_text(json.dumps({"from": gguf.name}))
 
-    monkeypatch.setattr(baton.executor.gguf, "convert_gguf", convert)
+    monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", convert)
     return made
 
 
@@ -82,13 +82,13 @@ def test_a_gguf_is_converted_once_and_again_when_it_changes(
 def test_an_interrupted_conversion_leaves_nothing_and_the_next_succeeds(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import baton.executor.gguf
+    import baton.executor.gguf_conversion
 
     def interrupted(gguf: Path, target: Path) -> None:
         (target / "config.json").write_text("half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(baton.executor.gguf, "convert_gguf", interrupted)
+    monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", interrupted)
     file = tmp_path / "own.gguf"
     file.write_bytes(b"one")
     with pytest.raises(KeyboardInterrupt):
@@ -101,19 +101,19 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_succeeds(
 def test_of_two_conversions_that_race_one_wins_and_both_use_it(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import baton.executor.gguf
+    import baton.executor.gguf_conversion
 
     file = tmp_path / "own.gguf"
     file.write_bytes(b"one")
     _fake_conversion(monkeypatch)
-    ours = baton.executor.gguf.convert_gguf
+    ours = baton.executor.gguf_conversion.convert_gguf
 
     def overtaken(gguf: Path, target: Path) -> None:
-        monkeypatch.setattr(baton.executor.gguf, "convert_gguf", ours)
+        monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", ours)
         resolve_model(str(file))
         ours(gguf, target)
 
-    monkeypatch.setattr(baton.executor.gguf, "convert_gguf", overtaken)
+    monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", overtaken)
     folder = resolve_model(str(file))
     assert (folder / "config.json").is_file()
     assert list((cache / "models").iterdir()) == [folder]

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from baton.core.config import DECODE, MIXED, PREFILL, Role
-from baton.core.peers import Adopted, Ask, Heard, PeerId, PeerLost, PeerOpened, Renew
-from baton.kv.contract import KvLayout
-from baton.node import line as line_module
+from baton.core.handover.messages import Adopted, Ask, Heard, PeerId, PeerLost, PeerOpened, Renew
+from baton.kv.transfer_contract import KvLayout
+from baton.node import peer_session as sessions_module
 from baton.node import peers as peers_module
-from baton.node import sessions as sessions_module
+from baton.node import sealed_connection as line_module
 from baton.node.inbox import Inbox, Item
-from baton.node.line import LineFault
+from baton.node.peer_session import Refused, Self
 from baton.node.peers import Peers, listen
-from baton.node.sessions import Refused, Self
+from baton.node.sealed_connection import LineFault
 from baton.wire.link import Initiator
-from baton.wire.peering import Register, Registered, encode_peer, encode_registration
+from baton.wire.peer_messages import Register, Registered, encode_peer, encode_registration
 from baton.wire.seal import NONCE_BYTES, Seal, SealFault
 from tests.support.driver import submission
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.request import FinishReason, Sampling, Serial, Submission
+from baton.core.engine.request import FinishReason, Sampling, Serial, Submission
 from baton.executor.drafts import Naive, Ngrams, Proposer
 from tests.support.driver import submission
 from tests.support.guessing import Listening, Oracle, drafting

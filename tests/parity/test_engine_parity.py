@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.core.config import ReservePolicy, WorkerConfig
-from baton.core.request import FinishReason, Sampling, frozen_tokens
-from baton.core.worker import Deliver, Effect
-from baton.executor.torch_cpu import TorchCpuExecutor
+from baton.core.engine.request import FinishReason, Sampling, frozen_tokens
+from baton.core.engine.worker import Deliver, Effect
+from baton.executor.cpu.executor import TorchCpuExecutor
 from tests.support.driver import Driver, submission
 
 BLOCKS, BLOCK_SIZE, SLOTS, CONTEXT = 96, 8, 6, 256

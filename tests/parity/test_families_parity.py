@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from baton.core.plan import Copy
-from baton.executor.torch_cpu import TorchCpuExecutor
+from baton.core.engine.plan import Copy
+from baton.executor.cpu.executor import TorchCpuExecutor
 from tests.support.planner import Planner
 from tests.support.tiny import FAMILIES, VOCABULARY, TinyModel, make_model
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from baton.executor.torch_cpu import TorchCpuExecutor
+from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.node.models import resolve_model
 from tests.support.planner import Planner
 

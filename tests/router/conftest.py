@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText
 from tests.api.conftest import eventually, every_server_ends, text
 from tests.router.fleet import Fleet
 from tests.router.fleet import fleet as running

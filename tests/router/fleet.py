@@ -18,26 +18,26 @@ from typing import TypeVar
 import uvicorn
 
 from baton.api.metrics import Metrics
+from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText
 from baton.core.config import OnPreempt, WorkerConfig
-from baton.core.prefix import PrefixIndex
-from baton.core.router import Router
-from baton.core.routing import RouterConfig
-from baton.core.worker import Launch, StepDone, Tick, Worker
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.worker import Launch, StepDone, Tick, Worker
+from baton.core.routing.events import RouterConfig
+from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
-from baton.node.line import LineEnd, Stage
+from baton.node.sealed_connection import LineEnd, Stage
 from baton.router.app import create_router_app
-from baton.router.chronicle import Chronicle
 from baton.router.dashboard import Dashboard
+from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
-from baton.router.sessions import Sessions, monotonic_us
-from baton.router.state import RouterState
-from baton.wire.dispatch import event_of, message_of
-from baton.wire.membership import Join, decode_from_router, encode_membership
-from baton.wire.messages import AcceptedAs, Peers, RefusedWith, StepOutput
-from baton.wire.relay import Relay, RelayOut
-from baton.wire.switch import Switch
+from baton.router.fleet_log import Chronicle
+from baton.router.instance_connections import Sessions, monotonic_us
+from baton.wire.engine_messages import AcceptedAs, Peers, RefusedWith, StepOutput
+from baton.wire.instance_sessions import Relay, RelayOut
+from baton.wire.router_messages import Join, decode_from_router, encode_membership
+from baton.wire.router_sessions import Switch
+from baton.wire.worker_messages import event_of, message_of
 from tests.api.conftest import Served, _ending
 from tests.support.driver import shape_of
 

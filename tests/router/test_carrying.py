@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText
-from baton.core.routing import RouterConfig
+from baton.core.routing.events import RouterConfig
 from tests.api.conftest import Reply, Served
 from tests.router.fleet import ROUTER, Fleet
 from tests.router.fleet import fleet as running

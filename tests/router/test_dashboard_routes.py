@@ -16,10 +16,10 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from baton.api.errors import ApiError
-from baton.core.routing import Body, Facts, Instance, Ledger
-from baton.node.pairing import is_loopback
+from baton.core.routing.events import Body, Facts, Instance, Ledger
+from baton.node.peer_options import is_loopback
 from baton.router.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard
-from baton.router.state import RouterState
+from baton.router.dashboard_state import RouterState
 
 HOST = "127.0.0.1:8000"
 FACTS = Facts(Instance("d1"), 7, "decode", b"", "http://127.0.0.1:9", "", 8, 100, 16, 1024, 257)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText
 from baton.router.idempotency import Idempotency
 from tests.router.fleet import ROUTER, Fleet
 from tests.router.fleet import fleet as running

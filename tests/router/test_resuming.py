@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText
 from tests.api.conftest import Reply
 from tests.router.fleet import ROUTER, Fleet
 from tests.router.fleet import fleet as running

@@ -19,27 +19,29 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from baton.core import board as scheduling
-from baton.core import scheduler as admitting
-from baton.core import victims
-from baton.core.blocks import BlockPool
-from baton.core.board import StepBuilder
+from baton.core.engine import running_set as scheduling
+from baton.core.engine import scheduler as admitting
+from baton.core.engine import victims
+from baton.core.engine.blocks import BlockPool
+from baton.core.engine.plan import Copy, Int32s, Int64s, StepPlan, StepResult
+from baton.core.engine.prefix import Key, PrefixIndex
+from baton.core.engine.prefix_publisher import Namer
+from baton.core.engine.records import EndedRequest, Flight, Hit, Request
+from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
+from baton.core.engine.reserve import Promises
+from baton.core.engine.running_set import StepBuilder
+from baton.core.engine.scheduler import Scheduler
+from baton.core.engine.slots import Slots
+from baton.core.engine.waiting_queue import WaitingQueue
+from baton.core.engine.worker import Cancelled, DrainOrdered, Effect, Event, StopFound, Submitted, Worker
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.naming import Namer
-from baton.core.plan import Copy, Int32s, Int64s, StepPlan, StepResult
-from baton.core.prefix import Key, PrefixIndex
-from baton.core.queue import WaitingQueue
-from baton.core.records import EndedRequest, Flight, Hit, Request
-from baton.core.request import FinishReason, Move, Phase, Serial, Submission, Tokens
-from baton.core.reserve import Promises
-from baton.core.scheduler import Scheduler
-from baton.core.slots import Slots
-from baton.core.worker import Cancelled, DrainOrdered, Effect, Event, StopFound, Submitted, Worker
-from baton.wire import desk as desking
-from baton.wire import dispatch, keyfile, link, messages
-from baton.wire.desk import Desk, State
+from baton.wire import engine_messages as messages
+from baton.wire import keyfile, link
+from baton.wire import request_table as desking
+from baton.wire import worker_messages as dispatch
+from baton.wire.engine_messages import Rows, StepOutput, Submit, WireEnded, WireSubmission
 from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
-from baton.wire.messages import Rows, StepOutput, Submit, WireEnded, WireSubmission
+from baton.wire.request_table import Desk, State
 
 CATCHES = Path(__file__).with_name("catches.json")
 

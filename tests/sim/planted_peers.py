@@ -11,13 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from baton.core.blocks import BlockPool, Pin
-from baton.core.board import Board
 from baton.core.config import WorkerConfig
-from baton.core.decode import DecodeScheduler, Lease
-from baton.core.giving import Given, Giver, Giving
-from baton.core.handover import Acts
-from baton.core.peers import (
+from baton.core.engine.blocks import BlockPool, Pin
+from baton.core.engine.decode_scheduler import DecodeScheduler, Lease
+from baton.core.engine.plan import Chunk
+from baton.core.engine.prefill_scheduler import GeneralPrefillScheduler, PrefillScheduler
+from baton.core.engine.records import Hit, Request, Settled
+from baton.core.engine.request import FinishReason, Phase, Serial, Submission
+from baton.core.engine.running_set import Board
+from baton.core.engine.worker import Worker
+from baton.core.handover.decode_side import Taken, Taker, Taking
+from baton.core.handover.messages import (
     Ask,
     Commit,
     Decline,
@@ -32,13 +36,10 @@ from baton.core.peers import (
     Ship,
     Tell,
 )
-from baton.core.plan import Chunk
-from baton.core.prefill import GeneralPrefillScheduler, PrefillScheduler
-from baton.core.records import Hit, Request, Settled
-from baton.core.request import FinishReason, Phase, Serial, Submission
-from baton.core.taking import Taken, Taker, Taking
-from baton.core.worker import Worker
-from baton.wire import messages, peering
+from baton.core.handover.prefill_side import Given, Giver, Giving
+from baton.core.handover.protocol import Acts
+from baton.wire import engine_messages as messages
+from baton.wire import peer_messages as peering
 from tests.sim.planted import BUGS, Patch, core, wire
 
 __all__ = ["BUGS"]

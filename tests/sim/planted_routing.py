@@ -10,25 +10,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.core import adopting, carrier, placement
-from baton.core.adopting import Adoption
-from baton.core.carrier import Carrier, Cause
-from baton.core.carrying import Carried, Choice
-from baton.core.fleet import Fleet, Member, MemberMove, MemberState
-from baton.core.holdings import Holdings
-from baton.core.journal import NamesChanged, PrefixJournal
-from baton.core.placement import Placement
-from baton.core.quota import Quota
-from baton.core.records import Bill
-from baton.core.request import NO_TOKENS, RequestId, Submission, frozen_tokens
-from baton.core.router import Router
-from baton.core.routing import Body, HeldChoice, Instance, LegRefused, Names, Neighbours, Session, Sign
-from baton.core.waiting import WaitingRoom
-from baton.wire import switch
-from baton.wire.desk import Desk
-from baton.wire.membership import FromInstance
-from baton.wire.messages import StepOutput
-from baton.wire.relay import Relay, RelayOut, State
+from baton.core.engine.change_journal import NamesChanged, PrefixJournal
+from baton.core.engine.records import Bill
+from baton.core.engine.request import NO_TOKENS, RequestId, Submission, frozen_tokens
+from baton.core.routing import adoption as adopting
+from baton.core.routing import placement
+from baton.core.routing import routed_requests as carrier
+from baton.core.routing.adoption import Adoption
+from baton.core.routing.events import Body, HeldChoice, Instance, LegRefused, Names, Neighbours, Session, Sign
+from baton.core.routing.fleet_members import Fleet, Member, MemberMove, MemberState
+from baton.core.routing.placement import Placement
+from baton.core.routing.placement_queue import WaitingRoom
+from baton.core.routing.prefix_directory import Holdings
+from baton.core.routing.rate_limits import Quota
+from baton.core.routing.routed_request import Carried, Choice
+from baton.core.routing.routed_requests import Carrier, Cause
+from baton.core.routing.router import Router
+from baton.wire import router_sessions as switch
+from baton.wire.engine_messages import StepOutput
+from baton.wire.instance_sessions import Relay, RelayOut, State
+from baton.wire.request_table import Desk
+from baton.wire.router_messages import FromInstance
 from tests.sim.planted import Patch, core, wire
 from tests.sim.planted_peers import BUGS
 

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from baton.core import tiers as tiering
-from baton.core.blocks import BlockPool, Pin
-from baton.core.board import Board
-from baton.core.breaker import Breaker
-from baton.core.host import HostRows
-from baton.core.plan import Int32s
-from baton.core.prefill import PrefillScheduler
-from baton.core.prefix import Key
-from baton.core.records import EndedRequest, Hit, Request
-from baton.core.request import FinishReason, Move, Phase, Serial
-from baton.core.scheduler import Scheduler
-from baton.core.storage import CopyIn, CopyOut, Haul, Hauled, HaulFailed, HaulFenced, Put, StorageEvent
-from baton.core.tiers import Kind, OpenHaul, Tiers
-from baton.core.worker import Effect, Worker
+from baton.core.engine.blocks import BlockPool, Pin
+from baton.core.engine.plan import Int32s
+from baton.core.engine.prefill_scheduler import PrefillScheduler
+from baton.core.engine.prefix import Key
+from baton.core.engine.records import EndedRequest, Hit, Request
+from baton.core.engine.request import FinishReason, Move, Phase, Serial
+from baton.core.engine.running_set import Board
+from baton.core.engine.scheduler import Scheduler
+from baton.core.engine.worker import Effect, Worker
+from baton.core.tiers import offload as tiering
+from baton.core.tiers.circuit_breaker import Breaker
+from baton.core.tiers.host_rows import HostRows
+from baton.core.tiers.offload import Kind, OpenHaul, Tiers
+from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled, HaulFailed, HaulFenced, Put, StorageEvent
 from baton.wire import envelope
 from baton.wire.envelope import Flaw, Opened
 from tests.sim.planted import Patch, core, wire

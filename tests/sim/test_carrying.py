@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.core.peers import (
+from baton.core.handover.messages import (
     Arriving,
     Expect,
     Fence,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.config import PrefillPath, WorkerConfig
-from baton.core.routing import Policy
+from baton.core.routing.events import Policy
 from baton.sim.carrying import Road
 from baton.sim.cluster import PREFIX_ID_TOKENS, Call, RunFailed, RunSpec, Split, simulate
 from baton.sim.records import Outcome, RunRecord

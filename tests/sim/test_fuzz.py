@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.cli.sim_fuzz import replay_command
 from baton.core.config import BringBack, OnPreempt, PrefillPath
-from baton.core.routing import Policy, RouterConfig
-from baton.core.scheduler import Scheduler
+from baton.core.engine.scheduler import Scheduler
+from baton.core.routing.events import Policy, RouterConfig
 from baton.sim import fuzz
 from baton.sim.faults import CLASSES, OF_ROUTERS, OF_STORAGE, OF_STORES, Fault
 from baton.sim.fuzz import EVERY_FAULT, NothingBroken, ShardDied, Totals, run_many, shrink

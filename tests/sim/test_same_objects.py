@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.placement import Placement
-from baton.core.router import Router
-from baton.core.scheduler import Scheduler
-from baton.core.worker import Worker
+from baton.core.engine.scheduler import Scheduler
+from baton.core.engine.worker import Worker
+from baton.core.routing.placement import Placement
+from baton.core.routing.router import Router
 from baton.sim.laws import OWN_CHECKS
 from baton.sim.scenario import run_seed
-from baton.wire import messages
-from baton.wire.relay import Relay
-from baton.wire.switch import Switch
+from baton.wire import engine_messages as messages
+from baton.wire.instance_sessions import Relay
+from baton.wire.router_sessions import Switch
 
 SIM = Path(__file__).parents[2] / "src" / "baton" / "sim"
 

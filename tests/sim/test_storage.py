@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from baton.core.config import TierConfig, WorkerConfig
-from baton.core.plan import Int32s
-from baton.core.prefix import KEY_BYTES, Key
-from baton.core.storage import (
+from baton.core.engine.plan import Int32s
+from baton.core.engine.prefix import KEY_BYTES, Key
+from baton.core.tiers.transfers import (
     CopyIn,
     CopyOut,
     FenceHaul,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.core.peers import Fenced, Handover, PeerEvent, PeerId, ShipFailed, Shipped, Spoilt, Verified
+from baton.core.handover.messages import Fenced, Handover, PeerEvent, PeerId, ShipFailed, Shipped, Spoilt, Verified
 from baton.executor.contract import KvView
 from baton.sim.faults import Fault, KvRates
 from baton.sim.laws import ALIEN_BYTES, WHOLE_KV, LawBroken

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.executor.kv import LayerKv, LayerSpec, layer_views
+from baton.executor.kv_pool import LayerKv, LayerSpec, layer_views
 
 BLOCK_SIZE = 16
 NOTHING = torch.zeros(1, dtype=torch.int32)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 
-from baton.core.plan import Int32s
-from baton.kv.blocks import Bytes2d, HostBlocks
+from baton.core.engine.plan import Int32s
+from baton.kv.block_access import Bytes2d, HostBlocks
 
 DEADLINE_S = 20
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from baton.core.plan import Int32s
-from baton.kv.blocks import Bytes2d, HostBlocks
-from baton.kv.memory import map_sealed
+from baton.core.engine.plan import Int32s
+from baton.kv.block_access import Bytes2d, HostBlocks
+from baton.kv.shared_memory import map_sealed
 
 
 class DeviceLike(HostBlocks):

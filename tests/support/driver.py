@@ -6,12 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.core.config import WorkerConfig
-from baton.core.errors import Refusal
-from baton.core.laws import audit
-from baton.core.prefix import PrefixIndex
-from baton.core.records import EndedRequest
-from baton.core.request import RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.core.worker import (
+from baton.core.engine.laws import audit
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.records import EndedRequest
+from baton.core.engine.request import RequestId, Sampling, Serial, Submission, frozen_tokens
+from baton.core.engine.worker import (
     Accepted,
     Cancelled,
     Deliver,
@@ -26,6 +25,7 @@ from baton.core.worker import (
     Withdrawn,
     Worker,
 )
+from baton.core.errors import Refusal
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from baton.core.config import WorkerConfig
-from baton.core.plan import Int32s, Int64s
-from baton.core.worker import Deliver, Effect
+from baton.core.engine.plan import Int32s, Int64s
+from baton.core.engine.worker import Deliver, Effect
+from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.executor.drafts import Drafts, Proposer
-from baton.executor.torch_cpu import TorchCpuExecutor
 from tests.support.driver import Driver
 
 

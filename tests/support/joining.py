@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from baton.core.request import RequestId, Sampling, Submission, Tokens, frozen_tokens
-from baton.node.line import Door, Line, LineEnd
-from baton.wire.membership import (
+from baton.core.engine.request import RequestId, Sampling, Submission, Tokens, frozen_tokens
+from baton.node.sealed_connection import Door, Line, LineEnd
+from baton.wire.engine_messages import AcceptedAs, Rows, StepOutput, WireEnded, wire_submission
+from baton.wire.router_messages import (
     Beat,
     FromInstance,
     FromRouter,
@@ -22,7 +23,6 @@ from baton.wire.membership import (
     decode_from_instance,
     encode_membership,
 )
-from baton.wire.messages import AcceptedAs, Rows, StepOutput, WireEnded, wire_submission
 
 KEY_TEXT = "a key for the tests"
 DEADLINE_S = 90.0

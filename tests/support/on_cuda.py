@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from baton.core.config import WorkerConfig
-from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, HaulFenced, Look, Put, StorageEvent
-from baton.core.worker import Effect
+from baton.core.engine.worker import Effect
+from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, HaulFenced, Look, Put, StorageEvent
 from baton.executor.contract import Executor, ExecutorShape, KvView
 from baton.executor.drafts import Naive, Proposer
-from baton.executor.loading import load_shape
-from baton.executor.shapes import Shape, note_shape
+from baton.executor.model_loading import load_shape
+from baton.executor.model_shapes import Shape, note_shape
 from tests.support.driver import IDLE_PASSES_MAX, Driver, shape_of
 
 if TYPE_CHECKING:
-    from baton.kv.blocks import Bytes, Bytes2d
-    from baton.kv.contract import KvLayout
+    from baton.kv.block_access import Bytes, Bytes2d
     from baton.kv.store import Store
+    from baton.kv.transfer_contract import KvLayout
 
 NEEDS_CUDA = [
     pytest.mark.cuda,
@@ -58,7 +58,7 @@ def on_cuda(
 
 
 def on_cpu(name: str, shape: ExecutorShape, folder: Path, dtype: str = "float32", *, proposer: Proposer = NAIVE) -> Executor:
-    from baton.executor.torch_cpu import TorchCpuExecutor
+    from baton.executor.cpu.executor import TorchCpuExecutor
 
     note_shape(folder, Shape(name))
     return TorchCpuExecutor.load(
@@ -92,7 +92,7 @@ def put_block(kv: KvView, block: int, data: Bytes) -> None:
 
 
 def layout_of(executor: Executor) -> KvLayout:
-    from baton.kv.contract import KvLayout
+    from baton.kv.transfer_contract import KvLayout
 
     sizes = tuple(end - begin for begin, end in executor.kv.layers)
     return KvLayout(executor.fingerprint, executor.kv.dtype, executor.shape.block_size, sizes)
@@ -102,9 +102,9 @@ class StoringDriver(Driver):
     """A worker with host memory and a store, moved by the threads that move them in an engine."""
 
     def __init__(self, config: WorkerConfig, executor: Executor, store: Store | None = None) -> None:
-        from baton.kv.blocks import HostBlocks
-        from baton.kv.hauling import StoreHauler
-        from baton.kv.host import Copier, HostMemory
+        from baton.kv.block_access import HostBlocks
+        from baton.kv.host_memory import Copier, HostMemory
+        from baton.kv.store_transfers import StoreHauler
 
         super().__init__(config, executor)
         blocks = executor.kv.device or HostBlocks(executor.kv.pool)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.core.plan import Chunk, Copy, Outcome, Start, StepPlan, StepResult, Stop
-from baton.core.request import Sampling, frozen_tokens
+from baton.core.engine.plan import Chunk, Copy, Outcome, Start, StepPlan, StepResult, Stop
+from baton.core.engine.request import Sampling, frozen_tokens
 from baton.executor.contract import Executor
 
 GREEDY = Sampling(seed=0, temperature=0.0)

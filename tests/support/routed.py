@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.plan import Logprobs, StepPlan, StepResult
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.worker import Launch, StepDone, Tick, Worker
 from baton.core.errors import Refusal
-from baton.core.plan import Logprobs, StepPlan, StepResult
-from baton.core.prefix import PrefixIndex
-from baton.core.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
-from baton.core.router import Router
-from baton.core.routing import (
+from baton.core.routing.events import (
     Body,
     Declined,
     Delivered,
@@ -31,17 +31,9 @@ from baton.core.routing import (
     RouterConfig,
     Session,
 )
-from baton.core.worker import Launch, StepDone, Tick, Worker
+from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor, undisturbed
-from baton.wire.dispatch import event_of, message_of
-from baton.wire.membership import (
-    FromInstance,
-    Join,
-    decode_from_instance,
-    decode_from_router,
-    encode_membership,
-)
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     AcceptedAs,
     FromEngine,
     Peers,
@@ -55,8 +47,16 @@ from baton.wire.messages import (
     encode_to_engine,
     pulse,
 )
-from baton.wire.relay import Relay, RelayOut, Standing
-from baton.wire.switch import Act, Close, Say, Switch
+from baton.wire.instance_sessions import Relay, RelayOut, Standing
+from baton.wire.router_messages import (
+    FromInstance,
+    Join,
+    decode_from_instance,
+    decode_from_router,
+    encode_membership,
+)
+from baton.wire.router_sessions import Act, Close, Say, Switch
+from baton.wire.worker_messages import event_of, message_of
 from tests.support.driver import VOCABULARY, shape_of
 
 SECRET = b"secret"

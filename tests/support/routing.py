@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+from baton.core.engine.records import Bill
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.peers import PdCode, PdFault, PdStage
-from baton.core.records import Bill
-from baton.core.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
-from baton.core.router import Router
-from baton.core.routing import (
+from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.routing.events import (
     Arrived,
     Beaten,
     Body,
@@ -33,6 +32,7 @@ from baton.core.routing import (
     Session,
     Sign,
 )
+from baton.core.routing.router import Router
 
 Kind = TypeVar("Kind", bound=RouterEffect)
 PREEMPTED = PdFault(PdCode.PREEMPTED, PdStage.DECODE, "no blocks")

@@ -12,7 +12,7 @@ import httpx2 as httpx
 from typer.testing import CliRunner, Result
 
 from baton.cli.main import app
-from baton.core.request import Sampling
+from baton.core.engine.request import Sampling
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
 from tests.support.cluster import tokens_of, wait_until

@@ -7,9 +7,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.core.config import WorkerConfig
-from baton.core.prefix import Key
-from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, Hauled, HaulFailed, HaulFenced, Look, Put, StorageEvent
-from baton.core.worker import Effect
+from baton.core.engine.prefix import Key
+from baton.core.engine.worker import Effect
+from baton.core.tiers.transfers import (
+    CopyIn,
+    CopyOut,
+    FenceHaul,
+    Get,
+    Hauled,
+    HaulFailed,
+    HaulFenced,
+    Look,
+    Put,
+    StorageEvent,
+)
 from tests.support.driver import IDLE_PASSES_MAX, Driver
 
 Order = CopyOut | CopyIn | Look | Get | Put

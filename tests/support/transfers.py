@@ -16,10 +16,12 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from baton.core.peers import Arriving, Handover, PeerEvent, PeerId
-from baton.core.plan import Int32s
-from baton.kv.checks import Checks, DeviceChecks
-from baton.kv.contract import (
+from baton.core.engine.plan import Int32s
+from baton.core.handover.messages import Arriving, Handover, PeerEvent, PeerId
+from baton.kv.checksums import Checks, DeviceChecks
+from baton.kv.sender import Road
+from baton.kv.shared_memory import allocate, flat, mirror_of, release
+from baton.kv.transfer_contract import (
     KINDS,
     KvLayout,
     KvMemory,
@@ -29,12 +31,10 @@ from baton.kv.contract import (
     make_receiver,
     make_sender,
 )
-from baton.kv.frames import TAKEN, WELCOME, encode_hello, encode_pieces
-from baton.kv.memory import allocate, flat, mirror_of, release
-from baton.kv.mooncake import MooncakeRoad
-from baton.kv.sending import Road
-from baton.kv.shm import ShmRoad
-from baton.kv.tcp import TcpRoad
+from baton.kv.transfer_frames import TAKEN, WELCOME, encode_hello, encode_pieces
+from baton.kv.transfer_mooncake import MooncakeRoad
+from baton.kv.transfer_shm import ShmRoad
+from baton.kv.transfer_tcp import TcpRoad
 from tests.support.devices import DeviceLike
 
 LAYOUT = KvLayout(b"a model", "float32", 4, (4096, 8192, 512, 12, 4096))

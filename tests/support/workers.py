@@ -15,7 +15,9 @@ from hashlib import blake2b
 import numpy as np
 
 from baton.core.config import DECODE, PREFILL, WorkerConfig
-from baton.core.peers import (
+from baton.core.engine.plan import Int32s
+from baton.core.engine.worker import Effect
+from baton.core.handover.messages import (
     Arriving,
     Expect,
     Fence,
@@ -34,8 +36,6 @@ from baton.core.peers import (
     Verified,
     Verify,
 )
-from baton.core.plan import Int32s
-from baton.core.worker import Effect
 from baton.executor.scripted import ScriptedExecutor
 from tests.support.driver import VOCABULARY, Driver, shape_of
 

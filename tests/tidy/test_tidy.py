@@ -26,7 +26,7 @@ MAY_IMPORT = {
 }
 """Layer → the other layers of ours that it may import."""
 
-API_SEES_OF_CORE = {"baton.core.request", "baton.core.errors"}
+API_SEES_OF_CORE = {"baton.core.engine.request", "baton.core.errors"}
 
 BANNED_IN_CORE = {
     "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "pickle", "random", "secrets", "select",

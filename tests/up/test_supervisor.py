@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.up.fleet import FleetPlan, Member, Ports
-from baton.up.log import FleetLog
+from baton.up.fleet_plan import FleetPlan, Member, Ports
+from baton.up.merged_log import FleetLog
 from baton.up.restarts import FAILED_STARTS_MAX
 from baton.up.supervisor import EXIT_AT_ONCE, EXIT_FAILED, ROUTER, Supervisor
 

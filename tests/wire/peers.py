@@ -7,7 +7,9 @@ from dataclasses import fields
 import numpy as np
 from hypothesis import strategies as st
 
-from baton.core.peers import (
+from baton.core.engine.plan import Logprobs
+from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.handover.messages import (
     Adopted,
     Ask,
     Commit,
@@ -20,9 +22,7 @@ from baton.core.peers import (
     Release,
     Renew,
 )
-from baton.core.plan import Logprobs
-from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.wire.peering import INT32_MAX, INT63_MAX, REASON_CHARS_MAX, TOKEN_BYTES_MAX, Register, Registered, Unfit
+from baton.wire.peer_messages import INT32_MAX, INT63_MAX, REASON_CHARS_MAX, TOKEN_BYTES_MAX, Register, Registered, Unfit
 
 tokens = st.integers(0, INT32_MAX)
 counts = st.integers(0, INT32_MAX)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baton.core.blocks import BlockGauges
-from baton.core.plan import Logprobs
-from baton.core.records import Bill, EndedRequest, SchedulerGauges, Settled, StartedRequest
-from baton.core.request import FinishReason, Serial
-from baton.wire.messages import StepOutput, step_output
+from baton.core.engine.blocks import BlockGauges
+from baton.core.engine.plan import Logprobs
+from baton.core.engine.records import Bill, EndedRequest, SchedulerGauges, Settled, StartedRequest
+from baton.core.engine.request import FinishReason, Serial
+from baton.wire.engine_messages import StepOutput, step_output
 
 GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
 

@@ -13,11 +13,23 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from baton.core.peers import Adopted, Ask, Commit, Decline, Grant, Offer, PdCode, PeerMessage, Refuse, Release, Renew
-from baton.core.plan import Logprobs
-from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.wire.messages import WireError
-from baton.wire.peering import (
+from baton.core.engine.plan import Logprobs
+from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.handover.messages import (
+    Adopted,
+    Ask,
+    Commit,
+    Decline,
+    Grant,
+    Offer,
+    PdCode,
+    PeerMessage,
+    Refuse,
+    Release,
+    Renew,
+)
+from baton.wire.engine_messages import WireError
+from baton.wire.peer_messages import (
     Register,
     Registered,
     Registration,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from baton.core.errors import InvariantViolated
-from baton.kv.contract import KvLayout
+from baton.kv.transfer_contract import KvLayout
 from baton.wire.envelope import HEADER_BYTES, Flaw, Opened, object_name, open_any, seal, stamp, unseal
 
 KEY, OTHER_KEY = bytes(range(16)), bytes(range(1, 17))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from baton.core.config import BadConfig
 from baton.core.errors import IllegalTransition
 from baton.wire import link as wire_link
+from baton.wire.engine_messages import FRAME_BYTES_MAX, WireError
 from baton.wire.link import (
     BARE,
     DATA,
@@ -37,7 +38,6 @@ from baton.wire.link import (
     pack,
     unpack,
 )
-from baton.wire.messages import FRAME_BYTES_MAX, WireError
 
 CONFIG = LinkConfig()
 FRONT, INSTANCE = 0, 1

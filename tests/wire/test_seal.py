@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.config import BadConfig
-from baton.wire.messages import WireError
+from baton.wire.engine_messages import WireError
 from baton.wire.seal import (
     HANDSHAKE_BYTES_MAX,
     KEY_BYTES_MIN,

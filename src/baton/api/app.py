@@ -21,24 +21,24 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from baton.api import openapi
-from baton.api.answer import ClientGone
 from baton.api.auth import OPEN_PATHS, Auth, Keys, kv_owners
-from baton.api.edge import HEADER, Edge, asker_of
+from baton.api.body_limits import read_json_body
+from baton.api.choice_streams import ClientGone
 from baton.api.engine import UNKNOWN_CONTEXT, Engine
 from baton.api.errors import ApiError, InternalField, engine_dead, invalid
-from baton.api.limits import read_json_body
+from baton.api.generate import CLIENT_CLOSED, Server
 from baton.api.logs import refusals_logged
 from baton.api.metrics import Metrics
-from baton.api.origin import Origin
-from baton.api.preparing import CHAT_PATH, COMPLETION_PATH, Prepared, Preparer
-from baton.api.registry import not_open
-from baton.api.resuming import LAST_EVENT_ID, Orphanage, check_reach, parse_marks
-from baton.api.sampling import Asker, Policy
+from baton.api.model_text import ModelText
+from baton.api.open_requests import not_open
+from baton.api.original_request import Origin
+from baton.api.prepare import CHAT_PATH, COMPLETION_PATH, Prepared, Preparer
+from baton.api.request_ids import HEADER, Edge, asker_of
+from baton.api.responses import encode
 from baton.api.schema import DetokenizeBody, TokenizeBody, check_tokenize, parse
-from baton.api.serving import CLIENT_CLOSED, Server
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText
-from baton.api.writing import encode
+from baton.api.stream_resume import LAST_EVENT_ID, Orphanage, check_reach, parse_marks
+from baton.api.submissions import Asker, Policy
 
 SMALL_BODY_BYTES = 2048
 """A body that is tokenised in about a millisecond."""

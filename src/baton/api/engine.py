@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.api.origin import Origin
-from baton.core.request import FinishReason, Submission
+from baton.api.original_request import Origin
+from baton.core.engine.request import FinishReason, Submission
 
 ROUTER = "router"
 """The role of one that computes nothing."""

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from baton.api.errors import InternalField, from_validation, invalid, unsupported
-from baton.api.text import TEMPLATE_RESERVED
+from baton.api.model_text import TEMPLATE_RESERVED
 
 N_MAX = 16
 LOGPROBS_MAX = 20

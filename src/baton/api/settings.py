@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.api.auth import why_not_keys
-from baton.api.text import SamplingDefaults
+from baton.api.model_text import SamplingDefaults
 from baton.core.errors import BatonError
 
 

@@ -34,9 +34,9 @@ from baton.bench.load import Closed, Plan, run_load
 from baton.bench.scheduler import time_scheduler
 from baton.bench.stats import median
 from baton.bench.workload import Recipe, Round, Shape, TokenRange, fixed_sessions
+from baton.core.engine.plan import Chunk, Copy, Int32s, Outcome, Start, StepPlan, StepResult, Stop
+from baton.core.engine.request import Sampling, frozen_tokens
 from baton.core.errors import BatonError
-from baton.core.plan import Chunk, Copy, Int32s, Outcome, Start, StepPlan, StepResult, Stop
-from baton.core.request import Sampling, frozen_tokens
 from baton.executor.contract import Executor
 from baton.sim.steptime import Point, Roofline, StepTimes, StepTimesFile
 
@@ -421,8 +421,8 @@ def model_sizes(folder: Path, dtype: str) -> ModelSizes:
     from safetensors import safe_open
     from transformers import AutoConfig
 
-    from baton.executor.loading import DTYPES
-    from baton.executor.support import text_config, vars_of
+    from baton.executor.model_loading import DTYPES
+    from baton.executor.model_support import text_config, vars_of
 
     parameters = 0
     for file in sorted(folder.glob("*.safetensors")):

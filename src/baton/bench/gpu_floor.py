@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.executor.shapes import Fields
+from baton.executor.model_shapes import Fields
 
 ITEM_BYTES = 2
 """Of weights and KV: bfloat16."""

@@ -12,7 +12,7 @@ from baton.bench.gpu_floor import sizes_of
 from baton.bench.gpu_report import GpuReport, StepPoint
 from baton.bench.report import write_json
 from baton.core.errors import BatonError
-from baton.executor.shapes import shape_fields
+from baton.executor.model_shapes import shape_fields
 from baton.sim.steptime import StepTimes, StepTimesFile
 
 

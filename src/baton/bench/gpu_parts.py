@@ -23,13 +23,13 @@ from baton.bench.gpu_rates import measure_rates
 from baton.bench.gpu_report import PartResult, Row, StepPoint
 from baton.bench.gpu_serve import ClosedLoop, Load, Served, steps_alone_s
 from baton.bench.gpu_steps import CannotMeasure, Shared, Stepper, Timing, stream
-from baton.core.request import Sampling
+from baton.core.engine.request import Sampling
 from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.executor.drafts import Naive, Ngrams
-from baton.executor.kv import kv_bytes_per_block
-from baton.executor.loading import LoadedModel, load_shape
-from baton.executor.shapes import Shape, note_shape, shape_fields
-from baton.executor.torch_cpu import TorchCpuExecutor
+from baton.executor.kv_pool import kv_bytes_per_block
+from baton.executor.model_loading import LoadedModel, load_shape
+from baton.executor.model_shapes import Shape, note_shape, shape_fields
 
 KV_SHARE = 0.85
 """Of the memory that is free beside the weights."""

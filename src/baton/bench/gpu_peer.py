@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from baton.bench.gpu_serve import Load
 from baton.core.errors import BatonError
-from baton.executor.loading import load_shape
+from baton.executor.model_loading import load_shape
 
 LOOK_S = 0.5
 

@@ -20,12 +20,23 @@ import numpy as np
 
 from baton.bench.gpu_steps import Shared, stream
 from baton.core.config import WorkerConfig
+from baton.core.engine.plan import StepPlan, StepResult
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.records import Settled
+from baton.core.engine.request import RequestId, Sampling, Serial, Submission, frozen_tokens
+from baton.core.engine.worker import (
+    Accepted,
+    Deliver,
+    Effect,
+    Event,
+    GroupRefused,
+    Launch,
+    StepDone,
+    Submitted,
+    Tick,
+    Worker,
+)
 from baton.core.errors import InvariantViolated
-from baton.core.plan import StepPlan, StepResult
-from baton.core.prefix import PrefixIndex
-from baton.core.records import Settled
-from baton.core.request import RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.core.worker import Accepted, Deliver, Effect, Event, GroupRefused, Launch, StepDone, Submitted, Tick, Worker
 
 DEPTH = 2
 """As in service: one step is planned while another computes."""

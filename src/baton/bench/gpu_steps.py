@@ -17,9 +17,21 @@ from itertools import pairwise
 import numpy as np
 
 from baton.bench.gpu_report import middle
+from baton.core.engine.plan import (
+    NO_INT32S,
+    NO_INT64S,
+    Chunk,
+    Copy,
+    Int32s,
+    Int64s,
+    Outcome,
+    Start,
+    StepPlan,
+    StepResult,
+    Stop,
+)
+from baton.core.engine.request import Sampling, frozen_tokens
 from baton.core.errors import BatonError
-from baton.core.plan import NO_INT32S, NO_INT64S, Chunk, Copy, Int32s, Int64s, Outcome, Start, StepPlan, StepResult, Stop
-from baton.core.request import Sampling, frozen_tokens
 from baton.executor.contract import Executor, KvView, LayerDone
 
 IN_FLIGHT = 4

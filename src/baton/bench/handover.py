@@ -41,8 +41,8 @@ from baton.bench.handover_sender import (
 from baton.bench.machine import OtherLoad, describe_machine, other_load
 from baton.bench.stats import median
 from baton.bench.turns import Voice, order
-from baton.core.peers import Arriving, Handover, PeerEvent, PeerId, Verified
-from baton.kv.contract import KINDS, Receiver, available, make_receiver
+from baton.core.handover.messages import Arriving, Handover, PeerEvent, PeerId, Verified
+from baton.kv.transfer_contract import KINDS, Receiver, available, make_receiver
 
 MEMCPY, SOCKET = "memcpy", "socket"
 GOALS = {"shm": (MEMCPY, 0.80), "tcp": (SOCKET, 0.70)}

@@ -14,10 +14,10 @@ import time
 import msgspec
 import numpy as np
 
-from baton.core.peers import Handover, PeerEvent, PeerId, Shipped
-from baton.core.plan import Int32s
-from baton.kv.contract import KvLayout, KvMemory, Sender, make_sender
-from baton.kv.memory import allocate
+from baton.core.engine.plan import Int32s
+from baton.core.handover.messages import Handover, PeerEvent, PeerId, Shipped
+from baton.kv.shared_memory import allocate
+from baton.kv.transfer_contract import KvLayout, KvMemory, Sender, make_sender
 
 TOKEN = b"for measuring it"
 ANSWER_S = 60.0

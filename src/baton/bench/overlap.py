@@ -29,19 +29,19 @@ from rich.table import Table
 from baton.bench.stats import median
 from baton.bench.turns import Voice
 from baton.core.config import DECODE, PREFILL, Role, WorkerConfig
-from baton.core.peers import Handover, Heard, PeerEffect, PeerId, PeerOpened, Ship, Tell
-from baton.core.plan import StepPlan, StepResult
-from baton.core.prefix import PrefixIndex
-from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.worker import Worker
+from baton.core.engine.plan import StepPlan, StepResult
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.worker import Worker
+from baton.core.handover.messages import Handover, Heard, PeerEffect, PeerId, PeerOpened, Ship, Tell
 from baton.executor.contract import Executor, ExecutorShape, KvView, LayerDone
 from baton.executor.counting import CountingExecutor
-from baton.kv.contract import KvLayout, KvMemory
-from baton.kv.memory import shared_bytes
+from baton.kv.shared_memory import shared_bytes
+from baton.kv.transfer_contract import KvLayout, KvMemory
 from baton.node.engine import EngineLoop
 from baton.node.inbox import Broken, Inbox
-from baton.node.transfers import TransferOrder, Transfers
-from baton.wire.messages import PeerTraffic, StepOutput, decode_from_engine, encode_to_engine, submit
+from baton.node.kv_transfers import TransferOrder, Transfers
+from baton.wire.engine_messages import PeerTraffic, StepOutput, decode_from_engine, encode_to_engine, submit
 
 GIVER, TAKER = PeerId("giver"), PeerId("taker")
 BLOCK_SIZE = 16
@@ -246,7 +246,7 @@ class Pair:
 
 @contextlib.contextmanager
 def pair(folder: Path, dtype: str, prompt_tokens: int, step_tokens: int) -> Iterator[Pair]:
-    from baton.executor.torch_cpu import TorchCpuExecutor
+    from baton.executor.cpu.executor import TorchCpuExecutor
 
     blocks = 2 * (-(-prompt_tokens // BLOCK_SIZE) + 1)
     fds: list[int] = []

@@ -37,22 +37,22 @@ from baton.bench.stats import median, percentile
 from baton.bench.turns import MeasurementFailed, Voice, notes_on_others, order
 from baton.bench.verdict import RatioSpread
 from baton.core.config import BringBack, ReservePolicy, TierConfig, WorkerConfig
-from baton.core.prefix import PrefixIndex
-from baton.core.records import SchedulerGauges
-from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.storage import StorageEffect
-from baton.core.worker import Deliver, Effect, Event, Launch, Orphaned, StepDone, Submitted, Tick, Worker
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.records import SchedulerGauges
+from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.worker import Deliver, Effect, Event, Launch, Orphaned, StepDone, Submitted, Tick, Worker
+from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import ExecutorShape
 from baton.executor.counting import STOP_TOKEN, CountingExecutor
-from baton.kv.blocks import HostBlocks
-from baton.kv.contract import KvLayout
+from baton.kv.block_access import HostBlocks
 from baton.kv.store import Store, open_store
-from baton.node.building import PacedExecutor
+from baton.kv.transfer_contract import KvLayout
 from baton.node.engine import EngineLoop, monotonic_us
+from baton.node.engine_setup import PacedExecutor
+from baton.node.gc_pauses import spare_what_is_there
 from baton.node.inbox import Inbox
-from baton.node.pauses import spare_what_is_there
-from baton.node.storage import Storage
-from baton.wire.messages import StoreTraffic
+from baton.node.kv_storage import Storage
+from baton.wire.engine_messages import StoreTraffic
 
 SCHEMA = 1
 SLOWER = 100.0

@@ -47,7 +47,7 @@ from baton.bench.workload import Round
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError
 from baton.executor.contract import ExecutorShape
-from baton.node.building import worker_config
+from baton.node.engine_setup import worker_config
 from baton.node.settings import EngineSettings
 from baton.sim.cluster import Call, RunSpec, simulate
 from baton.sim.records import RunRecord

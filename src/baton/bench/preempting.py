@@ -22,10 +22,10 @@ import numpy as np
 from baton.bench.scheduler import one_step
 from baton.bench.stats import median
 from baton.core.config import WorkerConfig
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.worker import Submitted, Worker
 from baton.core.errors import InvariantViolated
-from baton.core.prefix import PrefixIndex
-from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.worker import Submitted, Worker
 
 BLOCK_SIZE = 16
 WINDOW_STEPS = 64

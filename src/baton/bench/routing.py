@@ -25,7 +25,7 @@ from baton.bench.talks import Sessions, Talk
 from baton.bench.turns import Voice
 from baton.bench.workload import Recipe, Round, Session
 from baton.core.config import WorkerConfig
-from baton.core.routing import Policy
+from baton.core.routing.events import Policy
 from baton.sim.cluster import RunSpec, simulate
 from baton.sim.records import RunRecord
 from baton.sim.report import FINISHED

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.plan import Outcome, StepPlan, StepResult
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.worker import Deliver, Launch, StepDone, Submitted, Tick, Worker
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Outcome, StepPlan, StepResult
-from baton.core.prefix import PrefixIndex
-from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.worker import Deliver, Launch, StepDone, Submitted, Tick, Worker
-from baton.wire.messages import encode_from_engine, step_output
+from baton.wire.engine_messages import encode_from_engine, step_output
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 60

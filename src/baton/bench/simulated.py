@@ -16,7 +16,7 @@ from baton.bench.calls import JITTER_GAPS, TraceLoad, read_load
 from baton.bench.policies import POLICIES, Policy
 from baton.core.config import PrefillPath, ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
-from baton.core.routing import Policy as RoutePolicy
+from baton.core.routing.events import Policy as RoutePolicy
 from baton.sim.carrying import Road
 from baton.sim.cluster import Call, RunSpec, Split, simulate
 from baton.sim.records import RunRecord

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from baton.kv.pace import Pace
+from baton.kv.rate_limit import Pace
 
 HOST = "127.0.0.1"
 CHUNK = 64 << 10

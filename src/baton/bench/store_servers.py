@@ -59,7 +59,7 @@ def valkey_server(port: int | None = None, options: Sequence[str] = ()) -> Itera
 @cache
 def mooncake_why_not() -> str | None:
     """Why there can be no Mooncake store here."""
-    from baton.kv.mooncake_link import why_not
+    from baton.kv.mooncake_client import why_not
 
     return why_not() or (None if _master().exists() else f"{_master()} is not there")
 

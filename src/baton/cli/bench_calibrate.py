@@ -90,7 +90,7 @@ def calibrate(
 
 def _measure(console: Console, settings: EngineSettings, budget_s: float, quick: bool) -> list[Measured]:
     # Imported here because `baton --help` must not wait for it.
-    from baton.node.building import build_executor
+    from baton.node.engine_setup import build_executor
 
     with progress_bar(console) as bar:
         task = bar.add_task("loading the model", total=None)

@@ -11,7 +11,7 @@ from rich.console import Console
 from baton.bench.handover import MODELS, TransferFailed, run, show, ways_of
 from baton.bench.report import write_json
 from baton.cli.bench_screen import model_folder, progress_bar, voice_of, wide_console
-from baton.kv.contract import KINDS, available
+from baton.kv.transfer_contract import KINDS, available
 
 Megabytes = Annotated[int, typer.Option(min=64, max=4096, help="KV to hand over each time, in MB.")]
 Rounds = Annotated[int, typer.Option(min=3, max=100, help="Times that each way is measured.")]

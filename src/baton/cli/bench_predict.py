@@ -115,7 +115,7 @@ def _predict(
 @contextlib.contextmanager
 def _surveyed(settings: EngineSettings, voice: Voice) -> Iterator[TimesSource]:
     # Imported here because `baton --help` must not wait for it.
-    from baton.node.building import build_executor
+    from baton.node.engine_setup import build_executor
 
     host_us, host_row_us = host_costs_us()
     host_row_us += delivery_cost_us()

@@ -26,7 +26,7 @@ from baton.cli.serve import (
     log_to_stderr,
 )
 from baton.core.errors import BatonError
-from baton.core.routing import Policy, RouterConfig
+from baton.core.routing.events import Policy, RouterConfig
 
 INSTANCES, CARRYING, LIMITS = "Instances", "Carrying requests", "Limits"
 

@@ -21,7 +21,7 @@ from baton.bench.traces import TraceMalformed
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
 from baton.cli.serve import parse_bytes
 from baton.core.config import BadConfig, PrefillPath, ReservePolicy, VictimPolicy
-from baton.core.routing import Policy as RoutePolicy
+from baton.core.routing.events import Policy as RoutePolicy
 from baton.sim.perfetto import write_timeline
 from baton.sim.plots import draw
 from baton.sim.records import RunRecord

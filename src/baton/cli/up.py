@@ -22,7 +22,7 @@ from baton.cli.serve import ExecutorKind, Model, serve
 from baton.core.errors import BatonError
 
 if TYPE_CHECKING:
-    from baton.up.fleet import FleetPlan
+    from baton.up.fleet_plan import FleetPlan
 
 FLEET = "Fleet"
 
@@ -84,7 +84,7 @@ def _up(
     in the file of [dim]--config[/dim]; each process gets those that it has.
     """
     # Imported late: `baton --help` must not wait for it.
-    from baton.up.fleet import FleetPlan
+    from baton.up.fleet_plan import FleetPlan
 
     if demo and (prefill, decode, mixed) == (0, 0, None):
         prefill, decode = 1, 2
@@ -126,7 +126,7 @@ def _cluster_key(store: str | None) -> str | None:
     """With a store it must be the same at every start: the names of what is stored are made with it."""
     if store is None:
         return None
-    from baton.executor.cachedir import cache_folder
+    from baton.executor.cache_folder import cache_folder
     from baton.node.secrets import store_key
 
     return store_key(store, cache_folder())
@@ -134,14 +134,14 @@ def _cluster_key(store: str | None) -> str | None:
 
 def check_port(host: str, port: int) -> None:
     """The router would say it too, but under the name that the option has there."""
-    from baton.node.hosting import bind
+    from baton.node.http_server import bind
 
     bind(host, port, "--router-port").close()
 
 
 def _run(plan: FleetPlan, needs_model: bool) -> int:
     from baton.node.models import resolve_model
-    from baton.up.log import FleetLog
+    from baton.up.merged_log import FleetLog
     from baton.up.supervisor import ROUTER, Supervisor
 
     with FleetLog((ROUTER, *(member.name for member in plan.members))) as log:

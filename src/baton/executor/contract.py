@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.plan import Int32s, StepPlan, StepResult
+from baton.core.engine.plan import Int32s, StepPlan, StepResult
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from baton.core.engine.plan import Int32s, Int64s, Outcome, Start, StepPlan, StepResult, Stop
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Int32s, Int64s, Outcome, Start, StepPlan, StepResult, Stop
 from baton.executor.contract import NO_KV, ExecutorShape, LayerDone
 
 STOP_TOKEN, FILLER_TOKEN = 2, 7

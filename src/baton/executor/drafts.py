@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.config import BadConfig
-from baton.core.plan import Int32s, Int64s
-from baton.core.request import Tokens
+from baton.core.engine.plan import Int32s, Int64s
+from baton.core.engine.request import Tokens
 
 CELLS_MAX = 1 << 21
 """The most tokens that are looked through at once: bounds the memory that it takes."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from baton.executor.shapes import shape_in, shape_mark
+from baton.executor.model_shapes import shape_in, shape_mark
 
 SAMPLES = 64
 SAMPLE_BYTES = 4096

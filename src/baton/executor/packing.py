@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from baton.core.plan import Int32s
-from baton.executor.slots import SlotTable
+from baton.core.engine.plan import Int32s
+from baton.executor.slot_table import SlotTable
 
 
 class Feed(NamedTuple):

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.core.engine.request import Sampling, Tokens
 from baton.core.errors import InvariantViolated
-from baton.core.request import Sampling, Tokens
 
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]

@@ -26,10 +26,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.core.engine.plan import Logprobs
+from baton.core.engine.request import Sampling, Tokens
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Logprobs
-from baton.core.request import Sampling, Tokens
-from baton.executor.draw import (
+from baton.executor.gumbel_noise import RowKeys, row_keys, stream_of
+from baton.executor.penalties import Penalties, penalises
+from baton.executor.scratch_buffers import Scratch
+from baton.executor.token_choice import (
     DRAW_ELEMENTS,
     Cuts,
     draw_from_all,
@@ -39,9 +42,6 @@ from baton.executor.draw import (
     greatest,
     leaders,
 )
-from baton.executor.noise import RowKeys, row_keys, stream_of
-from baton.executor.penalties import Penalties, penalises
-from baton.executor.scratch import Scratch
 
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from baton.core.engine.plan import Chunk, Int32s, Logprobs, Outcome, Start, StepPlan, StepResult
+from baton.core.engine.request import Sampling, Tokens
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Chunk, Int32s, Logprobs, Outcome, Start, StepPlan, StepResult
-from baton.core.request import Sampling, Tokens
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, spans, zeroed
 from baton.executor.fingerprint import SCRIPTED_MARK
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from baton.kv.contract import TransferUnavailable
+from baton.kv.transfer_contract import TransferUnavailable
 
 READ_TIMEOUT_S = 5
 LIBRARIES = Path(sys.prefix) / "lib" / "baton-mooncake"

@@ -28,9 +28,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from baton.kv.border import Border
-from baton.kv.mooncake_link import Area, Client, Link, LinkSettings, address_of, client_class
+from baton.kv.mooncake_client import Area, Client, Link, LinkSettings, address_of, client_class
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, StoreStat, StoreUrl, parse_size
+from baton.kv.store_guard import Border
 
 PORT = 50051
 ADMIN_PORT = 9003

@@ -20,7 +20,7 @@ from valkey.exceptions import OutOfMemoryError, ResponseError, ValkeyError
 
 from baton.core.errors import InvariantViolated
 from baton.kv.store import BadStore, Store, StoreFailed, StoreStat, StoreUrl
-from baton.kv.valkey_wire import Command, Line, Reply, Wire
+from baton.kv.valkey_connection import Command, Line, Reply, Wire
 
 PORT = 6379
 PREFIX = b"baton:"

@@ -28,24 +28,23 @@ import msgspec
 import zmq
 
 from baton.core.config import BadConfig
+from baton.core.engine.plan import StepPlan
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.worker import Effect, Event, Launch, StepDone, Tick, Worker
 from baton.core.errors import BatonError
-from baton.core.peers import PeerEffect
-from baton.core.plan import StepPlan
-from baton.core.prefix import PrefixIndex
-from baton.core.storage import StorageEffect
-from baton.core.worker import Effect, Event, Launch, StepDone, Tick, Worker
+from baton.core.handover.messages import PeerEffect
+from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
-from baton.node.building import build_executor, worker_config
+from baton.node.engine_setup import build_executor, worker_config
+from baton.node.gc_pauses import spare_what_is_there
 from baton.node.handovers import open_handovers
 from baton.node.inbox import Broken, Inbox, Item
-from baton.node.lifeline import die_with_parent
-from baton.node.pauses import spare_what_is_there
-from baton.node.pools import PoolMemory, blocks_of, layout_of
+from baton.node.kv_pool_memory import PoolMemory, blocks_of, layout_of
+from baton.node.kv_storage import Storage, describe, open_kv_store
+from baton.node.parent_process import die_with_parent
 from baton.node.settings import EngineSettings
-from baton.node.storage import Storage, describe, open_kv_store
-from baton.wire.dispatch import event_of, message_of
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     WIRE_VERSION,
     Failed,
     FromEngine,
@@ -61,6 +60,7 @@ from baton.wire.messages import (
     pulse,
     wire_gauges,
 )
+from baton.wire.worker_messages import event_of, message_of
 
 log = logging.getLogger("baton.engine")
 

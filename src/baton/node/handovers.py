@@ -12,15 +12,15 @@ import socket
 import time
 
 from baton.core.config import ROLES
-from baton.core.peers import AttemptFailed, HandoverMade, PdStage, PeerEffect, Tell
+from baton.core.handover.messages import AttemptFailed, HandoverMade, PdStage, PeerEffect, Tell
 from baton.executor.contract import Executor
 from baton.node.inbox import Inbox
+from baton.node.kv_pool_memory import PoolMemory
+from baton.node.kv_transfers import Transfers
+from baton.node.peer_session import Self
 from baton.node.peers import Peers, listen
-from baton.node.pools import PoolMemory
-from baton.node.sessions import Self
 from baton.node.settings import DEFAULT_PEER_PORT, EngineSettings
-from baton.node.transfers import Transfers
-from baton.wire.messages import PeerTraffic
+from baton.wire.engine_messages import PeerTraffic
 
 log = logging.getLogger("baton.handover")
 

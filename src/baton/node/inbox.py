@@ -12,9 +12,9 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from baton.core.peers import PeerEvent
-from baton.core.storage import StorageEvent
-from baton.core.worker import StepDone
+from baton.core.engine.worker import StepDone
+from baton.core.handover.messages import PeerEvent
+from baton.core.tiers.transfers import StorageEvent
 
 
 @dataclass(frozen=True, slots=True)

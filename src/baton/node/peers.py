@@ -20,12 +20,12 @@ from typing import Protocol
 
 from baton.core.config import ROLES
 from baton.core.errors import BatonError
-from baton.core.peers import Heard, PeerId, PeerLost, PeerMessage, PeerOpened
-from baton.kv.contract import KvLayout
+from baton.core.handover.messages import Heard, PeerId, PeerLost, PeerMessage, PeerOpened
+from baton.kv.transfer_contract import KvLayout
 from baton.node.inbox import Broken, Inbox
-from baton.node.line import LineFault
-from baton.node.sessions import CONNECT_S, End, Refused, Self, Session, Stage
-from baton.wire.peering import Register
+from baton.node.peer_session import CONNECT_S, End, Refused, Self, Session, Stage
+from baton.node.sealed_connection import LineFault
+from baton.wire.peer_messages import Register
 
 log = logging.getLogger("baton.peers")
 

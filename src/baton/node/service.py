@@ -22,24 +22,34 @@ import msgspec
 from baton.api.app import create_app
 from baton.api.engine import EngineDead
 from baton.api.metrics import Metrics
+from baton.api.model_text import ModelText, load_text, read_template
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText, load_text, read_template
 from baton.core.config import ROLES
-from baton.executor.cachedir import cache_folder
-from baton.node.client import EngineClient
+from baton.executor.cache_folder import cache_folder
 from baton.node.devices import check_device
-from baton.node.hosting import CannotServe, HttpServer, Say, StopSignals, bind, check_host, model_name, state_logged, url_of
-from baton.node.joining import Fenced, Membership, RouterAt
-from baton.node.lean import leave_torch_out
+from baton.node.engine_client import EngineClient
+from baton.node.gc_pauses import spare_what_is_there
+from baton.node.http_server import (
+    CannotServe,
+    HttpServer,
+    Say,
+    StopSignals,
+    bind,
+    check_host,
+    model_name,
+    state_logged,
+    url_of,
+)
+from baton.node.kv_storage import check_storage
 from baton.node.models import LoadFormat, check_load_format, resolve_model
-from baton.node.pairing import check_pairing, cluster_key, key_for, split_address
-from baton.node.pauses import spare_what_is_there
+from baton.node.peer_options import check_pairing, cluster_key, key_for, split_address
+from baton.node.router_membership import Fenced, Membership, RouterAt
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
 from baton.node.settings import EngineSettings
-from baton.node.storage import check_storage
-from baton.wire.membership import Join
-from baton.wire.relay import Relay
+from baton.node.torch_import import leave_torch_out
+from baton.wire.instance_sessions import Relay
+from baton.wire.router_messages import Join
 
 HOST_CHARS_MAX = 32
 DEATH_SHOWN_S = 2.0

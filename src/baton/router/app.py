@@ -16,17 +16,17 @@ from starlette.responses import Response
 from baton.api.app import Extras, create_app
 from baton.api.errors import ApiError
 from baton.api.metrics import Metrics
+from baton.api.model_text import ModelText
+from baton.api.responses import encode
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText
-from baton.api.writing import encode
 from baton.core.config import ROLES
-from baton.core.fleet import InstanceView
-from baton.router.chronicle import Chronicle
+from baton.core.routing.fleet_members import InstanceView
+from baton.router.admin_auth import Operators
 from baton.router.dashboard import OPEN_PATHS, Dashboard
 from baton.router.fleet_engine import FleetEngine
+from baton.router.fleet_log import Chronicle
 from baton.router.idempotency import Idempotency
-from baton.router.operators import Operators
-from baton.router.sessions import Sessions
+from baton.router.instance_connections import Sessions
 
 
 def create_router_app(

@@ -26,11 +26,11 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from baton.api.body_limits import read_json_body
 from baton.api.errors import ApiError, invalid
-from baton.api.limits import read_json_body
-from baton.api.writing import encode
-from baton.node.pairing import is_loopback
-from baton.router.state import InstanceView, RouterState
+from baton.api.responses import encode
+from baton.node.peer_options import is_loopback
+from baton.router.dashboard_state import InstanceView, RouterState
 
 log = logging.getLogger("baton.router")
 

@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, Burst, Ended, EngineInfo, Gauges, Handovers, TokenStream
-from baton.api.origin import BadOrigin, Origin, decode_origin
-from baton.api.resuming import Orphan as FoundOrphan
-from baton.api.sampling import Asker
+from baton.api.original_request import BadOrigin, Origin, decode_origin
+from baton.api.stream_resume import Orphan as FoundOrphan
+from baton.api.submissions import Asker
 from baton.core.config import ROLES
+from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode, Refused
-from baton.core.fleet import InstanceView
-from baton.core.request import FinishReason, Submission
-from baton.core.router import SETTLE_US
-from baton.core.routing import (
+from baton.core.routing.events import (
     Body,
     Declined,
     Delivered,
@@ -33,12 +31,14 @@ from baton.core.routing import (
     Outcome,
     Stage,
 )
-from baton.node.streams import Stream, ended_of, logprobs_of
-from baton.router.sessions import Sessions
-from baton.router.state import RouterState
-from baton.router.totals import Totals
-from baton.wire.messages import LogprobLine
-from baton.wire.switch import Act
+from baton.core.routing.fleet_members import InstanceView
+from baton.core.routing.router import SETTLE_US
+from baton.node.token_streams import Stream, ended_of, logprobs_of
+from baton.router.dashboard_state import RouterState
+from baton.router.instance_connections import Sessions
+from baton.router.lifetime_totals import Totals
+from baton.wire.engine_messages import LogprobLine
+from baton.wire.router_sessions import Act
 
 log = logging.getLogger("baton.router")
 

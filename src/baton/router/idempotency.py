@@ -22,8 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.api.errors import ApiError, invalid
-from baton.api.preparing import CHAT_PATH, COMPLETION_PATH
-from baton.api.writing import DONE
+from baton.api.prepare import CHAT_PATH, COMPLETION_PATH
+from baton.api.responses import DONE
 
 HEADER = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"

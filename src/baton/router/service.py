@@ -19,11 +19,12 @@ import uvloop
 from fastapi import FastAPI
 
 from baton.api.metrics import Metrics
+from baton.api.model_text import ModelText, load_text, read_template
 from baton.api.settings import ApiSettings
-from baton.api.text import ModelText, load_text, read_template
-from baton.core.router import Router
-from baton.core.routing import RouterConfig
-from baton.node.hosting import (
+from baton.core.routing.events import RouterConfig
+from baton.core.routing.router import Router
+from baton.node.gc_pauses import spare_what_is_there
+from baton.node.http_server import (
     CannotServe,
     HttpServer,
     Say,
@@ -36,18 +37,17 @@ from baton.node.hosting import (
     state_logged,
     url_of,
 )
-from baton.node.lean import leave_torch_out
 from baton.node.models import mark_of, resolve_model
-from baton.node.pauses import spare_what_is_there
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import shared_prefix_secret
+from baton.node.torch_import import leave_torch_out
 from baton.router.app import create_router_app
-from baton.router.chronicle import Chronicle
 from baton.router.dashboard import Dashboard
+from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
-from baton.router.sessions import Sessions, monotonic_us
-from baton.router.state import RouterState
-from baton.wire.switch import Switch
+from baton.router.fleet_log import Chronicle
+from baton.router.instance_connections import Sessions, monotonic_us
+from baton.wire.router_sessions import Switch
 
 log = logging.getLogger("baton.router")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from baton.core.config import WorkerConfig
-from baton.core.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.sim.faults import Rates, log_uniform_us
 
 VOCABULARY = 32

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
-from baton.core.peers import (
+from baton.core.handover.messages import (
     Arriving,
     AttemptFailed,
     Expect,
@@ -40,7 +40,7 @@ from baton.core.peers import (
     Verify,
 )
 from baton.sim.world import Host
-from baton.wire.peering import decode_to_giver, decode_to_taker, encode_peer
+from baton.wire.peer_messages import decode_to_giver, decode_to_taker, encode_peer
 
 ARRIVING_EVERY_US = 200_000
 """How often a receiver is told that bytes still come."""

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.core.request import Submission
 from baton.sim.asks import Ask
 from baton.sim.faults import Fault
 from baton.sim.front import Booking, Front, OneInstance
@@ -20,7 +20,7 @@ from baton.sim.gate import Found, Gate, Passage
 from baton.sim.judge import Ended, Judge
 from baton.sim.laws import ENDS_ONCE, SAME_TOKENS, LawBroken
 from baton.sim.world import Host
-from baton.wire.desk import Lost
+from baton.wire.request_table import Lost
 
 RETRY_US = 30_000
 """A user whom nobody could serve asks the next thing a little later."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from baton.core import routing
 from baton.core.config import DECODE, PREFILL, WorkerConfig
+from baton.core.engine.request import RequestId, Sampling, Submission, Tokens
 from baton.core.errors import BatonError, Refusal
-from baton.core.peers import PeerId
-from baton.core.request import RequestId, Sampling, Submission, Tokens
-from baton.core.routing import Policy
+from baton.core.handover.messages import PeerId
+from baton.core.routing import events as routing
+from baton.core.routing.events import Policy
 from baton.executor.contract import ExecutorShape
 from baton.executor.counting import FILLER_TOKEN, STOP_TOKEN, CountingExecutor
 from baton.sim.carrying import Carrier, Road
@@ -32,8 +32,8 @@ from baton.sim.machine import Machine
 from baton.sim.records import Handed, Journey, Look, Outcome, PassMeter, RunRecord, StepSpan
 from baton.sim.spreader import Spreader
 from baton.sim.world import Host, World
-from baton.wire.desk import Lost
-from baton.wire.messages import WireEnded
+from baton.wire.engine_messages import WireEnded
+from baton.wire.request_table import Lost
 
 PREFIX_ID_TOKENS = 512
 """Prompt tokens that one prefix id stands for."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from baton.core.plan import StepPlan, StepResult
+from baton.core.engine.plan import StepPlan, StepResult
 from baton.executor.contract import Executor
 from baton.sim.faults import Fault
 from baton.sim.records import StepSpan

@@ -23,8 +23,8 @@ from baton.core.config import (
     TierConfig,
     WorkerConfig,
 )
-from baton.core.request import Sampling
-from baton.core.routing import RouterConfig
+from baton.core.engine.request import Sampling
+from baton.core.routing.events import RouterConfig
 from baton.sim.asks import Ask
 from baton.sim.faults import DiskRates, Fault, NetworkRates, Rates
 from baton.sim.porters import CopyTimes

@@ -10,13 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.core.request import Submission
 from baton.sim.laws import ENDS_AT_ONCE, LawBroken
 from baton.sim.lines import LinkEnd
-from baton.wire.desk import Came, Declined, Desk, Died, Lost, Opened, Step
-from baton.wire.link import Link, LinkState
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     AcceptedAs,
     Cancel,
     Drain,
@@ -26,6 +24,8 @@ from baton.wire.messages import (
     decode_from_engine,
     encode_to_engine,
 )
+from baton.wire.link import Link, LinkState
+from baton.wire.request_table import Came, Declined, Desk, Died, Lost, Opened, Step
 
 
 class Caller(Protocol):

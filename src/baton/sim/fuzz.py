@@ -18,19 +18,19 @@ from typing import IO
 
 import msgspec
 
-from baton.core.carrying import TRANSITIONS as CARRY_MOVES
+from baton.core.engine.request import TRANSITIONS as REQUEST_MOVES
 from baton.core.errors import BatonError
-from baton.core.fleet import TRANSITIONS as MEMBER_MOVES
-from baton.core.request import TRANSITIONS as REQUEST_MOVES
+from baton.core.routing.fleet_members import TRANSITIONS as MEMBER_MOVES
+from baton.core.routing.routed_request import TRANSITIONS as CARRY_MOVES
 from baton.sim.faults import Fault
 from baton.sim.judge import haul_table, move_name, peer_tables
 from baton.sim.laws import OWN_CHECKS, LawBroken
 from baton.sim.scenario import Trim, Verdict, run_seed
 from baton.sim.shard import SeedReport
-from baton.wire.desk import TRANSITIONS as DESK_MOVES
+from baton.wire.instance_sessions import STANDINGS
+from baton.wire.instance_sessions import TRANSITIONS as RELAY_MOVES
 from baton.wire.link import TRANSITIONS as LINK_MOVES
-from baton.wire.relay import STANDINGS
-from baton.wire.relay import TRANSITIONS as RELAY_MOVES
+from baton.wire.request_table import TRANSITIONS as DESK_MOVES
 
 SHRINK_RUNS_MAX = 200
 READ_BYTES = 1 << 16

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.core.request import Submission
-from baton.core.router import Router
-from baton.core.routing import (
+from baton.core.routing.events import (
     Body,
     Declined,
     Delivered,
@@ -29,16 +28,17 @@ from baton.core.routing import (
     Session,
     Stage,
 )
+from baton.core.routing.router import Router
 from baton.sim.laws import LINE_BOUND, STRANGERS, LawBroken
 from baton.sim.legs import LegBook
 from baton.sim.lines import LinkEnd, acceptor
 from baton.sim.member import ROUTER, line_names
 from baton.sim.network import Network
 from baton.sim.world import Alarm, Host, World
+from baton.wire.engine_messages import WireError
 from baton.wire.link import LinkConfig
-from baton.wire.membership import FromRouter, decode_from_instance, encode_membership
-from baton.wire.messages import WireError
-from baton.wire.switch import Act, Close, Say, Switch
+from baton.wire.router_messages import FromRouter, decode_from_instance, encode_membership
+from baton.wire.router_sessions import Act, Close, Say, Switch
 
 TOLD = (Stage.PLACED, Stage.PREEMPTED, Stage.MOVED, Stage.ENDED)
 """What the story says of a choice; the rest is in what its instance and its client do."""

@@ -13,10 +13,22 @@ from enum import Enum
 from typing import Protocol
 
 from baton.core.config import OnPreempt, TierConfig, WorkerConfig
-from baton.core.plan import StepPlan
-from baton.core.request import Serial
-from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put, StorageEvent
-from baton.core.worker import Cancelled, Effect, Event, Launch, Orphaned, StepDone, StopFound, Tick
+from baton.core.engine.plan import StepPlan
+from baton.core.engine.request import Serial
+from baton.core.engine.worker import Cancelled, Effect, Event, Launch, Orphaned, StepDone, StopFound, Tick
+from baton.core.tiers.transfers import (
+    CopyIn,
+    CopyOut,
+    FenceHaul,
+    Get,
+    Haul,
+    Hauled,
+    HaulFailed,
+    HaulFenced,
+    Look,
+    Put,
+    StorageEvent,
+)
 from baton.sim.laws import DEPARTS_IN_TIME, ENDS_AT_ONCE, HAULS_BOUND, HAULS_END, LEFT_ALONE, UNTOUCHED, LawBroken
 from baton.sim.leases import PASS_US
 

@@ -16,7 +16,22 @@ from dataclasses import dataclass
 from typing import Protocol, cast, get_args
 
 from baton.core.config import WorkerConfig
-from baton.core.peers import (
+from baton.core.engine.plan import StepPlan, StepResult
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.worker import (
+    Accepted,
+    Deliver,
+    Effect,
+    Event,
+    GroupRefused,
+    Launch,
+    Orphaned,
+    StepDone,
+    Tick,
+    Withdrawn,
+    Worker,
+)
+from baton.core.handover.messages import (
     AttemptFailed,
     Expect,
     Fence,
@@ -31,30 +46,14 @@ from baton.core.peers import (
     Tell,
     Verify,
 )
-from baton.core.plan import StepPlan, StepResult
-from baton.core.prefix import PrefixIndex
-from baton.core.storage import CopyIn, CopyOut, FenceHaul, Get, Look, Put, StorageEffect, StorageEvent
-from baton.core.worker import (
-    Accepted,
-    Deliver,
-    Effect,
-    Event,
-    GroupRefused,
-    Launch,
-    Orphaned,
-    StepDone,
-    Tick,
-    Withdrawn,
-    Worker,
-)
+from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, Look, Put, StorageEffect, StorageEvent
 from baton.executor.contract import Executor, ExecutorShape, KvView
 from baton.sim.device import Device, Times
 from baton.sim.disk import Disk
 from baton.sim.faults import Fault
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
-from baton.wire.dispatch import event_of, message_of
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     WIRE_VERSION,
     Failed,
     FromEngine,
@@ -66,9 +65,10 @@ from baton.wire.messages import (
     pulse,
     wire_gauges,
 )
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     Peers as PeersMessage,
 )
+from baton.wire.worker_messages import event_of, message_of
 
 KEY_FILE = "prefix.key"
 PULSE_US = 100_000

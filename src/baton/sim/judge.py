@@ -20,14 +20,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from baton.core.config import DECODE, PREFILL, WorkerConfig
-from baton.core.errors import InvariantViolated, Refusal, RefusalCode
-from baton.core.laws import LAWS
-from baton.core.prefix import Key, PrefixIndex
-from baton.core.records import EndedRequest
-from baton.core.request import FinishReason, Phase, RequestId, Serial, Submission
-from baton.core.routing import Outcome
-from baton.core.storage import Haul
-from baton.core.worker import (
+from baton.core.engine.laws import LAWS
+from baton.core.engine.prefix import Key, PrefixIndex
+from baton.core.engine.records import EndedRequest
+from baton.core.engine.request import FinishReason, Phase, RequestId, Serial, Submission
+from baton.core.engine.worker import (
     Accepted,
     Cancelled,
     Deliver,
@@ -42,6 +39,9 @@ from baton.core.worker import (
     Withdrawn,
     Worker,
 )
+from baton.core.errors import InvariantViolated, Refusal, RefusalCode
+from baton.core.routing.events import Outcome
+from baton.core.tiers.transfers import Haul
 from baton.executor.scripted import undisturbed
 from baton.sim.faults import Fault
 from baton.sim.hauls import HAUL_ENDS, HaulBook
@@ -70,8 +70,8 @@ from baton.sim.laws import (
 )
 from baton.sim.leases import PeerBook
 from baton.sim.world import World
-from baton.wire.desk import Lost
-from baton.wire.messages import WireEnded
+from baton.wire.engine_messages import WireEnded
+from baton.wire.request_table import Lost
 
 AUDIT_EVERY = 32
 FOR_NOW = (RefusalCode.QUEUE_FULL, RefusalCode.DRAINING, RefusalCode.NO_INSTANCE, RefusalCode.RATE_LIMITED)

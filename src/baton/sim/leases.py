@@ -10,7 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.config import OnPreempt, WorkerConfig
-from baton.core.peers import (
+from baton.core.engine.plan import StepPlan
+from baton.core.engine.records import EndedRequest
+from baton.core.engine.request import FinishReason
+from baton.core.engine.worker import (
+    Cancelled,
+    Deliver,
+    DrainOrdered,
+    Effect,
+    Event,
+    Launch,
+    Orphaned,
+    StepDone,
+    StopFound,
+    Tick,
+    Withdrawn,
+)
+from baton.core.handover.messages import (
     Adopted,
     Arriving,
     Ask,
@@ -40,22 +56,6 @@ from baton.core.peers import (
     Tell,
     Verified,
     Verify,
-)
-from baton.core.plan import StepPlan
-from baton.core.records import EndedRequest
-from baton.core.request import FinishReason
-from baton.core.worker import (
-    Cancelled,
-    Deliver,
-    DrainOrdered,
-    Effect,
-    Event,
-    Launch,
-    Orphaned,
-    StepDone,
-    StopFound,
-    Tick,
-    Withdrawn,
 )
 from baton.sim.laws import (
     ALIEN_BYTES,

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.core.config import ROLES
+from baton.core.engine.prefix import KEY_BYTES
+from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.peers import PdCode
-from baton.core.prefix import KEY_BYTES
-from baton.core.request import FinishReason, Submission
-from baton.core.routing import (
+from baton.core.handover.messages import PdCode
+from baton.core.routing.events import (
     Body,
     Declined,
     Delivered,
@@ -47,19 +47,7 @@ from baton.sim.laws import (
     WAITS_IN_TIME,
     LawBroken,
 )
-from baton.wire.membership import (
-    Beat,
-    Forget,
-    FromInstance,
-    FromRouter,
-    HeldGroup,
-    Join,
-    Leaving,
-    Place,
-    Settled,
-    Welcome,
-)
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     AcceptedAs,
     Cancel,
     Drain,
@@ -71,7 +59,19 @@ from baton.wire.messages import (
     WireSubmission,
     wire_submission,
 )
-from baton.wire.switch import Act, Close, Say
+from baton.wire.router_messages import (
+    Beat,
+    Forget,
+    FromInstance,
+    FromRouter,
+    HeldGroup,
+    Join,
+    Leaving,
+    Place,
+    Settled,
+    Welcome,
+)
+from baton.wire.router_sessions import Act, Close, Say
 
 SLACK_US = 5_000
 """Beyond the beat within which silence is noticed."""

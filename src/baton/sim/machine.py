@@ -10,17 +10,17 @@ import time
 from collections import deque
 from typing import Protocol, get_args
 
-from baton.core.peers import PeerEffect, PeerEvent
-from baton.core.plan import StepPlan, StepResult
-from baton.core.prefix import PrefixIndex
-from baton.core.worker import Effect, Event, Launch, StepDone, Tick, Worker
+from baton.core.engine.plan import StepPlan, StepResult
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.worker import Effect, Event, Launch, StepDone, Tick, Worker
+from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.sim.carrying import Carrier
 from baton.sim.device import Device
 from baton.sim.instance import InstanceSpec
 from baton.sim.records import PassMeter, StepSpan
 from baton.sim.world import Alarm, Host
-from baton.wire.dispatch import event_of, message_of
-from baton.wire.messages import WIRE_VERSION, Ready, ToWorker, decode_to_engine, encode_from_engine, wire_gauges
+from baton.wire.engine_messages import WIRE_VERSION, Ready, ToWorker, decode_to_engine, encode_from_engine, wire_gauges
+from baton.wire.worker_messages import event_of, message_of
 
 SECRET = bytes(32)
 PEER_EFFECTS = get_args(PeerEffect)

@@ -16,9 +16,7 @@ from baton.sim.laws import ENDS_AT_ONCE, FORGOTTEN, LINE_BOUND, LawBroken
 from baton.sim.lines import initiator
 from baton.sim.network import Network
 from baton.sim.world import Alarm, Host
-from baton.wire.link import LinkConfig
-from baton.wire.membership import FromInstance, Join, decode_from_router, encode_membership
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     AcceptedAs,
     Cancel,
     Drain,
@@ -31,7 +29,9 @@ from baton.wire.messages import (
     decode_from_engine,
     encode_to_engine,
 )
-from baton.wire.relay import Relay, RelayOut, Standing
+from baton.wire.instance_sessions import Relay, RelayOut, Standing
+from baton.wire.link import LinkConfig
+from baton.wire.router_messages import FromInstance, Join, decode_from_router, encode_membership
 
 ROUTER = "router"
 OUTBOX_MAX = 2_000

@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from baton.core.peers import (
+from baton.core.handover.messages import (
     AttemptFailed,
     Expect,
     Fence,
@@ -34,7 +34,7 @@ from baton.sim.lines import LinkEnd, acceptor, initiator
 from baton.sim.network import Network
 from baton.sim.transfer import Fabric, Receiver, Sender
 from baton.wire.link import LinkConfig
-from baton.wire.peering import (
+from baton.wire.peer_messages import (
     Register,
     decode_registration,
     decode_to_giver,

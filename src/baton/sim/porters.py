@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.plan import Int32s
-from baton.core.prefix import Key
-from baton.core.storage import (
+from baton.core.engine.plan import Int32s
+from baton.core.engine.prefix import Key
+from baton.core.tiers.transfers import (
     CopyIn,
     CopyOut,
     FenceHaul,

@@ -30,8 +30,8 @@ from baton.core.config import (
     VictimPolicy,
     WorkerConfig,
 )
-from baton.core.routing import Policy, RouterConfig
-from baton.core.storage import Haul
+from baton.core.routing.events import Policy, RouterConfig
+from baton.core.tiers.transfers import Haul
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
 from baton.sim.asks import VOCABULARY, Ask, draw_ask, probe_ask

@@ -20,8 +20,8 @@ from baton.sim.network import Network
 from baton.sim.porters import Depot, Porter
 from baton.sim.transfer import Fabric
 from baton.sim.world import Host, World
+from baton.wire.instance_sessions import Relay, RelayOut
 from baton.wire.link import LinkConfig
-from baton.wire.relay import Relay, RelayOut
 
 FRONT = "front"
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.core.request import Submission
-from baton.core.router import Router
-from baton.core.routing import Body, Declined, Delivered, Noted, Outcome, Policy, RouterConfig, Session, Stage
+from baton.core.routing.events import Body, Declined, Delivered, Noted, Outcome, Policy, RouterConfig, Session, Stage
+from baton.core.routing.router import Router
 from baton.sim.instance import PULSE_US
 from baton.sim.lines import PipeEnd
 from baton.sim.machine import SECRET, Machine
 from baton.sim.world import Alarm, Host
-from baton.wire.membership import FromInstance, Join, decode_from_instance, decode_from_router, encode_membership
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     AcceptedAs,
     RefusedWith,
     StepOutput,
@@ -27,8 +26,9 @@ from baton.wire.messages import (
     encode_to_engine,
     pulse,
 )
-from baton.wire.relay import Relay, RelayOut
-from baton.wire.switch import Act, Say, Switch
+from baton.wire.instance_sessions import Relay, RelayOut
+from baton.wire.router_messages import FromInstance, Join, decode_from_instance, decode_from_router, encode_membership
+from baton.wire.router_sessions import Act, Say, Switch
 
 FOR_EVER_US = 10**15
 ANY_TOKEN = 2**31 - 1

@@ -17,19 +17,7 @@ from baton.sim.lines import initiator
 from baton.sim.member import line_names
 from baton.sim.network import Network
 from baton.sim.world import Host, World
-from baton.wire.link import LinkConfig
-from baton.wire.membership import (
-    Beat,
-    FromInstance,
-    HeldGroup,
-    HeldLine,
-    Join,
-    Leaving,
-    Settled,
-    decode_from_router,
-    encode_membership,
-)
-from baton.wire.messages import (
+from baton.wire.engine_messages import (
     AcceptedAs,
     RefusedWith,
     StepOutput,
@@ -40,7 +28,19 @@ from baton.wire.messages import (
     WireSubmission,
     refused,
 )
-from baton.wire.relay import NO_GAUGES, Relay, RelayOut
+from baton.wire.instance_sessions import NO_GAUGES, Relay, RelayOut
+from baton.wire.link import LinkConfig
+from baton.wire.router_messages import (
+    Beat,
+    FromInstance,
+    HeldGroup,
+    HeldLine,
+    Join,
+    Leaving,
+    Settled,
+    decode_from_router,
+    encode_membership,
+)
 
 TOLD_WITHIN_US = 5_000_000
 

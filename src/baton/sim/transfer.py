@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.core.peers import Arriving, Fenced, Handover, PeerEvent, ShipFailed, Shipped, Spoilt, Verified
-from baton.core.plan import Int32s
+from baton.core.engine.plan import Int32s
+from baton.core.handover.messages import Arriving, Fenced, Handover, PeerEvent, ShipFailed, Shipped, Spoilt, Verified
 from baton.executor.contract import KvView
 from baton.sim.faults import Fault, KvRates, log_uniform_us
 from baton.sim.laws import ALIEN_BYTES, WHOLE_KV, LawBroken

@@ -16,9 +16,9 @@ from baton.sim.network import Network
 from baton.sim.seats import Seat
 from baton.sim.strangers import OldLife, forged, forged_by_a_member
 from baton.sim.world import World
+from baton.wire.instance_sessions import Relay, RelayOut
 from baton.wire.link import LinkConfig
-from baton.wire.membership import Join
-from baton.wire.relay import Relay, RelayOut
+from baton.wire.router_messages import Join
 
 BY_MEMBER_SHARE = 0.3
 BY_ROUTER_SHARE = 0.5

@@ -25,9 +25,9 @@ import aiohttp
 import msgspec
 
 from baton.api.auth import secret_of
-from baton.node.lifeline import bound_to
-from baton.up.fleet import SERVING_ROLES, FleetPlan, Member, Ports
-from baton.up.log import FleetLog, LineCutter
+from baton.node.parent_process import bound_to
+from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, Member, Ports
+from baton.up.merged_log import FleetLog, LineCutter
 from baton.up.restarts import Again, GiveUp, Restarts
 
 ROUTER = "router"

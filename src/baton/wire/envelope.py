@@ -20,8 +20,8 @@ from enum import StrEnum
 from xxhash import xxh3_128 as hasher
 from xxhash import xxh3_128_digest
 
+from baton.core.engine.prefix import KEY_BYTES
 from baton.core.errors import InvariantViolated
-from baton.core.prefix import KEY_BYTES
 
 LAYOUT_BYTES = 16
 VERSION = 1

@@ -52,7 +52,7 @@ from zlib import crc32
 
 from baton.core.config import BadConfig
 from baton.core.errors import BatonError, IllegalTransition
-from baton.wire.messages import FRAME_BYTES_MAX, WireError
+from baton.wire.engine_messages import FRAME_BYTES_MAX, WireError
 
 LINK_VERSION = 1
 DATA = 1

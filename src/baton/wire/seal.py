@@ -42,8 +42,8 @@ from typing import NamedTuple
 
 from baton.core.config import BadConfig
 from baton.core.errors import BatonError
+from baton.wire.engine_messages import WireError
 from baton.wire.link import PACKET_BYTES_MAX
-from baton.wire.messages import WireError
 
 SEAL_VERSION = 1
 NONCE_BYTES = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.executor.shapes import SHAPES
+from baton.executor.model_shapes import SHAPES
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from baton.executor.cuda.chunks import (
     size_for,
 )
 from baton.executor.packing import Feed
-from baton.executor.slots import NO_BLOCK, SlotTable
+from baton.executor.slot_table import NO_BLOCK, SlotTable
 
 SHAPE = ExecutorShape(slots=8, blocks=8 * 6, block_size=4, context_tokens=24)
 SPARE = SHAPE.slots

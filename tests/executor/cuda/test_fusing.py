@@ -18,8 +18,8 @@ from baton.executor.cuda import fuse
 from baton.executor.cuda.layers import FusedLayer, PlainLinear, TabledRotary
 from baton.executor.cuda.products import Linear, Norm, Workbench
 from baton.executor.cuda.rehearsal import one_chunk
-from baton.executor.dummy import draw_weights
-from baton.executor.loading import LoadedModel, forward, load_shape, shape_config
+from baton.executor.dummy_weights import draw_weights
+from baton.executor.model_loading import LoadedModel, forward, load_shape, shape_config
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array"),  # by the interpreter

@@ -18,7 +18,7 @@ from baton.executor.cuda.kernels_decode import ITEM_WORDS, attend_decode
 from baton.executor.cuda.kernels_layer import rotate_and_write, write_rows
 from baton.executor.cuda.kernels_prefill import attend_chunks
 from baton.executor.cuda.kernels_steps import name_items
-from baton.executor.kv import LayerSpec
+from baton.executor.kv_pool import LayerSpec
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array"),  # by the interpreter

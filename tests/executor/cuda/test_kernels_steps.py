@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="kernels need Triton, which is not installe
 from baton.executor.cuda.kernels_decode import ITEM_WORDS
 from baton.executor.cuda.kernels_slots import grow_tables, start_slots
 from baton.executor.cuda.kernels_steps import DONE, DRY, EMPTY, RUNS, advance, name_items, prepare_decodes
-from baton.executor.slots import NO_BLOCK
+from baton.executor.slot_table import NO_BLOCK
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array"),  # by the interpreter

@@ -14,7 +14,7 @@ from baton.executor.cuda.attention import CudaAttention, Rotation
 from baton.executor.cuda.batch import ChunkPart, DecodePart, DeviceBatch, make_work
 from baton.executor.cuda.products import Linear, Norm, Rows, Workbench
 from baton.executor.cuda.streaming import Streams
-from baton.executor.kv import LayerKv, LayerSpec
+from baton.executor.kv_pool import LayerKv, LayerSpec
 
 CPU = torch.device("cpu")
 OPTIONS = {"num_warps", "launch_pdl"}

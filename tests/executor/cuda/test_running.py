@@ -20,9 +20,9 @@ from baton.executor.cuda import fuse
 from baton.executor.cuda.chunks import NO_CHUNKS, MixedSize
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.runner import Runner
-from baton.executor.dummy import draw_weights
-from baton.executor.loading import load_shape, shape_config
-from baton.executor.slots import NO_BLOCK
+from baton.executor.dummy_weights import draw_weights
+from baton.executor.model_loading import load_shape, shape_config
+from baton.executor.slot_table import NO_BLOCK
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array"),  # by the interpreter

@@ -18,12 +18,12 @@ pytest.importorskip("triton", reason="kernels need Triton, which is not installe
 import triton
 import triton.language as tl
 
+from baton.core.engine.request import Sampling
 from baton.core.errors import InvariantViolated
-from baton.core.request import Sampling
 from baton.executor.cuda.kernels_noise import gumbel, hash_of, noise_most, row_key
 from baton.executor.cuda.sampling import DeviceSampler, Mode
-from baton.executor.noise import gumbel as reference_gumbel
-from baton.executor.noise import hashes, row_keys, stream_of
+from baton.executor.gumbel_noise import gumbel as reference_gumbel
+from baton.executor.gumbel_noise import hashes, row_keys, stream_of
 from baton.executor.sampling import Sampler
 
 CPU = torch.device("cpu")

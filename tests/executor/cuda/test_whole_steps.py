@@ -16,17 +16,17 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
 
-from baton.core.plan import Chunk, Outcome, Start, StepPlan, StepResult
-from baton.core.request import Sampling, frozen_tokens
+from baton.core.engine.plan import Chunk, Outcome, Start, StepPlan, StepResult
+from baton.core.engine.request import Sampling, frozen_tokens
 from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.executor.cuda import executor as executor_module
 from baton.executor.cuda import pool as pool_module
 from baton.executor.cuda.chunks import MixedSize
 from baton.executor.cuda.executor import TorchCudaExecutor
 from baton.executor.cuda.runner import Drawn, Runner
 from baton.executor.drafts import Ngrams
-from baton.executor.loading import load_shape
-from baton.executor.torch_cpu import TorchCpuExecutor
+from baton.executor.model_loading import load_shape
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device; tests/gpu runs the executor on it"),

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import torch
 import triton
 
-from baton.executor.attention import AttentionCall
 from baton.executor.cuda.batch import ChunkPart, DecodePart, DeviceBatch, target_items
 from baton.executor.cuda.kernels_decode import attend_decode
 from baton.executor.cuda.kernels_layer import rotate_and_write, write_rows
 from baton.executor.cuda.kernels_prefill import attend_chunks
 from baton.executor.cuda.products import Rows, Workbench
 from baton.executor.cuda.streaming import Streams
-from baton.executor.kv import LayerKv, LayerSpec
+from baton.executor.kv_pool import LayerKv, LayerSpec
+from baton.executor.paged_attention import AttentionCall
 
 LayerWritten = Callable[[int], None]
 CHUNK_QUERIES = 128

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
-from baton.core.plan import Int32s
 from baton.executor.cuda.sharing import Opened, name_of, open_named
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from baton.core.plan import Int32s
+from baton.core.engine.plan import Int32s
 from baton.executor.packing import Feed
-from baton.executor.slots import NO_BLOCK, SlotTable
+from baton.executor.slot_table import NO_BLOCK, SlotTable
 
 CHUNK_TOKENS = (64, 128, 256, 512)
 """Of captured steps. Longer ones, filled up, would take the device about as long as the host takes to launch them."""

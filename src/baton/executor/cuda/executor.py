@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
+from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.errors import InvariantViolated
-from baton.core.plan import StepPlan, StepResult
 from baton.executor.contract import NO_KV, ExecutorShape, LayerDone
 from baton.executor.cuda.chunks import mixed_sizes
 from baton.executor.cuda.drafting import propose_on_device
@@ -34,9 +34,9 @@ from baton.executor.cuda.step import Launched, Stepper
 from baton.executor.cuda.warming import warm_up
 from baton.executor.drafts import Naive, Proposer
 from baton.executor.fingerprint import fingerprint_of
-from baton.executor.kv import kv_bytes_per_block
-from baton.executor.loading import LoadedModel, load_model
-from baton.executor.support import UnsupportedModel
+from baton.executor.kv_pool import kv_bytes_per_block
+from baton.executor.model_loading import LoadedModel, load_model
+from baton.executor.model_support import UnsupportedModel
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from baton.executor.cuda.layers import FusedLayer, FusedNorm, PlainLinear, Table
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.rehearsal import one_chunk
-from baton.executor.kv import LayerSpec
-from baton.executor.loading import LoadedModel, forward
-from baton.executor.probe import NORM_OFFSETS, PROBE_TOKENS, Sight, recorder
-from baton.executor.support import vars_of
+from baton.executor.kv_pool import LayerSpec
+from baton.executor.layer_probe import NORM_OFFSETS, PROBE_TOKENS, Sight, recorder
+from baton.executor.model_loading import LoadedModel, forward
+from baton.executor.model_support import vars_of
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from baton.executor.cuda.attention import CudaAttention, Rotation
-from baton.executor.cuda.products import Linear, Norm, Rows, Workbench, normed
-from baton.executor.fusion import (
+from baton.executor.cpu.fused_layers import (
     ATTENTION_PARTS,
     CARRIED_NAMES,
     LAYER_PARTS,
@@ -21,8 +19,10 @@ from baton.executor.fusion import (
     linear_of,
     norm_parts,
 )
-from baton.executor.kv import LayerSpec
-from baton.executor.support import vars_of
+from baton.executor.cuda.attention import CudaAttention, Rotation
+from baton.executor.cuda.products import Linear, Norm, Rows, Workbench, normed
+from baton.executor.kv_pool import LayerSpec
+from baton.executor.model_support import vars_of
 
 
 def looks_common(layer: torch.nn.Module, spec: LayerSpec) -> bool:

@@ -6,7 +6,7 @@ import torch
 
 from baton.executor.contract import NO_KV, KvView, spans
 from baton.executor.cuda.blocks import CudaBlocks
-from baton.executor.kv import LayerKv, LayerSpec, layer_views
+from baton.executor.kv_pool import LayerKv, LayerSpec, layer_views
 
 
 class CudaPool:

@@ -8,7 +8,7 @@ from baton.executor.cuda.attention import CudaAttention, chunk_queries
 from baton.executor.cuda.batch import ChunkPart, DeviceBatch
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
-from baton.executor.loading import LoadedModel, forward
+from baton.executor.model_loading import LoadedModel, forward
 
 
 def one_chunk(pool: CudaPool, bench: Workbench, tokens: int, block_size: int) -> CudaAttention:

@@ -28,9 +28,9 @@ from baton.executor.cuda.kernels_steps import RUNS, name_items, prepare_decodes
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.slots import DeviceSlots
-from baton.executor.kv import LayerSpec
-from baton.executor.loading import LoadedModel, forward
-from baton.executor.support import text_config
+from baton.executor.kv_pool import LayerSpec
+from baton.executor.model_loading import LoadedModel, forward
+from baton.executor.model_support import text_config
 
 log = logging.getLogger(__name__)
 

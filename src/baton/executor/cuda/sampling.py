@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 import triton
 
+from baton.core.engine.request import Sampling
 from baton.core.errors import InvariantViolated
-from baton.core.request import Sampling
 from baton.executor.cuda.kernels_sample import choose, survey
-from baton.executor.noise import stream_of
+from baton.executor.gumbel_noise import stream_of
 from baton.executor.penalties import penalises
 
 Int64s = npt.NDArray[np.int64]

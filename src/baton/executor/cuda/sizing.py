@@ -12,8 +12,8 @@ from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.pool import CudaPool
 from baton.executor.cuda.products import Workbench
 from baton.executor.cuda.rehearsal import rehearse
-from baton.executor.kv import blocks_for_memory, kv_bytes_per_block
-from baton.executor.loading import LoadedModel
+from baton.executor.kv_pool import blocks_for_memory, kv_bytes_per_block
+from baton.executor.model_loading import LoadedModel
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from baton.core.plan import Int32s, Start
+from baton.core.engine.plan import Int32s, Start
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.kernels_slots import grow_tables, start_slots
 from baton.executor.cuda.staging import Uploads
-from baton.executor.slots import NO_BLOCK
+from baton.executor.slot_table import NO_BLOCK
 
 
 class DeviceSlots:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from baton.core.plan import Int32s
+from baton.core.engine.plan import Int32s
 
 RING = 16
 """Steps that can be under way; whoever comes round waits for the oldest."""

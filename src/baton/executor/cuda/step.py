@@ -18,9 +18,8 @@ import numpy.typing as npt
 import torch
 import triton
 
+from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPlan, StepResult
 from baton.core.errors import InvariantViolated
-from baton.core.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPlan, StepResult
-from baton.executor.answers import Answer, begin_answer, joined_logprobs
 from baton.executor.contract import ExecutorShape, KvView
 from baton.executor.cuda.attention import chunk_queries
 from baton.executor.cuda.chunks import ChunkArrays, MixedSize, lay_out
@@ -30,10 +29,11 @@ from baton.executor.cuda.runner import Drawn, Runner, named_chunks
 from baton.executor.cuda.sampling import DeviceSampler
 from baton.executor.cuda.slots import DeviceSlots
 from baton.executor.cuda.staging import Download, Downloads, Uploads
-from baton.executor.loading import LoadedModel
+from baton.executor.model_loading import LoadedModel
 from baton.executor.packing import Feed
 from baton.executor.sampling import Sampler
-from baton.executor.slots import SlotTable
+from baton.executor.slot_table import SlotTable
+from baton.executor.step_results import Answer, begin_answer, joined_logprobs
 
 Written = Callable[[int], None]
 

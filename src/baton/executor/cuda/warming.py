@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.core.plan import NO_INT32S, NO_INT64S, Chunk, Start, StepPlan, Stop
-from baton.core.request import Sampling, frozen_tokens
+from baton.core.engine.plan import NO_INT32S, NO_INT64S, Chunk, Start, StepPlan, Stop
+from baton.core.engine.request import Sampling, frozen_tokens
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.step import Stepper
 

@@ -1,0 +1,235 @@
+"""The streams of one body brought together: read in the order they arrive, ended together.
+
+Everything that can happen to an answer comes through one mailbox: bursts of every choice, the end of a stream by an
+error, a cancel by id, the client hanging up. Promises that leaving the context aborts every stream that is not at its
+end, whatever the reason for leaving. The mailbox holds at most the tokens of the body's own answers, however slowly its
+client reads.
+
+A stream is heard to its very end even when its answer was over before (a stop string, a cancel): the last burst has the
+bill. `billed` and `settled` wait for that; `close` gives up on it.
+
+A cancelled body ends each open choice with the finish reason "abort" and the text so far; it is not an error. Both a cancel
+and a client that hangs up also end the wait for an engine that has not accepted the body yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+from baton.api.engine import Burst, Ended, Fault, Sink, TokenStream
+from baton.api.text_reader import ChoiceReader, Delta
+from baton.core.engine.request import FinishReason
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+"""ASGI's own type: messages are free-form."""
+
+
+class ClientGone(Exception):
+    """The client hung up: there is nobody to answer."""
+
+
+class ChoiceFailed(Exception):
+    """The engine ended one choice by an error of its own; the body may be sent again."""
+
+
+class NotCarried(Exception):
+    """A router could not bring a choice to its end on any instance."""
+
+    def __init__(self, fault: Fault, token_ids: list[list[int]]) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+        self.token_ids = token_ids
+        """By choice, everything that was generated."""
+
+
+class _Cancelled:
+    """Mailbox item: the client cancelled by id."""
+
+
+class _NeverBegun:
+    """The stream of a choice that was taken back before an engine had it."""
+
+    def pour(self, sink: Sink) -> None:
+        sink(Burst((), (), Ended(FinishReason.ABORT, 0)))
+
+    def stop(self, keep: int) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+_Item = tuple[int, Burst] | _Cancelled | BaseException
+
+
+class Answer:
+    def __init__(self, readers: Sequence[ChoiceReader], carried: bool = False) -> None:
+        """`carried`: an attempt that ends early has been tried everywhere, so it is an error and no answer."""
+        self.readers = readers
+        self._carried = carried
+        self._streams: Sequence[TokenStream] = ()
+        self._box: deque[_Item] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        """Somebody waits for the next item."""
+        self._unsettled = len(readers)
+        """Streams that may still bring something."""
+        self._settled = asyncio.Event()
+        self._hangup: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+        """The client hung up or took the body back."""
+        self._open = len(readers)
+        self._error: BaseException | None = None
+
+    async def submitted(
+        self, submitting: Coroutine[object, object, list[TokenStream]], receive: Receive
+    ) -> Sequence[TokenStream]:
+        """Wait until an engine has accepted the body, unless the client leaves before. Followed by `attach`."""
+        self._hangup = asyncio.create_task(_until_disconnect(receive))
+        self._hangup.add_done_callback(self._failed)
+        asked, over = asyncio.ensure_future(submitting), asyncio.ensure_future(self._over.wait())
+        try:
+            await asyncio.wait((asked, over), return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return asked.result()
+            if self._hangup.done():
+                raise ClientGone
+            return [_NeverBegun() for _ in self.readers]
+        except BaseException:
+            self._hangup.cancel()
+            _abandon(asked)
+            raise
+        finally:
+            over.cancel()
+            asked.cancel()
+
+    def attach(self, streams: Sequence[TokenStream]) -> None:
+        """Start reading. Must be followed by the context, and that by `close`."""
+        self._streams = streams
+        for index, stream in enumerate(streams):
+            stream.pour(partial(self._heard, index))
+
+    def cancel(self) -> None:
+        self._put(_Cancelled())
+        self._over.set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for stream, reader in zip(self._streams, self.readers, strict=True):
+            if reader.finish is None:
+                stream.abort()
+        if self._hangup is not None:
+            self._hangup.cancel()
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing more can come: each choice has its bill, or its stream broke."""
+        return not self._unsettled
+
+    async def billed(self) -> None:
+        """Inside the context: until the engine has told every bill, or can no longer, or the client hung up."""
+        if self._hangup is not None:
+            bills = asyncio.ensure_future(self._settled.wait())
+            await asyncio.wait((bills, self._hangup), return_when=asyncio.FIRST_COMPLETED)
+            bills.cancel()
+
+    async def settled(self, limit_s: float) -> None:
+        """After the context: the same, with nobody waiting for it but the log."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), limit_s)
+
+    def close(self) -> None:
+        self._unsettled = 0
+        self._box.clear()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        """What has arrived since the last time, at least one delta."""
+        deltas: list[Delta] = []
+        while not deltas:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                raise StopAsyncIteration
+            if not self._box:
+                self._waiting = asyncio.get_running_loop().create_future()
+                await self._waiting
+            while self._box and self._open and self._error is None:  # what comes after a whole answer does not spoil it
+                deltas += self._take(self._box.popleft())
+        return deltas
+
+    def _put(self, item: _Item) -> None:
+        self._box.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _take(self, item: _Item) -> list[Delta]:
+        match item:
+            case _Cancelled():
+                deltas = [reader.cancel() for reader in self.readers if reader.finish is None]
+                for delta in deltas:
+                    self._streams[delta.index].abort()
+                self._open = 0
+                return deltas
+            case BaseException():
+                self._error = item
+                return []
+            case index, burst:
+                return self._read(index, burst)
+
+    def _read(self, index: int, burst: Burst) -> list[Delta]:
+        reader = self.readers[index]
+        if reader.finish is not None:
+            return []  # it ran on after a stop string, or arrived together with the cancel
+        delta = reader.read(burst)
+        if delta.rescheduled is not None and self._carried:
+            self._error = NotCarried(delta.rescheduled.fault, [one.token_ids for one in self.readers])
+            return []
+        if delta.finish is FinishReason.ERROR:
+            self._error = ChoiceFailed(f"choice {index} failed in the engine after {reader.tokens} tokens")
+            return []
+        if reader.stopped_by_string:
+            self._streams[index].stop(keep=reader.tokens)
+        if delta.finish is not None:
+            self._open -= 1
+        return [delta]
+
+    def _heard(self, index: int, news: Burst | Exception) -> None:
+        if not self._unsettled:
+            return  # nobody wants to know any more
+        if isinstance(news, Exception):
+            self._put(news)
+        else:
+            self._put((index, news))
+            if news.ended is None:
+                return
+            self.readers[index].bill, self.readers[index].places = news.ended.bill, news.ended.places
+        self._unsettled -= 1
+        if not self._unsettled:
+            self._settled.set()
+
+    def _failed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._put(error)
+            self._over.set()
+
+
+def _abandon(asked: asyncio.Future[list[TokenStream]]) -> None:
+    """Whoever waited is gone: what was accepted in that very moment must not run on for nobody."""
+    if asked.done() and not asked.cancelled() and asked.exception() is None:
+        for stream in asked.result():
+            stream.abort()
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGone

@@ -1,0 +1,221 @@
+"""Answering: a prepared body is submitted as one group and its answer sent, whole or as server-sent events.
+
+A refusal or a dead engine before the first byte is an error status. After it, a stream gets one `error` event in the
+same shape and closes without `[DONE]`: a broken answer never looks like a whole one. A client that hangs up aborts
+every choice of its body. However an accepted request ends, the access log gets one line for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.api.choice_streams import Answer, ChoiceFailed, ClientGone, NotCarried
+from baton.api.choice_streams import Receive as ReceiveMessage
+from baton.api.engine import Engine, EngineDead, Gauges, TokenStream
+from baton.api.errors import ApiError, engine_dead, not_carried, refused
+from baton.api.logs import Finished, access
+from baton.api.metrics import AnswerTimes, Metrics
+from baton.api.open_requests import OpenRequests
+from baton.api.prepare import Prepared
+from baton.api.responses import DONE, Choice, bill_of, places_of, sse, usage_of
+from baton.api.stream_resume import CutStream, Events, Marks, NumberedEvents, Orphanage, PlainEvents, fresh_marks
+from baton.api.text_reader import Delta
+from baton.core.engine.request import FinishReason
+from baton.core.errors import Refused
+
+CLIENT_CLOSED = 499
+"""Nobody reads it; it is what the access log and the metrics show."""
+LATE_BILL_S = 60.0
+"""How long the access log waits for what an answer cost whose end the engine has yet to tell."""
+
+
+class Server:
+    """Owns the open requests of one engine."""
+
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self.open = OpenRequests()
+        self._engine = engine
+        self._metrics = metrics
+        self._late: dict[asyncio.Task[None], None] = {}
+        """Lines of the access log that wait for a bill; asyncio itself holds tasks only weakly."""
+
+    async def accept(self, prepared: Prepared, receive: ReceiveMessage) -> Run:
+        """Submit it. Raises an ApiError where it is not accepted."""
+        carries = self._engine.info.carries
+        answer = Answer(prepared.readers, carries)
+        self.open.claim(prepared.asker, answer)
+        with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
+            submitting = self._engine.submit(prepared.group, prepared.origin)
+            answer.attach(await answer.submitted(submitting, receive))
+        marks = fresh_marks(len(prepared.readers)) if carries else None
+        lengths = [len(ids) for ids in prepared.prompt_ids]
+        times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.group))
+        return Run(prepared, answer, times, marks, self._ended)
+
+    async def resume(self, prepared: Prepared, marks: Marks, orphanage: Orphanage, receive: ReceiveMessage) -> Run:
+        """Go on with an orphan after what its client has of it."""
+        self.open.check_unread(prepared.asker)
+        answer = Answer(prepared.readers, carried=True)
+        self.open.claim(prepared.asker, answer)
+        with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
+            answer.attach(await answer.submitted(_claimed(prepared, marks, orphanage), receive))
+        times = AnswerTimes(self._metrics, prepared.arrived_s, (), len(prepared.readers))
+        return Run(prepared, answer, times, marks, self._ended)
+
+    async def respond(self, run: Run) -> Response:
+        return EventStream(run) if run.prepared.stream else await whole(run)
+
+    def _ended(self, run: Run, status: int) -> None:
+        self.open.release(run.prepared.asker)
+        if not access.isEnabledFor(logging.INFO):
+            run.answer.close()
+            return
+        finished = run.finished(status, self._engine.gauges)
+        if run.answer.is_settled:
+            finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
+            return
+        # Cut by a stop string or by its client: the engine tells the cost a step later, which no client waits for.
+        task = asyncio.create_task(_log_late(finished, run))
+        self._late[task] = None
+        task.add_done_callback(self._late.pop)
+
+
+async def _log_late(finished: Finished, run: Run) -> None:
+    await run.answer.settled(LATE_BILL_S)
+    run.answer.close()
+    finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
+
+
+async def _claimed(prepared: Prepared, marks: Marks, orphanage: Orphanage) -> list[TokenStream]:
+    streams = orphanage.claim(prepared.asker, prepared.group)
+    return [CutStream(stream, mark) for stream, mark in zip(streams, marks.choices, strict=True)]
+
+
+class Run:
+    """One answer under way. With `marks`, its events carry ids, and what the client has by them is not sent again."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        answer: Answer,
+        times: AnswerTimes,
+        marks: Marks | None,
+        ended: Callable[[Run, int], None],
+    ) -> None:
+        self.prepared = prepared
+        self.answer = answer
+        self.times = times
+        self._marks = marks
+        self._ended = ended
+
+    def events(self) -> Events:
+        writer = self.prepared.writer
+        return PlainEvents(writer) if self._marks is None else NumberedEvents(writer, self._marks)
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[Answer]:
+        """However it is left, the id is free again and nothing of it stays in the engine."""
+        cut_short, status = FinishReason.ERROR, 500
+        try:
+            with _as_api_error(self.prepared):
+                async with self.answer:
+                    yield self.answer
+                    if self.prepared.baton_usage:
+                        await self.answer.billed()
+            status = 200
+        except (ClientGone, asyncio.CancelledError):
+            cut_short, status = FinishReason.ABORT, CLIENT_CLOSED
+            raise
+        except ApiError as error:
+            status = error.status
+            raise
+        finally:
+            self.times.close(cut_short)
+            self._ended(self, status)
+
+    def usage(self) -> dict[str, object]:
+        usage = usage_of(self.prepared.prompt_ids, self.prepared.readers)
+        return usage | {"baton": bill_of(self.prepared.readers)} if self.prepared.baton_usage else usage
+
+    def finished(self, status: int, gauges: Gauges) -> Finished:
+        prepared, readers = self.prepared, self.prepared.readers
+        n = len(readers) // len(prepared.prompt_ids)
+        return Finished(
+            request_id=prepared.asker.request_id,
+            path=prepared.origin.path,
+            status=status,
+            finishes=[reader.finish.value if reader.finish else "cut" for reader in readers],
+            prompt_tokens=sum(len(ids) for ids in prepared.prompt_ids),
+            completion_tokens=sum(reader.tokens for reader in readers),
+            cached_tokens=sum(reader.cached_tokens for reader in readers[::n]),
+            gauges=gauges,
+        )
+
+
+@contextmanager
+def _as_api_error(prepared: Prepared) -> Iterator[None]:
+    """What can end a request, as its client is told it."""
+    try:
+        yield
+    except EngineDead as death:
+        raise engine_dead(str(death)) from None
+    except Refused as refusal:
+        raise refused(refusal.refusal, prepared.prompt_field) from None
+    except NotCarried as failure:
+        raise not_carried(failure.fault, failure.token_ids if prepared.return_token_ids else None) from None
+    except ChoiceFailed as failure:
+        raise ApiError(503, f"{failure}; try again", "server_error", code="request_failed") from None
+
+
+async def whole(run: Run) -> Response:
+    choices = [Choice() for _ in run.prepared.readers]
+    async with run.reading() as answer:
+        async for deltas in answer:
+            for delta in deltas:
+                run.times.seen(delta)
+                choices[delta.index].add(delta)
+    return Response(run.prepared.writer.whole(choices, run.usage()), media_type="application/json")
+
+
+class EventStream(Response):
+    """Server-sent events, sent as they are made: all that has arrived goes out in one write."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._run = run
+        self._as_events = run.events()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        try:
+            async with self._run.reading() as answer:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async for deltas in answer:
+                    if events := self._events(deltas):
+                        await send({"type": "http.response.body", "body": events, "more_body": True})
+            last = self._end()
+        except ApiError as error:
+            last = sse(error.body())
+        except ClientGone:
+            return
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _events(self, deltas: Sequence[Delta]) -> bytes:
+        times, events = self._run.times, self._as_events
+        for delta in deltas:
+            if events.has(delta):
+                times.passed(delta)
+            else:
+                times.seen(delta)
+        return b"".join([events.of(delta) for delta in deltas])
+
+    def _end(self) -> bytes:
+        return (self._as_events.usage(self._run.usage()) if self._run.prepared.include_usage else b"") + DONE

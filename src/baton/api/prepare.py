@@ -1,0 +1,181 @@
+"""From a client's request to everything that is needed to answer it. Runs in a thread: tokenising can be long.
+
+What is prepared follows from the origin alone, but for the model and the engine's facts: prepared again, in another process,
+it is the same. Asks nothing of the engine, keeps nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.api.chat_responses import ChatWriter
+from baton.api.completion_responses import CompletionWriter
+from baton.api.errors import ApiError, invalid
+from baton.api.model_text import ModelText, TemplateRefused
+from baton.api.original_request import BadOrigin, Origin
+from baton.api.responses import Heading, Writer
+from baton.api.schema import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerateBody,
+    Prompt,
+    TokenizeBody,
+    check_chat,
+    check_completion,
+    check_stream_options,
+    parse,
+)
+from baton.api.stop_strings import StopScanner
+from baton.api.submissions import Asker, Policy, group_of
+from baton.api.text_reader import ChoiceReader
+from baton.core.engine.request import Submission
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETION_PATH = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    origin: Origin
+    asker: Asker
+    arrived_s: float
+    """By the clock of `time.perf_counter`."""
+    group: list[Submission]
+    prompt_ids: Sequence[Sequence[int]]
+    readers: list[ChoiceReader]
+    writer: Writer
+    stream: bool
+    include_usage: bool
+    """A stream ends with a usage chunk."""
+    baton_usage: bool
+    """The usage carries the bill."""
+    return_token_ids: bool
+    prompt_field: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preparer:
+    text: ModelText
+    policy: Callable[[], Policy]
+    """Asked for each body: an engine's facts may change while it lives."""
+    model_names: tuple[str, ...]
+
+    def prepare(self, origin: Origin) -> Prepared:
+        if origin.path == CHAT_PATH:
+            return self._chat(origin)
+        if origin.path == COMPLETION_PATH:
+            return self._completion(origin)
+        raise BadOrigin(f"nothing is prepared for {origin.path}")
+
+    def _chat(self, origin: Origin) -> Prepared:
+        now_s, asker = time.perf_counter(), Asker(origin.tenant, origin.request_id)
+        body = parse(origin.raw, ChatBody, (check_stream_options, check_chat))
+        self.check_model(body.model)
+        prompt_ids = [self.chat_ids(body, body.messages)]
+        group = group_of(body, prompt_ids, self.policy(), asker, origin.seed)
+        heading = self._heading("chatcmpl", body, origin, prompt_ids)
+        # An answer is a text of its own, so its first space is not a gap to the prompt.
+        readers = self._readers(body, group, [()], offsets=[0])
+        writer = ChatWriter(heading, self.text.piece, bool(body.logprobs))
+        return _prepared(body, origin, now_s, group, prompt_ids, readers, writer)
+
+    def _completion(self, origin: Origin) -> Prepared:
+        now_s, asker = time.perf_counter(), Asker(origin.tenant, origin.request_id)
+        body = parse(origin.raw, CompletionBody, (check_stream_options, check_completion))
+        self.check_model(body.model)
+        prompt_ids = [self._prompt_ids(prompt, body.add_special_tokens) for prompt in body.prompt]
+        group = group_of(body, prompt_ids, self.policy(), asker, origin.seed)
+        heading = self._heading("cmpl", body, origin, prompt_ids)
+        echoes = [self._echo(prompt) for prompt in body.prompt] if body.echo else []
+        readers = self._readers(body, group, prompt_ids, [len(echo) for echo in echoes] or [0] * len(prompt_ids))
+        writer = CompletionWriter(heading, self.text.piece, body.logprobs is not None, echoes)
+        return _prepared(body, origin, now_s, group, prompt_ids, readers, writer)
+
+    def chat_ids(self, body: ChatBody | TokenizeBody, messages: Sequence[ChatMessage]) -> list[int]:
+        try:
+            rendered = self.text.render_chat(
+                [_plain(message) for message in messages],
+                add_generation_prompt=body.add_generation_prompt is not False,
+                extra=body.chat_template_kwargs,
+            )
+        except TemplateRefused as refusal:
+            raise invalid("messages", f"'messages': {refusal}") from None
+        return self.text.encode(rendered, add_special_tokens=False)  # the template wrote them
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model not in self.model_names:
+            message = f"The model '{model[:200]}' does not exist; this server has '{self.model_names[0]}'"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _prompt_ids(self, prompt: Prompt, add_special_tokens: bool | None) -> Sequence[int]:
+        return self.text.encode(prompt, add_special_tokens is not False) if isinstance(prompt, str) else prompt
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self.text.decode(prompt, skip_special=True)
+
+    def _heading(self, kind: str, body: GenerateBody, origin: Origin, prompt_ids: Sequence[Sequence[int]]) -> Heading:
+        return Heading(
+            id=f"{kind}-{origin.request_id}",
+            created_s=origin.created_s,
+            model=self.model_names[0],
+            include_usage=_includes_usage(body),
+            return_token_ids=bool(body.return_token_ids),
+            prompt_ids=prompt_ids,
+            n=body.n or 1,
+        )
+
+    def _readers(
+        self, body: GenerateBody, group: Sequence[Submission], contexts: Sequence[Sequence[int]], offsets: Sequence[int]
+    ) -> list[ChoiceReader]:
+        n = body.n or 1
+        return [
+            ChoiceReader(
+                index,
+                self.text.detokenizer(contexts[index // n], skip_special=body.skip_special_tokens is not False),
+                StopScanner(body.stop, bool(body.include_stop_str_in_output)) if body.stop else None,
+                frozenset(submission.sampling.stop_token_ids),
+                submission.sampling.min_tokens,
+                offsets[index // n],
+            )
+            for index, submission in enumerate(group)
+        ]
+
+
+def _prepared(
+    body: ChatBody | CompletionBody,
+    origin: Origin,
+    now_s: float,
+    group: list[Submission],
+    prompt_ids: Sequence[Sequence[int]],
+    readers: list[ChoiceReader],
+    writer: Writer,
+) -> Prepared:
+    return Prepared(
+        origin=origin,
+        asker=Asker(origin.tenant, origin.request_id),
+        arrived_s=now_s,
+        group=group,
+        prompt_ids=prompt_ids,
+        readers=readers,
+        writer=writer,
+        stream=bool(body.stream),
+        include_usage=_includes_usage(body),
+        baton_usage=bool(body.baton_usage),
+        return_token_ids=bool(body.return_token_ids),
+        prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
+    )
+
+
+def _includes_usage(body: GenerateBody) -> bool:
+    """Who asks for the bill wants the chunk that carries it."""
+    return bool(body.baton_usage or (body.stream_options and body.stream_options.include_usage))
+
+
+def _plain(message: ChatMessage) -> dict[str, str]:
+    """As templates want it: no nulls, and the role that they know for `developer`."""
+    role = "system" if message.role == "developer" else message.role
+    plain = {"role": role, "content": message.content or ""}
+    return plain if message.name is None else plain | {"name": message.name}

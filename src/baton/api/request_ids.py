@@ -1,0 +1,61 @@
+"""The outermost ring: every response carries an X-Request-Id, every request is counted.
+
+A client's own id is used if it is sane (1 to 128 letters, digits, `.`, `_`, `-`), else a fresh one is made. Routes that
+generate text insist: they refuse an id that is not sane, since the client means to cancel by it.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.api.errors import invalid
+from baton.api.metrics import Metrics
+from baton.api.open_requests import is_sane_id
+from baton.api.submissions import Asker
+
+HEADER = "X-Request-Id"
+
+
+class Edge:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get(HEADER)
+        sane = given is not None and is_sane_id(given)
+        scope.setdefault("state", {})["request_id"] = given if sane else uuid.uuid4().hex
+        status = 500
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                # Looked up only now: a ring inside may know that this is the answer of an earlier request.
+                MutableHeaders(scope=message)[HEADER] = scope["state"]["request_id"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tagged)
+        finally:
+            self._metrics.count_http(scope["method"], _path_label(scope), status)
+
+
+def _path_label(scope: Scope) -> str:
+    route = scope.get("route")
+    return route.path if isinstance(route, Route) else "other"
+
+
+def asker_of(request: Request) -> Asker:
+    """Who asks, under which id; a 400 where the client's own id cannot be used."""
+    given = request.headers.get(HEADER)
+    if given is not None and not is_sane_id(given):
+        raise invalid(HEADER, f"{HEADER} must be 1 to 128 letters, digits, '.', '_' or '-'")
+    return Asker(request.state.tenant, request.state.request_id)

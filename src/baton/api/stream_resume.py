@@ -1,0 +1,210 @@
+"""How far a client's stream has come, as an event id, and what follows such an id.
+
+    id: 12        one choice, of which the client has 12 tokens
+    id: 12!,7     two choices; the first has ended
+    id: 3,-       the second has not begun
+    id: 5!.       the usage was sent too
+
+Owns the numbering of events and the skipping of what a client already has. A text does not depend on how its tokens were
+cut into bursts, so a fresh reader that was fed the same tokens is where the old one was: what it says next is exactly what
+the client has not heard. Does not know where the tokens come from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.api.engine import Burst, Sink, TokenStream
+from baton.api.errors import ApiError, invalid
+from baton.api.original_request import Origin
+from baton.api.responses import Writer
+from baton.api.submissions import Asker
+from baton.api.text_reader import Delta
+from baton.core.engine.request import Submission
+
+LAST_EVENT_ID = "Last-Event-ID"
+_CHARS_MAX = 1 << 16
+_PART = re.compile(r"(\d{1,10})(!?)", re.ASCII)
+_NOT_BEGUN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a client has of one choice."""
+
+    begun: bool = False
+    tokens: int = 0
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    choices: tuple[Mark, ...]
+    usage_sent: bool = False
+
+
+def fresh_marks(choices: int) -> Marks:
+    return Marks((Mark(),) * choices)
+
+
+def parse_marks(text: str, choices: int) -> Marks:
+    """From an event id; nothing means from the beginning. A 400 where it is no id of an answer with so many choices."""
+    text = text.strip()
+    if not text:
+        return fresh_marks(choices)
+    parts = text.removesuffix(".").split(",") if len(text) <= _CHARS_MAX else []
+    if len(parts) != choices:
+        raise invalid(LAST_EVENT_ID, f"{LAST_EVENT_ID} is no id of an event of this answer, which has {choices} choices")
+    return Marks(tuple(_mark(part) for part in parts), text.endswith("."))
+
+
+def check_reach(marks: Marks, limits: Sequence[int]) -> None:
+    """`limits`: by choice, the tokens that it can have at most. A 400 where a client says that it has more."""
+    for mark, limit in zip(marks.choices, limits, strict=True):
+        if mark.tokens > limit:
+            message = f"{LAST_EVENT_ID} says {mark.tokens} tokens, and this answer has at most {limit}"
+            raise invalid(LAST_EVENT_ID, message)
+
+
+def _mark(part: str) -> Mark:
+    if part == _NOT_BEGUN:
+        return Mark()
+    found = _PART.fullmatch(part)
+    if found is None:
+        raise invalid(LAST_EVENT_ID, f"{LAST_EVENT_ID} has {part[:40]!r}, which is not a number of tokens")
+    return Mark(begun=True, tokens=int(found[1]), finished=bool(found[2]))
+
+
+class Events(Protocol):
+    """An answer's deltas as server-sent events. They may be empty: then nothing is sent."""
+
+    def of(self, delta: Delta) -> bytes: ...
+
+    def usage(self, usage: Mapping[str, object]) -> bytes: ...
+
+    def has(self, delta: Delta) -> bool:
+        """Whether the client has it already; to be asked before `of`."""
+
+
+class PlainEvents:
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    def of(self, delta: Delta) -> bytes:
+        return self._writer.opening(delta) + self._writer.event(delta) if delta.first else self._writer.event(delta)
+
+    def usage(self, usage: Mapping[str, object]) -> bytes:
+        return self._writer.usage_event(usage)
+
+    def has(self, delta: Delta) -> bool:  # noqa: ARG002
+        return False
+
+
+class NumberedEvents:
+    """Events with ids, without those that the client has by its marks."""
+
+    def __init__(self, writer: Writer, marks: Marks) -> None:
+        self._writer = writer
+        self._marks = marks
+        self._counts = [0] * len(marks.choices)
+        self._parts = [_NOT_BEGUN.encode()] * len(marks.choices)
+
+    def of(self, delta: Delta) -> bytes:
+        index, had = delta.index, self.has(delta)
+        opening = self._opening(delta) if delta.first else b""
+        event = self._writer.event(delta)
+        count = self._counts[index] = self._counts[index] + len(delta.tokens)
+        self._parts[index] = b"%d" % count if delta.finish is None else b"%d!" % count
+        return opening if had or not event else opening + self._id() + event
+
+    def has(self, delta: Delta) -> bool:
+        mark = self._marks.choices[delta.index]
+        covered = mark.begun and self._counts[delta.index] + len(delta.tokens) <= mark.tokens
+        return covered and (delta.finish is None or mark.finished)
+
+    def usage(self, usage: Mapping[str, object]) -> bytes:
+        if self._marks.usage_sent:
+            return b""
+        return b"id: " + b",".join(self._parts) + b".\n" + self._writer.usage_event(usage)
+
+    def _opening(self, delta: Delta) -> bytes:
+        opening = self._writer.opening(delta)
+        if not opening or self._marks.choices[delta.index].begun:
+            return b""
+        self._parts[delta.index] = b"0"
+        return self._id() + opening
+
+    def _id(self) -> bytes:
+        return b"id: " + b",".join(self._parts) + b"\n"
+
+
+class CutStream:
+    """A stream that begins with everything from its first token on, cut where the client's copy ends.
+
+    So no burst is in part known to the client and in part new.
+    """
+
+    def __init__(self, stream: TokenStream, mark: Mark) -> None:
+        self._stream = stream
+        self._mark = mark
+
+    def pour(self, sink: Sink) -> None:
+        left = self._mark.tokens if self._mark.begun else 0
+
+        def cut(burst: Burst | Exception) -> None:
+            nonlocal left
+            if not left or isinstance(burst, Exception):
+                sink(burst)
+                return
+            known, left = left, max(0, left - len(burst.tokens))
+            if known < len(burst.tokens) or (burst.ended is not None and not self._mark.finished):
+                sink(Burst(burst.tokens[:known], burst.logprobs[:known], None, burst.cached_tokens))
+                sink(Burst(burst.tokens[known:], burst.logprobs[known:], burst.ended, burst.cached_tokens))
+            else:
+                sink(burst)
+
+        self._stream.pour(cut)
+
+    def stop(self, keep: int) -> None:
+        self._stream.stop(keep)
+
+    def abort(self) -> None:
+        self._stream.abort()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Orphan:
+    """A request whose router was lost, with everything that was generated for it."""
+
+    origin: Origin
+    logprobs_from: list[int]
+    """By choice: the token from which on log-probabilities are known."""
+
+    def check(self, marks: Marks) -> None:
+        """Where log-probabilities were asked for, those that the client lacks must be there."""
+        for index, (first, mark) in enumerate(zip(self.logprobs_from, marks.choices, strict=True)):
+            if first > mark.tokens:
+                message = (
+                    f"This answer cannot be resumed after {mark.tokens} tokens of choice {index}: the log-probabilities of "
+                    f"the first {first} were lost with an instance"
+                )
+                raise ApiError(410, message, param=LAST_EVENT_ID, code="cannot_resume")
+
+
+class Orphanage(Protocol):
+    """Where requests wait for their clients after a router was lost."""
+
+    async def find(self, asker: Asker) -> Orphan | None:
+        """May take a while as long as this router is new: its instances have yet to say what they hold."""
+
+    def claim(self, asker: Asker, group: Sequence[Submission]) -> list[TokenStream]:
+        """Its streams, each from its first token on. It is no orphan any more.
+
+        `group` is what was asked for: a choice that was lost together with its router begins anew.
+        """
+
+    def drop(self, asker: Asker) -> bool:
+        """Nobody will come for it. False where there is no such orphan."""

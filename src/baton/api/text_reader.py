@@ -1,0 +1,159 @@
+"""One choice's tokens read into text: detokenised, searched for stop strings, cut where the answer ends.
+
+Owns the counts that usage is made of. Promises that text, tokens and log-probabilities of a choice end together: at
+the token that completed a stop string, at a stop token (kept and counted, its text not shown), or where the engine
+ended it. Does not know HTTP nor which engine it reads from.
+
+An attempt that may go on elsewhere (RESCHEDULE) ends in the middle of a text: what its last burst would add and what is
+held back, half a character or the beginning of a stop string, is not text yet and never becomes any here. Whoever goes on
+has it all in the token ids.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container
+from dataclasses import dataclass
+
+from baton.api.detokenise import Detokenizer
+from baton.api.engine import Bill, Burst, Ended, Fault, TokenLogprob
+from baton.api.stop_strings import StopScanner
+from baton.core.engine.request import FinishReason
+from baton.core.errors import InvariantViolated
+
+
+@dataclass(frozen=True, slots=True)
+class Rescheduled:
+    """An attempt that ended before its answer did: why, and everything that was generated, also what was shown as text."""
+
+    fault: Fault
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one burst adds to a choice. `finish` is set on the last one."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    offsets: tuple[int, ...]
+    """Where in the text each token begins; one for each entry of `logprobs`."""
+    finish: FinishReason | None
+    first: bool
+    """Whether this is the first delta of its choice."""
+    rescheduled: Rescheduled | None = None
+    """With the finish RESCHEDULE; the text is empty then."""
+
+
+class ChoiceReader:
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        scanner: StopScanner | None,
+        stop_ids: Container[int],
+        min_tokens: int = 0,
+        text_offset: int = 0,
+    ) -> None:
+        self.index = index
+        self.cached_tokens = 0
+        self.bill: Bill | None = None
+        """What the choice cost; None until the engine has said how it ended, which may be after its last text."""
+        self.places: tuple[str, ...] = ()
+        """Where it was, told with its bill."""
+        self.finish: FinishReason | None = None
+        self.stopped_by_string = False
+        self._detokenizer = detokenizer
+        self._scanner = scanner
+        self._stop_ids = stop_ids
+        self._min_tokens = min_tokens
+        self._offset = text_offset
+        self._first = True
+        self._ids = array("i")
+
+    @property
+    def tokens(self) -> int:
+        """How many the answer has."""
+        return len(self._ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._ids.tolist()
+
+    def read(self, burst: Burst) -> Delta:
+        if burst.cached_tokens is not None:
+            self.cached_tokens = burst.cached_tokens
+        offsets: tuple[int, ...] = ()
+        if self._scanner is None and not burst.logprobs:
+            text, kept = self._detokenizer.push(self._shown(burst.tokens)), len(burst.tokens)
+            self._offset += len(text)
+        else:
+            text, kept, offsets = self._read_each(burst)
+        tokens, rescheduled = burst.tokens[:kept], None
+        self._ids.extend(tokens)
+        if self.stopped_by_string:
+            self.finish = FinishReason.STOP
+        elif burst.ended is not None:
+            self.finish, self.cached_tokens = burst.ended.reason, burst.ended.cached_tokens
+            rescheduled = self._rescheduled(burst.ended)
+            text = text + self._flush() if rescheduled is None else ""
+        return self._delta(text, tokens, burst.logprobs[:kept], offsets, rescheduled)
+
+    def cancel(self) -> Delta:
+        """The client took the request back: what is held comes out, and nothing more."""
+        self.finish = FinishReason.ABORT
+        return self._delta(self._flush(), (), (), ())
+
+    def _rescheduled(self, ended: Ended) -> Rescheduled | None:
+        if ended.reason is not FinishReason.RESCHEDULE:
+            return None
+        if ended.fault is None:
+            raise InvariantViolated(f"choice {self.index} is to go on elsewhere, but the engine does not say why")
+        return Rescheduled(ended.fault, self.token_ids)
+
+    def _delta(
+        self,
+        text: str,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        offsets: tuple[int, ...],
+        rescheduled: Rescheduled | None = None,
+    ) -> Delta:
+        first, self._first = self._first, False
+        return Delta(self.index, text, tokens, logprobs, offsets, self.finish, first, rescheduled)
+
+    def _shown(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """A stop token ends the answer, so only the last one can be one; its text is not part of the answer."""
+        return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
+
+    def _read_each(self, burst: Burst) -> tuple[str, int, tuple[int, ...]]:
+        """Token by token: which one completed a stop string, and where each begins."""
+        shown: list[str] = []
+        offsets: list[int] = []
+        for count, token in enumerate(burst.tokens, 1):
+            offsets.append(self._offset)
+            text = "" if token in self._stop_ids else self._detokenizer.push((token,))
+            self._offset += len(text)
+            shown.append(self._scan(text, self.tokens + count))
+            if self.stopped_by_string:
+                return "".join(shown), count, tuple(offsets)
+        return "".join(shown), len(burst.tokens), tuple(offsets)
+
+    def _scan(self, text: str, tokens: int) -> str:
+        if self._scanner is None or tokens < self._min_tokens:
+            return text
+        shown = self._scanner.push(text)
+        self.stopped_by_string = self._scanner.hit
+        return shown
+
+    def _flush(self) -> str:
+        """The tail. A stop string that only the tail completes still cuts the text; every token is counted then."""
+        tail = self._detokenizer.flush()
+        if self._scanner is None:
+            return tail
+        shown = self._scan(tail, self.tokens)
+        if self.stopped_by_string:
+            self.finish = FinishReason.STOP
+        return shown + self._scanner.flush()

@@ -1,0 +1,89 @@
+"""What has changed at an engine since somebody was last told: names in the prefix cache, phases of requests.
+
+Owns the difference between what was told and what is, and no history: a block that was named and forgotten meanwhile is not
+mentioned. Bounded: names never exceed a few times the pool, and what cannot be kept is told anew from the beginning; of
+phases the oldest notes go, since nothing is decided from them. Costs nothing while nobody wants to be told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from baton.core.engine.request import Phase, Serial
+
+NOTES_MAX = 1024
+KEYS_MAX = 4096
+"""That are told at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamesChanged:
+    fresh: bool = False
+    """What was told before is void."""
+    named: tuple[bytes, ...] = ()
+    forgotten: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    serial: Serial
+    phase: Phase
+    """Which it entered."""
+    ago_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    names: NamesChanged = NamesChanged()
+    notes: tuple[Note, ...] = ()
+
+
+class PrefixJournal:
+    def __init__(self, names: Callable[[], Iterable[bytes]], changes_max: int) -> None:
+        """`names` answers all that are there now."""
+        self._names = names
+        self._changes_max = changes_max
+        self._untold: dict[bytes, bool] = {}
+        """Key → whether it is named now, where that is not what was told."""
+        self._fresh = True
+        self.restart()
+
+    def __len__(self) -> int:
+        return len(self._untold)
+
+    def restart(self) -> None:
+        """What was told is forgotten: all names are told again, as many at a time as are taken."""
+        self._fresh = True
+        self._untold = dict.fromkeys(self._names(), True)
+
+    def changed(self, key: bytes, named: bool) -> None:
+        # A name comes and goes in turns. So a second change takes it back to what was told, and is no change at all.
+        if self._untold.pop(key, None) is not None:
+            return
+        self._untold[key] = named
+        if len(self._untold) > self._changes_max:
+            self.restart()
+
+    def take(self, keys_max: int) -> NamesChanged:
+        taken = list(islice(self._untold.items(), keys_max))
+        for key, _ in taken:
+            del self._untold[key]
+        fresh, self._fresh = self._fresh, False
+        named = tuple(key for key, is_named in taken if is_named)
+        return NamesChanged(fresh, named, tuple(key for key, is_named in taken if not is_named))
+
+
+class PhaseNotes:
+    def __init__(self) -> None:
+        self._noted: deque[tuple[Serial, Phase, int]] = deque(maxlen=NOTES_MAX)
+
+    def note(self, serial: Serial, phase: Phase, now_us: int) -> None:
+        self._noted.append((serial, phase, now_us))
+
+    def take(self, now_us: int) -> tuple[Note, ...]:
+        notes = tuple(Note(serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._noted)
+        self._noted.clear()
+        return notes

@@ -1,0 +1,190 @@
+"""The invariants of one engine's board, as checks that a test or a simulator runs after any event.
+
+Each law is a function that raises InvariantViolated with what it found. They read copies and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from baton.core.engine.blocks import Pin
+from baton.core.engine.records import Request
+from baton.core.engine.request import Phase
+from baton.core.engine.running_set import Board
+from baton.core.engine.slots import NO_REQUEST
+from baton.core.errors import InvariantViolated
+from baton.core.tiers.offload import READS, Kind
+
+
+def audit(scheduler: Board) -> None:
+    """Every law. Costs O(pool): for tests, simulation and replay, not for serving."""
+    for law in LAWS.values():
+        law(scheduler)
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise InvariantViolated(what)
+
+
+def blocks_are_conserved(scheduler: Board) -> None:
+    """Free, evictable, leased, receiving, leaving and running sum to the pool, and each is what a recount finds."""
+    pool, gauges = scheduler.pool, scheduler.pool.gauges()
+    references, free, named = pool.references(), pool.free_blocks(), pool.prefix.names()
+    pins = pool.pins()
+    outside = gauges.leased + gauges.receiving + gauges.leaving
+    _require(
+        gauges.free + gauges.evictable + gauges.running + outside == pool.blocks, f"{gauges} do not sum to {pool.blocks}"
+    )
+    _require(len(np.unique(free)) == len(free), "a block is in the free list twice")
+    _require(not references[free].any(), "a free block has references")
+    _require(not any(block in named for block in free.tolist()), "a free block has a name")
+    evictable = sum(1 for block in named if not references[block])
+    _require(evictable == gauges.evictable, f"{evictable} blocks are evictable, the gauge says {gauges.evictable}")
+    leased, receiving = (int(np.count_nonzero(pins == pin)) for pin in (Pin.LEASED, Pin.RECEIVING))
+    _require(leased == gauges.leased, f"{leased} blocks are leased, the gauge says {gauges.leased}")
+    _require(receiving == gauges.receiving, f"{receiving} blocks are receiving, the gauge says {gauges.receiving}")
+    _require(not (references[pins > 0] != 1).any(), "a pinned block has another number of owners than one")
+    lent = pool.lent()
+    leaving = int(np.count_nonzero((lent > 0) & (lent == references)))
+    _require(leaving == gauges.leaving, f"{leaving} blocks are leaving, the gauge says {gauges.leaving}")
+    running = int(np.count_nonzero(references)) - leased - receiving - leaving
+    _require(running == gauges.running, f"{running} blocks are in use, the gauge says {gauges.running}")
+
+
+def references_equal_tables(scheduler: Board) -> None:
+    """A block has as many references as tables that name it and copies that read it."""
+    slots = scheduler.slots
+    counted = scheduler.pool.lent()
+    for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
+        blocks = slots.blocks(slot)
+        _require(len(np.unique(blocks)) == len(blocks), f"slot {slot} names a block twice")
+        counted[blocks] += 1
+    wrong = np.flatnonzero(counted != scheduler.pool.references())
+    _require(not len(wrong), f"blocks {wrong[:8].tolist()} have other reference counts than tables that name them")
+
+
+def names_belong_to_blocks(scheduler: Board) -> None:
+    """A name stands for one block, and the block for that name."""
+    names = scheduler.pool.prefix.names()
+    _require(len(set(names.values())) == len(names), "two blocks carry one name")
+    _require(len(names) == len(scheduler.pool.prefix), "the two directions of the prefix index differ in size")
+
+
+def rows_match_requests(scheduler: Board) -> None:
+    """One request a slot and one slot a request, and the phase column is a true copy."""
+    slots = scheduler.slots
+    requests: dict[int, Request] = {request.serial: request for request in scheduler.requests()}
+    occupied = np.flatnonzero(slots.serial != NO_REQUEST).tolist()
+    _require(len(occupied) == slots.occupied, f"{len(occupied)} slots are occupied, the table says {slots.occupied}")
+    for slot in occupied:
+        request = requests[int(slots.serial[slot])]
+        _require(request.slot == slot, f"slot {slot} holds request {request.serial}, which says slot {request.slot}")
+        _require(Phase(slots.phase[slot]) is request.phase, f"slot {slot} and its request disagree about the phase")
+        _require(int(slots.epoch[slot]) == request.epoch, f"slot {slot} and its request disagree about the epoch")
+    for request in requests.values():
+        waits = request.phase is Phase.WAITING
+        _require(waits == (request.slot is None), f"request {request.serial} in {request.phase.name}: slot {request.slot}")
+    idle = slots.serial == NO_REQUEST
+    _require(bool((slots.phase[idle] == Phase.FINISHED).all()), "an empty slot has a phase")
+
+
+def lengths_are_ordered(scheduler: Board) -> None:
+    """KV exists only for known tokens, never for the last sampled one, and only computed blocks are named."""
+    slots, size = scheduler.slots, scheduler.config.block_size
+    rows = np.flatnonzero(slots.serial != NO_REQUEST)
+    _require(bool((slots.known[rows] <= slots.limit[rows]).all()), "a request grew past its limit")
+    decoded = slots.known[rows] > slots.prompt[rows]
+    _require(bool((slots.computed[rows] <= slots.known[rows] - decoded).all()), "KV of a token that was never fed")
+    _require(bool((slots.published[rows] * size <= slots.computed[rows]).all()), "a block was named before it was whole")
+    _require(bool((slots.computed[rows] <= slots.held[rows] * size).all()), "KV without a block")
+    _require(bool((slots.pending[rows] >= 0).all()), "fewer than no tokens are in flight")
+
+
+def promises_are_covered(scheduler: Board) -> None:
+    """What protected requests will still take is there to be taken."""
+    promised = scheduler.promised()
+    _require(promised <= scheduler.pool.available, f"{promised} blocks are promised, {scheduler.pool.available} available")
+
+
+def prefills_fit_together(scheduler: Board) -> None:
+    """When everything else is gone, the started prefills have room to finish: none can wait for another for ever."""
+    slots, size = scheduler.slots, scheduler.config.block_size
+    prefilling = slots.phase == Phase.RUNNING_PREFILL
+    lacking = int(np.sum(np.maximum(0, -(-slots.known // size) - slots.held), where=prefilling))
+    references = scheduler.pool.references()
+    kept = np.zeros(scheduler.pool.blocks, dtype=np.bool_)
+    for slot in np.flatnonzero(prefilling | ((slots.serial != NO_REQUEST) & slots.protected)).tolist():
+        kept[slots.blocks(slot)] = True
+    room = scheduler.pool.blocks - int(np.count_nonzero(kept & (references > 0)))
+    _require(lacking <= room, f"started prefills lack {lacking} blocks and at most {room} can ever be free")
+
+
+def pins_belong_to_leases(scheduler: Board) -> None:
+    """A block is pinned exactly as long as its row waits for KV from outside, and then none of it has a name."""
+    slots, pins = scheduler.slots, scheduler.pool.pins()
+    if not pins.any():
+        return
+    owned = np.zeros(scheduler.pool.blocks, dtype=np.bool_)
+    for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
+        blocks = slots.blocks(slot)
+        pinned = blocks[pins[blocks] > 0]
+        owned[pinned] = True
+        phase = Phase(slots.phase[slot])
+        waits = not slots.told[slot] and phase in (Phase.RECEIVING, Phase.RESTORING, Phase.PREEMPTING)
+        _require(waits or not len(pinned), f"slot {slot} runs in blocks that may still be written from outside")
+    _require(bool((owned == (pins > 0)).all()), "a block is pinned for nobody")
+    _require(not pins[list(scheduler.pool.prefix.names())].any(), "a pinned block has a name")
+
+
+def copies_have_what_they_touch(scheduler: Board) -> None:
+    """Each copy out has lent blocks, each copy in a row that waits for it in pinned blocks, and no others have either."""
+    tiers = scheduler.tiers
+    if tiers is None:
+        return
+    lent = np.zeros(scheduler.pool.blocks, dtype=np.int32)
+    loading, pins = set(), scheduler.pool.pins()
+    for haul in tiers.open():
+        if haul.kind is Kind.OUT:
+            np.add.at(lent, haul.blocks, 1)
+        if haul.serial is not None:
+            loading.add(int(haul.serial))
+            _require(bool((pins[haul.blocks] == Pin.RECEIVING).all()), "a copy writes to blocks that are not kept for it")
+    _require(bool((lent == scheduler.pool.lent()).all()), "blocks are lent to other copies than those that are open")
+    slots = scheduler.slots
+    waiting = set(slots.serial[slots.restoring & (slots.serial != NO_REQUEST)].tolist())
+    _require(waiting == loading, f"requests {sorted(waiting)} wait for copies, {sorted(loading)} have one")
+    tiers.host.audit([key for haul in tiers.open() if haul.kind in READS for key in haul.keys])
+
+
+def the_crew_is_current(scheduler: Board) -> None:
+    """The decodes that the scheduler remembers from one plan to the next are those that the table has."""
+    slots, crew, rows = scheduler.slots, scheduler.crew(), scheduler.slots.decoding()
+    if crew is None:
+        return
+    _require(np.array_equal(crew.slots, rows), f"rows {crew.slots.tolist()} are taken to decode, {rows.tolist()} do")
+    _require(np.array_equal(crew.epochs, slots.epoch[rows]), "a decode is remembered with another epoch")
+    _require(np.array_equal(crew.serials, slots.serial[rows]), "a decode is remembered with another request")
+
+
+def nobody_yields_too_often(scheduler: Board) -> None:
+    most = scheduler.config.max_preemptions
+    for request in scheduler.requests():
+        _require(request.bill.preemptions <= most, f"request {request.serial} yielded {request.bill.preemptions} times")
+
+
+LAWS: dict[str, Callable[[Board], None]] = {
+    "conservation": blocks_are_conserved,
+    "references": references_equal_tables,
+    "names": names_belong_to_blocks,
+    "rows": rows_match_requests,
+    "lengths": lengths_are_ordered,
+    "promises": promises_are_covered,
+    "prefills": prefills_fit_together,
+    "yielding": nobody_yields_too_often,
+    "pins": pins_belong_to_leases,
+    "copies": copies_have_what_they_touch,
+    "crew": the_crew_is_current,
+}

@@ -1,0 +1,153 @@
+"""The whole contract with an executor: a StepPlan goes in, a StepResult comes out, one for one and in order.
+
+A plan is a *delta*. The executor keeps each slot's tokens, block table, lengths and sampling state on its device; a plan
+says what changes and which slots compute. Arrays in a plan are read-only and never change: the scheduler plans step k+1
+while step k computes, so nothing live may be shared. Plans with the same decodes may name them by the same arrays.
+
+Order inside a plan: stops, copies, starts, grows, then the chunks and decodes are computed as one batch.
+
+Block layout of a slot: position p of the sequence lives in block `table[p // block_size]` at offset `p % block_size`.
+
+    tokens known    t0 t1 t2 ... t(n-1)           n = `known`
+    KV computed     k0 k1 k2 ... k(n-2)           the last sampled token has no KV until the next step feeds it
+
+A chunk feeds tokens [begin, end) and writes their KV; the one with `samples` set ends at the last known token and yields
+the next. A decode feeds the last known token (which may still be on the device only) and yields 1..burst tokens: an executor
+may feed up to burst - 1 drafts behind it, guesses of its own, and yields those that prove right. Blocks for all of them are
+there; what is written to them for a draft that proves wrong is no KV. Tokens past a slot's `limit` are never yielded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.engine.request import Sampling, Tokens
+
+Int8s = npt.NDArray[np.int8]
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+NO_INT32S: Int32s = np.empty(0, dtype=np.int32)
+NO_INT64S: Int64s = np.empty(0, dtype=np.int64)
+
+
+class Stop(NamedTuple):
+    """Let go of a slot. The executor answers PREEMPTED with the number of tokens it knows of."""
+
+    slot: int
+    epoch: int
+
+
+class Copy(NamedTuple):
+    """Copy the KV of one whole block to another, all layers."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Put a request into an empty slot."""
+
+    slot: int
+    epoch: int
+    tokens: Tokens
+    """Prompt, then outputs delivered so far (on a restart)."""
+    prompt_tokens: int
+    computed: int
+    """How many leading positions already have KV in `blocks`."""
+    limit: int
+    """`known` never passes this."""
+    sampling: Sampling
+    blocks: Int32s
+    """The first blocks of its table; more come as grows."""
+
+
+class Chunk(NamedTuple):
+    """Feed tokens [begin, end) of a slot; `samples` when `end` is all that is known."""
+
+    slot: int
+    epoch: int
+    begin: int
+    end: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step: int
+    base_step: int
+    """The step this delta builds on; an executor that last ran another step must refuse it."""
+    stops: tuple[Stop, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    starts: tuple[Start, ...] = ()
+    grow_slots: Int32s = field(default_factory=lambda: NO_INT32S)
+    """Row i: entry `grow_at[i]` of the table of `grow_slots[i]` becomes `grow_blocks[i]`."""
+    grow_at: Int32s = field(default_factory=lambda: NO_INT32S)
+    grow_blocks: Int32s = field(default_factory=lambda: NO_INT32S)
+    chunks: tuple[Chunk, ...] = ()
+    decode_slots: Int32s = field(default_factory=lambda: NO_INT32S)
+    decode_epochs: Int64s = field(default_factory=lambda: NO_INT64S)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the step feeds, drafts aside."""
+        decodes = len(self.decode_slots)
+        return decodes + sum(chunk.end - chunk.begin for chunk in self.chunks) if self.chunks else decodes
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.stops or self.starts or self.chunks or len(self.decode_slots))
+
+
+class Outcome(IntEnum):
+    """What came of one slot in one step."""
+
+    TOKENS = 0
+    NOTHING_CHUNK_UNFINISHED = 1
+    NOTHING_EMPTY_SLOT = 2
+    NOTHING_OUT_OF_BLOCKS = 3
+    PREEMPTED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of the sampled tokens of one row, one line a token, alternatives by falling probability."""
+
+    row: int
+    """Index into the result's rows."""
+    chosen: npt.NDArray[np.float32]
+    """[tokens]"""
+    top_ids: Int32s
+    """[tokens, alternatives]"""
+    top: npt.NDArray[np.float32]
+    """[tokens, alternatives]"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One row for each stop, chunk and decode of the plan, in that order."""
+
+    step: int
+    slots: Int32s
+    epochs: Int64s
+    outcomes: Int8s
+    counts: Int32s
+    """How many tokens each row yields; 0 unless the outcome is TOKENS."""
+    tokens: Tokens
+    """All yielded tokens, row after row."""
+    known: Int64s
+    """How many tokens the executor knows for the slot after this step (the scheduler checks that it agrees)."""
+    logprobs: tuple[Logprobs, ...] = ()
+    drafted: Int32s = field(default_factory=lambda: NO_INT32S)
+    """How many drafts were fed for each row; empty from an executor that has none."""
+
+    @property
+    def drafts(self) -> int:
+        """How many were fed in all."""
+        return int(self.drafted.sum()) if len(self.drafted) else 0

@@ -1,0 +1,145 @@
+"""Which block holds the KV of which prefix.
+
+A full block is named by a keyed 128-bit hash of its tokens and of its parent's name, so that a name stands for the whole
+prefix up to and including that block. The chain starts at a root made of the model's fingerprint and the tenant's salt: two
+tenants, or two models, never meet.
+
+    root(salt) ──▶ chain(root, t0..t15) ──▶ chain(·, t16..t31) ──▶ …
+
+The index knows names and blocks. It does not know who uses a block (`blocks` does), and looking up never changes anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NewType, cast
+
+from baton.core.engine.change_journal import PrefixJournal
+from baton.core.engine.request import Tokens
+from baton.core.errors import InvariantViolated
+
+Key = NewType("Key", bytes)
+
+KEY_BYTES = 16
+
+
+class PrefixIndex:
+    def __init__(self, secret: bytes, fingerprint: bytes, blocks: int) -> None:
+        # The secret, brought to a fixed length, goes in front of what is hashed. BLAKE2 is a sound keyed hash that way too:
+        # its output cannot be extended. Its own keyed mode pads the key to a whole block, which would double the work.
+        # Copying a hasher that has the key is faster than making one.
+        key = hashlib.blake2b(secret, digest_size=32, person=b"key").digest()
+        self._root_hasher = hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"root")
+        self._block_hasher = hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"block")
+        self.fingerprint = fingerprint
+        self._block_of: dict[Key, int] = {}
+        self._key_of: list[Key | None] = [None] * blocks
+        self._parent_of: list[Key | None] = [None] * blocks
+        """By block; the parent's key, not its block: a parent may leave and come back in another."""
+        self.journal: PrefixJournal | None = None
+        """Set where somebody is told of names."""
+        self._children: dict[Key, int] = {}
+        """Parent key → how many indexed blocks name it."""
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def keep_journal(self) -> PrefixJournal:
+        """From here on changes are kept; whoever takes them is told all names first."""
+        self.journal = PrefixJournal(self._block_of.keys, 2 * len(self._key_of))
+        return self.journal
+
+    def root(self, salt: bytes) -> Key:
+        hasher = self._root_hasher.copy()
+        hasher.update(len(self.fingerprint).to_bytes(4, "little") + self.fingerprint + salt)
+        return Key(hasher.digest())
+
+    def chain(self, parent: Key, tokens: bytes) -> Key:
+        """The name of the block that holds `tokens` (int32, little-endian) after `parent`."""
+        hasher = self._block_hasher.copy()
+        hasher.update(parent + tokens)
+        return Key(hasher.digest())
+
+    def chain_each(self, parents: Sequence[Key], data: bytes) -> list[Key]:
+        """For each parent the name of its next block; `data` has their tokens end to end, the same number for each."""
+        width = len(data) // max(1, len(parents))
+        begins = range(0, len(data), max(1, width))
+        return [self.chain(parent, data[at : at + width]) for parent, at in zip(parents, begins, strict=True)]
+
+    def keys_of(self, tokens: Tokens, salt: bytes, block_size: int) -> list[Key]:
+        """The root, then a name for each full block of `tokens`.
+
+        The loop is `chain`, without a call for each block: a long prompt has thousands.
+        """
+        key: bytes = self.root(salt)
+        keys = [key]
+        new_hasher, data, width = self._block_hasher.copy, tokens.tobytes(), block_size * tokens.itemsize
+        for at in range(0, len(data) - width + 1, width):
+            hasher = new_hasher()
+            hasher.update(key + data[at : at + width])
+            key = hasher.digest()
+            keys.append(key)
+        return cast("list[Key]", keys)
+
+    def longest(self, keys: Sequence[Key]) -> list[int]:
+        """The blocks of the longest indexed run of `keys` (without the root)."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> list[int]:
+        """Name blocks. Answers those that were named: where another block already carries a name, that one keeps it."""
+        block_of, key_of, children, journal = self._block_of, self._key_of, self._children, self.journal
+        named = []
+        for key, parent, block in zip(keys, parents, blocks, strict=True):
+            if key in block_of:
+                continue
+            if key_of[block] is not None:
+                raise InvariantViolated(f"block {block} is already named")
+            block_of[key] = block
+            key_of[block] = key
+            self._parent_of[block] = parent
+            children[parent] = children.get(parent, 0) + 1
+            named.append(block)
+            if journal is not None:
+                journal.changed(key, True)
+        return named
+
+    def forget(self, block: int) -> int | None:
+        """Take a block's name away. Answers the parent's block when this was its last child."""
+        key, parent = self._key_of[block], self._parent_of[block]
+        if key is None or parent is None:
+            raise InvariantViolated(f"block {block} has no name")
+        del self._block_of[key]
+        if self.journal is not None:
+            self.journal.changed(key, False)
+        self._key_of[block] = self._parent_of[block] = None
+        left = self._children[parent] - 1
+        if left:
+            self._children[parent] = left
+            return None
+        del self._children[parent]
+        return self._block_of.get(parent)
+
+    def key_of(self, block: int) -> Key | None:
+        return self._key_of[block]
+
+    def is_leaf(self, block: int) -> bool:
+        key = self._key_of[block]
+        if key is None:
+            raise InvariantViolated(f"block {block} has no name")
+        return key not in self._children
+
+    def leaves(self, blocks: Sequence[int]) -> list[int]:
+        """Those of these named blocks that no other is chained to."""
+        key_of, children = self._key_of, self._children
+        return [block for block in blocks if key_of[block] not in children]
+
+    def names(self) -> dict[int, Key]:
+        """Block → its name; a copy, for the laws."""
+        return {block: key for block, key in enumerate(self._key_of) if key is not None}

@@ -1,0 +1,71 @@
+"""Names full blocks for the prefix cache, at the settling of the step that filled them.
+
+Knows which blocks of each slot were already offered, and the name of the last one. The last sampled token has no KV yet, so
+its block is never among those named: what counts is `computed`, not `known`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.core.engine.blocks import BlockPool
+from baton.core.engine.plan import Int64s
+from baton.core.engine.prefix import Key
+from baton.core.engine.records import Hit, Request
+from baton.core.engine.slots import Slots
+
+
+class Namer:
+    def __init__(self, slots: Slots, pool: BlockPool, block_size: int) -> None:
+        self._slots = slots
+        self._pool = pool
+        self._block_size = block_size
+        self._tips: list[Key] = [Key(b"")] * slots.slots
+        """The name of the last block that each slot offered to the prefix index."""
+
+    def start(self, slot: int, request: Request, hit: Hit) -> None:
+        self._slots.published[slot] = len(hit.blocks)
+        self._tips[slot] = request.keys[len(hit.blocks)]
+
+    def unnamed(self, at: Int64s) -> tuple[Int64s, Int64s]:
+        """Rows with whole computed blocks that were not offered yet: those with one block of outputs, and all others."""
+        slots, size = self._slots, self._block_size
+        full = slots.computed[at] // size
+        more = full > slots.published[at]
+        if not np.count_nonzero(more):
+            return at[:0], at[:0]
+        at, full = at[more], full[more]
+        next_is_output = slots.published[at] * size >= slots.prompt[at]
+        plain = (full == slots.published[at] + 1) & next_is_output
+        return at[plain], at[~plain]
+
+    def name_outputs(self, at: Int64s) -> None:
+        """Name the next block of each row, which holds outputs only: the steady case, done for all rows together."""
+        if not len(at):
+            return
+        slots, next_block = self._slots, self._slots.published[at]
+        data = slots.output_blocks(at, next_block * self._block_size - slots.prompt[at], self._block_size)
+        rows = at.tolist()
+        tips = [self._tips[slot] for slot in rows]
+        keys = self._pool.prefix.chain_each(tips, data)
+        self._pool.publish(keys, tips, slots.table[at, next_block].tolist())
+        for slot, key in zip(rows, keys, strict=True):
+            self._tips[slot] = key
+        slots.published[at] += 1
+
+    def name_all(self, slot: int, request: Request) -> None:
+        """Name every whole computed block of a row; they may hold prompt, or straddle prompt and outputs."""
+        slots = self._slots
+        first, upto = int(slots.published[slot]), int(slots.computed[slot]) // self._block_size
+        chain = [self._tips[slot], *request.keys[first + 1 : upto + 1]]
+        for index in range(first + len(chain) - 1, upto):
+            chain.append(self._pool.prefix.chain(chain[-1], self._tokens(slot, request, index * self._block_size)))
+        self._pool.publish(chain[1:], chain[:-1], slots.table[slot, first:upto].tolist())
+        slots.published[slot] = upto
+        self._tips[slot] = chain[-1]
+
+    def _tokens(self, slot: int, request: Request, begin: int) -> bytes:
+        prompt, end = request.submission.prompt, begin + self._block_size
+        split = len(prompt)
+        head = prompt[begin:split].tobytes() if begin < split else b""
+        return head + self._slots.output_bytes(slot, max(begin, split) - split, end - split)

@@ -1,0 +1,134 @@
+"""How many blocks running requests keep newcomers from taking: the rule of admission, as a policy.
+
+A reserve is a bet on how much the running requests will still grow. Too small, and requests are preempted and computed
+again; too large, and the pool stands empty. Each policy answers, for every row, how many blocks it keeps beyond what the row
+holds; decodes themselves grow without asking it.
+
+`new-token-ratio` bets on a share of what each request may still generate. The share falls a little in every pass and
+jumps back, to what has proved necessary, at every preemption.
+
+`fixed-blocks` bets on so many blocks a request, and only after a preemption.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.core.config import ReservePolicy, WorkerConfig
+from baton.core.engine.plan import Int64s
+from baton.core.engine.slots import DECODING, Slots
+
+BLOCKS_EXPECTED_A_DECODE = 16
+"""What a decoding request is expected to add soon, when the ratio is set anew after a preemption."""
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+class NewTokenRatio:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self.ratio = config.ratio_initial
+
+    def blocks(self, slots: Slots, rows: Int64s) -> Int64s:
+        """⌈⌊min(remaining, clip) × ratio⌋ / block_size⌉ for each row; a row past its limit keeps nothing."""
+        remaining = np.minimum(slots.limit[rows] - slots.known[rows], self._config.ratio_clip_tokens)
+        tokens = np.maximum(0, (remaining * self.ratio).astype(np.int64))
+        return np.asarray(-(-tokens // self._config.block_size))
+
+    def after_pass(self) -> None:
+        self.ratio = max(self._config.ratio_floor, self.ratio - self._config.ratio_decay)
+
+    def after_preemption(self, slots: Slots) -> None:
+        """What the running requests have used of their limits, and what they will soon use, is the share to expect."""
+        rows = slots.running()
+        if not len(rows):
+            self.ratio = self._config.ratio_initial
+            return
+        decoding = int(np.count_nonzero(slots.phase[rows] == DECODING))
+        used = int((slots.known[rows] - slots.prompt[rows]).sum())
+        allowed = int((slots.limit[rows] - slots.prompt[rows]).sum())
+        soon = BLOCKS_EXPECTED_A_DECODE * self._config.block_size * decoding
+        self.ratio = min(self._config.ratio_initial, (used + soon) / (allowed + 1))
+
+
+class FixedBlocks:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self.ratio = 0.0
+        """Blocks a request, before rounding down. 0 is relaxed: nothing is kept until a preemption."""
+
+    def blocks(self, slots: Slots, rows: Int64s) -> Int64s:
+        del slots
+        return np.full(len(rows), int(self.ratio), dtype=np.int64)
+
+    def after_pass(self) -> None:
+        self.ratio = max(0.0, self.ratio - self._config.fixed_blocks_decay)
+
+    def after_preemption(self, slots: Slots) -> None:
+        del slots
+        self.ratio = float(self._config.fixed_blocks)
+
+
+class NoReserve:
+    """Nothing is kept: what vLLM does, and the measure for the other two."""
+
+    ratio = 0.0
+
+    def blocks(self, slots: Slots, rows: Int64s) -> Int64s:
+        del slots
+        return np.zeros(len(rows), dtype=np.int64)
+
+    def after_pass(self) -> None:
+        """Nothing to let fall."""
+
+    def after_preemption(self, slots: Slots) -> None:
+        """Nothing to raise."""
+
+
+Reserve = NewTokenRatio | FixedBlocks | NoReserve
+
+
+def reserve_for(config: WorkerConfig) -> Reserve:
+    match config.reserve:
+        case ReservePolicy.NEW_TOKEN_RATIO:
+            return NewTokenRatio(config)
+        case ReservePolicy.FIXED_BLOCKS:
+            return FixedBlocks(config)
+        case ReservePolicy.NONE:
+            return NoReserve()
+
+
+class Promises:
+    """What running requests are sure to be given, and what is kept for them beyond that.
+
+    A row that can no longer be a victim is promised its whole remaining need. Every other row is promised nothing; one that
+    still prefills keeps the blocks that the rest of its tokens will fill, and all keep what the reserve policy says.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._block_size = config.block_size
+        self.policy = reserve_for(config)
+
+    def promised(self, slots: Slots) -> int:
+        """Blocks that no unprotected growth may touch."""
+        if not np.count_nonzero(slots.protected):
+            return 0  # as nearly always
+        rows = slots.running()
+        rows = rows[slots.protected[rows]]
+        return int(self._whole_need(slots, rows).sum())
+
+    def kept(self, slots: Slots, asker: int | None = None) -> int:
+        """Blocks that a prefill may not touch: what is kept for every running row but the asker itself."""
+        rows = slots.running()
+        if asker is not None:
+            rows = rows[rows != asker]
+        protected = slots.protected[rows]
+        sure, rest = rows[protected], rows[~protected]
+        unfilled = -(-slots.known[rest] // self._block_size) - slots.held[rest]
+        expected = np.maximum(0, unfilled) + self.policy.blocks(slots, rest)
+        return int(self._whole_need(slots, sure).sum() + expected.sum())
+
+    def _whole_need(self, slots: Slots, rows: Int64s) -> Int64s:
+        return np.asarray(np.maximum(0, -(-slots.limit[rows] // self._block_size) - slots.held[rows]))

@@ -1,0 +1,289 @@
+"""The instances of a router: who belongs to it, who is drained, who is taken out.
+
+    (join) ──▶ JOINED ──drain──▶ DRAINING
+                 │                  │
+                 └──────────────────┴── the connection ends, no sign of life, or a newer session ──▶ GONE
+
+An instance is a name; each of its lives has a higher incarnation, and of an older life nothing is heard while a newer one
+is here or was a moment ago. A life that drains does so until its end, whatever befalls its connection. Being silent is
+measured in time in which the router itself was awake. What becomes of the requests of an instance that is gone is not
+decided here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from baton.core.config import ROLES, Role
+from baton.core.errors import IllegalTransition
+from baton.core.routing.events import Facts, Instance, Ledger, RouterConfig, Session, Sign
+
+if TYPE_CHECKING:
+    from baton.core.routing.routed_request import Choice
+
+NAMES_MAX = 4096
+"""Names whose last life is remembered."""
+FENCE_US = 60_000_000
+"""After a life was last heard an older one may join: more likely than a life that comes back so late is a clock, which
+incarnations are read from, that was set back."""
+
+
+class MemberState(Enum):
+    JOINED = "joined"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+class MemberMove(Enum):
+    DRAIN = "drain"
+    PART = "connection over"
+    SUSPECT = "no sign of life"
+    SUCCEED = "a newer session"
+
+
+TRANSITIONS: dict[tuple[MemberState, MemberMove], MemberState] = {
+    (MemberState.JOINED, MemberMove.DRAIN): MemberState.DRAINING,
+    (MemberState.JOINED, MemberMove.PART): MemberState.GONE,
+    (MemberState.JOINED, MemberMove.SUSPECT): MemberState.GONE,
+    (MemberState.JOINED, MemberMove.SUCCEED): MemberState.GONE,
+    (MemberState.DRAINING, MemberMove.PART): MemberState.GONE,
+    (MemberState.DRAINING, MemberMove.SUSPECT): MemberState.GONE,
+    (MemberState.DRAINING, MemberMove.SUCCEED): MemberState.GONE,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    session: Session
+    facts: Facts
+    role: Role
+    state: MemberState
+    heard_us: int
+    """When it last gave a sign of life, as far as the router was awake to hear it."""
+    progress_us: int
+    """When its engine last finished a step, or had none to compute."""
+    ledger: Ledger = field(default_factory=Ledger)
+    aboard: dict[tuple[int, int], Choice] = field(default_factory=dict)
+    """Choices that are there, by (body, choice)."""
+    prefill_tokens: int = 0
+    """Placed there to be prefilled, of which no token has come yet."""
+    promised_blocks: int = 0
+    """For what was placed there since its last sign."""
+    used: int = 0
+    """When it was last chosen, as a count of choosings."""
+    drain_by_us: int | None = None
+    has_kept: bool = False
+    """It joined with requests of a router before this one, or of this one."""
+    told: tuple[str, ...] | None = None
+    """Of whom it knows that they prefill for it."""
+
+    @property
+    def name(self) -> Instance:
+        return self.facts.name
+
+    @property
+    def serves(self) -> bool:
+        return self.state is MemberState.JOINED and self.role.serves
+
+
+@dataclass(slots=True)
+class _Life:
+    """The last life of a name."""
+
+    incarnation: int
+    heard_us: int
+    """When it was last heard, once it is gone."""
+    drain_by_us: int | None = None
+    """It drains; what it has left then goes on elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """Why an instance cannot join."""
+
+    reason: str
+    fenced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    member: Member
+    what: str
+    """As `FleetChanged` names it."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """An instance, for people."""
+
+    facts: Facts
+    state: str
+    """ready or draining"""
+    ledger: Ledger
+    open: int
+    """Choices that are there."""
+    prefill_tokens: int
+    """Placed there to be prefilled, of which no token has come yet."""
+    heard_ago_us: int
+
+
+class Fleet:
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self.members: dict[Session, Member] = {}
+        self.by_name: dict[Instance, Member] = {}
+        self.servers: list[Member] = []
+        """Those who take requests now, by name."""
+        self.givers: list[Member] = []
+        """Those who prefill for others now, by name."""
+        self.known_givers: list[Member] = []
+        """The same, and those who drain: they still hand over what they were asked for."""
+        self.model: Facts | None = None
+        """Whose fingerprint, vocabulary and block size all others must have."""
+        self._lives: dict[Instance, _Life] = {}
+        self._moves = dict.fromkeys(TRANSITIONS, 0)
+
+    def moves(self) -> dict[tuple[MemberState, MemberMove], int]:
+        return dict(self._moves)
+
+    # ── coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def objection(self, facts: Facts, now_us: int) -> Objection | None:
+        life = self._lives.get(facts.name)
+        if life is not None and facts.incarnation < life.incarnation and self._is_fresh(facts.name, life, now_us):
+            newer = f"incarnation {life.incarnation} has joined"
+            return Objection(f"{facts.name} of incarnation {facts.incarnation} is outlived: {newer}", fenced=True)
+        if facts.role not in ROLES:
+            return Objection(f"its role is {facts.role!r}, and roles are {', '.join(ROLES)}")
+        if (holder := self._living_holder(facts, now_us)) is not None:
+            return Objection(f"{facts.name} is there already, at {holder.facts.url}; give another --name")
+        if not facts.fingerprint.startswith(self._config.model_mark):
+            its, ours = facts.fingerprint.hex(), self._config.model_mark.hex()
+            return Objection(
+                f"its model is not {self._config.model}: the fingerprint of its model is {its}, "
+                f"and that of {self._config.model} begins with {ours}"
+            )
+        model = self.model
+        if model is None:
+            return None
+        if facts.fingerprint != model.fingerprint:
+            ours, its = model.fingerprint.hex(), facts.fingerprint.hex()
+            return Objection(
+                f"it has another model, number format or attention than {model.name} at {model.url}: the fingerprint of its "
+                f"model is {its}, and that of this fleet {ours}"
+            )
+        if facts.vocabulary != model.vocabulary:
+            return Objection(f"its vocabulary has {facts.vocabulary} tokens, and that of this fleet {model.vocabulary}")
+        if facts.block_size != model.block_size:
+            return Objection(f"its blocks have {facts.block_size} tokens, and those of this fleet {model.block_size}")
+        return None
+
+    def _is_fresh(self, name: Instance, life: _Life, now_us: int) -> bool:
+        return name in self.by_name or now_us < life.heard_us + FENCE_US
+
+    def _living_holder(self, facts: Facts, now_us: int) -> Member | None:
+        """Another process that has this name and was heard lately: rather a mistake than an earlier life.
+
+        An earlier life is found to be gone soon, and the newcomer calls again.
+        """
+        holder = self.by_name.get(facts.name)
+        if holder is None or (holder.facts.pid, holder.facts.url) == (facts.pid, facts.url):
+            return None
+        return holder if now_us - holder.heard_us < self._config.suspect_us else None
+
+    def forget_model(self) -> None:
+        """Another model may come once nobody serves this one and nothing waits that was begun with it."""
+        if not self.members:
+            self.model = None
+
+    def admit(self, session: Session, facts: Facts, draining: bool, now_us: int) -> Member:
+        life = self._lives.pop(facts.name, None)
+        if life is None or life.incarnation != facts.incarnation:
+            life = _Life(facts.incarnation, now_us)
+        self._lives[facts.name] = life
+        if draining and life.drain_by_us is None:
+            life.drain_by_us = now_us + self._config.drain_us
+        state = MemberState.JOINED if life.drain_by_us is None else MemberState.DRAINING
+        member = Member(session, facts, ROLES[facts.role], state, now_us, now_us, drain_by_us=life.drain_by_us)
+        self.model = self.model or facts
+        self.members[session] = self.by_name[facts.name] = member
+        if len(self._lives) > NAMES_MAX:
+            self._forget_a_name()
+        self._list()
+        return member
+
+    def drain(self, member: Member, now_us: int) -> None:
+        self._move(member, MemberMove.DRAIN)
+        member.drain_by_us = self._lives[member.name].drain_by_us = now_us + self._config.drain_us
+        self._list()
+
+    def remove(self, member: Member, move: MemberMove) -> None:
+        self._move(member, move)
+        del self.members[member.session]
+        if self.by_name.get(member.name) is member:
+            del self.by_name[member.name]
+            self._lives[member.name].heard_us = member.heard_us
+        self._list()
+
+    def _forget_a_name(self) -> None:
+        oldest = next((name for name in self._lives if name not in self.by_name), None)
+        if oldest is not None:
+            del self._lives[oldest]
+
+    def _list(self) -> None:
+        here = [self.by_name[name] for name in sorted(self.by_name)]
+        self.servers = [member for member in here if member.serves]
+        self.known_givers = [member for member in here if member.role.gives and member.facts.peer_address]
+        self.givers = [member for member in self.known_givers if member.state is MemberState.JOINED]
+
+    def _move(self, member: Member, move: MemberMove) -> None:
+        edge = (member.state, move)
+        if edge not in TRANSITIONS:
+            raise IllegalTransition(f"{member.name}, {member.state.name}, cannot take the move {move.name}")
+        self._moves[edge] += 1
+        member.state = TRANSITIONS[edge]
+
+    # ── signs of life ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def excuse(self, late_us: int) -> None:
+        """The router itself was not awake for so long: nobody's silence counts in that time."""
+        for member in self.members.values():
+            member.heard_us += late_us
+            member.progress_us += late_us
+
+    def beaten(self, member: Member, sign: Sign, now_us: int) -> Suspicion | None:
+        if not sign.computing or sign.ledger.steps != member.ledger.steps:
+            member.progress_us = now_us
+        member.heard_us = now_us
+        member.ledger = sign.ledger
+        member.promised_blocks = 0
+        if sign.engine_silent_us >= self._config.suspect_us:
+            return Suspicion(member, "suspected", f"its engine gave no sign of life for {sign.engine_silent_us // 1000} ms")
+        stuck_us = now_us - member.progress_us
+        if stuck_us >= self._config.stuck_us:
+            return Suspicion(member, "stuck", f"its engine computes and finished no step for {stuck_us // 1000} ms")
+        return None
+
+    def silent(self, now_us: int) -> list[Suspicion]:
+        limit_us = self._config.suspect_us
+        return [
+            Suspicion(member, "suspected", f"no sign of life for {(now_us - member.heard_us) // 1000} ms")
+            for member in self.members.values()
+            if now_us - member.heard_us >= limit_us
+        ]
+
+    def drained_too_long(self, now_us: int) -> list[Member]:
+        """Whose requests should be elsewhere by now."""
+        return [m for m in self.members.values() if m.drain_by_us is not None and m.drain_by_us <= now_us and m.aboard]
+
+    def views(self, now_us: int) -> list[InstanceView]:
+        return [
+            InstanceView(
+                m.facts, "draining" if m.state is MemberState.DRAINING else "ready", m.ledger, len(m.aboard),
+                m.prefill_tokens, max(0, now_us - m.heard_us),
+            )
+            for m in (self.by_name[name] for name in sorted(self.by_name))
+        ]  # fmt: skip

@@ -1,0 +1,159 @@
+"""Where a request goes: who decodes it and, where that one has others prefill for it, who prefills.
+
+The cost of a place is counted in tokens to prefill before its first token comes: its own beyond the longest known prefix,
+those already placed there, and a weight for what decodes beside it or stands in the way. Deterministic: ties go to whoever
+was chosen least recently, then to the first name; draws are hashes of (seed, count).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.engine.request import RequestId
+from baton.core.routing.events import Instance, Policy, RouterConfig, Session
+from baton.core.routing.fleet_members import Member
+from baton.core.routing.prefix_directory import Holdings
+
+MISSING = 2
+"""What a token weighs that has to be prefilled because it goes there: others will wait for it too."""
+OPEN_TOKENS = 32
+"""What one choice that is open at an instance weighs there."""
+QUEUED_TOKENS = 512
+"""What one more weighs for each choice that is there beyond its slots."""
+POOL_TOKENS = 4096
+"""What it weighs that a pool cannot hold the request now, besides what is short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens that are known, to be prefilled once for all choices that share them."""
+
+    leader: RequestId
+    tokens: int
+    keys: Sequence[bytes]
+    """Of its full blocks; empty where nobody looks at them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    prompts: tuple[Prompt, ...]
+    longest: int
+    """Tokens of the longest sequence it may become."""
+    avoid: tuple[Instance, ...]
+    """Not there while there is another; the last of them least of all."""
+    begun: bool = False
+    """An instance could hold it: it waits for one that can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    member: Member
+    prefills: tuple[tuple[Member, int], ...]
+    """For each prompt: who prefills it, and how many tokens that are not there yet."""
+
+
+Known = list[dict[Session, int]]
+"""For each prompt: by instance, how many of its leading tokens are there."""
+
+
+class Placement:
+    def __init__(self, config: RouterConfig, holdings: Holdings, seed: int) -> None:
+        self._config = config
+        self._holdings = holdings
+        self._seed = seed
+        self._draws = 0
+        self._choosings = 0
+
+    @property
+    def reads_keys(self) -> bool:
+        return self._config.policy is Policy.CACHE_AWARE
+
+    def has_room(self, member: Member) -> bool:
+        return len(member.aboard) < self._config.ahead * member.facts.slots
+
+    def choose(self, wanted: Wanted, holders: list[Member], givers: Sequence[Member]) -> Spot | None:
+        """One of those who can hold it. None: whoever it may go to has too much before it already."""
+        able = [member for member in _avoiding(holders, wanted.avoid) if self.has_room(member)]
+        if not able:
+            return None
+        known = self._known(wanted, able[0].facts.block_size)
+        member = self._pick(wanted, able, givers, known)
+        prefills = []
+        for prompt, found in zip(wanted.prompts, known, strict=True):
+            giver = self._giver(prompt, member, givers, found)
+            prefills.append((giver, _missing(prompt, member, giver, found)))
+        self._choosings += 1
+        for chosen in (member, *(giver for giver, _ in prefills)):
+            chosen.used = self._choosings
+        return Spot(member, tuple(prefills))
+
+    def _known(self, wanted: Wanted, block_size: int) -> Known:
+        found = []
+        for prompt in wanted.prompts:
+            blocks = self._holdings.longest(prompt.keys) if self.reads_keys else {}
+            # The last token is always computed: what it yields is wanted.
+            found.append({session: min(depth * block_size, prompt.tokens - 1) for session, depth in blocks.items()})
+        return found
+
+    # ── the policies ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _pick(self, wanted: Wanted, able: list[Member], givers: Sequence[Member], known: Known) -> Member:
+        match self._config.policy:
+            case Policy.CACHE_AWARE:
+                return min(able, key=lambda m: (self._cost(wanted, m, givers, known), m.used, m.name))
+            case Policy.POWER_OF_TWO:
+                two = [self._drawn(able), self._drawn(able)]
+                return min(two, key=lambda m: (len(m.aboard) / m.facts.slots, m.used, m.name))
+            case Policy.ROUND_ROBIN:
+                return min(able, key=lambda m: (m.used, m.name))
+            case Policy.RANDOM:
+                return self._drawn(able)
+
+    def _cost(self, wanted: Wanted, member: Member, givers: Sequence[Member], known: Known) -> int:
+        prefill = missing_here = 0
+        for prompt, found in zip(wanted.prompts, known, strict=True):
+            giver = self._giver(prompt, member, givers, found)
+            prefill += giver.prefill_tokens + MISSING * _missing(prompt, member, giver, found)
+            missing_here += prompt.tokens - found.get(member.session, 0)
+        beyond = max(0, len(member.aboard) + 1 - member.facts.slots)
+        return prefill + len(member.aboard) * OPEN_TOKENS + beyond * QUEUED_TOKENS + _short(member, missing_here)
+
+    def _giver(self, prompt: Prompt, member: Member, givers: Sequence[Member], found: dict[Session, int]) -> Member:
+        """Who prefills: itself, unless others do that for it."""
+        if not (member.role.takes and givers):
+            return member
+        return min(givers, key=lambda g: (g.prefill_tokens + MISSING * _missing(prompt, member, g, found), g.used, g.name))
+
+    def _drawn(self, able: list[Member]) -> Member:
+        self._draws += 1
+        digest = hashlib.blake2b(f"{self._seed}/{self._draws}".encode(), digest_size=8).digest()
+        return able[int.from_bytes(digest, "little") % len(able)]
+
+
+def _missing(prompt: Prompt, member: Member, giver: Member, found: dict[Session, int]) -> int:
+    return prompt.tokens - max(found.get(member.session, 0), found.get(giver.session, 0))
+
+
+def _short(member: Member, missing_tokens: int) -> int:
+    size, ledger = member.facts.block_size, member.ledger
+    if not (ledger.free or ledger.evictable or ledger.used or ledger.leased or ledger.receiving or ledger.leaving):
+        return 0  # it has said nothing of its pool yet
+    short = -(-missing_tokens // size) + member.promised_blocks - ledger.free - ledger.evictable
+    return POOL_TOKENS + short * size if short > 0 else 0
+
+
+def holding(servers: Sequence[Member], wanted: Wanted) -> list[Member]:
+    """Those where it fits at all. If there is none, those with the longest context, who will say what is wrong with it;
+    but for what has begun there is nothing wrong with it."""
+    fits = [m for m in servers if min(m.facts.context_tokens, m.facts.blocks * m.facts.block_size) >= wanted.longest]
+    if fits or not servers or wanted.begun:
+        return fits
+    most = max(member.facts.context_tokens for member in servers)
+    return [member for member in servers if member.facts.context_tokens == most]
+
+
+def _avoiding(members: list[Member], avoid: tuple[Instance, ...]) -> list[Member]:
+    others = [member for member in members if member.name not in avoid]
+    return others or [member for member in members if member.name != avoid[-1]] or members if avoid else members

@@ -1,0 +1,87 @@
+"""Choices that wait for a place at a router: first until they are due, then in the order of (priority, arrival).
+
+Whoever leaves otherwise than by being taken out leaves a void entry behind, which is skipped, and swept when there are many.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from baton.core.routing.routed_request import Choice
+
+VOID_MIN = 64
+
+
+class WaitingRoom:
+    def __init__(self) -> None:
+        self._later: list[tuple[int, int, Choice]] = []
+        """By (due, entry)."""
+        self._ready: list[tuple[int, int, int, int, Choice]] = []
+        """By (priority, order of arrival of its body, choice, entry)."""
+        self._entries = 0
+        self.count = 0
+
+    def enter(self, choice: Choice, due_us: int) -> None:
+        self._entries += 1
+        choice.entry, choice.due_us = self._entries, due_us
+        heapq.heappush(self._later, (due_us, choice.entry, choice))
+        self.count += 1
+
+    def leave(self, choice: Choice) -> None:
+        """It waits no longer."""
+        choice.entry = 0
+        self.count -= 1
+        if len(self._ready) + len(self._later) > VOID_MIN + 2 * self.count:
+            self._sweep()
+
+    def ripen(self, now_us: int) -> bool:
+        """What is due stands in line from now on; whether anything does."""
+        later = self._later
+        while later and later[0][0] <= now_us:
+            _, entry, choice = heapq.heappop(later)
+            if choice.entry == entry:
+                self._line_up(choice)
+        return bool(self._ready)
+
+    def next_due(self) -> int | None:
+        later = self._later
+        while later and later[0][2].entry != later[0][1]:
+            heapq.heappop(later)
+        return later[0][0] if later else None
+
+    def party(self) -> list[Choice]:
+        """Takes the first in line out, with everybody of its body who is in line too. Empty: nobody is."""
+        ready, found = self._ready, list[Choice]()
+        while ready:
+            _, order, _, entry, choice = ready[0]
+            if found and order != found[0].body.order:
+                break
+            heapq.heappop(ready)
+            if choice.entry == entry:
+                found.append(choice)
+        return found
+
+    def put_back(self, party: list[Choice]) -> None:
+        for choice in party:
+            self._line_up(choice)
+
+    def put_off(self, party: list[Choice], due_us: int) -> None:
+        """They are out of the line until then."""
+        for choice in party:
+            choice.due_us = due_us
+            heapq.heappush(self._later, (due_us, choice.entry, choice))
+
+    def everybody(self) -> list[Choice]:
+        """In order of arrival."""
+        entries = [(c.body.order, c.index, c) for _, entry, c in self._later if c.entry == entry]
+        entries += [(c.body.order, c.index, c) for *_, entry, c in self._ready if c.entry == entry]
+        return [choice for _, _, choice in sorted(entries, key=lambda item: item[:2])]
+
+    def _line_up(self, choice: Choice) -> None:
+        heapq.heappush(self._ready, (choice.body.priority, choice.body.order, choice.index, choice.entry, choice))
+
+    def _sweep(self) -> None:
+        self._later = [item for item in self._later if item[2].entry == item[1]]
+        self._ready = [item for item in self._ready if item[4].entry == item[3]]
+        heapq.heapify(self._later)
+        heapq.heapify(self._ready)

@@ -1,0 +1,354 @@
+"""The executor on torch and CPU: runs StepPlans in order on one thread of its own.
+
+It owns the model, the KV pool and the slot table, and promises what `core.plan` says: stops, copies, starts and grows in
+that order, then one packed forward for all chunks and decodes, then one row of outcome for each stop, chunk and decode. A
+token it samples is in its table at once, so the next decode needs nothing from the scheduler. Where decodes may yield
+several tokens, drafts of a proposer are fed along, and what of them stands is yielded (see `drafts`); the KV of those that
+do not is overwritten by the next decode. It knows nothing of requests, caches or clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPlan, StepResult
+from baton.core.engine.request import NO_TOKENS, Tokens
+from baton.core.errors import InvariantViolated
+from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
+from baton.executor.cpu.native_attention import NativeAttention, serves
+from baton.executor.cpu.native_kernels import LANES, Kernels, load_kernels
+from baton.executor.drafts import Drafts, Naive, Proposer, accepted, no_drafts
+from baton.executor.fingerprint import fingerprint_model
+from baton.executor.kv_pool import KvPool, blocks_for_memory, kv_bytes_per_block
+from baton.executor.layer_probe import fuse_model
+from baton.executor.model_loading import LoadedModel, forward, load_model
+from baton.executor.model_support import UnsupportedModel
+from baton.executor.packing import Feed, PackedBatch, pack
+from baton.executor.paged_attention import AttentionContext, GatherAttention
+from baton.executor.sampling import Sampler
+from baton.executor.slot_table import NO_BLOCK, SlotTable
+from baton.executor.step_results import Answer, begin_answer, joined_logprobs
+
+log = logging.getLogger(__name__)
+
+ATTENTIONS = ("auto", "gather", "native")
+DEFAULT_KV_MEMORY_BYTES = 2 * 1024**3
+NICENESS = 5
+"""By how much computing yields to everything else."""
+NOTHING_RAN = 0
+"""The `base_step` of the first plan an executor ever gets."""
+NAIVE = Naive()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What of a plan can be computed."""
+
+    chunks: list[Feed]
+    decode_slots: Int32s
+    drafts: Drafts
+    """Of the decodes."""
+    rows: Int32s
+    """Row of the answer for each sequence that samples: chunks, then decodes."""
+
+    @property
+    def slots(self) -> Int32s:
+        """Of each sequence that samples."""
+        chunk_slots = np.array([feed.slot for feed in self.chunks if feed.samples], dtype=np.int32)
+        return np.concatenate([chunk_slots, self.decode_slots]).astype(np.int32)
+
+    @property
+    def first_decode(self) -> int:
+        """Its place among the sequences that sample."""
+        return len(self.rows) - len(self.decode_slots)
+
+    @property
+    def draws(self) -> Int32s:
+        """How many tokens are drawn for each sequence that samples."""
+        return np.concatenate([np.ones(self.first_decode, dtype=np.int32), 1 + self.drafts.counts])
+
+
+@dataclass(frozen=True, slots=True)
+class _Yield:
+    """What came of the sequences that sample, in their order."""
+
+    tokens: Tokens
+    """Of all of them, end to end."""
+    counts: Int32s
+    logprobs: tuple[Logprobs, ...]
+    """Their `row` is the place of the sequence."""
+
+
+NOTHING = _Yield(NO_TOKENS, NO_INT32S, ())
+
+
+class TorchCpuExecutor:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        shape: ExecutorShape,
+        fingerprint: bytes,
+        kernels: Kernels | None,
+        thread: ThreadPoolExecutor,
+        allocate: Allocate = zeroed,
+        proposer: Proposer = NAIVE,
+    ) -> None:
+        """With `kernels` attention is native, without them gathered; the pool then belongs to that way for good.
+
+        `proposer` is asked only where the shape allows for more than one token a decode.
+        """
+        self.shape = shape
+        self.vocabulary = loaded.vocabulary
+        self.fingerprint = fingerprint
+        self.kv_bytes_per_block = kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype)
+        self._model = loaded.model
+        self._kernels = kernels
+        self._logits_dtype = torch.float64 if loaded.dtype == torch.float64 else torch.float32
+        self._slots = SlotTable(shape)
+        self._kv = KvPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype, allocate)
+        self.on_layer: LayerDone | None = None
+        self._sampler = Sampler(shape.slots, loaded.vocabulary, torch.device("cpu"))
+        self._proposer = proposer
+        self._last_step = NOTHING_RAN
+        self._in_doubt = False
+        self._thread = thread
+        self._launched: deque[Future[StepResult]] = deque()
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        dtype: str = "bfloat16",
+        slots: int = 64,
+        block_size: int = 32,
+        blocks: int | None = None,
+        kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES,
+        context_tokens: int | None = None,
+        attention: str = "auto",
+        allocate: Allocate = zeroed,
+        burst: int = 1,
+        proposer: Proposer = NAIVE,
+    ) -> TorchCpuExecutor:
+        """Read a model folder. `blocks` wins over `kv_memory_bytes`; the context defaults to what the model was made for."""
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
+        try:
+            loaded, kernels = thread.submit(_prepare, path, dtype, attention, block_size).result()
+        except BaseException:
+            thread.shutdown(wait=True)
+            raise
+        bytes_per_block = kv_bytes_per_block(loaded.layers, block_size, loaded.dtype)
+        shape = ExecutorShape(
+            slots=slots,
+            blocks=blocks_for_memory(kv_memory_bytes, bytes_per_block) if blocks is None else blocks,
+            block_size=block_size,
+            context_tokens=min(context_tokens or loaded.context_tokens, loaded.context_tokens),
+            burst=burst,
+        )
+        layout = f"block outermost, {'gathered' if kernels is None else 'native'}, block_size={block_size}"
+        return cls(loaded, shape, fingerprint_model(path, dtype, layout), kernels, thread, allocate, proposer)
+
+    @property
+    def kv(self) -> KvView:
+        return self._kv.view
+
+    def launch(self, plan: StepPlan) -> None:
+        self._launched.append(self._thread.submit(self._run, plan))
+
+    def collect(self) -> StepResult:
+        if not self._launched:
+            raise InvariantViolated("collect without a launched step would wait for ever")
+        return self._launched.popleft().result()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        self._kv.release()
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> StepResult:
+        if self._in_doubt:
+            raise InvariantViolated(f"step {plan.step} follows one that failed; what the slots hold is unknown")
+        if plan.base_step != self._last_step:
+            raise InvariantViolated(
+                f"step {plan.step} builds on {plan.base_step}, but the last one here was {self._last_step}"
+            )
+        self._in_doubt = True
+        result = self._step(plan)
+        self._last_step = plan.step
+        self._in_doubt = False
+        return result
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        answer = begin_answer(plan)
+        self._change_slots(plan, answer)
+        work = self._choose_work(plan, answer)
+        yielded = self._compute(plan.step, work)
+        return self._finish_answer(plan, answer, work, yielded)
+
+    def _change_slots(self, plan: StepPlan, answer: Answer) -> None:
+        for row, stop in enumerate(plan.stops):
+            if self._slots.holds(stop.slot, stop.epoch):
+                answer.outcomes[row] = Outcome.PREEMPTED
+                answer.known[row] = self._slots.stop(stop.slot)
+                self._sampler.stop(stop.slot)
+        for copy in plan.copies:
+            self._kv.copy(copy.source, copy.target)
+        for start in plan.starts:
+            self._slots.start(start)
+            self._sampler.start(start.slot, start.tokens, start.prompt_tokens, start.sampling)
+        self._slots.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
+
+    def _choose_work(self, plan: StepPlan, answer: Answer) -> _Work:
+        chunks: list[Feed] = []
+        sampled_rows: list[int] = []
+        for row, chunk in enumerate(plan.chunks, start=len(plan.stops)):
+            if not self._slots.holds(chunk.slot, chunk.epoch):
+                continue
+            outcome = self._slots.judge(chunk)
+            answer.outcomes[row] = outcome
+            if outcome is Outcome.NOTHING_OUT_OF_BLOCKS:
+                continue
+            samples = chunk.samples and bool(self._slots.known[chunk.slot] < self._slots.limits[chunk.slot])
+            chunks.append(Feed(chunk.slot, chunk.begin, chunk.end, samples))
+            if samples:
+                sampled_rows.append(row)
+        decode_slots, decode_rows = self._choose_decodes(plan, answer)
+        rows = np.concatenate([np.array(sampled_rows, dtype=np.int32), decode_rows])
+        return _Work(chunks, decode_slots, self._draft(decode_slots), rows)
+
+    def _choose_decodes(self, plan: StepPlan, answer: Answer) -> tuple[Int32s, Int32s]:
+        """The slots that can decode and their rows in the answer. All at once: a step may have a thousand."""
+        table, slots = self._slots, plan.decode_slots
+        first = len(plan.stops) + len(plan.chunks)
+        rows = np.arange(first, first + len(slots), dtype=np.int32)
+        held = table.occupied[slots] & (table.epochs[slots] == plan.decode_epochs)
+        rows, slots = rows[held], slots[held]
+        position = table.known[slots] - 1
+        gap = position > table.computed[slots]
+        if bool((gap & ~table.starved[slots]).any()):
+            raise InvariantViolated(f"step {plan.step} decodes a slot whose prefill is not finished")
+        dry = gap | (table.table[slots, position // self.shape.block_size] == NO_BLOCK)
+        answer.outcomes[rows] = np.where(dry, Outcome.NOTHING_OUT_OF_BLOCKS, Outcome.TOKENS)
+        table.starved[slots[dry]] = True
+        runs = ~dry & (table.known[slots] < table.limits[slots])
+        return slots[runs], rows[runs]
+
+    def _draft(self, slots: Int32s) -> Drafts:
+        """What these slots may go on with, no more of it than their limits and blocks have room for."""
+        table, most = self._slots, self.shape.burst - 1
+        if not most or not len(slots):
+            return no_drafts(len(slots))
+        proposed = self._proposer.propose(table.tokens, slots, table.known[slots])
+        left = table.limits[slots] - table.known[slots] - 1  # one token is yielded whatever the drafts are
+        drafts = proposed.cut(np.minimum(left, table.room(slots, most)))
+        table.draft(slots, drafts)
+        return drafts
+
+    def _compute(self, step: int, work: _Work) -> _Yield:
+        if not work.chunks and not len(work.decode_slots):
+            return NOTHING
+        batch = pack(self._slots, work.chunks, work.decode_slots, work.drafts.counts)
+        logits = forward(self._model, batch.ids, batch.positions, batch.logit_rows, self._attention(step, batch))
+        self._mark_computed(work)
+        yielded = self._draw(logits.to(self._logits_dtype), work) if len(work.rows) else NOTHING
+        self._slots.append(work.slots, yielded.tokens, yielded.counts)
+        self._slots.computed[work.decode_slots] = self._slots.known[work.decode_slots] - 1
+        return yielded
+
+    def _draw(self, logits: torch.Tensor, work: _Work) -> _Yield:
+        """A token for each row of logits, and which of them stand."""
+        draws = work.draws
+        sequences = np.repeat(np.arange(len(draws)), draws)
+        nth = np.arange(len(sequences)) - np.repeat(np.cumsum(draws) - draws, draws)
+        slots = work.slots[sequences]
+        sampled = self._sampler.sample(logits, slots, self._slots.known[slots] + nth)
+        counts = np.ones(len(draws), dtype=np.int32)
+        counts[work.first_decode :] += accepted(sampled.tokens[work.first_decode :], work.drafts)
+        stands = nth < counts[sequences]
+        lines = [replace(line, row=int(sequences[line.row])) for line in sampled.logprobs if stands[line.row]]
+        return _Yield(sampled.tokens[stands], counts, joined_logprobs(lines))
+
+    def _attention(self, step: int, batch: PackedBatch) -> AttentionContext:
+        written = None if self.on_layer is None else partial(self.on_layer, step)
+        if self._kernels is None:
+            return GatherAttention(batch, self._kv.layers, written)
+        return NativeAttention(self._kernels, batch, self._kv.layers, written)
+
+    def _mark_computed(self, work: _Work) -> None:
+        for feed in work.chunks:
+            self._slots.computed[feed.slot] = max(feed.end, int(self._slots.computed[feed.slot]))
+            self._slots.starved[feed.slot] = False
+        self._slots.starved[work.decode_slots] = False
+
+    def _finish_answer(self, plan: StepPlan, answer: Answer, work: _Work, yielded: _Yield) -> StepResult:
+        counts = np.zeros(len(answer.slots), dtype=np.int32)
+        counts[work.rows] = yielded.counts
+        present = answer.outcomes != Outcome.NOTHING_EMPTY_SLOT
+        present[: len(plan.stops)] = False
+        answer.known[present] = self._slots.known[answer.slots[present]]
+        return StepResult(
+            step=plan.step,
+            slots=answer.slots,
+            epochs=answer.epochs,
+            outcomes=answer.outcomes,
+            counts=counts,
+            tokens=yielded.tokens,
+            known=answer.known,
+            logprobs=tuple(replace(line, row=int(work.rows[line.row])) for line in yielded.logprobs),
+            drafted=self._drafted(answer, work),
+        )
+
+    def _drafted(self, answer: Answer, work: _Work) -> Int32s:
+        if self.shape.burst == 1:
+            return NO_INT32S
+        drafted = np.zeros(len(answer.slots), dtype=np.int32)
+        drafted[work.rows[work.first_decode :]] = work.drafts.counts
+        return drafted
+
+
+def _prepare(path: Path, dtype: str, attention: str, block_size: int) -> tuple[LoadedModel, Kernels | None]:
+    """Runs on the executor's thread, as all its computing does.
+
+    OpenMP keeps a pool of threads for each thread that ever computed in parallel. With two pools on the same cores it lets
+    them sleep between operations, and every small operation then waits for a wake-up.
+    """
+    _yield_to_others()  # before that pool is made: its threads are then as this one is
+    loaded = load_model(path, dtype)
+    return loaded, _choose_kernels(attention, loaded, block_size)
+
+
+def _yield_to_others() -> None:
+    """Computing takes all cores there are. What answers, here and in other processes, needs little and must not wait for it:
+    an engine, a front end or a router that cannot run for half a second is taken for lost."""
+    if sys.platform == "linux":  # elsewhere threads have no niceness of their own
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):  # where it is forbidden we compute as everybody else
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+
+
+def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int) -> Kernels | None:
+    """The way of attending that was asked for, or the best there is; fuses the model where kernels exist."""
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention is one of {', '.join(ATTENTIONS)}, not {attention!r}")
+    kernels = None if attention == "gather" else load_kernels(loaded.dtype)
+    if kernels is not None and not serves(loaded.layers, block_size):
+        log.info("native attention needs head and block sizes in multiples of %d", LANES)
+        kernels = None
+    if kernels is None and attention == "native":
+        raise UnsupportedModel(str(loaded.model.config.model_type), "sizes or number formats without native attention here")
+    log.info("attention: %s", "gathered by torch" if kernels is None else "native, over blocks in place")
+    if kernels is not None:
+        fuse_model(loaded.model, loaded.layers, kernels)
+    return kernels

@@ -1,0 +1,248 @@
+"""Replaces decoder layers by faster ones that do the same, where they are of the common kind and prove it.
+
+The common kind: a norm, grouped-query attention (with or without norms on queries and keys), a residual, a norm, a gated
+MLP, a residual. A layer qualifies by the names and types of its parts, and then only if on a probe, with the model's own
+input, the replacement answers as the original did. Whatever does not qualify stays as `transformers` wrote it: slower,
+and right. Of those, the large products are still packed.
+
+What is gained: one product for Q, K and V, one for gate and up, weights packed once in the order the CPU's matrix library
+wants, and native norms, rotations and gates instead of half a dozen passes each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.activations import GELUTanh, SiLUActivation
+
+from baton.executor.cpu.native_kernels import LANES, Kernels, RotateArguments, head_panels
+from baton.executor.kv_pool import LayerSpec
+from baton.executor.model_support import vars_of
+from baton.executor.paged_attention import AttentionCall, AttentionContext
+
+log = logging.getLogger(__name__)
+
+PACKED_ROWS = 64
+"""The batch the packing is told of; the order it picks serves every other batch as well."""
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
+"""Largest difference on the probe, relative to the largest value: rounding, not another formula."""
+
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+CARRIED_NAMES = ("attention_type", "layer_type", "layer_idx")
+"""What models read off their layers from outside."""
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear map whose weights were packed once; they serve only this."""
+
+    def __init__(self, linears: list[torch.nn.Linear]) -> None:
+        super().__init__()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+        self.bias = joined_bias(linears)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + the map of x, rounded once."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
+        return out
+
+
+def joined_bias(linears: list[torch.nn.Linear]) -> torch.Tensor | None:
+    if all(linear.bias is None for linear in linears):
+        return None
+    biases = [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+    return torch.cat([bias.detach() for bias in biases])
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Weights of a root-mean-square norm in float32, the form of it settled."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+class FastLayer(torch.nn.Module):
+    """One decoder layer of the common kind. Takes what `transformers` passes to a layer and returns the hidden states."""
+
+    def __init__(self, layer: torch.nn.Module, spec: LayerSpec, index: int, kernels: Kernels, offset: float) -> None:
+        super().__init__()
+        attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+        self._kernels = kernels
+        self._spec = spec
+        self._index = index
+        self._first = _norm(layer.get_submodule("input_layernorm"), offset)
+        self._second = _norm(layer.get_submodule("post_attention_layernorm"), offset)
+        self._qkv = PackedLinear([linear_of(attention, name) for name in ("q_proj", "k_proj", "v_proj")])
+        self._o = PackedLinear([linear_of(attention, "o_proj")])
+        self._gate_up = PackedLinear([linear_of(mlp, name) for name in ("gate_proj", "up_proj")])
+        self._down = PackedLinear([linear_of(mlp, "down_proj")])
+        self._gate_kind = gate_kind(mlp)
+        self._heads = linear_of(attention, "q_proj").out_features // spec.key_dim
+        self._qk_norms = _qk_norms(attention, offset)
+        for name in CARRIED_NAMES:
+            if (value := vars_of(layer, name, None)) is not None:
+                setattr(self, name, value)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        paged: AttentionContext,
+        **_: object,
+    ) -> torch.Tensor:
+        x = hidden_states[0]
+        x = self._o.added(self._attend(x, position_embeddings, paged), x)
+        normed = self._kernels.norm(x, self._second.weight, self._second.epsilon)
+        gated = self._kernels.gate(self._gate_up(normed), self._gate_kind)
+        return self._down.added(gated, x).unsqueeze(0)
+
+    def _attend(
+        self, x: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor], paged: AttentionContext
+    ) -> torch.Tensor:
+        spec = self._spec
+        qkv = self._qkv(self._kernels.norm(x, self._first.weight, self._first.epsilon))
+        self._rotate(qkv, *embeddings)
+        by_head = qkv.view(len(x), -1, spec.key_dim).transpose(0, 1)
+        call = AttentionCall(
+            layer=self._index,
+            query=by_head[: self._heads],
+            key=by_head[self._heads : self._heads + spec.kv_heads],
+            value=by_head[self._heads + spec.kv_heads :],
+            mask=None,
+            scaling=spec.scaling,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=None,
+        )
+        return paged.attend(call).view(len(x), -1)
+
+    def _rotate(self, qkv: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+        query_norm, key_norm = self._qk_norms
+        arguments = RotateArguments(
+            qkv=qkv.data_ptr(),
+            token_stride=qkv.stride(0),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            query_norm=None if query_norm is None else query_norm.weight.data_ptr(),
+            key_norm=None if key_norm is None else key_norm.weight.data_ptr(),
+            epsilon=0.0 if query_norm is None else query_norm.epsilon,
+            tokens=len(qkv),
+            heads=self._heads,
+            kv_heads=self._spec.kv_heads,
+            dim=self._spec.key_dim,
+            threads=torch.get_num_threads(),
+        )
+        self._kernels.rotate(ctypes.addressof(arguments))
+
+
+class FastNorm(torch.nn.Module):
+    def __init__(self, norm: torch.nn.Module, kernels: Kernels, offset: float) -> None:
+        super().__init__()
+        self._norm = _norm(norm, offset)
+        self._kernels = kernels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._kernels.norm(x.contiguous(), self._norm.weight, self._norm.epsilon)
+
+
+class FastHead(torch.nn.Module):
+    """The map to the vocabulary, in float32 from the sums on: rounded to bfloat16, near-equal logits would become ties."""
+
+    def __init__(self, head: torch.nn.Linear, kernels: Kernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._panels = head_panels(head.weight.detach())
+        self._outputs = head.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self._kernels.head(x.reshape(-1, x.shape[-1]).contiguous(), self._panels)[:, : self._outputs]
+        return logits.view(*x.shape[:-1], self._outputs) if logits.is_contiguous() else logits.unsqueeze(0)
+
+
+def linear_of(module: torch.nn.Module, name: str) -> torch.nn.Linear:
+    part = module.get_submodule(name)
+    if not isinstance(part, torch.nn.Linear):
+        raise TypeError(f"{name} is not a linear map")
+    return part
+
+
+def norm_parts(module: torch.nn.Module, offset: float) -> tuple[torch.Tensor, float]:
+    """Weights in float32 and epsilon. `offset` is added to the weights: some families store their distance from one."""
+    epsilon = vars_of(module, "variance_epsilon", vars_of(module, "eps", None))
+    weight = module.get_parameter("weight")
+    if not isinstance(epsilon, float):
+        raise TypeError("not a root-mean-square norm")
+    return weight.detach().float() + offset, epsilon
+
+
+def _norm(module: torch.nn.Module, offset: float) -> Norm:
+    return Norm(*norm_parts(module, offset))
+
+
+def _qk_norms(attention: torch.nn.Module, offset: float) -> tuple[Norm | None, Norm | None]:
+    if "q_norm" not in dict(attention.named_children()):
+        return None, None
+    return _norm(attention.get_submodule("q_norm"), offset), _norm(attention.get_submodule("k_norm"), offset)
+
+
+def gate_kind(mlp: torch.nn.Module) -> int:
+    activation = mlp.get_submodule("act_fn")
+    if isinstance(activation, torch.nn.SiLU | SiLUActivation):
+        return 0
+    if isinstance(activation, GELUTanh):
+        return 1
+    raise TypeError("an activation that the gate kernel does not have")
+
+
+def looks_common(layer: torch.nn.Module, spec: LayerSpec) -> bool:
+    """Whether the parts have the names, types and sizes of the common kind; the probe decides the rest."""
+    if {name for name, _ in layer.named_children()} != LAYER_PARTS:
+        return False
+    attention, mlp = (
+        dict(layer.get_submodule("self_attn").named_children()),
+        dict(layer.get_submodule("mlp").named_children()),
+    )
+    linears = [attention.get(name) for name in sorted(ATTENTION_PARTS)]
+    linears += [mlp.get(name) for name in sorted(MLP_PARTS - {"act_fn"})]
+    widths = [
+        side
+        for linear in linears
+        if isinstance(linear, torch.nn.Linear)
+        for side in (linear.in_features, linear.out_features)
+    ]
+    return (
+        set(attention) in (ATTENTION_PARTS, ATTENTION_PARTS | {"q_norm", "k_norm"})
+        and set(mlp) == MLP_PARTS
+        and len(widths) == 2 * len(linears)
+        and all(width % LANES == 0 for width in widths)
+        and spec.key_dim == spec.value_dim
+        and spec.key_dim % (2 * LANES) == 0
+        and not spec.has_sinks
+    )
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn or dtype not in TOLERANCE:
+        return False
+    return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_head(model: PreTrainedModel, kernels: Kernels) -> None:
+    """Pack the map to the vocabulary. The embedding keeps its own copy where the two are tied."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, torch.nn.Linear) or head.in_features % LANES:
+        return
+    if [name for name, _ in head.named_parameters()] == ["weight"]:
+        model.set_output_embeddings(FastHead(head, kernels))  # type: ignore[no-untyped-call]

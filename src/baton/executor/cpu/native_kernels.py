@@ -1,0 +1,217 @@
+"""Compiles `kernels.cpp` for this machine at first use and calls it through ctypes.
+
+The library lies in the cache under a name hashed from source, flags, compiler and CPU, so a change of any makes a new
+one; it is written beside and renamed into place, so two processes may compile at once. It is linked to `libgomp.so.1`, which
+torch has already loaded: both then share one pool of threads. Where there is no compiler there are no kernels, and callers
+do without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from baton.executor.cache_folder import cache_folder
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-strict-aliasing")
+COMPILE_S_MAX = 120
+LANES = 16
+TILE_KEYS = 128
+HEAD_PANEL = 32
+SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+_Pointer = ctypes.c_void_p
+_Stride = ctypes.c_int64
+_Int = ctypes.c_int32
+_Float = ctypes.c_float
+
+
+class AttentionArguments(ctypes.Structure):
+    """As in kernels.cpp, field by field."""
+
+    _fields_ = [
+        ("query", _Pointer),
+        ("query_token_stride", _Stride),
+        ("query_head_stride", _Stride),
+        ("out", _Pointer),
+        ("keys", _Pointer),
+        ("values", _Pointer),
+        ("block_stride", _Stride),
+        ("key_head_stride", _Stride),
+        ("value_head_stride", _Stride),
+        ("query_starts", _Pointer),
+        ("contexts", _Pointer),
+        ("tables", _Pointer),
+        ("table_stride", _Stride),
+        ("sinks", _Pointer),
+        ("sequences", _Int),
+        ("heads", _Int),
+        ("kv_heads", _Int),
+        ("key_dim", _Int),
+        ("value_dim", _Int),
+        ("block_size", _Int),
+        ("window", _Int),
+        ("scaling", _Float),
+        ("softcap", _Float),
+        ("threads", _Int),
+    ]
+
+
+class WriteArguments(ctypes.Structure):
+    _fields_ = [
+        ("key", _Pointer),
+        ("value", _Pointer),
+        ("key_token_stride", _Stride),
+        ("key_head_stride", _Stride),
+        ("value_token_stride", _Stride),
+        ("value_head_stride", _Stride),
+        ("keys", _Pointer),
+        ("values", _Pointer),
+        ("block_stride", _Stride),
+        ("key_pool_head_stride", _Stride),
+        ("value_pool_head_stride", _Stride),
+        ("blocks", _Pointer),
+        ("offsets", _Pointer),
+        ("tokens", _Int),
+        ("kv_heads", _Int),
+        ("key_dim", _Int),
+        ("value_dim", _Int),
+        ("block_size", _Int),
+        ("threads", _Int),
+    ]
+
+
+class RotateArguments(ctypes.Structure):
+    _fields_ = [
+        ("qkv", _Pointer),
+        ("token_stride", _Stride),
+        ("cosines", _Pointer),
+        ("sines", _Pointer),
+        ("query_norm", _Pointer),
+        ("key_norm", _Pointer),
+        ("epsilon", _Float),
+        ("tokens", _Int),
+        ("heads", _Int),
+        ("kv_heads", _Int),
+        ("dim", _Int),
+        ("threads", _Int),
+    ]
+
+
+class Kernels:
+    """The compiled functions for one number format. Tensors must be alive and laid out as each method says."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        suffix = SUFFIXES[dtype]
+        self.dtype = dtype
+        self.attend = library[f"baton_attend_{suffix}"]
+        self.write = library[f"baton_write_{suffix}"]
+        self.rotate = library[f"baton_rotate_{suffix}"]
+        self._norm = library[f"baton_norm_{suffix}"]
+        self._gate = library[f"baton_gate_{suffix}"]
+        self._head = library[f"baton_head_{suffix}"]
+        for function in (self.attend, self.write, self.rotate):
+            function.restype = None
+            function.argtypes = [_Pointer]
+        self._norm.restype = self._gate.restype = self._head.restype = None
+        self._head.argtypes = [_Pointer, _Pointer, _Pointer, _Int, _Int, _Int, _Int]
+        self._norm.argtypes = [_Pointer, _Pointer, _Pointer, _Stride, _Int, _Float, _Int]
+        self._gate.argtypes = [_Pointer, _Pointer, _Stride, _Int, _Int, _Int]
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Root-mean-square norm of the rows of a contiguous x; `weight` is float32."""
+        out = torch.empty_like(x)
+        dim = x.shape[-1]
+        threads = torch.get_num_threads()
+        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, epsilon, threads)
+        return out
+
+    def gate(self, x: torch.Tensor, kind: int) -> torch.Tensor:
+        """activation(gate) × up of contiguous rows [gate, up]; kind 0 is silu, 1 gelu (tanh)."""
+        rows, width = x.shape
+        out = x.new_empty(rows, width // 2)
+        self._gate(x.data_ptr(), out.data_ptr(), rows, width // 2, kind, torch.get_num_threads())
+        return out
+
+    def head(self, x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
+        """float32 products of contiguous rows with panels as `head_panels` makes them, padding included."""
+        rows, dim = x.shape
+        out = torch.empty(rows, len(panels) * HEAD_PANEL, dtype=torch.float32)
+        threads = torch.get_num_threads()
+        self._head(x.data_ptr(), panels.data_ptr(), out.data_ptr(), rows, dim, len(panels), threads)
+        return out
+
+
+def head_panels(weight: torch.Tensor) -> torch.Tensor:
+    """[outputs, dim] weights as [panels, dim / pair, HEAD_PANEL, pair]; zeros fill the last panel."""
+    pair = 2 if weight.dtype is torch.bfloat16 else 1
+    missing = -len(weight) % HEAD_PANEL
+    padded = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])]) if missing else weight
+    return padded.view(-1, HEAD_PANEL, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
+
+
+def load_kernels(dtype: torch.dtype) -> Kernels | None:
+    """The kernels for a number format, compiled if need be; None, with a line in the log, where that cannot be."""
+    if dtype not in SUFFIXES:
+        log.info("no native kernels for %s", dtype)
+        return None
+    compiler = shutil.which("g++")
+    if compiler is None:
+        log.info("no native kernels: there is no g++ on this machine")
+        return None
+    path = _compiled(compiler)
+    return None if path is None else Kernels(ctypes.CDLL(str(path)), dtype)
+
+
+def _compiled(compiler: str) -> Path | None:
+    source = Path(__file__).with_name("kernels.cpp")
+    target = cache_folder() / "kernels" / f"{_key(source, compiler)}.so"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, scratch = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(descriptor)
+    began = time.monotonic()
+    try:
+        command = [compiler, *FLAGS, "-o", scratch, str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S_MAX, check=False)
+        if done.returncode != 0:
+            log.warning("no native kernels: the compiler failed: %s", done.stderr.strip()[-800:])
+            return None
+        Path(scratch).replace(target)
+    except (OSError, subprocess.TimeoutExpired) as reason:
+        log.warning("no native kernels: %s", reason)
+        return None
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    log.info("compiled native kernels in %.1f s", time.monotonic() - began)
+    return target
+
+
+def _key(source: Path, compiler: str) -> str:
+    version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, timeout=10, check=False).stdout
+    digest = hashlib.blake2b(digest_size=12)
+    for part in (source.read_text(), " ".join(FLAGS), version, _cpu()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on: the CPU's name and what it can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

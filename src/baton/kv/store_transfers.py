@@ -1,0 +1,361 @@
+"""Moves KV between rows of host memory and a store, on threads that can be spared.
+
+    rows ──copy──▶ arena, sealed ──put──▶ store        store ──get──▶ arena, verified ──copy──▶ rows
+
+Owns those threads, their memory and what is counted of them. A store may block, so it never meets a row: each thread has an
+arena of its own, in which objects are sealed and verified, and bytes move between rows and arena only while the haul has its
+grip. So a fence is answered soon, whatever the store does. A thread whose haul was fenced inside the store is *lost* until
+the store returns; while all are lost that could do something, what waits for them and what comes later fails at once.
+
+Looking, reading and writing have threads of their own: a look, which is short, does not wait behind what is long, nor who
+waits for KV behind what is put away. What is found bad is counted by its flaw, dropped from the store, and never written
+to a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from baton.core.engine.plan import Int32s
+from baton.core.engine.prefix import Key
+from baton.core.tiers.transfers import Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put
+from baton.kv.block_access import Bytes, Bytes2d
+from baton.kv.host_memory import Grip, HostMemory, Report
+from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed
+from baton.kv.store_guard import Border
+from baton.wire.envelope import HEADER_BYTES, Flaw, object_name, stamp, unseal
+
+log = logging.getLogger("baton.store")
+
+THREADS = 2
+"""For reading, and as many for writing. Looking has one."""
+ARENA_BYTES = 16 << 20
+"""Of each thread. Longer hauls go through it part by part."""
+ALIGNMENT = 64
+WAITING_MAX = 1024
+"""Hauls that may wait for the threads of one kind."""
+CLOSE_S = 2.0
+"""How long closing waits for threads that are inside the store, for all of them together."""
+
+HANGS = "the store hangs: none of its calls has returned"
+BEHIND = "too many transfers wait for the store"
+
+Order = Look | Get | Put
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTally:
+    """What came of the store, since the start."""
+
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    unstored_blocks: int = 0
+    """For which the store had no room."""
+    fetched_blocks: int = 0
+    fetched_bytes: int = 0
+    missing_blocks: int = 0
+    """That were asked for and not there."""
+    errors: int = 0
+    """Hauls that failed."""
+    bad: Mapping[str, int] = field(default_factory=dict)
+    """Objects that were not what they should be, by flaw."""
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    order: Order
+    grip: Grip = field(default_factory=Grip)
+
+
+class _Arena:
+    """Memory of one thread: room for so many objects, one after the other."""
+
+    def __init__(self, memory: Bytes2d, object_bytes: int) -> None:
+        """[objects, bytes of each and more]"""
+        self.objects = [row.data[:object_bytes] for row in memory]
+        self.payloads: Bytes2d = memory[:, HEADER_BYTES:object_bytes]
+        """The same as numpy copies it, which lets other threads run meanwhile."""
+
+
+class _Crew:
+    """Threads that do one kind of work, and what waits for them."""
+
+    def __init__(self, name: str, work: Callable[[_Task, _Arena], None], arenas: Sequence[_Arena], waiting_max: int) -> None:
+        self._work = work
+        self._waiting: deque[_Task] = deque()
+        self._waiting_max = waiting_max
+        self._at_work: list[_Task | None] = [None] * len(arenas)
+        """By thread."""
+        self._news = threading.Condition()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(number, arena), name=f"{name}-{number}", daemon=True)
+            for number, arena in enumerate(arenas)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, task: _Task) -> str | None:
+        """Why it is not taken; None when it is."""
+        with self._news:
+            if self._is_lost():
+                return HANGS
+            if len(self._waiting) >= self._waiting_max:
+                return BEHIND
+            self._waiting.append(task)
+            self._news.notify()
+            return None
+
+    def fenced(self, task: _Task) -> list[_Task]:
+        """Answers what waits in vain, now that this one is fenced, and forgets it."""
+        with self._news:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(task)
+            if not self._is_lost():
+                return []
+            left = list(self._waiting)
+            self._waiting.clear()
+            return left
+
+    def stop(self) -> None:
+        """What waits is left."""
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+
+    def ended(self, deadline_s: float) -> bool:
+        """False: at the deadline a thread is still inside the store."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _is_lost(self) -> bool:
+        return all(task is not None and task.grip.strays() for task in self._at_work)
+
+    def _run(self, number: int, arena: _Arena) -> None:
+        while True:
+            with self._news:
+                self._at_work[number] = None
+                self._news.wait_for(lambda: self._waiting or self._closing)
+                if self._closing:
+                    return
+                task = self._at_work[number] = self._waiting.popleft()
+            self._work(task, arena)
+
+
+class StoreHauler:
+    def __init__(
+        self,
+        store: Store,
+        memory: HostMemory,
+        layout: bytes,
+        report: Report,
+        threads: int = THREADS,
+        arena_bytes: int = ARENA_BYTES,
+        waiting_max: int = WAITING_MAX,
+    ) -> None:
+        """`layout`: the digest of what a block is. The store is closed with us."""
+        self._store = store
+        self._border = Border()
+        self._memory = memory
+        self._layout = layout
+        self._report = report
+        self._open: dict[Haul, _Task] = {}
+        self._counted: Counter[str] = Counter()
+        self._bad: Counter[str] = Counter()
+        self._gate = threading.Lock()
+        """Over what is counted, `_failing` and `_full`."""
+        self._failing = False
+        """The last call of the store failed, and it was said."""
+        self._full = False
+        """It had no room for all that was put last, and it was said."""
+        object_bytes = HEADER_BYTES + self._block_bytes
+        stride = -(-object_bytes // ALIGNMENT) * ALIGNMENT
+        arena = np.zeros((2 * threads, max(1, arena_bytes // stride), stride), dtype=np.uint8)
+        with contextlib.suppress(BadStore, StoreFailed), self._border.guarded():
+            store.attach(arena.data.cast("B"))  # once: a store may keep only what it was told last
+        arenas = [_Arena(part, object_bytes) for part in arena]
+        self._lookers = _Crew("baton-store-look", self._work, [_Arena(arena[0, :0], 0)], waiting_max)  # it moves nothing
+        self._readers = _Crew("baton-store-read", self._work, arenas[:threads], waiting_max)
+        self._writers = _Crew("baton-store-write", self._work, arenas[threads:], waiting_max)
+
+    @property
+    def _block_bytes(self) -> int:
+        return int(self._memory.rows.shape[1])
+
+    def haul(self, order: Order) -> None:
+        if not isinstance(order, Look):
+            self._memory.demand(order.rows)
+        task = self._open[order.haul] = _Task(order)
+        reason = self._crew_of(task).add(task)
+        if reason is not None:
+            self._fail(task, reason)
+
+    def fence(self, haul: Haul) -> bool:
+        """False: it is not one of ours, or is over, and is not answered here."""
+        task = self._open.get(haul)
+        if task is None:
+            return False
+        if task.grip.fence():
+            self._open.pop(haul, None)
+            self._report(HaulFenced(haul))
+        for left in self._crew_of(task).fenced(task):
+            self._fail(left, HANGS)
+        return True
+
+    def tally(self) -> StoreTally:
+        with self._gate:
+            return StoreTally(**self._counted, bad=dict(self._bad))
+
+    def close(self) -> None:
+        """What waits is left. A store that has not returned from a call is left open: it ends with the process."""
+        deadline_s = time.monotonic() + CLOSE_S
+        crews = (self._lookers, self._readers, self._writers)
+        for crew in crews:
+            crew.stop()
+        if all(crew.ended(deadline_s) for crew in crews):
+            with contextlib.suppress(BadStore, StoreFailed), self._border.guarded():
+                self._store.close()
+
+    def _crew_of(self, task: _Task) -> _Crew:
+        match task.order:
+            case Look():
+                return self._lookers
+            case Get():
+                return self._readers
+            case Put():
+                return self._writers
+
+    # ── on the threads of a crew ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _work(self, task: _Task, arena: _Arena) -> None:
+        try:
+            came = self._came(task, arena)
+        except (BadStore, StoreFailed) as failure:
+            self._fail(task, str(failure))
+        else:
+            self._end(task, Hauled(task.order.haul, tuple(came)))
+
+    def _came(self, task: _Task, arena: _Arena) -> list[bool]:
+        """One for each key; fewer where it was fenced, and then nobody asks for them."""
+        order, at_once = task.order, len(arena.objects)
+        if isinstance(order, Look):
+            names = self._names(order.keys)
+            return [] if task.grip.fenced else self._border.asked(lambda: self._store.look(names), names)
+        move = self._get if isinstance(order, Get) else self._put
+        came: list[bool] = []
+        for at in range(0, len(order.keys), at_once):
+            if task.grip.fenced:
+                break
+            came += move(task, arena, order.keys[at : at + at_once], order.rows[at : at + at_once])
+        return came
+
+    def _get(self, task: _Task, arena: _Arena, keys: Sequence[Key], rows: Int32s) -> list[bool]:
+        names, objects = self._names(keys), arena.objects[: len(keys)]
+        sizes = self._border.asked(lambda: self._store.get(names, objects), names)
+        flaws = [self._flaw(key, data, size) for key, data, size in zip(keys, objects, sizes, strict=True)]
+        bad = [name for name, flaw in zip(names, flaws, strict=True) if isinstance(flaw, Flaw)]
+        if bad:
+            self._drop(bad, [flaw for flaw in flaws if isinstance(flaw, Flaw)])
+        sound = [at for at, flaw in enumerate(flaws) if flaw is None]
+        moves = [(arena.payloads[at], self._memory.rows[rows[at]]) for at in sound]
+        if not self._moved(task, moves):
+            return []
+        self._count(
+            fetched_blocks=len(sound), fetched_bytes=len(sound) * self._block_bytes, missing_blocks=flaws.count(MISSING)
+        )
+        return [flaw is None for flaw in flaws]
+
+    def _flaw(self, key: Key, data: memoryview, size: int) -> Flaw | int | None:
+        """What is wrong with an object; MISSING where there is none, None where it is sound."""
+        if size == MISSING:
+            return MISSING
+        if size == OVERSIZED:
+            return Flaw.TORN
+        opened = unseal(key, self._layout, data[:size])
+        if isinstance(opened, Flaw):
+            return opened
+        return None if len(opened) == self._block_bytes else Flaw.TORN
+
+    def _put(self, task: _Task, arena: _Arena, keys: Sequence[Key], rows: Int32s) -> list[bool]:
+        if not self._moved(task, [(self._memory.rows[row], arena.payloads[at]) for at, row in enumerate(rows.tolist())]):
+            return []
+        names, objects = self._names(keys), arena.objects[: len(keys)]
+        for key, whole in zip(keys, objects, strict=True):
+            stamp(key, self._layout, whole)
+        stored = self._border.asked(lambda: self._store.put(names, objects), names)
+        kept = sum(stored)
+        self._count(stored_blocks=kept, stored_bytes=kept * self._block_bytes, unstored_blocks=len(stored) - kept)
+        self._say_whether_full(kept < len(stored))
+        return stored
+
+    def _moved(self, task: _Task, moves: list[tuple[Bytes, Bytes]]) -> bool:
+        """Copy the first of each pair to the second, while it may. False: it was fenced, and that is answered."""
+        grip = task.grip
+        if not grip.take():
+            return False
+        for source, target in moves:
+            if grip.fenced:
+                break
+            np.copyto(target, source)
+        if grip.let_go():
+            return True
+        self._open.pop(task.order.haul, None)
+        self._report(HaulFenced(task.order.haul))
+        return False
+
+    def _drop(self, names: list[str], flaws: list[Flaw]) -> None:
+        with self._gate:
+            news = any(flaw not in self._bad for flaw in flaws)
+            self._bad.update(flaws)
+        level = logging.WARNING if news else logging.DEBUG  # a disk that rots is said once; how much, the counters say
+        log.log(level, "stored blocks were bad, and are dropped: %s", dict(Counter(flaws)))
+        try:
+            with self._border.guarded():
+                self._store.drop(names)
+        except (BadStore, StoreFailed) as failure:  # what else came is good all the same
+            log.warning("the store did not drop them: %s", failure)
+
+    def _fail(self, task: _Task, reason: str) -> None:
+        self._count(errors=1)
+        self._end(task, HaulFailed(task.order.haul, reason))
+
+    def _end(self, task: _Task, event: Hauled | HaulFailed) -> None:
+        self._open.pop(task.order.haul, None)
+        if not task.grip.fenced:  # else that was the answer
+            self._say(event)
+            self._report(event)
+
+    def _say(self, event: Hauled | HaulFailed) -> None:
+        """One line when the store begins to fail, one when it does so no longer."""
+        failing = isinstance(event, HaulFailed)
+        with self._gate:
+            changed, self._failing = failing != self._failing, failing
+        if changed and isinstance(event, HaulFailed):
+            log.warning("the store fails, and KV is computed again meanwhile: %s", event.reason)
+        elif changed:
+            log.warning("the store works again")
+
+    def _say_whether_full(self, full: bool) -> None:
+        """One line when it begins and one when it ends; how much is not kept, the counters say."""
+        with self._gate:
+            changed, self._full = full != self._full, full
+        if changed and full:
+            log.warning("the store has no room; KV that does not fit is computed again when it is needed")
+        elif changed:
+            log.warning("the store has room again")
+
+    def _count(self, **more: int) -> None:
+        with self._gate:
+            self._counted.update(more)
+
+    def _names(self, keys: Sequence[Key]) -> list[str]:
+        return [object_name(self._layout, key) for key in keys]

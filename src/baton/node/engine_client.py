@@ -1,0 +1,464 @@
+"""The front end's side of an engine process: starts it, submits to it, hands tokens to the streams that wait for them.
+
+Implements `api.engine.Engine`. All methods run on one event loop. What is open, and what a message means to it, the Desk
+knows; here are the process, the socket and those who wait. When the process dies, every open stream and every pending
+submission ends with EngineDead and the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from baton.api.engine import (
+    Burst,
+    EngineDead,
+    EngineInfo,
+    Gauges,
+    Handovers,
+    Storage,
+    TokenStream,
+)
+from baton.api.original_request import Origin
+from baton.core.engine.request import FinishReason, Submission
+from baton.core.errors import Refusal, RefusalCode, Refused
+from baton.node.engine import QUEUED_MESSAGES_MAX, monotonic_us
+from baton.node.settings import EngineSettings
+from baton.node.token_streams import Stream, ended_of, logprobs_of
+from baton.wire.engine_messages import (
+    FRAME_BYTES_MAX,
+    WIRE_VERSION,
+    AcceptedAs,
+    Drain,
+    FromEngine,
+    PeerTraffic,
+    Pulse,
+    Ready,
+    RefusedWith,
+    StepOutput,
+    StoreTraffic,
+    Submit,
+    ToEngine,
+    WireGauges,
+    WireHandovers,
+    WireStorage,
+    decode_from_engine,
+    encode_to_engine,
+    fault_of,
+    refused,
+)
+from baton.wire.request_table import Came, Declined, Desk, Died, News, Opened, Progress, Step
+
+KILL_AFTER_S = 5.0
+BEHIND = Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1)
+
+
+class Sharer(Protocol):
+    """Who else has requests at this engine, beside those who submit here: a router."""
+
+    @property
+    def open_requests(self) -> int: ...
+
+    def owns_ticket(self, ticket: int) -> bool: ...
+
+    def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
+        """What of a step is theirs, and what is not."""
+
+    def take(self, message: AcceptedAs | RefusedWith | StepOutput) -> None:
+        """This is theirs."""
+
+    def feel(self, pulse: Pulse) -> None: ...
+
+
+class EngineClient:
+    def __init__(self, settings: EngineSettings) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # made with mode 0700: the socket is ours alone
+        self._settings = msgspec.structs.replace(settings, endpoint=f"ipc://{self._folder}/engine")
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(QUEUED_MESSAGES_MAX)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._desk = Desk()
+        self._sharer: Sharer | None = None
+        self._heard_us = monotonic_us()
+        """When the engine last said anything."""
+        self._answers: dict[int, asyncio.Future[list[Stream]]] = {}
+        """By ticket: what submitters wait for."""
+        self._streams: dict[int, Stream] = {}
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        """What goes to the engine, in order. Submissions are refused while it is long; stops and cancels never are."""
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._dead = asyncio.Event()
+        self._fewer = asyncio.Event()
+        """Set whenever a request may have closed."""
+        self._death: str | None = None
+        self._last_words: str | None = None
+        self._draining = False
+        self._stopping = False
+        self._gauges = Gauges()
+        self.tokens_made = 0
+        """Since the start, for whomever."""
+        self._drafts = 0, 0
+        """Fed, and proved right, since the start."""
+        self._traffic = PeerTraffic({}, 0)
+        self._store_traffic = StoreTraffic()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._process: asyncio.subprocess.Process | None = None
+        self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
+        self.details = ""
+        self.fingerprint = b""
+        self.peer_address = ""
+
+    def share(self, sharer: Sharer) -> None:
+        """From now on messages of the engine that are this one's go to it."""
+        self._sharer = sharer
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        """Start the process; `wait_ready` says when it serves."""
+        self._socket.bind(self._settings.endpoint)
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "baton.node.engine", stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        if process.stdin is None:
+            raise EngineDead("the engine process has no standard input")
+        process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
+        await process.stdin.drain()
+        self._tasks = [asyncio.create_task(work) for work in (self._receive(), self._post_all(), self._watch(process))]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
+
+    async def wait_ready(self) -> None:
+        ready = await self._ready
+        if ready.version != WIRE_VERSION:
+            raise EngineDead(f"the engine speaks version {ready.version} of the wire format, this front end {WIRE_VERSION}")
+        self.info = EngineInfo(
+            context_tokens=ready.context_tokens,
+            vocabulary=ready.vocabulary,
+            slots=ready.slots,
+            blocks=ready.blocks,
+            block_size=ready.block_size,
+        )
+        self.details = ready.details
+        self.fingerprint = ready.fingerprint
+        self.peer_address = ready.peer_address
+
+    def give_up(self, reason: str) -> None:
+        """End every open request now."""
+        self._die(reason)
+
+    async def wait_dead(self) -> str:
+        await self._dead.wait()
+        return self._death or ""
+
+    async def close(self) -> None:
+        """Stop the process, by force where it does not go by itself, and give everything back."""
+        self._stopping = True
+        if self._process is not None:
+            await self._end_process(self._process)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._die("the engine was stopped")
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end_process(self, process: asyncio.subprocess.Process) -> None:
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), KILL_AFTER_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if not self._stopping:
+            # A last message may still be in the socket; it knows more than the exit status does.
+            await asyncio.sleep(0.05)
+            self._die(self._last_words or f"the engine process ended with status {code}")
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """A fault of our own in talking to the engine is as final as the engine's death: nobody may wait for it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(f"the front end cannot talk to the engine: {type(error).__name__}: {error}")
+
+    def _die(self, reason: str) -> None:
+        if self._death is not None:
+            return
+        self._death = reason
+        for lost in self._desk.lose(reason):
+            if lost.ticket is not None:
+                self._answers.pop(lost.ticket).set_exception(EngineDead(reason))
+            elif lost.serial is not None:
+                self._streams.pop(lost.serial).fail(reason)
+        if not self._ready.done():
+            self._ready.set_exception(EngineDead(reason))
+        self._dead.set()
+        self._fewer.set()
+
+    # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def death(self) -> str | None:
+        return self._death
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def gauges(self) -> Gauges:
+        peers, store = self._traffic, self._store_traffic
+        storage = replace(
+            self._gauges.storage,
+            missing=store.missing_blocks,
+            bad=store.bad_blocks,
+            errors=store.errors,
+            saved_bytes=store.saved_bytes,
+            loaded_bytes=store.loaded_bytes,
+            stored_bytes=store.stored_bytes,
+            fetched_bytes=store.fetched_bytes,
+        )
+        drafted, accepted = self._drafts
+        return replace(
+            self._gauges,
+            storage=storage,
+            refused_connections=peers.refused,
+            arrived_bytes=peers.arrived_bytes,
+            draft_tokens=drafted,
+            accepted_draft_tokens=accepted,
+        )
+
+    @property
+    def open_requests(self) -> int:
+        return self._desk.open_requests + (0 if self._sharer is None else self._sharer.open_requests)
+
+    @property
+    def silent_us(self) -> int:
+        """How long ago the engine gave its last sign of life."""
+        return monotonic_us() - self._heard_us
+
+    async def wait_idle(self) -> None:
+        """Until no request is open, nor a hand-over to a peer, and what is being kept of KV is where it should be."""
+        while self.open_requests or self._gauges.handovers.open or self._gauges.storage.open:
+            self._fewer.clear()
+            await self._fewer.wait()
+
+    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:  # noqa: ARG002
+        self._refuse_if_dead()
+        if self._is_behind:
+            raise Refused(BEHIND)
+        message = self._desk.submit(group)
+        answer = self._answers[message.ticket] = asyncio.get_running_loop().create_future()
+        self._send_or_refuse(message)
+        try:
+            return list[TokenStream](await asyncio.shield(answer))
+        except asyncio.CancelledError:
+            self._abandon(message.ticket, answer)
+            raise
+
+    def _send_or_refuse(self, message: Submit) -> None:
+        frame = encode_to_engine(message)
+        if len(frame) <= FRAME_BYTES_MAX:
+            self._outbox.put_nowait(frame)
+            return
+        text = f"the body makes a message of {len(frame)} bytes for the engine, which takes at most {FRAME_BYTES_MAX}"
+        self._take(refused(message.ticket, Refusal(RefusalCode.GROUP_TOO_LARGE, text)))  # in the engine's place
+
+    def _abandon(self, ticket: int, answer: asyncio.Future[list[Stream]]) -> None:
+        """The client left before it had its streams: what the engine accepts must not run on for nobody."""
+        if not answer.done():
+            self._desk.abandon(ticket)
+            del self._answers[ticket]
+        elif answer.exception() is None:
+            for stream in answer.result():
+                stream.abort()
+
+    def stop(self, serial: int, keep: int) -> None:
+        self.post(self._desk.stop(serial, keep))
+
+    def abort(self, serial: int) -> None:
+        self.post(self._desk.cancel(serial))
+
+    def drain(self) -> None:
+        self._draining = True
+        self.post(Drain())
+
+    def post(self, message: ToEngine | None) -> None:
+        """Send without waiting. None is an order that nobody needs any more."""
+        if message is not None and self._death is None:
+            self._outbox.put_nowait(encode_to_engine(message))
+
+    def forward(self, message: ToEngine) -> None:
+        """Send for a sharer. Where the engine is behind, a submission is refused in its place."""
+        if isinstance(message, Submit) and self._is_behind:
+            self._take(refused(message.ticket, BEHIND))
+        else:
+            self.post(message)
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._outbox.qsize() > QUEUED_MESSAGES_MAX
+
+    def _refuse_if_dead(self) -> None:
+        if self._death is None:
+            return
+        if self._draining:  # who comes while the server closes meets an end that was ordered, not a fault
+            raise Refused(Refusal(RefusalCode.DRAINING, "this instance is being stopped", retry_after_s=1))
+        raise EngineDead(self._death)
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _post_all(self) -> None:
+        while True:
+            await self._socket.send(await self._outbox.get())
+
+    async def _receive(self) -> None:
+        while True:
+            message = decode_from_engine(await self._socket.recv())
+            self._heard_us = monotonic_us()  # here: not all that is taken in came from the engine
+            self._take(message)
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutput):
+            self.tokens_made += len(message.tokens) // 4  # each has four bytes
+            self._drafts = message.draft_tokens, message.accepted_draft_tokens
+        if isinstance(message, StepOutput | Pulse):
+            self._gauges = _gauges_of(message.gauges, self._settings)
+        elif isinstance(message, PeerTraffic):
+            self._traffic = message
+        elif isinstance(message, StoreTraffic):
+            self._store_traffic = message
+        own = message if self._sharer is None else _own(message, self._sharer)
+        if own is not None:
+            self._take_own(own)
+        self._fewer.set()
+
+    def _take_own(self, message: FromEngine) -> None:
+        took = self._desk.take(message)
+        for order in took.orders:
+            self.post(order)
+        for news in took.news:
+            self._tell(news)
+        if took.step is not None:
+            self._deliver(took.step)
+
+    def _deliver(self, step: Step) -> None:
+        for row in step.rows():
+            self._streams[row.serial].push(_burst_of(row))
+            if row.ended is not None:
+                del self._streams[row.serial]
+
+    def _tell(self, news: News) -> None:
+        match news:
+            case Opened(ticket, serials):
+                # Made here, not by the submitter: a short answer may be over before the submitter wakes up.
+                streams = [Stream(self, serial) for serial in serials]
+                self._streams.update(zip(serials, streams, strict=True))
+                self._answers.pop(ticket).set_result(streams)
+            case Declined(ticket, refusal):
+                self._answers.pop(ticket).set_exception(Refused(refusal))
+            case Came(ready):
+                # Now, not when somebody asks whether it is ready: newer ones may have come by then.
+                self._gauges = _gauges_of(ready.gauges, self._settings)
+                self._ready.set_result(ready)
+            case Died(reason):
+                self._last_words = reason
+                self._die(reason)
+
+
+def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
+    """What of a message is for those who submit here, after the sharer has had its part."""
+    match message:
+        case StepOutput():
+            theirs, own = sharer.split(message)
+            if theirs is not None:
+                sharer.take(theirs)
+            return own
+        case AcceptedAs(ticket) | RefusedWith(ticket) if sharer.owns_ticket(ticket):
+            sharer.take(message)
+            return None
+        case Pulse():
+            sharer.feel(message)
+            return None
+        case _:
+            return message
+
+
+def _burst_of(news: Progress) -> Burst:
+    tokens = tuple(news.tokens)
+    end = news.ended
+    ended = None if end is None else ended_of(FinishReason(end.reason), end.bill, fault_of(end.fault))
+    return Burst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
+
+
+def _gauges_of(item: WireGauges, settings: EngineSettings) -> Gauges:
+    return Gauges(
+        running=item.running,
+        waiting=item.waiting,
+        blocks={
+            "free": item.free_blocks,
+            "evictable": item.evictable_blocks,
+            "running": item.running_blocks,
+            "leased": item.leased_blocks,
+            "receiving": item.receiving_blocks,
+            "leaving": item.leaving_blocks,
+        },
+        prefix_queries=item.prefix_queries,
+        prefix_hits=item.prefix_hits,
+        stale_results=item.stale_results,
+        steps=item.steps,
+        preemptions={"growth": item.preemptions_for_others, "self": item.preemptions_of_self},
+        victim_policy=settings.victims,
+        role=settings.role,
+        recomputed_tokens=item.recomputed_tokens,
+        chunk_prefill_unsatisfied=item.chunk_prefill_unsatisfied,
+        reserve_ratio=item.reserve_ratio,
+        handovers=_handovers_of(item.handovers),
+        storage=_storage_of(item.storage),
+    )
+
+
+def _storage_of(item: WireStorage) -> Storage:
+    return Storage(
+        host_blocks=item.host_rows,
+        host_used=item.host_used,
+        open=item.hauls,
+        saved=item.saved,
+        unsaved=item.unsaved,
+        loaded=item.loaded,
+        stored=item.stored,
+        unstored=item.unstored,
+        fetched=item.fetched,
+        recompute_cheaper=item.recompute_cheaper,
+        failed=item.failed,
+        late=item.late,
+        breaker_open=item.breaker_open,
+        breaker_opened=item.breaker_opened,
+    )
+
+
+def _handovers_of(item: WireHandovers) -> Handovers:
+    return Handovers(
+        peers=item.peers,
+        open=item.open,
+        made=item.made,
+        refused=item.refused,
+        not_delivered=item.not_delivered,
+        preempted=item.preempted,
+        timed_out=item.timed_out,
+    )

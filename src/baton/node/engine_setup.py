@@ -1,0 +1,194 @@
+"""An executor and a worker's configuration, made from the settings of an engine process."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+from baton.core.config import ROLES, BadConfig, HandoverConfig, TierConfig, WorkerConfig
+from baton.core.engine.plan import StepPlan, StepResult
+from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
+from baton.executor.drafts import Naive, Ngrams, Proposer
+from baton.executor.scripted import ScriptedExecutor
+from baton.node.devices import choose_device, look_around
+from baton.node.scripted_text import BYTE_VOCABULARY
+from baton.node.settings import CPU_KV_BYTES, EngineSettings, OnDevice, Speculate
+
+SCRIPTED_LAYERS = 4
+"""So that hand-overs of the scripted executor have layers to take apart."""
+RENEWALS_A_LEASE = 4
+
+
+def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tuple[Executor, str]:
+    """The executor that the settings ask for, and a line about it for the operator."""
+    proposer = build_proposer(settings)  # first: loading a model takes long, and the settings may be wrong
+    if settings.model_folder is None:
+        return _scripted(settings, allocate), "scripted executor, no model"
+    device = choose_device(settings, look_around())
+    if settings.threads is not None:
+        import torch
+
+        torch.set_num_threads(settings.threads)
+    folder = Path(settings.model_folder)
+    build = _on_cuda if device is OnDevice.CUDA else partial(_on_cpu, allocate=allocate)
+    executor, details = build(settings, folder, proposer)
+    return executor, f"{settings.dtype} on {details}" + (f", {proposer}" if settings.burst > 1 else "")
+
+
+def _on_cpu(settings: EngineSettings, folder: Path, proposer: Proposer, allocate: Allocate) -> tuple[Executor, str]:
+    # Imported here because torch takes seconds, and the scripted executor must not pay for it.
+    from baton.executor.cpu.executor import TorchCpuExecutor
+
+    executor = TorchCpuExecutor.load(
+        folder,
+        dtype=settings.dtype,
+        slots=settings.slots,
+        block_size=settings.block_size,
+        blocks=settings.blocks,
+        kv_memory_bytes=CPU_KV_BYTES if settings.kv_memory_bytes is None else settings.kv_memory_bytes,
+        context_tokens=settings.context_tokens,
+        attention=settings.attention,
+        allocate=allocate,
+        burst=settings.burst,
+        proposer=proposer,
+    )
+    return executor, "CPU"
+
+
+def _on_cuda(settings: EngineSettings, folder: Path, proposer: Proposer) -> tuple[Executor, str]:
+    # Imported here because it imports triton, which is not everywhere.
+    from baton.executor.cuda.executor import TorchCudaExecutor
+
+    executor = TorchCudaExecutor.load(
+        folder,
+        dtype=settings.dtype,
+        slots=settings.slots,
+        block_size=settings.block_size,
+        blocks=settings.blocks,
+        kv_memory_bytes=settings.kv_memory_bytes,
+        context_tokens=settings.context_tokens,
+        step_tokens=settings.step_tokens,
+        burst=settings.burst,
+        proposer=proposer,
+        attention=settings.attention,
+        batch_invariant=settings.batch_invariant,
+    )
+    return executor, executor.details
+
+
+def build_proposer(settings: EngineSettings) -> Proposer:
+    """Who guesses tokens, checked against the sizes that bound a decode."""
+    if settings.burst > 1:
+        _check_drafts(settings)
+    if settings.speculate is not Speculate.NGRAM:
+        return Naive()
+    return Ngrams(settings.draft_tokens, settings.ngram_min, settings.ngram_max)
+
+
+def _check_drafts(settings: EngineSettings) -> None:
+    if settings.burst > settings.block_size:
+        raise BadConfig(
+            f"--draft-tokens ({settings.draft_tokens}) must be less than --block-size ({settings.block_size}), "
+            "so that a decode never needs more than one new block"
+        )
+    if settings.step_tokens < settings.slots * settings.burst:
+        raise BadConfig(
+            f"--max-num-batched-tokens ({settings.step_tokens}) must be at least --max-num-seqs × (1 + --draft-tokens) "
+            f"({settings.slots} × {settings.burst}), so that every running request can decode in every step"
+        )
+
+
+def _scripted(settings: EngineSettings, allocate: Allocate) -> Executor:
+    shape = ExecutorShape(
+        slots=settings.slots,
+        blocks=settings.blocks or 4096,
+        block_size=settings.block_size,
+        context_tokens=settings.context_tokens or 8192,
+        burst=settings.burst,
+    )
+    # Under a router too, whatever the role: the instances of a fleet have one model.
+    layers = 1 if settings.router is None and not settings.has_peers else SCRIPTED_LAYERS
+    return PacedExecutor(ScriptedExecutor(shape, BYTE_VOCABULARY, layers, allocate), settings.step_ms / 1000)
+
+
+class PacedExecutor:
+    """Another executor whose steps take at least so long, their layers spread over that time."""
+
+    def __init__(self, inner: Executor, step_s: float) -> None:
+        self._inner = inner
+        self._step_s = step_s
+        self._written: list[tuple[int, int]] = []
+        self.shape = inner.shape
+        self.vocabulary = inner.vocabulary
+        self.fingerprint = inner.fingerprint
+        self.on_layer: LayerDone | None = None
+        inner.on_layer = lambda step, layer: self._written.append((step, layer))
+
+    @property
+    def kv(self) -> KvView:
+        return self._inner.kv
+
+    def launch(self, plan: StepPlan) -> None:
+        self._inner.launch(plan)
+
+    def collect(self) -> StepResult:
+        self._written.clear()
+        result = self._inner.collect()
+        parts = max(1, len(self._written))
+        for part in range(parts):
+            if self._step_s:
+                time.sleep(self._step_s / parts)
+            if self.on_layer is not None and self._written:
+                self.on_layer(*self._written[part])
+        return result
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def worker_config(settings: EngineSettings, shape: ExecutorShape, block_bytes: int = 0) -> WorkerConfig:
+    """`block_bytes`: of KV; 0 where the executor keeps none, and then there is none to keep elsewhere."""
+    return WorkerConfig(
+        slots=shape.slots,
+        blocks=shape.blocks,
+        block_size=shape.block_size,
+        context_tokens=shape.context_tokens,
+        step_tokens=settings.step_tokens,
+        burst=shape.burst,
+        depth=settings.depth,
+        waiting_max=settings.waiting_max,
+        prefix_cache=settings.prefix_cache,
+        reserve=settings.reserve,
+        ratio_initial=settings.ratio_initial,
+        ratio_decay=settings.ratio_decay,
+        ratio_floor=settings.ratio_floor,
+        ratio_clip_tokens=settings.ratio_clip_tokens,
+        fixed_blocks=settings.fixed_blocks,
+        fixed_blocks_decay=settings.fixed_blocks_decay,
+        victims=settings.victims,
+        max_preemptions=settings.max_preemptions,
+        role=ROLES[settings.role],
+        prefill_path=settings.prefill_path,
+        on_preempt=settings.on_preempt,
+        handover=HandoverConfig(
+            lease_us=round(settings.lease_s * 1e6),
+            renew_us=round(settings.lease_s * 1e6 / RENEWALS_A_LEASE),
+            deadline_us=round(settings.prefill_timeout_s * 1e6),
+        ),
+        tiers=_tiers(settings, block_bytes) if block_bytes else TierConfig(),
+    )
+
+
+def _tiers(settings: EngineSettings, block_bytes: int) -> TierConfig:
+    rows = settings.host_bytes // block_bytes
+    if settings.host_bytes and not rows:
+        raise BadConfig(f"--host-memory of {settings.host_bytes} bytes has no room for one block of {block_bytes}")
+    return TierConfig(
+        host_rows=rows,
+        store=settings.kv_store is not None,
+        save_preempted=settings.save_preempted,
+        save_finished=settings.save_finished,
+        cache_outputs=settings.cache_outputs,
+        bring_back=settings.bring_back,
+    )

@@ -1,0 +1,49 @@
+"""The memory of an instance's KV: where the pool lies, what a block of it is, and how blocks are reached.
+
+A pool in host memory is what transfers read and write themselves; it lies where a peer on this host may map it if we send
+it. For one on a device they have a *mirror* in host memory, with the same block ids and offsets, which costs what is under
+way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.config import ROLES
+from baton.executor.contract import Executor, zeroed
+from baton.kv.block_access import Blocks, HostBlocks
+from baton.kv.shared_memory import mirror_of, shared_bytes
+from baton.kv.transfer_contract import KvLayout, KvMemory
+from baton.node.kv_transfers import kinds_of
+from baton.node.settings import EngineSettings
+
+
+class PoolMemory:
+    def __init__(self, settings: EngineSettings) -> None:
+        self._shares = ROLES[settings.role].gives and "shm" in kinds_of(settings.transfer)
+        self._fd: int | None = None
+
+    def allocate(self, size: int) -> npt.NDArray[np.uint8]:
+        """For an executor whose pool is in host memory."""
+        if not self._shares:
+            return zeroed(size)
+        shared = shared_bytes(size)
+        self._fd = shared.fd
+        return shared.array
+
+    def of(self, executor: Executor) -> KvMemory:
+        """What transfers work on. Once an executor: a mirror is made here."""
+        layout, kv = layout_of(executor), executor.kv
+        if kv.device is not None:
+            return mirror_of(layout, kv.device, kv.device)
+        return KvMemory(layout, kv.pool, kv.layers, self._fd)
+
+
+def layout_of(executor: Executor) -> KvLayout:
+    sizes = tuple(end - begin for begin, end in executor.kv.layers)
+    return KvLayout(executor.fingerprint, executor.kv.dtype, executor.shape.block_size, sizes)
+
+
+def blocks_of(executor: Executor) -> Blocks:
+    return HostBlocks(executor.kv.pool) if executor.kv.device is None else executor.kv.device

@@ -1,0 +1,132 @@
+"""KV beyond the pool: host memory, the threads that copy to and from it, and the store behind it.
+
+One object for the engine loop, which gives it every order that concerns them, and hears through the inbox what came of it.
+Also here: what of a store's settings can be told wrong before anything slow happens, and how its first opening is waited for
+no longer than a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+
+from baton.core.config import BadConfig
+from baton.core.errors import InvariantViolated
+from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Haul, HaulFenced, StorageEffect
+from baton.kv.block_access import Blocks
+from baton.kv.host_memory import Copier, HostMemory, Report
+from baton.kv.lazy_store import LateStore
+from baton.kv.store import BadStore, Store, StoreFailed, open_store, parse_url
+from baton.kv.store_guard import Border
+from baton.kv.store_transfers import StoreHauler, StoreTally
+from baton.kv.transfer_contract import KvLayout
+from baton.node.settings import EngineSettings
+from baton.wire.engine_messages import StoreTraffic
+from baton.wire.envelope import Flaw
+
+log = logging.getLogger("baton.store")
+
+OPENING_S = 5.0
+"""How long the start waits for the store. What takes longer is gone on with while we serve."""
+PROBE = f"{'0' * 16}/{'0' * 32}"
+"""The name of no object: to learn whether the store answers."""
+
+
+def check_storage(settings: EngineSettings) -> None:
+    """Raises BadConfig or BadStore for what cannot work."""
+    if settings.kv_store is not None:
+        parse_url(settings.kv_store)
+    elif settings.kv_store_limit_bytes is not None:
+        raise BadConfig("--kv-store-limit is only for --kv-store")
+    if settings.kv_store is not None and not settings.host_bytes:
+        raise BadConfig("--kv-store needs --host-memory: everything passes through it on its way there and back")
+    if settings.host_bytes and not settings.prefix_cache:
+        option = "--host-memory" if settings.kv_store is None else "--kv-store"
+        raise BadConfig(f"{option} needs the prefix cache, by whose names KV is found; leave --no-prefix-cache out")
+
+
+class Storage:
+    def __init__(self, blocks: Blocks, layout: KvLayout, rows: int, store: Store | None, report: Report) -> None:
+        """`rows` of host memory, of the kind that suits the blocks. The store is closed with us."""
+        host = HostMemory(rows, layout.block_bytes, blocks.allocate)
+        self._report = report
+        self._copier = Copier(blocks, host, report)
+        self._hauler = None if store is None else StoreHauler(store, host, layout.digest, report)
+
+    def carry_out(self, effect: StorageEffect) -> None:
+        match effect:
+            case CopyOut() | CopyIn():
+                self._copier.copy(effect)
+            case FenceHaul(haul):
+                self._fence(haul)
+            case _:
+                if self._hauler is None:
+                    raise InvariantViolated(f"haul {effect.haul} is for a store, and there is none")
+                self._hauler.haul(effect)
+
+    def _fence(self, haul: Haul) -> None:
+        known = self._copier.fence(haul) or (self._hauler is not None and self._hauler.fence(haul))
+        if not known:  # it is over: whatever was said of it stands
+            self._report(HaulFenced(haul))
+
+    def traffic(self) -> StoreTraffic:
+        tally = StoreTally() if self._hauler is None else self._hauler.tally()
+        return StoreTraffic(
+            saved_bytes=self._copier.out_bytes,
+            loaded_bytes=self._copier.in_bytes,
+            stored_bytes=tally.stored_bytes,
+            fetched_bytes=tally.fetched_bytes,
+            missing_blocks=tally.missing_blocks,
+            errors=tally.errors,
+            # All flaws from the start: a rate over a series that is not there yet misses its first event.
+            bad_blocks={} if self._hauler is None else dict.fromkeys(Flaw, 0) | dict(tally.bad),
+        )
+
+    def close(self) -> None:
+        self._copier.close()
+        if self._hauler is not None:
+            self._hauler.close()
+
+
+@dataclass
+class _Opening:
+    """What became of the first opening, for whoever waits."""
+
+    store: LateStore
+    trouble: BadStore | StoreFailed | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        try:
+            with Border().guarded():
+                self.store.open()
+                self.store.look([PROBE])
+        except (BadStore, StoreFailed) as trouble:
+            self.trouble = trouble
+        self.over.set()
+
+
+def open_kv_store(settings: EngineSettings, wait_s: float = OPENING_S) -> Store | None:
+    """The store, if there is to be one. Raises BadStore where there cannot be; one that is down now may come up later."""
+    if settings.kv_store is None:
+        return None
+    url = parse_url(settings.kv_store)
+    opening = _Opening(
+        LateStore(url.kind, partial(open_store, settings.kv_store, limit_bytes=settings.kv_store_limit_bytes))
+    )
+    threading.Thread(target=opening.run, name="baton-store-open", daemon=True).start()
+    if not opening.over.wait(wait_s):
+        log.warning("the store %s has not answered in %g s; serving begins without it", url, wait_s)
+    elif isinstance(opening.trouble, BadStore):
+        raise opening.trouble
+    elif opening.trouble is not None:
+        log.warning("the store %s fails; serving begins without it: %s", url, opening.trouble)
+    return opening.store
+
+
+def describe(settings: EngineSettings, rows: int) -> str:
+    """For the operator."""
+    where = "" if settings.kv_store is None else f", KV store {parse_url(settings.kv_store)}"
+    return f"{rows} blocks in host memory{where}"

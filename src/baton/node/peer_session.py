@@ -1,0 +1,261 @@
+"""One connection with a peer: from strangers to a session in which messages go both ways, and its end.
+
+    TCP bytes ── node.line ── wire.link ── registration, then peer messages
+
+Owns what may be said in a connection when. Promises that nothing is heard before the other side has proved that it holds the
+cluster key and both have found that their KV fits, that everything said is bounded, and that whatever else arrives ends the
+connection with a reason, and nothing but the connection. All of it runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import Protocol
+
+from baton.core.config import Role
+from baton.core.handover.messages import Ask, Commit, PeerId, PeerMessage
+from baton.kv.transfer_contract import KvLayout
+from baton.node.sealed_connection import Line, LineEnd, LineFault
+from baton.wire.engine_messages import WireError
+from baton.wire.link import PACKET_BYTES_MAX, Acceptor, Initiator, LinkConfig, LinkFull, Lost, Opened, Replaced, Took
+from baton.wire.peer_messages import (
+    Register,
+    Registered,
+    Registration,
+    Unfit,
+    decode_registration,
+    decode_to_giver,
+    decode_to_taker,
+    encode_peer,
+    encode_registration,
+)
+
+LINK = LinkConfig(
+    heartbeat_us=500_000, silent_us=2_500_000, acceptor_silent_us=2_500_000, resend_us=1_000_000, resend_us_max=2_000_000
+)
+"""TCP repeats what is lost; here only silence counts, and a peer on a busy machine may be late."""
+TICK_S = 0.1
+CONNECT_S = 5.0
+REGISTER_S = 5.0
+"""How long a connection may take to become a session."""
+
+
+class Refused(StrEnum):
+    """Why a connection ended that should not have, beside the faults of a seal and of a line."""
+
+    UNFIT = "unfit"
+    FLOODING = "flooding"
+    """It says more than the engine takes."""
+
+
+class Stage(Enum):
+    STRANGER = "stranger"
+    REGISTERING = "registering"
+    OPEN = "open"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Self:
+    """What this instance is to its peers."""
+
+    name: str
+    incarnation: int
+    role: Role
+    layout: KvLayout
+    vocabulary: int
+    cluster_key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    was: Stage
+    fault: str | None
+    """Set where the other side is to blame."""
+    reason: str
+
+
+class House(Protocol):
+    """Where sessions live: told what becomes of each."""
+
+    def arrived(self, session: Session) -> None:
+        """Its connection is there."""
+
+    def transfers_for(self, session: Session) -> tuple[str, ...]:
+        """Where this peer shall send KV."""
+
+    def unfit(self, session: Session, register: Register) -> str | None:
+        """Why this peer and we cannot hand over to each other."""
+
+    def opened(self, session: Session) -> None: ...
+
+    def heard(self, session: Session, message: PeerMessage) -> bool:
+        """False when no more can be taken."""
+
+    def ended(self, session: Session, end: End) -> None:
+        """Once, for each session that arrived."""
+
+
+def now_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+class Session:
+    def __init__(self, me: Self, house: House, called: PeerId | None) -> None:
+        """`called` is whom we called; None when we were called."""
+        self.stage = Stage.STRANGER
+        self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.called = called
+        self.line = Line(
+            me.cluster_key, me.name, self, calls=called, handshake_s=REGISTER_S, frame_bytes_max=PACKET_BYTES_MAX
+        )
+        self._me = me
+        self._house = house
+        self._link = Initiator(now_us(), LINK) if called is not None else Acceptor(me.incarnation, LINK)
+        self.peer = called or PeerId("")
+        """What this instance calls the other side; of one that called us, once it has proved itself."""
+        self._fits = self._is_accepted = False
+        """We have accepted them; they have accepted us."""
+
+    # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def arrived(self, line: Line) -> None:  # noqa: ARG002
+        self._house.arrived(self)
+        loop = asyncio.get_running_loop()
+        loop.call_later(REGISTER_S, self._demand_registration)
+        loop.call_later(TICK_S, self._tick)
+
+    def opened(self, line: Line) -> None:
+        self.stage = Stage.REGISTERING
+        if self.called is None:
+            self.peer = PeerId(line.peer)
+        if isinstance(self._link, Initiator):
+            self._post(self._link.open(now_us()))
+            self._register()
+
+    def heard(self, line: Line, frame: bytes) -> None:
+        try:
+            self._act(self._link.take(frame, now_us()))
+        except LinkFull as full:
+            line.end(LineFault.NOT_READING, str(full))
+
+    def ended(self, line: Line, end: LineEnd) -> None:  # noqa: ARG002
+        was, self.stage = self.stage, Stage.OVER
+        final = End(was, end.fault, end.reason)
+        self._house.ended(self, final)
+        self.over.set_result(final)
+
+    # ── what we say ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, message: PeerMessage) -> None:
+        if self.stage is Stage.OPEN:
+            try:
+                self._push(encode_peer(message))
+            except LinkFull as full:
+                self.end(LineFault.NOT_READING, str(full))
+
+    def end(self, fault: str | None, reason: str) -> None:
+        """Close the connection. What was written is waited for only where it says why."""
+        if fault is Refused.UNFIT:
+            self.line.part(reason, fault)
+        else:
+            self.line.end(fault, reason)
+
+    def _register(self) -> None:
+        me, layout = self._me, self._me.layout
+        self._say(
+            Register(
+                name=me.name,
+                incarnation=me.incarnation,
+                role=me.role.name,
+                fingerprint=layout.fingerprint,
+                dtype=layout.dtype,
+                block_size=layout.block_size,
+                layer_bytes=layout.layer_bytes,
+                transfers=self._house.transfers_for(self),
+            )
+        )
+
+    def _say(self, message: Registration) -> None:
+        self._push(encode_registration(message))
+
+    def _push(self, frame: bytes) -> None:
+        self._post(self._link.send(frame, now_us()))
+
+    def _post(self, packets: list[bytes]) -> None:
+        self.line.send(packets)
+
+    # ── what we hear ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _act(self, took: Took) -> None:
+        for news in took.news:
+            match news:
+                case Opened():
+                    if isinstance(self._link, Acceptor):
+                        self._register()
+                case Lost(_, reason):
+                    self._post(took.packets)
+                    self.end(None, reason)
+                case Replaced():
+                    self.end(LineFault.MALFORMED, "a second session in one connection")
+        self._post(took.packets)
+        for frame in took.frames:
+            if self.stage is Stage.REGISTERING:
+                self._hear_registration(decode_registration(frame))
+            elif self.stage is Stage.OPEN:
+                self._hear(decode_to_giver(frame) if self._me.role.gives else decode_to_taker(frame))
+
+    def _hear_registration(self, message: Registration) -> None:
+        match message:
+            case Register():
+                reason = self._house.unfit(self, message)
+                if reason is None:
+                    self._fits = True
+                    self._say(Registered())
+                else:
+                    self._say(Unfit(reason))
+                    self.end(Refused.UNFIT, reason)
+            case Registered():
+                self._is_accepted = True
+            case Unfit(reason):
+                self.end(Refused.UNFIT, f"the other side says: {reason}")
+        if self._fits and self._is_accepted and self.stage is Stage.REGISTERING:
+            self.stage = Stage.OPEN
+            self._house.opened(self)
+
+    def _hear(self, message: PeerMessage) -> None:
+        _check_tokens(message, self._me.vocabulary)
+        if not self._house.heard(self, message):
+            self.end(Refused.FLOODING, "it says more than the engine takes")
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tick(self) -> None:
+        if self.stage is Stage.OVER:
+            return
+        deadline = self._link.next_deadline()
+        if deadline is not None and deadline <= now_us():
+            self._act(self._link.tick(now_us()))
+        asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _demand_registration(self) -> None:
+        if self.stage in (Stage.STRANGER, Stage.REGISTERING):
+            self.end(LineFault.TOO_LATE, f"it did not register within {REGISTER_S:g} s")
+
+
+def _check_tokens(message: PeerMessage, vocabulary: int) -> None:
+    """A peer of the same model has the same vocabulary; an id beyond it would end the executor."""
+    ids: list[int] = []
+    match message:
+        case Ask(_, _, submission):
+            sampling = submission.sampling
+            ids = [int(submission.known.max()), *sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
+        case Commit():
+            ids = [message.token]
+            if message.logprobs is not None and message.logprobs.top_ids.size:
+                ids.append(int(message.logprobs.top_ids.max()))
+    if ids and max(ids) >= vocabulary:
+        raise WireError(f"the token id {max(ids)} is not in the vocabulary of {vocabulary}")

@@ -1,0 +1,236 @@
+"""An instance's place in the fleet of a router: calls it, joins, beats, and carries between it and the engine.
+
+    router ── Line ── Membership ── EngineClient ── engine process
+                          │
+                       wire.relay.Relay   knows what is whose, what is held, and what may be said when
+
+Owns the connection, its rhythm and the calling again; decides nothing about requests. A router that is away is called for
+ever, with short pauses: one that was started again shall have its instances back at once. Each change is logged, not each
+attempt. Being fenced (a later life of this name is known) ends the membership for good. Runs on the front end's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.errors import BatonError
+from baton.node.engine import monotonic_us
+from baton.node.sealed_connection import Line, LineEnd, call
+from baton.wire.engine_messages import AcceptedAs, Peers, Pulse, RefusedWith, StepOutput, ToEngine
+from baton.wire.instance_sessions import Relay, RelayOut
+from baton.wire.router_messages import FromInstance, Welcome, decode_from_router, encode_membership
+
+log = logging.getLogger("baton.joining")
+
+CONNECT_S = 1.0
+HANDSHAKE_S = 2.0
+CALL_AGAIN_S, CALL_AGAIN_S_MAX = 0.05, 0.5
+HELD_S = 2.0
+"""A session that lasted so long was a good one: the next call is at once."""
+TURNED_AWAY_S, SOON_S, SOON_CALLS = 3.0, 0.15, 10
+"""Between calls to a router that does not want us: it may be started again with another model. The first ones come sooner:
+an earlier life under this name may be in its books until its silence is noticed."""
+WELCOME_US = 10_000_000
+"""A router that has not answered a join by then never will; it gives an instance as long to join."""
+ENGINE_SILENT_US = 300_000
+"""An engine that has missed so much of its pulses is not offered to a router: it would be suspected as soon as it is in."""
+LOOK_US = 100_000
+"""How often the clock is looked at where nothing is due before."""
+
+
+class Fenced(BatonError):
+    """A later life of this instance's name is known to the router: this one must not serve any more."""
+
+
+class Engine(Protocol):
+    """What a membership needs of the engine's client."""
+
+    @property
+    def silent_us(self) -> int: ...
+
+    def forward(self, message: ToEngine) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAt:
+    host: str
+    port: int
+    cluster_key: bytes
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Membership:
+    def __init__(self, name: str, at: RouterAt, relay: Relay, engine: Engine, on_drain: Callable[[], None]) -> None:
+        """`on_drain` is called when the router wants this instance to finish and go."""
+        self._name = name
+        self._at = at
+        self._relay = relay
+        self._engine = engine
+        self._on_drain = on_drain
+        self._line: Line | None = None
+        """The one that is open."""
+        self._welcome: Welcome | None = None
+        """Of the session that is on."""
+        self._pulses_us: int | None = None
+        """Since when the engine pulses: it was told to with the first welcome, and goes on whatever becomes of sessions."""
+        self._opened_us = self._beat_due_us = 0
+        self._turned_away: str | None = None
+        self._fenced: str | None = None
+        self._told = ""
+        """The last reason logged why there is no session."""
+        self.beat_late_us_max = 0
+
+    async def run(self) -> None:
+        """For ever; raises Fenced."""
+        tasks = [asyncio.create_task(work) for work in (self._keep_time(), self._keep_calling())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # of those that never end, one has raised
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def leave(self) -> None:
+        """Tell the router that this instance takes nothing new; what is open goes on."""
+        self._say(self._relay.leave())
+
+    async def part(self, reason: str) -> None:
+        """Hang up after what was said has been read. To be called when `run` was cancelled, so that nobody calls again."""
+        if (line := self._line) is not None:
+            line.part(reason)
+            await line.gone.wait()
+
+    # ── of the engine: what is the router's ──────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def open_requests(self) -> int:
+        return self._relay.open_requests
+
+    def owns_ticket(self, ticket: int) -> bool:
+        return self._relay.owns_ticket(ticket)
+
+    def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
+        return self._relay.split(output)
+
+    def take(self, message: AcceptedAs | RefusedWith | StepOutput) -> None:
+        self._carry_out(self._relay.take(message, monotonic_us()))
+
+    def feel(self, pulse: Pulse) -> None:
+        self._relay.feel(pulse, monotonic_us())
+
+    # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def arrived(self, line: Line) -> None:
+        pass
+
+    def opened(self, line: Line) -> None:
+        self._line, self._opened_us = line, monotonic_us()
+        self._say(self._relay.opened(self._opened_us))
+
+    def heard(self, line: Line, frame: bytes) -> None:
+        self._carry_out(self._relay.heard(decode_from_router(frame), monotonic_us()))
+        if self._turned_away is not None:
+            line.part("turned away")
+
+    def ended(self, line: Line, end: LineEnd) -> None:
+        if self._line is line:
+            self._line = self._welcome = None
+            self._relay.lost(end.reason, monotonic_us())
+
+    # ── both ways ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _carry_out(self, out: RelayOut) -> None:
+        for order in out.orders:
+            self._engine.forward(order)
+        self._say(out.says)
+        if out.neighbours is not None:
+            self._engine.forward(Peers(out.neighbours))
+        if out.welcomed is not None:
+            self._begin(out.welcomed)
+        self._turned_away, self._fenced = out.turned_away or self._turned_away, out.fenced or self._fenced
+        if out.drain:
+            log.info("the router wants this instance to finish and go")
+            self._on_drain()
+
+    def _say(self, messages: list[FromInstance]) -> None:
+        if messages and self._line is not None:
+            self._line.send(map(encode_membership, messages))
+
+    def _begin(self, welcome: Welcome) -> None:
+        self._welcome = welcome
+        now_us = monotonic_us()
+        self._pulses_us = now_us if self._pulses_us is None else self._pulses_us
+        self._beat_due_us = now_us + welcome.beat_us  # with the engine's first pulse
+        self._told = ""
+        log.info("joined the router at %s as %s", self._at, self._name)
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_time(self) -> None:
+        while True:
+            now_us = monotonic_us()
+            if self._welcome is not None and self._beat_due_us <= now_us:
+                self._beat(now_us, self._welcome)
+            elif self._line is not None and self._welcome is None and self._opened_us + WELCOME_US <= now_us:
+                self._line.end(None, f"it has not answered the join within {WELCOME_US // 1_000_000} s")
+            deadline_us = self._relay.next_deadline()
+            if deadline_us is not None and deadline_us <= now_us:
+                self._carry_out(self._relay.tick(now_us))
+            next_us = now_us + LOOK_US if self._welcome is None else min(now_us + LOOK_US, self._beat_due_us)
+            await asyncio.sleep(max(0, next_us - monotonic_us()) / 1e6)
+
+    def _beat(self, now_us: int, welcome: Welcome) -> None:
+        late_us = now_us - self._beat_due_us
+        self.beat_late_us_max = max(self.beat_late_us_max, late_us)
+        self._beat_due_us = now_us + welcome.beat_us
+        if late_us > welcome.beat_us:
+            log.warning("a beat was %d ms late: this process was held up", late_us // 1000)
+        # While we were held up we heard nothing.
+        beat = self._relay.beat(None, max(0, self._engine_silent_us(now_us) - late_us), now_us)
+        if beat is not None:
+            self._say([beat])
+
+    def _engine_silent_us(self, now_us: int) -> int:
+        """Before it was asked for pulses it had no reason to speak."""
+        return 0 if self._pulses_us is None else min(self._engine.silent_us, now_us - self._pulses_us)
+
+    async def _keep_calling(self) -> None:
+        pause_s, times_away = CALL_AGAIN_S, 0
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._engine_answers()
+            called_s = loop.time()
+            line = Line(self._at.cluster_key, f"instance {self._name}", self, calls=str(self._at), handshake_s=HANDSHAKE_S)
+            end = await call(line, self._at.host, self._at.port, CONNECT_S)
+            if self._fenced is not None:
+                raise Fenced(f"the router at {self._at} has fenced this instance: {self._fenced}")
+            turned_away, self._turned_away = self._turned_away, None
+            self._log_once(end, turned_away)
+            pause_s = CALL_AGAIN_S if loop.time() - called_s > HELD_S else min(2 * pause_s, CALL_AGAIN_S_MAX)
+            times_away = 0 if turned_away is None else times_away + 1
+            if times_away:
+                pause_s = SOON_S if times_away <= SOON_CALLS else TURNED_AWAY_S
+            # Jittered, so that a fleet does not come all at once.
+            await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)  # noqa: S311
+
+    async def _engine_answers(self) -> None:
+        if self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:
+            log.warning("the engine is silent: the router at %s is not called until it speaks again", self._at)
+        while self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:  # noqa: ASYNC110  who is silent tells nobody
+            await asyncio.sleep(LOOK_US / 1e6)
+
+    def _log_once(self, end: LineEnd, turned_away: str | None) -> None:
+        reason = end.reason if turned_away is None else f"turned away: {turned_away}"
+        if reason != self._told:
+            self._told = reason
+            level = logging.WARNING if turned_away is None and end.fault is None else logging.ERROR
+            log.log(level, "no session with the router at %s: %s; calling again", self._at, reason)

@@ -1,0 +1,103 @@
+"""Streams of tokens, between those who hear of them and those who read them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from baton.api.engine import Bill, Burst, Ended, EngineDead, Fault, Sink, TokenLogprob
+from baton.core.engine.records import Bill as CoreBill
+from baton.core.engine.request import FinishReason
+from baton.core.handover.messages import PdFault
+from baton.wire.engine_messages import LogprobLine, WireBill
+
+
+class Source(Protocol):
+    """Whoever the tokens come from; knows each stream by a number."""
+
+    def stop(self, number: int, keep: int) -> None: ...
+
+    def abort(self, number: int) -> None: ...
+
+
+class Stream:
+    """The tokens of one accepted request: poured into a sink, or read one burst after the other.
+
+    Unread bursts are bounded by the request's own token limit.
+    """
+
+    def __init__(self, source: Source, number: int) -> None:
+        self._source = source
+        self._number = number
+        self._bursts: deque[Burst] = deque()
+        self._death: str | None = None
+        self._news = asyncio.Event()
+        self._sink: Sink | None = None
+
+    def pour(self, sink: Sink) -> None:
+        self._sink = sink
+        while self._bursts:
+            sink(self._bursts.popleft())
+        if self._death is not None:
+            sink(EngineDead(self._death))
+
+    async def __aiter__(self) -> AsyncIterator[Burst]:
+        while True:
+            while self._bursts:
+                burst = self._bursts.popleft()
+                yield burst
+                if burst.ended is not None:
+                    return
+            if self._death is not None:
+                raise EngineDead(self._death)
+            self._news.clear()
+            await self._news.wait()
+
+    def stop(self, keep: int) -> None:
+        self._source.stop(self._number, keep)
+
+    def abort(self) -> None:
+        self._source.abort(self._number)
+
+    def push(self, burst: Burst) -> None:
+        if self._sink is not None:
+            self._sink(burst)
+            return
+        self._bursts.append(burst)
+        self._news.set()
+
+    def fail(self, reason: str) -> None:
+        if self._sink is not None:
+            self._sink(EngineDead(reason))
+            return
+        self._death = reason
+        self._news.set()
+
+
+def logprobs_of(tokens: Sequence[int], lines: Sequence[LogprobLine] | None) -> tuple[TokenLogprob, ...]:
+    if lines is None:
+        return ()
+    return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))
+
+
+def ended_of(reason: FinishReason, bill: CoreBill | WireBill, fault: PdFault | None) -> Ended:
+    """An end as whoever reads the stream hears of it."""
+    return Ended(
+        reason,
+        bill.cached_tokens,
+        Bill(
+            cached_tokens=bill.cached_tokens,
+            computed_tokens=bill.computed_tokens,
+            recomputed_tokens=bill.recomputed_tokens,
+            restored_tokens=bill.restored_tokens,
+            preemptions=bill.preemptions,
+            attempts=bill.attempts,
+            queue_ms=bill.queue_us / 1000,
+            prefill_ms=bill.prefill_us / 1000,
+            transfer_ms=bill.transfer_us / 1000,
+            decode_ms=bill.decode_us / 1000,
+        ),
+        None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message),
+    )

@@ -1,0 +1,337 @@
+"""What the dashboard shows, gathered from what the router says: instances, ledgers over time, requests, events.
+
+Owns bounded rings of all of it and knows no clock, no socket and no text: not a word of a prompt or an answer is here.
+`snapshot(since)` gives what has changed after a revision, ready to be written as JSON. Costs one look-up a delivery.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from baton.api.original_request import BadOrigin, decode_origin
+from baton.core.routing.events import (
+    Body,
+    Declined,
+    Delivered,
+    Facts,
+    FleetChanged,
+    Ledger,
+    Noted,
+    Orphan,
+    OrphanDropped,
+    Stage,
+)
+from baton.router.quantiles import Window
+from baton.router.timeline import Lane
+
+SAMPLES = 300
+"""Of one a second: five minutes."""
+REQUESTS_MAX = 200
+OPEN_MAX = 4096
+"""Open requests that are followed; more are served, but not shown."""
+LANES_MAX = 16
+EVENTS_MAX = 100
+INSTANCES_MAX = 64
+GONE_US = SAMPLES * 1_000_000
+"""An instance that has left is shown for as long as its samples."""
+
+PARTED = frozenset({"lost", "left", "suspected", "stuck", "fenced"})
+T = TypeVar("T")
+
+COUNTED = {Stage.PREEMPTED: "preemptions", Stage.HANDOVER: "handovers"}
+
+
+class InstanceView(Protocol):
+    """What the router knows of an instance that is in session."""
+
+    @property
+    def facts(self) -> Facts: ...
+    @property
+    def ledger(self) -> Ledger: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def open(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    body: Body
+    request_id: str
+    path: str
+    prompt_tokens: int | None
+    """None: it was asked of a router that was lost."""
+    choices: int
+    began_us: int
+    lanes: list[Lane]
+    rev: int = 0
+    open_lanes: int = 0
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "body": self.body,
+            "id": self.request_id,
+            "path": self.path,
+            "prompt_tokens": self.prompt_tokens,
+            "choices": self.choices,
+            "began_us": self.began_us,
+            "lanes": [lane.shown() for lane in self.lanes],
+        }
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """An instance, over all of its lives."""
+
+    facts: Facts
+    ledger: Ledger
+    state: str
+    open: int
+    lives: int
+    seen_us: int
+    samples: deque[tuple[int, list[int]]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    """(revision, values as in `LEDGER_COLUMNS`)"""
+
+    def shown(self) -> dict[str, object]:
+        facts, ledger = self.facts, self.ledger
+        return {
+            "name": facts.name,
+            "role": facts.role,
+            "state": self.state,
+            "incarnation": str(facts.incarnation),  # more than a number of JavaScript holds
+            "lives": self.lives,
+            "pid": facts.pid,
+            "url": facts.url,
+            "slots": facts.slots,
+            "blocks": facts.blocks,
+            "block_size": facts.block_size,
+            "open": self.open,
+            "seen_us": self.seen_us,
+            "running": ledger.running,
+            "waiting": ledger.waiting,
+            "ledger": _blocks(ledger),
+            "host_blocks": ledger.host_blocks,
+            "host_used": ledger.host_used,
+            "preemptions": ledger.preemptions,
+            "handovers": ledger.handovers,
+            "prefix_queries": ledger.prefix_queries,
+            "prefix_hits": ledger.prefix_hits,
+        }
+
+
+LEDGER_COLUMNS = ("at_us", "free", "evictable", "used", "leased", "receiving", "leaving", "running", "waiting")
+FLEET_COLUMNS = ("at_us", "waiting", "open", "tokens", "ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "moves")
+
+
+class RouterState:
+    def __init__(self, started_us: int, window_s: int = 60) -> None:
+        self._started_us = started_us
+        self._rev = 0
+        self._requests: dict[Body, _Request] = {}
+        self._ended: deque[Body] = deque()
+        self._instances: dict[str, _Seen] = {}
+        self._events: deque[tuple[int, dict[str, object]]] = deque(maxlen=EVENTS_MAX)
+        self._fleet: deque[tuple[int, list[int | None]]] = deque(maxlen=SAMPLES)
+        self._totals = {"requests": 0, "tokens": 0, "moves": 0, "preemptions": 0, "handovers": 0}
+        self._sampled = dict(self._totals)
+        """As of the last sample."""
+        self._first_token = Window(window_s)
+        self._per_token = Window(window_s)
+
+    # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def asked(self, body: Body, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
+        """A client's request became this body."""
+        self._totals["requests"] += 1
+        self._follow(_Request(body, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
+
+    def take(self, act: object, now_us: int) -> None:
+        """Everything that a switch wants done comes by here; what is not to be shown is passed over."""
+        match act:
+            case Delivered():
+                self._delivered(act, now_us)
+            case Noted():
+                self._noted(act)
+            case FleetChanged():
+                self._fleet_changed(act, now_us)
+            case Declined(body, refusal):
+                self._end_all(body, f"declined: {refusal.code.value}", now_us)
+            case Orphan():
+                self._found(act, now_us)
+            case OrphanDropped(body):
+                self._end_all(body, "dropped: its router was lost, and nobody came for it", now_us)
+            case _:
+                pass
+
+    def sample(self, views: Iterable[InstanceView], waiting: int, now_us: int) -> None:
+        """To be called once a second."""
+        rev = self._next()
+        for seen in self._instances.values():
+            seen.state, seen.open = "gone", 0
+        for view in views:
+            self._see(view, rev, now_us)
+        self._forget_gone(now_us)
+        since = {name: total - self._sampled[name] for name, total in self._totals.items()}
+        self._sampled = dict(self._totals)
+        ttft = self._first_token.quantiles((0.5, 0.95), now_us)
+        tpot = self._per_token.quantiles((0.5, 0.95), now_us)
+        counts = [waiting, len(self._requests) - len(self._ended), since["tokens"]]
+        self._fleet.append((rev, [now_us, *counts, *ttft, *tpot, since["moves"]]))
+
+    # ── what the page is told ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def snapshot(self, now_us: int, since: int = 0, epoch: str = "") -> dict[str, object]:
+        """What has changed after revision `since` of `epoch`; all of it where that was another router's."""
+        if epoch != self.epoch or since > self._rev:
+            since = 0
+        return {
+            "epoch": self.epoch,
+            "rev": self._rev,
+            "now_us": now_us,
+            "started_us": self._started_us,
+            "totals": dict(self._totals),
+            "instances": [self._instances[name].shown() for name in sorted(self._instances)],
+            "ledgers": {name: _after(seen.samples, since) for name, seen in self._instances.items()},
+            "fleet": _after(self._fleet, since),
+            "events": _after(self._events, since),
+            "requests": [request.shown() for request in self._latest() if request.rev > since],
+        }
+
+    @property
+    def epoch(self) -> str:
+        return str(self._started_us)
+
+    def _latest(self) -> list[_Request]:
+        latest = sorted(self._requests.values(), key=lambda request: (request.began_us, request.body))
+        return latest[-REQUESTS_MAX:]
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _follow(self, request: _Request) -> None:
+        if len(self._requests) - len(self._ended) >= OPEN_MAX:
+            return
+        request.open_lanes = len(request.lanes)
+        request.rev = self._next()
+        self._requests[request.body] = request
+
+    def _found(self, orphan: Orphan, now_us: int) -> None:
+        try:
+            origin = decode_origin(orphan.origin)
+        except BadOrigin:
+            return
+        choices = len(orphan.delivered)
+        request = self._requests.get(orphan.body)
+        if request is None:
+            self._follow(request := _Request(orphan.body, "", "", None, choices, now_us, _lanes(choices)))
+        more = _lanes(choices)[len(request.lanes) :]
+        request.lanes += more
+        request.open_lanes += len(more)
+        request.request_id, request.path, request.choices, request.rev = (
+            origin.request_id,
+            origin.path,
+            choices,
+            self._next(),
+        )
+        for lane, tokens, outcome in zip(request.lanes, orphan.delivered, orphan.outcomes, strict=False):
+            lane.found(len(tokens or ()), now_us)
+            if outcome is not None and lane.end(now_us, outcome.reason.value):
+                self._lane_ended(request)
+
+    def _delivered(self, act: Delivered, now_us: int) -> None:
+        count = len(act.tokens)
+        self._totals["tokens"] += count
+        request = self._requests.get(act.body)
+        if request is None or act.choice >= len(request.lanes):
+            return
+        lane = request.lanes[act.choice]
+        if count:
+            if lane.last_token_us is None:
+                self._first_token.add(now_us - request.began_us, now_us)
+            else:
+                self._per_token.add((now_us - lane.last_token_us) // count, now_us, count)
+            lane.delivered(count, now_us)
+        if act.outcome is not None and lane.end(now_us, act.outcome.reason.value):
+            self._lane_ended(request)
+        request.rev = self._next()
+
+    def _noted(self, note: Noted) -> None:
+        if note.stage in COUNTED:
+            self._totals[COUNTED[note.stage]] += 1
+        request = self._requests.get(note.body)
+        if request is None and note.stage is Stage.RESUMED and note.choice < LANES_MAX:
+            # Of a router that was lost. Whose it is, and how many choices it has, is told when all of it is found.
+            request = _Request(note.body, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
+            self._follow(request)
+        if request is None or note.choice >= len(request.lanes):
+            return
+        lane = request.lanes[note.choice]
+        if note.stage is Stage.PLACED and lane.place:
+            self._totals["moves"] += 1
+        if not lane.note(note.stage, note.where or "", note.at_us, note.why):
+            return
+        request.rev = self._next()
+        if note.stage is Stage.ENDED:
+            self._lane_ended(request)
+
+    def _end_all(self, body: Body, finish: str, now_us: int) -> None:
+        request = self._requests.get(body)
+        if request is None:
+            return
+        for lane in request.lanes:
+            if lane.end(now_us, finish):
+                self._lane_ended(request)
+        request.rev = self._next()
+
+    def _lane_ended(self, request: _Request) -> None:
+        request.open_lanes -= 1
+        if request.open_lanes == 0:
+            self._ended.append(request.body)
+            if len(self._ended) > REQUESTS_MAX:
+                del self._requests[self._ended.popleft()]
+
+    # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fleet_changed(self, change: FleetChanged, now_us: int) -> None:
+        name, incarnation = change.name, change.incarnation
+        event = {"at_us": now_us, "name": name, "incarnation": str(incarnation), "what": change.what, "why": change.why}
+        self._events.append((self._next(), event))
+        seen = self._instances.get(name)
+        if seen is not None and change.what in PARTED and seen.facts.incarnation == incarnation:
+            seen.state, seen.open = "gone", 0
+
+    def _see(self, view: InstanceView, rev: int, now_us: int) -> None:
+        facts, ledger = view.facts, view.ledger
+        seen = self._instances.get(facts.name)
+        if seen is None:
+            seen = self._instances[facts.name] = _Seen(facts, ledger, view.state, view.open, 1, now_us)
+        if facts.incarnation != seen.facts.incarnation:
+            seen.lives += 1
+        seen.facts, seen.ledger, seen.state, seen.open, seen.seen_us = facts, ledger, view.state, view.open, now_us
+        if any(_blocks(ledger)):  # else its first beat is yet to come
+            seen.samples.append((rev, [now_us, *_blocks(ledger), ledger.running, ledger.waiting]))
+
+    def _forget_gone(self, now_us: int) -> None:
+        gone = sorted((seen.seen_us, name) for name, seen in self._instances.items() if seen.state == "gone")
+        excess = len(self._instances) - INSTANCES_MAX
+        for index, (seen_us, name) in enumerate(gone):
+            if index < excess or now_us - seen_us > GONE_US:
+                del self._instances[name]
+
+    def _next(self) -> int:
+        self._rev += 1
+        return self._rev
+
+
+def _lanes(choices: int) -> list[Lane]:
+    return [Lane() for _ in range(min(choices, LANES_MAX))]
+
+
+def _blocks(ledger: Ledger) -> list[int]:
+    return [ledger.free, ledger.evictable, ledger.used, ledger.leased, ledger.receiving, ledger.leaving]
+
+
+def _after(ring: Iterable[tuple[int, T]], since: int) -> list[T]:
+    return [value for rev, value in ring if rev > since]

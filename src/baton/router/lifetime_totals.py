@@ -1,0 +1,42 @@
+"""What all instances that there ever were have counted, also those that are gone.
+
+Owns the last counts of each life. They only grow, as whoever scrapes them takes for granted; of what a life counted after it
+was last looked at nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton.core.routing.events import Ledger
+from baton.core.routing.fleet_members import InstanceView
+
+COUNTS = ("prefix_queries", "prefix_hits", "steps", "preemptions", "handovers")
+LIVES_MAX = 1024
+"""Lives that may still come back; the counts of older ones are kept in one sum."""
+
+Life = tuple[str, int]
+
+
+class Totals:
+    def __init__(self) -> None:
+        self._lives: dict[Life, dict[str, int]] = {}
+        """The one that was seen last is the last."""
+        self._past = dict.fromkeys(COUNTS, 0)
+
+    def look(self, views: Iterable[InstanceView]) -> None:
+        for view in views:
+            life = (str(view.facts.name), view.facts.incarnation)
+            known = self._lives.pop(life, dict.fromkeys(COUNTS, 0))
+            self._lives[life] = {name: max(count, _count(view.ledger, name)) for name, count in known.items()}
+        while len(self._lives) > LIVES_MAX:
+            oldest = self._lives.pop(next(iter(self._lives)))
+            self._past = {name: count + oldest[name] for name, count in self._past.items()}
+
+    def of(self, name: str) -> int:
+        return self._past[name] + sum(counts[name] for counts in self._lives.values())
+
+
+def _count(ledger: Ledger, name: str) -> int:
+    value: int = getattr(ledger, name)
+    return value

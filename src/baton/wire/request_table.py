@@ -1,0 +1,380 @@
+"""The front end's book of what is open at one engine: tickets it waits for, serials whose tokens it hears.
+
+    message = desk.submit(group)       what travels to the engine
+    took    = desk.take(message)       what a message from it means: news for the clients, orders to send back
+    lost    = desk.lose(reason)        the engine is gone: everything open ends here
+
+A ticket is the desk's number for a submitted group. The engine answers it once; accepted, it becomes one serial for each
+submission of the group. Each entry of the book is in one state, and what can happen to it is one table:
+
+    tickets                                           serials
+    SUBMITTED ───────────────── accepted ───────────▶ OPEN ── let go ──▶ STOPPING
+      │    └── refused, lost ──▶ gone                   └── ended, lost ──┴──▶ gone
+      │ abandoned
+      ▼
+    ABANDONED ───────────────── accepted ───────────▶ UNWANTED ── ended, lost ──▶ gone
+           └── refused, lost ──▶ gone
+
+Promises: whoever submitted hears of each ticket and of each serial exactly one end and nothing after it, and nothing at all
+of what it abandoned; every serial of an abandoned ticket is cancelled. The desk has no clock, socket or task in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+
+import msgspec
+
+from baton.core.engine.request import Submission
+from baton.core.errors import BatonError, IllegalTransition, Refusal
+from baton.wire.engine_messages import (
+    AcceptedAs,
+    Cancel,
+    Failed,
+    FromEngine,
+    LogprobLine,
+    PeerTraffic,
+    Pulse,
+    Ready,
+    RefusedWith,
+    Rows,
+    StepOutput,
+    StopAt,
+    StoreTraffic,
+    Submit,
+    ToEngine,
+    WireEnded,
+    WireError,
+    refusal_of,
+    submit,
+)
+
+
+class DeskClosed(BatonError):
+    """The engine behind this desk is gone; the message says why."""
+
+
+class State(Enum):
+    SUBMITTED = "submitted"
+    ABANDONED = "abandoned"
+    """Nobody waits for the answer any more."""
+    OPEN = "open"
+    STOPPING = "stopping"
+    """The engine was told to end it; tokens and the end still come."""
+    UNWANTED = "unwanted"
+    """Accepted after it was abandoned: cancelled, and nobody hears of it."""
+    GONE = "gone"
+
+
+class Move(Enum):
+    ABANDON = "abandoned"
+    ACCEPT = "accepted"
+    REFUSE = "refused"
+    LET_GO = "let go"
+    END = "ended"
+    LOSE = "lost"
+
+
+TRANSITIONS: dict[tuple[State, Move], State] = {
+    (State.SUBMITTED, Move.ACCEPT): State.OPEN,
+    (State.SUBMITTED, Move.REFUSE): State.GONE,
+    (State.SUBMITTED, Move.ABANDON): State.ABANDONED,
+    (State.SUBMITTED, Move.LOSE): State.GONE,
+    (State.ABANDONED, Move.ACCEPT): State.UNWANTED,
+    (State.ABANDONED, Move.REFUSE): State.GONE,
+    (State.ABANDONED, Move.LOSE): State.GONE,
+    (State.OPEN, Move.LET_GO): State.STOPPING,
+    (State.OPEN, Move.END): State.GONE,
+    (State.OPEN, Move.LOSE): State.GONE,
+    (State.STOPPING, Move.END): State.GONE,
+    (State.STOPPING, Move.LOSE): State.GONE,
+    (State.UNWANTED, Move.END): State.GONE,
+    (State.UNWANTED, Move.LOSE): State.GONE,
+}
+"""Accepting moves a ticket into the state that its serials begin in."""
+
+HEARD = (State.OPEN, State.STOPPING, State.SUBMITTED)
+"""States of what somebody waits for. The commonest comes first: this is looked up once a row."""
+
+
+def next_state(state: State, move: Move) -> State:
+    try:
+        return TRANSITIONS[state, move]
+    except KeyError:
+        raise IllegalTransition(f"an entry in {state.name} cannot take the move {move.name}") from None
+
+
+# ── what `take` and `lose` say ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Opened(msgspec.Struct, frozen=True):
+    ticket: int
+    serials: tuple[int, ...]
+    """One for each submission of the group, in its order."""
+
+
+class Declined(msgspec.Struct, frozen=True):
+    ticket: int
+    refusal: Refusal
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What a step brought to one request. `ended` comes with the last news of a serial, which may have no token."""
+
+    serial: int
+    tokens: list[int]
+    logprobs: list[LogprobLine] | None
+    """One for each token where they were asked for."""
+    cached_tokens: int | None
+    """Prompt tokens that the prefix cache had; known from the first token on and said with it."""
+    ended: WireEnded | None
+
+
+class Came(msgspec.Struct, frozen=True):
+    """The engine serves."""
+
+    ready: Ready
+
+
+class Died(msgspec.Struct, frozen=True):
+    """The engine's last words. What is open stays so until `lose`."""
+
+    reason: str
+
+
+News = Opened | Declined | Came | Died
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What a step brought to those who hear of it, as columns: no object is made for a token.
+
+    Row i is for `serials[i]` and has the tokens from `begins[i]` to `ends[i]`. A request may also end without a row.
+    """
+
+    serials: list[int]
+    begins: list[int]
+    ends: list[int]
+    tokens: list[int]
+    logprobs: dict[int, list[LogprobLine]]
+    """By row, where they were asked for."""
+    cached: dict[int, int]
+    """By serial, with its first token."""
+    ended: dict[int, WireEnded]
+    """By serial."""
+
+    def rows(self) -> Iterator[Progress]:
+        """The same, request by request; ends without a row come last."""
+        over = dict(self.ended)
+        for row, (serial, begin, end) in enumerate(zip(self.serials, self.begins, self.ends, strict=True)):
+            tokens, cached = self.tokens[begin:end], self.cached.get(serial)
+            yield Progress(serial, tokens, self.logprobs.get(row), cached, over.pop(serial, None))
+        for serial, ended in over.items():
+            yield Progress(serial, [], None, None, ended)
+
+
+class Took(msgspec.Struct, frozen=True):
+    news: list[News]
+    """In the order in which it happened."""
+    orders: list[ToEngine]
+    """To be sent to the engine."""
+    step: Step | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The end of what was open at an engine that is gone: a ticket before its answer, a serial after it."""
+
+    ticket: int | None
+    serial: int | None
+    reason: str
+    retryable: bool = True
+    """Nothing was wrong with the request: another engine may be asked."""
+
+
+# ── the book ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Desk:
+    def __init__(self) -> None:
+        self._next_ticket = 0
+        self._tickets: dict[int, State] = {}
+        self._serials: dict[int, State] = {}
+        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self._first_serial: int | None = None
+        """Engines number requests upwards: what is below was accepted in an earlier conversation and is nobody's here."""
+        self._lost: str | None = None
+        self.late = 0
+        """Rows that came for a request of which nobody hears any more, and messages that came after the loss."""
+
+    @property
+    def open_tickets(self) -> int:
+        """Groups that the engine has not answered, abandoned ones included."""
+        return len(self._tickets)
+
+    @property
+    def open_serials(self) -> int:
+        """Requests that the engine has not ended, stopping and unwanted ones included."""
+        return len(self._serials)
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._tickets) + len(self._serials)
+
+    def moves(self) -> dict[tuple[State, Move], int]:
+        """How often each transition was taken."""
+        return dict(self._moves)
+
+    def submit(self, group: Sequence[Submission]) -> Submit:
+        if self._lost is not None:
+            raise DeskClosed(f"the engine is gone: {self._lost}")
+        message = submit(self._next_ticket, group)
+        self._tickets[message.ticket] = State.SUBMITTED
+        self._next_ticket += 1
+        return message
+
+    def adopt(self, serial: int, wanted: bool = True) -> Cancel | None:
+        """A request that the engine took in an earlier conversation; the order that ends it where nobody wants it."""
+        if serial in self._serials:
+            raise WireError(f"serial {serial} is open already")
+        self._serials[serial] = State.OPEN if wanted else State.UNWANTED
+        self._first_serial = serial if self._first_serial is None else min(self._first_serial, serial)
+        return None if wanted else Cancel(serial)
+
+    def abandon(self, ticket: int) -> None:
+        """The client left before the answer. Does nothing after the answer: then there are serials to cancel."""
+        if self._tickets.get(ticket) is State.SUBMITTED:
+            self._move(self._tickets, ticket, Move.ABANDON)
+
+    def cancel(self, serial: int) -> Cancel | None:
+        """The order that ends a request whose client left; None when it has ended or was told to."""
+        return Cancel(serial) if self._let_go(serial) else None
+
+    def stop(self, serial: int, keep: int) -> StopAt | None:
+        """The order that ends a request after `keep` tokens; None when it has ended or was told to."""
+        return StopAt(serial, keep) if self._let_go(serial) else None
+
+    def _let_go(self, serial: int) -> bool:
+        if self._serials.get(serial) is not State.OPEN:
+            return False
+        self._move(self._serials, serial, Move.LET_GO)
+        return True
+
+    def take(self, message: FromEngine) -> Took:
+        """A WireError means that the engine broke the rules of the conversation; the book is then as it was."""
+        if self._lost is not None:
+            self.late += 1
+            return Took([], [])
+        match message:
+            case StepOutput():
+                return self._step(message)
+            case AcceptedAs(ticket, serials):
+                return self._accepted(ticket, serials)
+            case RefusedWith(ticket):
+                heard = self._state_of(ticket) in HEARD
+                self._move(self._tickets, ticket, Move.REFUSE)
+                return Took([Declined(ticket, refusal_of(message))] if heard else [], [])
+            case Ready():
+                return Took([Came(message)], [])
+            case Failed(reason):
+                return Took([Died(reason)], [])
+            case PeerTraffic() | StoreTraffic() | Pulse():
+                return Took([], [])
+
+    def lose(self, reason: str) -> list[Lost]:
+        """The engine is gone. Every ticket and serial that somebody hears of ends here; a second loss ends nothing."""
+        if self._lost is not None:
+            return []
+        self._lost = reason
+        ends = [Lost(ticket, None, reason) for ticket in _heard(self._tickets)]
+        ends += [Lost(None, serial, reason) for serial in _heard(self._serials)]
+        for book in (self._tickets, self._serials):
+            for key in list(book):
+                self._move(book, key, Move.LOSE)
+        return ends
+
+    def _state_of(self, ticket: int) -> State:
+        state = self._tickets.get(ticket)
+        if state is None:
+            raise WireError(f"an answer to ticket {ticket}, which waits for none")
+        return state
+
+    def _accepted(self, ticket: int, serials: tuple[int, ...]) -> Took:
+        state = next_state(self._state_of(ticket), Move.ACCEPT)
+        opened = dict.fromkeys(serials, state)
+        known = [serial for serial in opened if serial in self._serials]
+        if known or len(opened) != len(serials):
+            raise WireError(
+                f"ticket {ticket} was accepted as {serials}, of which {known} are open already or some are equal"
+            )
+        self._moves[self._tickets.pop(ticket), Move.ACCEPT] += 1
+        self._serials.update(opened)
+        if self._first_serial is None:
+            self._first_serial = min(serials, default=None)
+        if state is State.UNWANTED:
+            return Took([], [Cancel(serial) for serial in serials])
+        return Took([Opened(ticket, serials)], [])
+
+    def _step(self, output: StepOutput) -> Took:
+        rows, serials = Rows(output), self._serials
+        unheard = [row for row, serial in enumerate(rows.serials) if serials.get(serial) not in HEARD]
+        for row in unheard:
+            serial = rows.serials[row]
+            if serial not in serials and not self._is_of_before(serial):
+                raise WireError(f"tokens for serial {serial}, which is not open")
+        ended = self._ends(output.ended)
+        self.late += len(unheard)
+        step = _columns(
+            rows, unheard, dict(output.started), {key: end for key, end in ended.items() if serials[key] in HEARD}
+        )
+        for serial in ended:
+            self._move(serials, serial, Move.END)
+        return Took([], [], step if step.serials or step.ended else None)
+
+    def _is_of_before(self, serial: int) -> bool:
+        """Whether a request was accepted in an earlier conversation with this engine."""
+        return self._first_serial is None or serial < self._first_serial
+
+    def _move(self, book: dict[int, State], key: int, move: Move) -> None:
+        state = book[key]
+        after = next_state(state, move)
+        self._moves[state, move] += 1
+        if after is State.GONE:
+            del book[key]
+        else:
+            book[key] = after
+
+    def _ends(self, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
+        by_serial: dict[int, WireEnded] = {}
+        for end in ended:
+            if self._is_of_before(end.serial):
+                self.late += 1
+                continue
+            if end.serial not in self._serials or end.serial in by_serial:
+                raise WireError(f"an end of serial {end.serial}, which is not open")
+            by_serial[end.serial] = end
+        return by_serial
+
+
+def _columns(rows: Rows, unheard: list[int], cached: dict[int, int], ended: dict[int, WireEnded]) -> Step:
+    ends = list(accumulate(rows.counts))
+    begins = [end - count for end, count in zip(ends, rows.counts, strict=True)]
+    if not unheard:  # almost always
+        return Step(rows.serials, begins, ends, rows.tokens, rows.logprobs, cached, ended)
+    left_out = set(unheard)
+    kept = [row for row in range(len(rows.serials)) if row not in left_out]
+    return Step(
+        [rows.serials[row] for row in kept],
+        [begins[row] for row in kept],
+        [ends[row] for row in kept],
+        rows.tokens,
+        {place: rows.logprobs[row] for place, row in enumerate(kept) if row in rows.logprobs},
+        cached,
+        ended,
+    )
+
+
+def _heard(book: dict[int, State]) -> list[int]:
+    return [key for key, state in book.items() if state in HEARD]

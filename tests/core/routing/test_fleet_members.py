@@ -1,0 +1,399 @@
+"""Who belongs to a router's fleet, for how long, and who is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.config import BadConfig
+from baton.core.engine.request import FinishReason
+from baton.core.routing.events import (
+    Admit,
+    Beaten,
+    CallBack,
+    Delivered,
+    Drains,
+    Due,
+    FleetChanged,
+    HangUp,
+    Instance,
+    Joined,
+    Ledger,
+    Neighbours,
+    OrderDrain,
+    Parted,
+    RouterConfig,
+    Send,
+    Session,
+    Sign,
+    TurnAway,
+)
+from baton.core.routing.fleet_members import FENCE_US, Fleet, MemberMove
+from baton.core.routing.router import SETTLE_US
+from tests.support.routing import Bench, ended, facts, held, submission
+
+
+def changes(bench: Bench) -> list[tuple[str, str]]:
+    return [(item.name, item.what) for item in bench.of(FleetChanged)]
+
+
+# ── joining ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("change", "values"),
+    [
+        ({"fingerprint": b"other"}, (b"model".hex(), b"other".hex())),
+        ({"vocabulary": 77}, ("77", "1000")),
+        ({"block_size": 32}, ("32", "16")),
+        ({"role": "observer"}, ("observer", "mixed, prefill, decode")),
+    ],
+)
+def test_who_does_not_fit_is_turned_away_and_told_both_values(change: dict[str, object], values: tuple[str, str]) -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    session = bench.join(replace(facts("b"), **change))  # type: ignore[arg-type]
+    (turned,) = bench.of(TurnAway)
+    assert (turned.session, turned.fenced) == (session, False)
+    assert all(value in turned.reason for value in values), turned.reason
+    assert [view.facts.name for view in bench.router.views()] == ["a"]
+    assert changes(bench) == [("b", "refused")]
+
+
+def test_another_model_may_come_when_nobody_serves_the_first_and_nothing_was_begun_with_it() -> None:
+    bench = Bench()
+    other = replace(facts("b"), fingerprint=b"other")
+    first = bench.join(facts("a"))
+    _, send = bench.open(submission("x"))
+    bench.came(send, 1)
+    bench.tell(Parted(first, "reset"))
+    bench.join(other)
+    assert bench.of(TurnAway), "a body that was begun with the first model waits for it"
+    again = bench.join(facts("a"))
+    bench.take(bench.sent())
+    bench.came(bench.ever(Send)[-1], 2, end=ended(FinishReason.STOP))
+    bench.tell(Parted(again, "reset"))
+    bench.join(other)
+    assert bench.of(Admit)
+
+
+def test_an_older_life_is_fenced_and_a_newer_one_takes_its_place() -> None:
+    bench = Bench()
+    bench.join(facts("b"))
+    bench.join(facts("a", incarnation=5))
+    _, send = bench.open(submission("x"))
+    old = bench.join(facts("a", incarnation=4))
+    assert bench.of(TurnAway) == [TurnAway(old, bench.of(TurnAway)[0].reason, fenced=True)]
+    assert "5" in bench.of(TurnAway)[0].reason
+    assert changes(bench) == [("a", "fenced")]
+    bench.join(facts(str(bench.router.fleet.members[send.session].name), incarnation=6))
+    assert [item.session for item in bench.of(HangUp)] == [send.session]
+    assert bench.of(Send), "what the earlier life had goes on"
+
+
+def test_an_older_life_is_fenced_also_when_the_newer_one_has_just_gone() -> None:
+    bench = Bench()
+    session = bench.join(facts("a", incarnation=5))
+    bench.tell(Parted(session, "reset"))
+    bench.join(facts("a", incarnation=4))
+    assert bench.of(TurnAway)[0].fenced
+    bench.join(facts("a", incarnation=5))
+    assert bench.of(Admit)
+
+
+@pytest.mark.parametrize("other", [{"pid": 2}, {"url": "http://elsewhere"}])
+def test_a_name_whose_holder_lives_is_not_given_to_another_process(other: dict[str, object]) -> None:
+    bench = Bench()
+    holder = bench.join(replace(facts("a"), pid=1, url="http://here"))
+    newcomer = replace(facts("a", incarnation=2), pid=1, url="http://here")
+    second = bench.join(replace(newcomer, **other))  # type: ignore[arg-type]
+    assert bench.of(TurnAway) == [TurnAway(second, "a is there already, at http://here; give another --name", fenced=False)]
+    assert list(bench.router.fleet.members) == [holder]
+    bench.sessions["a"] = holder
+    bench.pass_us(1_000_000)
+    assert list(bench.router.fleet.members) == [holder], "it beats"
+    bench.join(newcomer)
+    assert bench.of(Admit), "the same process, as far as anybody can tell"
+
+
+def test_a_restarted_instance_gets_its_name_when_its_old_life_has_been_silent_for_its_time() -> None:
+    bench = Bench()
+    bench.join(replace(facts("a"), pid=1))
+    waited_us = 0
+    bench.join(replace(facts("a", incarnation=2), pid=2))
+    while not bench.of(Admit):
+        assert bench.of(TurnAway)
+        bench.pass_us(100_000, "a")
+        waited_us += 100_000
+        bench.join(replace(facts("a", incarnation=2), pid=2))
+    assert waited_us <= RouterConfig().suspect_us + RouterConfig().beat_us
+
+
+def test_another_model_is_turned_away_also_when_nobody_is_there() -> None:
+    bench = Bench(RouterConfig(model="smollm2", model_mark=b"mod"))
+    bench.join(replace(facts("b"), fingerprint=b"other"))
+    assert "its model is not smollm2" in bench.of(TurnAway)[0].reason
+    bench.join(facts("a"))
+    assert bench.of(Admit)
+
+
+def test_after_a_while_an_older_life_is_one_whose_clock_was_set_back() -> None:
+    bench = Bench()
+    session = bench.join(facts("a", incarnation=5))
+    bench.pass_us(2 * FENCE_US)
+    bench.join(facts("a", incarnation=4))
+    assert bench.of(TurnAway)[0].fenced, "the newer one is still there"
+    bench.tell(Parted(session, "reset"))
+    bench.now_us += FENCE_US - 1
+    bench.join(facts("a", incarnation=4))
+    assert bench.of(TurnAway)[0].fenced
+    bench.now_us += 1
+    bench.join(facts("a", incarnation=4))
+    assert bench.of(Admit)
+    bench.join(facts("a", incarnation=5))
+    bench.join(facts("a", incarnation=4))
+    assert bench.of(TurnAway)[0].fenced, "it has come back after all"
+
+
+def test_a_session_is_replaced_by_a_newer_one_of_the_same_life() -> None:
+    bench = Bench()
+    first = bench.join(facts("a"))
+    second = bench.join(facts("a"))
+    assert [item.session for item in bench.of(HangUp)] == [first]
+    assert list(bench.router.fleet.members) == [second]
+    assert bench.tell(Parted(first, "reset")) == []
+    assert list(bench.router.fleet.members) == [second]
+
+
+def test_names_of_the_past_are_bounded() -> None:
+    fleet = Fleet(RouterConfig())
+    for number in range(5000):
+        member = fleet.admit(Session(number), facts(f"i{number}", incarnation=9), draining=False, now_us=0)
+        if number:
+            fleet.remove(member, MemberMove.PART)
+    assert fleet.objection(facts("i1", incarnation=1), 0) is None
+    assert fleet.objection(facts("i0", incarnation=1), 0) is not None, "one that is there is never forgotten"
+    assert fleet.objection(facts("i4999", incarnation=1), 0) is not None
+
+
+# ── signs of life ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_silence_takes_an_instance_out_within_its_time_and_its_requests_go_on() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    _, send = bench.open(submission("x"))
+    silent = bench.router.fleet.members[send.session].name
+    bench.pass_us(500_000, silent)
+    assert not bench.of(HangUp)
+    bench.pass_us(300_000, silent)
+    assert [item.session for item in bench.of(HangUp)] == [send.session]
+    assert changes(bench) == [(silent, "suspected")]
+    assert [item.session for item in bench.of(Send)] != [send.session]
+    assert bench.router.counts.suspicions == {"suspected": 1, "stuck": 0}
+    bench.join(facts(silent))
+    assert bench.of(Admit), "it may come back"
+
+
+def test_tokens_are_signs_of_life_too() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    _, send = bench.open(submission("x"))
+    for _ in range(10):
+        bench.pass_us(150_000, "a")
+        bench.came(send, 1)
+    assert not bench.ever(HangUp)
+
+
+def test_what_the_router_slept_through_is_nobodys_silence() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.pass_us(1_000_000)
+    bench.now_us += 30_000_000
+    bench.tell(Due())
+    assert not bench.of(HangUp)
+    bench.pass_us(300_000, "a")
+    assert not bench.of(HangUp), "it has all of its time again, less a beat"
+    bench.pass_us(400_000, "a")
+    assert bench.of(HangUp)
+
+
+def test_a_silent_engine_behind_a_living_front_end_is_found() -> None:
+    bench = Bench()
+    session = bench.join(facts("a"))
+    bench.tell(Beaten(session, Sign(Ledger(), 599_999, False)))
+    assert not bench.of(HangUp)
+    bench.tell(Beaten(session, Sign(Ledger(), 600_000, False)))
+    assert bench.of(HangUp)
+    assert changes(bench) == [("a", "suspected")]
+
+
+def test_an_engine_that_computes_and_finishes_no_step_is_stuck() -> None:
+    bench = Bench(RouterConfig(stuck_us=2_000_000))
+    session = bench.join(facts("a"))
+
+    def beat(computing: bool, steps: int) -> list[tuple[str, str]]:
+        bench.now_us += 200_000
+        bench.tell(Beaten(session, Sign(Ledger(steps=steps), 0, computing)))
+        return changes(bench)
+
+    assert not any(beat(computing=False, steps=5) for _ in range(30)), "it has nothing to do"
+    assert not any(beat(computing=True, steps=step) for step in range(30))
+    assert not any(beat(computing=True, steps=29) for _ in range(9))
+    assert beat(computing=True, steps=29) == [("a", "stuck")]
+    assert bench.router.counts.suspicions["stuck"] == 1
+
+
+# ── draining ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_draining_instance_gets_nothing_new_and_finishes_what_it_has() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    body, send = bench.open(submission("x"))
+    bench.tell(Drains(Instance("a")))
+    assert bench.of(OrderDrain) == [OrderDrain(send.session)]
+    assert changes(bench) == [("a", "draining")]
+    assert [view.state for view in bench.router.views()] == ["draining"]
+    bench.arrive(submission("y"))
+    assert not bench.of(Send)
+    bench.came(send, 1, end=ended(FinishReason.STOP))
+    assert bench.delivered(body) == [1]
+    assert bench.tell(Drains(Instance("a"))) == [], "told twice"
+    assert bench.tell(Drains(Instance("nobody"))) == []
+
+
+def test_what_a_draining_instance_does_not_finish_in_time_goes_on_elsewhere_and_is_no_loss() -> None:
+    bench = Bench(RouterConfig(drain_us=1_000_000, loss_retry_count=0, preempt_retry_count=0))
+    bench.join(facts("a"))
+    _, send = bench.open(submission("x"))
+    bench.came(send, 1)
+    bench.tell(Drains(Instance("a")))
+    bench.pass_us(3_000_000)
+    assert not bench.of(CallBack), "nobody else is there"
+    bench.join(facts("b"))
+    bench.pass_us(300_000)
+    assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
+    assert bench.sent().group[0].generated.tolist() == [1]
+    assert bench.router.counts.retries["drained"] == 1
+
+
+def test_who_goes_after_draining_has_left_and_who_goes_with_something_open_is_lost() -> None:
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.join(facts(name))
+    _, send = bench.open(submission("x"))
+    busy = bench.router.fleet.members[send.session]
+    (idle,) = [member for member in bench.router.fleet.members.values() if member is not busy]
+    bench.tell(Drains(idle.name))
+    bench.tell(Parted(idle.session, "closed"))
+    assert changes(bench) == [(idle.name, "left")]
+    bench.tell(Drains(busy.name))
+    assert "nobody else serves" in bench.of(FleetChanged)[0].why
+    bench.tell(Parted(busy.session, "closed"))
+    assert changes(bench) == [(busy.name, "lost")]
+
+
+def test_who_drains_as_it_joins_finishes_and_gets_nothing() -> None:
+    bench = Bench()
+    bench.join(facts("a"), draining=True)
+    assert changes(bench) == [("a", "joined"), ("a", "draining")]
+    bench.arrive(submission("x"))
+    assert not bench.of(Send)
+
+
+def test_a_life_that_was_told_to_drain_drains_also_when_its_connection_breaks() -> None:
+    bench = Bench(RouterConfig(drain_us=1_000_000))
+    session = bench.join(facts("a"))
+    bench.tell(Drains(Instance("a")))
+    bench.pass_us(800_000)
+    bench.tell(Parted(session, "reset"))
+    again = bench.join(facts("a"))
+    assert bench.of(OrderDrain) == [OrderDrain(again)], "it may not have heard of it"
+    assert changes(bench) == [("a", "joined"), ("a", "draining")]
+    bench.arrive(submission("x"))
+    assert not bench.of(Send)
+    assert bench.router.fleet.members[again].drain_by_us == 2_000_000, "its time does not begin anew"
+    bench.join(facts("a"), draining=True)
+    assert not bench.of(OrderDrain), "it knows"
+    bench.join(facts("a", incarnation=2))
+    assert bench.sent().group[0].request_id == "x", "the next life serves"
+
+
+# ── neighbours ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_those_who_take_are_told_when_those_who_give_change() -> None:
+    bench = Bench()
+    d = bench.join(facts("d", "decode"))
+    bench.join(facts("m"))
+    assert not bench.of(Neighbours)
+    p = bench.join(facts("p", "prefill"))
+    assert bench.of(Neighbours) == [Neighbours(d, ("p:7000",))]
+    bench.join(facts("o", "prefill"))
+    assert bench.of(Neighbours) == [Neighbours(d, ("o:7000", "p:7000"))]
+    e = bench.join(facts("e", "decode"))
+    assert bench.of(Neighbours) == [Neighbours(e, ("o:7000", "p:7000"))]
+    bench.pass_us(SETTLE_US)
+    assert not bench.of(Neighbours), "nothing has changed"
+    bench.tell(Parted(p, "reset"))
+    assert {item.session: item.addresses for item in bench.of(Neighbours)} == {d: ("o:7000",), e: ("o:7000",)}
+    bench.tell(Parted(bench.sessions["o"], "reset"))
+    assert {item.session: item.addresses for item in bench.of(Neighbours)} == {d: (), e: ()}
+
+
+def test_who_drains_still_hands_over_what_it_was_asked_for() -> None:
+    bench = Bench()
+    d = bench.join(facts("d", "decode"))
+    p = bench.join(facts("p", "prefill"))
+    bench.tell(Drains(Instance("p")))
+    assert not bench.of(Neighbours), "nobody hangs up on it"
+    bench.arrive(submission("x"))
+    assert bench.sent().group[0].prefill_at == "", "but nobody is sent there"
+    bench.pass_us(SETTLE_US)
+    bench.tell(Parted(p, "it is done"))
+    assert bench.of(Neighbours) == [Neighbours(d, ())]
+
+
+def test_a_router_that_has_just_started_makes_nobody_hang_up_on_those_who_have_not_called_yet() -> None:
+    bench = Bench()
+    d = bench.join(facts("d", "decode"), held(41, 5))
+    e = bench.join(facts("e", "decode"))
+    assert not bench.of(Neighbours), "that nobody gives would be too early to say"
+    bench.join(facts("p", "prefill"))
+    assert bench.of(Neighbours) == [Neighbours(e, ("p:7000",))], "the other may wait for a hand-over of somebody else"
+    bench.join(facts("q", "prefill"))
+    assert bench.of(Neighbours) == [Neighbours(e, ("p:7000", "q:7000"))]
+    bench.pass_us(SETTLE_US)
+    assert bench.of(Neighbours) == [Neighbours(d, ("p:7000", "q:7000"))]
+
+
+def test_when_nobody_has_called_for_a_while_nobody_gives() -> None:
+    bench = Bench()
+    d = bench.join(facts("d", "decode"))
+    bench.pass_us(SETTLE_US - 1)
+    assert not bench.ever(Neighbours)
+    bench.pass_us(bench.config.beat_us)
+    assert bench.of(Neighbours) == [Neighbours(d, ())]
+
+
+def test_nobody_is_sent_to_who_only_prefills() -> None:
+    bench = Bench()
+    bench.join(facts("p", "prefill"))
+    bench.arrive(submission("x"))
+    assert not bench.of(Send)
+
+
+def test_a_join_is_heard_once() -> None:
+    bench = Bench()
+    session = bench.join(facts("a"))
+    assert bench.tell(Joined(session, facts("a"))) == []
+    assert not bench.ever(Delivered)
+
+
+@pytest.mark.parametrize("bad", [{"suspect_us": 300_000}, {"waiting_max": 0}, {"ahead": 0.0}, {"key_concurrency": 0}])
+def test_settings_that_cannot_work_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(BadConfig, match=next(iter(bad))):
+        RouterConfig(**bad)  # type: ignore[arg-type]

@@ -1,0 +1,665 @@
+"""A client's body is carried from instance to instance: every token once, one end."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.core.engine.records import Bill
+from baton.core.engine.request import FinishReason
+from baton.core.errors import InvariantViolated, RefusalCode
+from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.routing.events import (
+    CallBack,
+    Came,
+    Cut,
+    CutShort,
+    Declined,
+    Delivered,
+    Drains,
+    Forget,
+    Left,
+    LegTaken,
+    Noted,
+    Opened,
+    Parted,
+    PhaseNote,
+    RouterConfig,
+    Send,
+    Session,
+    Stage,
+)
+from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, held, submission
+
+STOP = ended(FinishReason.STOP)
+
+
+def outcome(bench: Bench) -> Delivered:
+    (last,) = [item for item in bench.of(Delivered) if item.outcome is not None]
+    return last
+
+
+def test_a_body_is_opened_by_the_instance_that_takes_it_and_forgotten_there_at_its_end() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    body = bench.arrive(submission("x"))
+    send = bench.sent()
+    assert (send.session, send.choices, send.body_choices, send.origin) == (bench.sessions["a"], (0,), 1, b"origin 1")
+    assert not bench.ever(Opened)
+    bench.take(send)
+    assert bench.of(Opened) == [Opened(body)]
+    bench.came(send, 5, 6, cached=32)
+    assert bench.of(Delivered) == [Delivered(body, 0, [5, 6], None, 32, None)]
+    bench.came(send, 7, end=STOP)
+    last = outcome(bench)
+    assert (last.tokens, last.outcome and last.outcome.generated_tokens) == ([7], 3)
+    assert bench.of(Forget) == [Forget(send.session, send.leg)]
+    assert bench.router.open_bodies == 0
+
+
+def test_what_its_instance_lost_goes_on_at_once_elsewhere_after_what_was_delivered() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    body, send = bench.open(submission("x"))
+    bench.came(send, 5, 6)
+    bench.tell(Parted(send.session, "reset"))
+    again = bench.sent()
+    assert again.session != send.session
+    assert again.group[0].generated.tolist() == [5, 6]
+    assert (again.group[0].prompt.tolist(), again.group[0].max_tokens) == (list(range(40)), 100)
+    assert next((note.stage, note.why) for note in bench.of(Noted)) == (Stage.MOVED, "lost: a was lost: reset")
+    bench.take(again)
+    assert not bench.of(Opened), "a client is told once"
+    bench.came(again, 7, end=STOP)
+    assert bench.delivered(body) == [5, 6, 7]
+    assert bench.router.counts.moved_tokens == 2
+
+
+def test_choices_that_were_lost_together_travel_together_and_whoever_is_first_leads() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    _, send = bench.open(*choices("x", 3))
+    assert [item.leader for item in send.group] == [None, "x/0", "x/0"]
+    bench.came(send, 1, place=1)
+    bench.came(send, 9, place=0, end=STOP)
+    bench.tell(Parted(send.session, "reset"))
+    again = bench.sent()
+    assert again.choices == (1, 2)
+    assert [item.leader for item in again.group] == [None, "x/1"]
+    assert [item.generated.tolist() for item in again.group] == [[1], []]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "min_tokens", "reason"),
+    [([1, 2, 3], 0, FinishReason.LENGTH), ([1, 9], 0, FinishReason.STOP), ([1, 9], 2, None), ([1], 0, None)],
+)
+def test_a_choice_that_had_its_last_token_when_its_instance_was_lost_has_ended(
+    tokens: list[int], min_tokens: int, reason: FinishReason | None
+) -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    _, send = bench.open(submission("x", max_tokens=3, stops=(9,), min_tokens=min_tokens))
+    bench.came(send, *tokens)
+    bench.tell(Parted(send.session, "reset"))
+    if reason is None:
+        assert bench.of(Send)
+    else:
+        assert not bench.of(Send)
+        assert outcome(bench).outcome is not None
+        assert [item.outcome.reason for item in bench.of(Delivered) if item.outcome] == [reason]
+
+
+# ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_whoever_had_no_room_is_avoided_while_another_is_there() -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.join(facts(name))
+    _, send = bench.open(submission("x"))
+    seen = [send.session]
+    for _ in range(3):
+        bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+        assert not bench.of(Send), "not before the back-off is over"
+        bench.pass_us(1_000_000)
+        send = bench.sent()
+        bench.take(send)
+        seen.append(send.session)
+    assert seen == [Session(1), Session(2), Session(1), Session(2)]
+
+
+def test_without_exclusion_the_prefix_draws_it_back() -> None:
+    bench = Bench(RouterConfig(preempt_retry_exclude_decode=False))
+    for name in "ab":
+        bench.join(facts(name))
+    _, send = bench.open(submission("x"))
+    bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+    bench.pass_us(1_000_000)
+    assert bench.sent().session == send.session
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_choice_that_found_no_room_too_often_ends_with_the_fault(count: int) -> None:
+    bench = Bench(RouterConfig(preempt_retry_count=count))
+    for name in "abc":
+        bench.join(facts(name))
+    body, send = bench.open(submission("x"))
+    for _ in range(count):
+        bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+        bench.pass_us(1_000_000)
+        send = bench.sent()
+        bench.take(send)
+    bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+    last = outcome(bench).outcome
+    assert last is not None
+    assert (last.reason, last.fault, last.generated_tokens) == (FinishReason.RESCHEDULE, PREEMPTED, count + 1)
+    assert bench.delivered(body) == [1] * (count + 1)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        ended(FinishReason.RESCHEDULE, PdFault(PdCode.NOT_DELIVERED, PdStage.TRANSFER, "torn")),
+        ended(FinishReason.RESCHEDULE, PdFault(PdCode.TIMEOUT, PdStage.PREFILL, "late")),
+        ended(FinishReason.ERROR),
+        ended(FinishReason.ABORT),
+    ],
+)
+def test_losses_are_counted_apart_and_the_first_retry_is_at_once(end: object) -> None:
+    bench = Bench(RouterConfig(preempt_retry_count=0, loss_retry_count=2))
+    for name in "ab":
+        bench.join(facts(name))
+    _, send = bench.open(submission("x"))
+    for attempt in range(2):
+        bench.came(send, 1, end=end)  # type: ignore[arg-type]
+        if attempt:
+            assert not bench.of(Send)
+            bench.pass_us(1_000_000)
+        assert bench.sent().session != send.session, "not where it has just failed"
+        send = bench.sent()
+        bench.take(send)
+    bench.came(send, 1, end=end)  # type: ignore[arg-type]
+    last = outcome(bench).outcome
+    assert last is not None
+    assert last.reason is FinishReason.RESCHEDULE
+    assert last.fault is not None
+
+
+def test_back_off_doubles_less_a_jitter_of_up_to_half() -> None:
+    bench = Bench(RouterConfig(preempt_retry_count=8, backoff_us=20_000, backoff_us_max=100_000))
+    bench.join(facts("a"))
+    _, send = bench.open(submission("x"))
+    waits = []
+    for _ in range(5):
+        bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+        begun_us = bench.now_us
+        while not bench.of(Send):
+            due_us = bench.router.next_deadline()
+            assert due_us is not None
+            bench.run_to(due_us)
+        waits.append(bench.now_us - begun_us)
+        send = bench.sent()
+        bench.take(send)
+    fulls = [20_000, 40_000, 80_000, 100_000, 100_000]
+    assert all(full / 2 <= wait <= full for wait, full in zip(waits, fulls, strict=True)), waits
+    assert len(set(waits)) == 5
+
+
+def test_retries_beyond_the_burst_wait_their_turn() -> None:
+    bench = Bench(RouterConfig(retry_burst=2, retry_rate=10))
+    bench.join(facts("a", slots=8))
+    bench.join(facts("b", slots=8))
+    for number in range(8):
+        bench.open(submission(f"x{number}", first=number))
+    bench.tell(Parted(Session(1), "reset"))
+    at_once = len(bench.of(Send))
+    assert at_once == 2
+    bench.pass_us(110_000)
+    assert len(bench.of(Send)) == 1
+    bench.pass_us(100_000)
+    assert len(bench.of(Send)) == 1
+
+
+@pytest.mark.parametrize(
+    "code", [RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID]
+)
+def test_a_refusal_that_is_the_instances_own_is_not_the_clients(code: RefusalCode) -> None:
+    bench = Bench(RouterConfig(preempt_retry_count=0, loss_retry_count=0))
+    for name in "ab":
+        bench.join(facts(name))
+    bench.arrive(submission("x"))
+    for _ in range(4):
+        send = bench.sent()
+        bench.refuse(send, code)
+        assert not bench.of(Declined)
+        bench.pass_us(1_000_000)
+        assert bench.sent().session != send.session
+    bench.take(bench.sent())
+    assert bench.of(Opened)
+    assert not bench.ever(Forget), "a refused leg has nothing to forget"
+
+
+def test_a_refusal_that_is_about_the_request_reaches_the_client() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    body = bench.arrive(submission("x"))
+    bench.refuse(bench.sent(), RefusalCode.POOL_EXCEEDED)
+    (declined,) = bench.of(Declined)
+    assert (declined.body, declined.refusal.code) == (body, RefusalCode.POOL_EXCEEDED)
+    assert bench.router.open_bodies == 0
+    assert bench.router.counts.declined == {"kv_pool_exceeded": 1}
+
+
+def test_once_opened_such_a_refusal_counts_as_no_room() -> None:
+    bench = Bench(RouterConfig(preempt_retry_count=1))
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    _, send = bench.open(submission("x"))
+    bench.came(send, 1)
+    bench.tell(Parted(send.session, "reset"))
+    bench.refuse(bench.sent(), RefusalCode.POOL_EXCEEDED)
+    bench.pass_us(1_000_000)
+    bench.refuse(bench.sent(), RefusalCode.POOL_EXCEEDED)
+    last = outcome(bench).outcome
+    assert last is not None
+    assert last.fault is not None
+    assert last.fault.code is PdCode.REFUSED
+
+
+def test_a_body_whose_instances_are_lost_before_they_answer_is_declined_in_the_end() -> None:
+    bench = Bench(RouterConfig(loss_retry_count=1))
+    for name in "abc":
+        bench.join(facts(name))
+    bench.arrive(*choices("x", 2))
+    for _ in range(2):
+        bench.tell(Parted(bench.sent().session, "reset"))
+    (declined,) = bench.of(Declined)
+    assert declined.refusal.code is RefusalCode.NO_INSTANCE
+    assert not bench.ever(Delivered)
+    assert (bench.router.open_bodies, bench.router.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_a_choice_that_is_lost_again_and_again_without_a_token_may_be_the_cause_and_ends(tokens: int) -> None:
+    bench = Bench(RouterConfig(fruitless_loss_count=3))
+    for number in range(9):
+        bench.join(facts(f"i{number}"))
+    body, send = bench.open(submission("x"))
+    bench.came(send, *range(tokens))
+    for _ in range(2):
+        bench.tell(Parted(send.session, "killed"))
+        bench.pass_us(1_000_000)
+        send = bench.ever(Send)[-1]
+        bench.take(send)
+    bench.tell(Parted(send.session, "killed"))
+    last = outcome(bench).outcome
+    assert last is not None
+    assert (last.reason, last.generated_tokens) == (FinishReason.RESCHEDULE, tokens)
+    assert bench.delivered(body) == list(range(tokens))
+
+
+def test_a_choice_that_gets_on_between_its_losses_is_not_the_cause() -> None:
+    bench = Bench(RouterConfig(fruitless_loss_count=2))
+    for number in range(9):
+        bench.join(facts(f"i{number}"))
+    body, send = bench.open(submission("x"))
+    for _ in range(8):
+        bench.came(send, 1)
+        bench.tell(Parted(send.session, "killed"))
+        bench.pass_us(1_000_000)
+        send = bench.ever(Send)[-1]
+        bench.take(send)
+    bench.came(send, 1, end=STOP)
+    assert bench.delivered(body) == [1] * 9
+
+
+def test_a_choice_that_waits_where_the_connection_breaks_is_not_the_cause() -> None:
+    bench = Bench(RouterConfig(fruitless_loss_count=2))
+    session = bench.join(facts("a"))
+    body, _ = bench.open(*choices("x", 1))
+    for _ in range(9):
+        bench.tell(Parted(session, "reset"))
+        session = bench.join(facts("a"), held(41))
+    assert not bench.ever(Delivered)[0].outcome
+    bench.tell(Parted(session, "reset"))
+    bench.pass_us(5_000_000)
+    bench.join(facts("b"))
+    for _ in range(9):
+        bench.refuse(bench.ever(Send)[-1], RefusalCode.QUEUE_FULL)
+        bench.pass_us(1_000_000)
+    bench.take(bench.ever(Send)[-1])
+    bench.came(bench.ever(Send)[-1], 1, end=STOP)
+    assert bench.delivered(body) == [1]
+
+
+# ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_beyond_the_slots_newcomers_wait_here_in_the_order_of_priority_and_arrival() -> None:
+    bench = Bench(RouterConfig(ahead=1))
+    bench.join(facts("a", slots=1))
+    _, send = bench.open(submission("x"))
+    for name, priority in (("late", 1), ("first", 0), ("second", 0)):
+        bench.arrive(submission(name, priority=priority))
+        assert not bench.of(Send)
+    assert bench.router.waiting == 3
+    order = []
+    for _ in range(3):
+        bench.came(send, 1, end=STOP)
+        send = bench.sent()
+        order.append(send.group[0].request_id)
+        bench.take(send)
+    assert order == ["first", "second", "late"]
+
+
+def test_a_full_line_refuses_newcomers_but_not_those_who_find_a_place() -> None:
+    bench = Bench(RouterConfig(ahead=1, waiting_max=1))
+    bench.join(facts("a", slots=2))
+    bench.arrive(*choices("x", 2))
+    assert bench.of(Send), "it waits for nothing, so the line is no matter"
+    bench.arrive(submission("y"))
+    assert not bench.of(Declined)
+    bench.arrive(submission("z"))
+    (declined,) = bench.of(Declined)
+    assert (declined.refusal.code, declined.refusal.retry_after_s) == (RefusalCode.QUEUE_FULL, 1)
+    assert bench.router.waiting == 1
+
+
+def test_without_anybody_who_serves_a_body_waits_a_while_and_is_declined() -> None:
+    bench = Bench(RouterConfig(absent_us=5_000_000))
+    bench.join(facts("p", "prefill"))
+    bench.pass_us(20_000_000)
+    first = bench.arrive(submission("x"))
+    bench.pass_us(3_000_000)
+    second = bench.arrive(submission("y"))
+    bench.pass_us(2_500_000)
+    assert [(item.body, item.refusal.code) for item in bench.of(Declined)] == [(first, RefusalCode.NO_INSTANCE)]
+    bench.join(facts("a"))
+    bench.take(bench.sent())
+    assert bench.of(Opened) == [Opened(second)]
+
+
+def test_who_has_tokens_waits_for_an_instance_until_the_deadline() -> None:
+    bench = Bench(RouterConfig(absent_us=1_000_000, deadline_us=30_000_000))
+    bench.join(facts("a"))
+    _, send = bench.open(submission("x"))
+    bench.came(send, 1)
+    bench.tell(Parted(send.session, "reset"))
+    assert not bench.pass_us(29_000_000)
+    bench.pass_us(2_000_000)
+    last = outcome(bench).outcome
+    assert last is not None
+    assert last.fault is not None
+    assert (last.reason, last.fault.code) == (FinishReason.RESCHEDULE, PdCode.TIMEOUT)
+    assert bench.router.open_bodies == 0
+
+
+# ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_when_the_client_leaves_the_instance_is_called_back_and_every_choice_ends_once() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    body, send = bench.open(*choices("x", 2))
+    bench.came(send, 1, place=1, end=STOP)
+    bench.tell(Left(body))
+    assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
+    assert [(item.choice, item.outcome and item.outcome.reason) for item in bench.of(Delivered)] == [(0, FinishReason.ABORT)]
+    assert bench.of(Forget)
+    bench.came(send, 2)
+    bench.tell(Left(body))
+    assert bench.last == []
+    assert bench.router.counts.late == 2
+
+
+def test_a_body_that_is_left_before_it_was_taken_gets_no_answer() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    body = bench.arrive(submission("x"))
+    send = bench.sent()
+    bench.tell(Left(body))
+    assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
+    bench.take(send)
+    assert not bench.ever(Opened)
+    assert not bench.ever(Delivered)
+
+
+def test_a_cut_choice_gives_no_more_tokens_and_ends_with_the_bill() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    body, send = bench.open(submission("x"))
+    bench.came(send, 1, 2, 3)
+    bench.tell(Cut(body, 0, 2))
+    assert bench.of(CutShort) == [CutShort(send.session, send.leg, 0, 2)]
+    bench.came(send, 4)
+    assert bench.last == []
+    bench.came(send, end=ended(FinishReason.STOP, bill=Bill(computed_tokens=42)))
+    last = outcome(bench).outcome
+    assert last is not None
+    assert (last.reason, last.generated_tokens, last.bill.computed_tokens) == (FinishReason.STOP, 2, 42)
+
+
+@pytest.mark.parametrize("when", ["waiting", "sent", "cut"])
+def test_a_cut_choice_needs_no_instance_any_more(when: str) -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    body, send = bench.open(submission("x"))
+    bench.came(send, 1, 2)
+    if when == "cut":
+        bench.tell(Cut(body, 0, 1))
+    if when == "sent":
+        bench.join(facts("b"))
+    bench.tell(Parted(send.session, "reset"))
+    if when != "cut":
+        bench.tell(Cut(body, 0, 1))
+    last = outcome(bench).outcome
+    assert last is not None
+    assert (last.reason, last.generated_tokens) == (FinishReason.STOP, 1)
+    assert len(bench.of(CallBack)) == (when == "sent")
+    assert bench.router.open_bodies == 0
+
+
+def test_at_its_deadline_what_waits_ends_and_what_flows_goes_on() -> None:
+    bench = Bench(RouterConfig(deadline_us=2_000_000))
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    body, send = bench.open(*choices("x", 3))
+    bench.came(send, 1, place=0)
+    bench.came(send, 2, place=1)
+    bench.came(send, 2, place=1, end=ended(FinishReason.ERROR))
+    moved = bench.sent()
+    bench.pass_us(2_000_000)
+    assert [(item.choice, item.outcome and item.outcome.reason) for item in bench.of(Delivered)] == [
+        (1, FinishReason.RESCHEDULE), (2, FinishReason.RESCHEDULE),
+    ], "one was on its way, the other had no token yet"  # fmt: skip
+    assert bench.of(CallBack) == [CallBack(moved.session, moved.leg, (0,)), CallBack(send.session, send.leg, (2,))]
+    assert not bench.pass_us(10_000_000), "the router sleeps from beat to beat"
+    bench.came(send, 3, place=0)
+    assert bench.delivered(body, 0) == [1, 3]
+    bench.came(send, 4, place=0, end=STOP)
+    assert outcome(bench).outcome is not None
+    assert bench.router.open_bodies == 0
+
+
+@pytest.mark.parametrize("how", ["lost", "preempted", "drained"])
+def test_after_its_deadline_an_answer_does_not_move_any_more(how: str) -> None:
+    bench = Bench(RouterConfig(deadline_us=2_000_000, drain_us=500_000))
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    _, send = bench.open(submission("x"))
+    bench.came(send, 1)
+    bench.pass_us(3_000_000)
+    if how == "lost":
+        bench.tell(Parted(send.session, "killed"))
+    elif how == "preempted":
+        bench.came(send, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+    else:
+        bench.tell(Drains(bench.router.fleet.members[send.session].name))
+        bench.pass_us(1_000_000)
+    last = outcome(bench).outcome
+    assert last is not None
+    assert last.fault is not None
+    assert (last.reason, last.fault.code, last.generated_tokens) == (FinishReason.RESCHEDULE, PdCode.TIMEOUT, 1)
+    assert bench.router.open_bodies == 0
+
+
+def test_what_has_begun_waits_for_an_instance_that_can_hold_it_and_holds_up_nobody() -> None:
+    bench = Bench()
+    big = bench.join(facts("big", slots=32))
+    bodies = [bench.open(submission(f"x{number}", 100, max_tokens=200)) for number in range(20)]
+    for _, send in bodies:
+        bench.came(send, 1)
+    bench.join(facts("small", context=64))
+    bench.tell(Parted(big, "killed"))
+    assert not any(isinstance(item, Send | Delivered) for item in bench.pass_us(2_000_000))
+    bench.arrive(submission("short", 10, max_tokens=10))
+    assert bench.sent().session == bench.sessions["small"]
+    bench.join(facts("big", slots=32))
+    bench.pass_us(bench.config.beat_us)
+    assert len(bench.of(Send)) == 20
+    assert {send.session for send in bench.of(Send)} == {bench.sessions["big"]}
+
+
+def test_a_tenant_has_no_more_open_than_it_may_and_pays_for_its_tokens() -> None:
+    bench = Bench(RouterConfig(key_concurrency=2, key_tokens_per_minute=60))
+    bench.join(facts("a"))
+    body, send = bench.open(*choices("x", 2, tokens=30))
+    bench.arrive(submission("y"))
+    (declined,) = bench.of(Declined)
+    assert (declined.refusal.code, declined.refusal.retry_after_s) == (RefusalCode.RATE_LIMITED, 1)
+    bench.arrive(submission("other"), tenant="another")
+    assert bench.of(Send)
+    bench.came(send, *range(40), place=0, end=STOP)
+    bench.tell(Left(body))
+    bench.arrive(submission("z"))
+    (declined,) = bench.of(Declined)
+    assert (declined.refusal.code, declined.refusal.retry_after_s) == (RefusalCode.RATE_LIMITED, 10)
+    bench.pass_us(11_500_000)
+    bench.arrive(submission("z"))
+    assert bench.of(Send)
+
+
+# ── details of a leg ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_absent_limit_is_the_same_on_all_legs() -> None:
+    bench = Bench()
+    bench.join(facts("a", context=512))
+    bench.join(facts("b", context=300))
+    _, send = bench.open(submission("x", 40, max_tokens=None))
+    assert send.group[0].max_tokens == 260
+    bench.join(facts("c", context=100))
+    bench.came(send, 1)
+    bench.tell(Parted(send.session, "reset"))
+    assert bench.sent().group[0].max_tokens == 260
+
+
+def test_who_prefills_is_named_and_those_who_decode_are_told_of_all() -> None:
+    bench = Bench()
+    bench.join(facts("d", "decode"))
+    bench.join(facts("p", "prefill"))
+    bench.join(facts("q", "prefill"))
+    first = bench.arrive(submission("x"))
+    chosen = bench.sent().group[0].prefill_at
+    bench.arrive(submission("y", first=500))
+    assert {chosen, bench.sent().group[0].prefill_at} == {"p:7000", "q:7000"}
+    assert {view.facts.name: view.prefill_tokens for view in bench.router.views()} == {"d": 0, "p": 40, "q": 40}
+    bench.tell(Left(first))
+    assert sorted(view.prefill_tokens for view in bench.router.views()) == [0, 0, 40]
+
+
+def test_bills_of_all_legs_are_summed_and_what_is_computed_again_says_so() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    _, send = bench.open(submission("x", 40))
+    first = Bill(cached_tokens=16, computed_tokens=26, queue_us=5, prefill_us=7, decode_us=1, attempts=1)
+    bench.came(send, 1, 2, cached=16, end=ended(FinishReason.RESCHEDULE, PREEMPTED, first))
+    bench.pass_us(1_000_000)
+    again = bench.sent()
+    bench.take(again)
+    second = Bill(cached_tokens=0, computed_tokens=44, recomputed_tokens=1, queue_us=10, attempts=3)
+    bench.came(again, 3, cached=0, end=ended(FinishReason.STOP, bill=second))
+    last = outcome(bench)
+    assert last.cached_tokens is None, "said once, of the first leg"
+    assert last.outcome is not None
+    assert last.outcome.bill == Bill(
+        cached_tokens=16, computed_tokens=28, recomputed_tokens=43, queue_us=15, prefill_us=7, decode_us=1, attempts=2
+    )
+
+
+def test_phases_come_to_the_timeline_also_when_the_leg_is_over() -> None:
+    from baton.core.routing.events import Beaten, Ledger, Sign
+
+    bench = Bench()
+    bench.join(facts("d", "decode"))
+    bench.join(facts("p", "prefill"))
+    body, send = bench.open(submission("x"))
+
+    def note(phase: str, ago_us: int) -> list[tuple[Stage, str | None, int, str]]:
+        bench.tell(Beaten(send.session, Sign(Ledger(), 0, True, notes=(PhaseNote(send.leg, 0, phase, ago_us),))))
+        return [(item.stage, item.where, bench.now_us - item.at_us, item.why) for item in bench.of(Noted)]
+
+    assert note("WAITING", 5) == []
+    assert note("RECEIVING", 4) == [(Stage.HANDOVER, "d", 4, "from p")]
+    assert note("RUNNING_DECODE", 3) == [(Stage.DECODE, "d", 3, "")]
+    assert note("WAITING", 2) == [(Stage.PREEMPTED, "d", 2, "")]
+    bench.came(send, 1, end=STOP)
+    assert note("RUNNING_DECODE", 1) == [(Stage.DECODE, "d", 1, "")]
+    bench.tell(Left(body))
+
+
+# ── late, or never ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_late_is_counted_and_means_nothing() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    body, send = bench.open(submission("x"))
+    bench.tell(Parted(send.session, "reset"))
+    again = bench.sent()
+    late = [
+        Came(send.session, send.leg, 0, [1]), Came(again.session, send.leg, 0, [1]), Came(again.session, again.leg, 5, [1]),
+        Came(again.session, again.leg, 0, [1]), LegTaken(send.session, send.leg), Parted(send.session, "again"),
+        Left(type(body)(99)), Cut(type(body)(99), 0, 1), Cut(body, 7, 1),
+    ]  # fmt: skip
+    for event in late:
+        assert bench.tell(event) == [], event
+    assert bench.router.counts.late == len(late)
+
+
+def test_a_leg_that_was_taken_cannot_be_refused() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    body, send = bench.open(submission("x"))
+    bench.refuse(send, RefusalCode.QUEUE_FULL)
+    assert bench.last == []
+    bench.came(send, 1, end=STOP)
+    assert bench.delivered(body) == [1]
+    assert bench.of(Forget)
+
+
+def test_a_leg_that_is_refused_after_its_choices_were_cut_has_nothing_to_forget() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    body, first = bench.open(*choices("x", 2))
+    bench.came(first, 1, place=0, end=ended(FinishReason.ERROR))
+    again = bench.sent()
+    bench.tell(Cut(body, 0, 1))
+    assert bench.of(CallBack) == [CallBack(again.session, again.leg, (0,))]
+    bench.refuse(again, RefusalCode.QUEUE_FULL)
+    bench.came(first, 1, place=1, end=STOP)
+    assert bench.of(Forget) == [Forget(first.session, first.leg)]
+
+
+def test_a_body_arrives_once() -> None:
+    bench = Bench()
+    bench.arrive(submission("x"))
+    bench._bodies = 0
+    with pytest.raises(InvariantViolated):
+        bench.arrive(submission("x"))

@@ -1,0 +1,136 @@
+"""The front end's side of an engine: whatever fails in talking to it, nobody is left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from baton.api.engine import EngineDead, TokenStream
+from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.errors import RefusalCode, Refused
+from baton.node import engine_client as client_module
+from baton.node.engine_client import EngineClient
+from baton.node.settings import EngineSettings
+from baton.wire.engine_messages import FromEngine, WireError
+from baton.wire.request_table import Desk, Took
+
+
+def ask(tokens: int = 4) -> Submission:
+    return Submission(RequestId("r"), frozen_tokens([1, 2, 3]), Sampling(seed=0, temperature=0.0), tokens)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[EngineClient]:
+    made = EngineClient(EngineSettings(endpoint="", model_folder=None, prefix_secret=b"x" * 32, step_ms=1.0))
+    await made.start()
+    await made.wait_ready()
+    yield made
+    await made.close()
+
+
+async def test_a_short_answer_arrives_whole(engine: EngineClient) -> None:
+    (stream,) = await engine.submit([ask()])
+    bursts = [burst async for burst in stream]
+    assert sum(len(burst.tokens) for burst in bursts) == 4
+    assert bursts[-1].ended is not None
+
+
+async def test_a_fault_while_receiving_ends_every_open_request(
+    engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stream,) = await engine.submit([ask(4000)])
+
+    def broken(_: bytes) -> None:
+        raise WireError("not a message")
+
+    monkeypatch.setattr(client_module, "decode_from_engine", broken)
+    with pytest.raises(EngineDead, match="cannot talk to the engine"):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineDead):
+        await engine.submit([ask()])
+
+
+async def test_a_group_too_large_for_one_message_is_refused_and_the_engine_lives(
+    engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "FRAME_BYTES_MAX", 100)
+    engine._heard_us -= 60_000_001
+    with pytest.raises(Refused, match="at most 100"):
+        await engine.submit([ask()])
+    assert engine.open_requests == 0
+    assert engine.silent_us > 60_000_000, "the engine has not said that"
+    monkeypatch.undo()
+    (stream,) = await engine.submit([ask()])
+    assert [burst async for burst in stream]
+    assert engine.silent_us < 60_000_000
+
+
+async def test_giving_up_ends_open_requests_with_the_reason(engine: EngineClient) -> None:
+    (stream,) = await engine.submit([ask(4000)])
+    engine.give_up("told to")
+    with pytest.raises(EngineDead, match="told to"):
+        async for _ in stream:
+            pass
+
+
+async def test_a_submitter_that_leaves_before_the_answer_leaves_nothing_running(engine: EngineClient) -> None:
+    leaving = asyncio.create_task(engine.submit([ask(4000)]))
+    await asyncio.sleep(0)
+    assert engine.open_requests == 1
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await engine.wait_idle()
+    assert engine.gauges.steps < 1000
+    (stream,) = await engine.submit([ask()])
+    assert [burst async for burst in stream]
+
+
+async def test_a_submitter_that_leaves_as_the_answer_comes_leaves_nothing_running(
+    engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving = asyncio.create_task(engine.submit([ask(4000)]))
+    take = Desk.take
+
+    def leave_now(desk: Desk, message: FromEngine) -> Took:
+        leaving.cancel()
+        return take(desk, message)
+
+    monkeypatch.setattr(Desk, "take", leave_now)
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await engine.wait_idle()
+    assert engine.gauges.steps < 1000
+
+
+@pytest.mark.parametrize("let_go", [lambda stream: stream.stop(1), lambda stream: stream.abort()], ids=["stop", "abort"])
+async def test_after_letting_go_the_end_still_comes(engine: EngineClient, let_go: Callable[[TokenStream], None]) -> None:
+    (stream,) = await engine.submit([ask(4000)])
+    bursts = []
+    async for burst in stream:
+        bursts.append(burst)
+        let_go(stream)
+    assert bursts[-1].ended is not None
+    assert sum(len(burst.tokens) for burst in bursts) < 1000
+    assert engine.open_requests == 0
+
+
+async def test_nobody_waits_for_a_dead_engine_to_become_idle(engine: EngineClient) -> None:
+    await engine.submit([ask(4000)])
+    idle = asyncio.create_task(engine.wait_idle())
+    await asyncio.sleep(0)
+    engine.give_up("told to")
+    await idle
+    assert engine.open_requests == 0
+
+
+async def test_who_comes_after_the_drain_is_told_of_a_drain_and_not_of_a_death(engine: EngineClient) -> None:
+    engine.drain()
+    await engine.wait_idle()
+    engine.give_up("this instance was stopped")
+    with pytest.raises(Refused) as refused:
+        await engine.submit([ask(4)])
+    assert refused.value.refusal.code is RefusalCode.DRAINING

@@ -1,0 +1,24 @@
+"""A collection does not look at what was there when serving began."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from baton.node.gc_pauses import spare_what_is_there
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_was_loaded_is_not_looked_at_again() -> None:
+    loaded = [[number] for number in range(1000)]
+    spare_what_is_there()
+    assert gc.get_freeze_count() >= len(loaded)
+    assert len(gc.get_objects()) < len(loaded)

@@ -1,0 +1,186 @@
+"""Which way KV travels between two instances, and that orders reach the transfer that carries a hand-over."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from baton.core.config import DECODE, PREFILL
+from baton.core.handover.messages import (
+    Arriving,
+    Expect,
+    Fence,
+    Fenced,
+    Handover,
+    OpenShip,
+    PeerEvent,
+    PeerId,
+    Ship,
+    ShipFailed,
+    Shipped,
+    Verified,
+    Verify,
+)
+from baton.kv.shared_memory import allocate, mirror_of, release
+from baton.kv.transfer_contract import KvLayout, KvMemory
+from baton.node.kv_transfers import NoTransfer, Transfers, kinds_of
+from tests.support.devices import DeviceLike
+
+HOST = "127.0.0.1"
+GIVER, TAKER = PeerId("giver"), PeerId("taker")
+LAYOUT = KvLayout(b"model", "bytes", 16, (64, 32))
+ON_GIVER, ON_TAKER = Handover(TAKER, 7, 1), Handover(GIVER, 7, 1)
+SOURCES, TARGETS = np.array([5, 1, 3], dtype=np.int32), np.array([0, 6, 2], dtype=np.int32)
+EVENT_S = 20
+
+
+class Side:
+    def __init__(self, transfers: Transfers, events: queue.SimpleQueue[PeerEvent]) -> None:
+        self.transfers = transfers
+        self._events = events
+
+    def next(self) -> PeerEvent:
+        while isinstance(event := self._events.get(timeout=EVENT_S), Arriving):
+            pass
+        return event
+
+
+@pytest.fixture
+def memories() -> Iterator[tuple[KvMemory, KvMemory]]:
+    made = allocate(LAYOUT, 8), allocate(LAYOUT, 8)
+    made[0].pool[:] = np.arange(made[0].pool.size, dtype=np.uint32).reshape(made[0].pool.shape).astype(np.uint8)
+    yield made
+    for memory in made:
+        release(memory)
+
+
+@pytest.fixture
+def sides(memories: tuple[KvMemory, KvMemory], request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    given, taken = request.param
+    made = []
+    for role, setting, memory in ((PREFILL, given, memories[0]), (DECODE, taken, memories[1])):
+        events: queue.SimpleQueue[PeerEvent] = queue.SimpleQueue()
+        made.append(Side(Transfers(role, setting, memory, events.put, HOST), events))
+    yield made[0], made[1]
+    for side in made:
+        side.transfers.close()
+
+
+@pytest.fixture(params=[("auto", True), ("auto", False), ("tcp", True)], ids=["one host", "two hosts", "by tcp"])
+def on_devices(
+    memories: tuple[KvMemory, KvMemory], request: pytest.FixtureRequest
+) -> Iterator[tuple[Side, Side, tuple[DeviceLike, DeviceLike], bool]]:
+    """Both sides have their KV on a device; the last says whether they are on one host."""
+    setting, same_host = request.param
+    devices = [DeviceLike(memory.pool, memory.fd) for memory in memories]
+    mirrors, made = [mirror_of(LAYOUT, device, device) for device in devices], []
+    for role, mirror in zip((PREFILL, DECODE), mirrors, strict=True):
+        events: queue.SimpleQueue[PeerEvent] = queue.SimpleQueue()
+        made.append(Side(Transfers(role, setting, mirror, events.put, HOST), events))
+    yield made[0], made[1], (devices[0], devices[1]), same_host and setting == "auto"
+    for side, mirror in zip(made, mirrors, strict=True):
+        side.transfers.close()
+        release(mirror)
+
+
+def with_settings(*pairs: tuple[str, str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("sides", pairs, ids=[" to ".join(pair) for pair in pairs], indirect=True)
+
+
+def open_handover(giver: Side, taker: Side, same_host: bool = True) -> None:
+    assert giver.transfers.accept(TAKER, taker.transfers.offer(GIVER, same_host)) is None
+    taker.transfers.carry_out(Expect(ON_TAKER, b"token", 2, TARGETS))
+    giver.transfers.carry_out(OpenShip(ON_GIVER, b"token", 2, SOURCES))
+
+
+@with_settings(("auto", "auto"), ("auto", "tcp"), ("tcp", "tcp"), ("shm", "shm"), ("auto", "shm"))
+def test_what_is_ordered_on_one_side_arrives_on_the_other(
+    sides: tuple[Side, Side], memories: tuple[KvMemory, KvMemory]
+) -> None:
+    giver, taker = sides
+    open_handover(giver, taker)
+    giver.transfers.carry_out(Ship(ON_GIVER, 1, 2, 4, last=False))
+    giver.transfers.carry_out(Ship(ON_GIVER, 2, 4, 5, last=True))
+    for step in (1, 2):
+        for layer in (0, 1):
+            giver.transfers.layer_done(step, layer)
+        giver.transfers.step_done(step)
+    shipped = giver.next()
+    assert isinstance(shipped, Shipped)
+    taker.transfers.carry_out(Verify(ON_TAKER, shipped.checks))
+    assert taker.next() == Verified(ON_TAKER)
+    assert (memories[1].pool[TARGETS] == memories[0].pool[SOURCES]).all()
+    assert taker.transfers.arrived_bytes() == 3 * LAYOUT.block_bytes
+    # What is done needs no fence, and is kept nowhere; one that comes all the same is answered.
+    assert not {**giver.transfers._sending, **taker.transfers._receiving}
+    taker.transfers.carry_out(Fence(ON_TAKER))
+    giver.transfers.carry_out(Fence(ON_GIVER))
+    assert (taker.next(), giver.next()) == (Fenced(ON_TAKER), Fenced(ON_GIVER))
+
+
+def test_kv_on_devices_arrives_and_stays_there_where_it_can(
+    on_devices: tuple[Side, Side, tuple[DeviceLike, DeviceLike], bool], memories: tuple[KvMemory, KvMemory]
+) -> None:
+    giver, taker, devices, straight = on_devices
+    open_handover(giver, taker, same_host=straight)
+    giver.transfers.carry_out(Ship(ON_GIVER, 1, 2, 5, last=True))
+    for layer in (1, 0):
+        giver.transfers.layer_done(1, layer)
+    giver.transfers.step_done(1)
+    shipped = giver.next()
+    assert isinstance(shipped, Shipped)
+    taker.transfers.carry_out(Verify(ON_TAKER, shipped.checks))
+    assert taker.next() == Verified(ON_TAKER)
+    assert (memories[1].pool[TARGETS] == memories[0].pool[SOURCES]).all()
+    assert bool(devices[1].pulled) == straight
+
+
+@with_settings(("auto", "auto"), ("auto", "tcp"))
+def test_what_is_fenced_on_either_side_ends_on_both(sides: tuple[Side, Side]) -> None:
+    giver, taker = sides
+    open_handover(giver, taker)
+    taker.transfers.carry_out(Fence(ON_TAKER))
+    assert taker.next() == Fenced(ON_TAKER)
+    giver.transfers.carry_out(Ship(ON_GIVER, None, 2, 5, last=True))
+    assert isinstance(giver.next(), ShipFailed)
+    giver.transfers.carry_out(Fence(ON_GIVER))
+    assert giver.next() == Fenced(ON_GIVER)
+    assert not {**giver.transfers._sending, **taker.transfers._receiving}
+
+
+@with_settings(("auto", "auto"))
+def test_auto_takes_shared_memory_on_one_host_and_tcp_between_two(sides: tuple[Side, Side]) -> None:
+    _, taker = sides
+    assert taker.transfers.offer(GIVER, same_host=True)[0].startswith("shm:")
+    assert taker.transfers.offer(GIVER, same_host=False)[0].startswith("tcp:127.0.0.1:")
+
+
+@with_settings(("shm", "tcp"), ("tcp", "shm"))
+def test_two_that_insist_on_different_ways_refuse_each_other_by_name(sides: tuple[Side, Side]) -> None:
+    giver, taker = sides
+    reason = giver.transfers.accept(TAKER, taker.transfers.offer(GIVER, same_host=True))
+    assert reason is not None
+    assert "shm" in reason
+    assert "tcp" in reason
+
+
+@with_settings(("auto", "auto"))
+def test_a_peer_without_an_address_or_a_session_gets_nothing(sides: tuple[Side, Side]) -> None:
+    giver, taker = sides
+    assert "0 were given" in (giver.transfers.accept(TAKER, ()) or "")
+    assert giver.transfers.accept(TAKER, taker.transfers.offer(GIVER, same_host=True)) is None
+    giver.transfers.forget(TAKER)
+    giver.transfers.carry_out(OpenShip(ON_GIVER, b"token", 2, SOURCES))
+    assert isinstance(giver.next(), ShipFailed)
+
+
+def test_auto_never_opens_the_ports_of_mooncake() -> None:
+    assert set(kinds_of("auto")) <= {"shm", "tcp"}
+
+
+def test_a_way_that_does_not_exist_is_refused_at_the_start(memories: tuple[KvMemory, KvMemory]) -> None:
+    with pytest.raises(NoTransfer, match="pigeon"):
+        Transfers(DECODE, "pigeon", memories[1], lambda _event: None, HOST)

@@ -1,0 +1,93 @@
+"""The admin key: who sees and changes the fleet where there is one, and that all else is as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.api.model_text import ModelText
+from baton.api.settings import ApiSettings
+from baton.cli.main import app
+from baton.router.admin_auth import is_guarded
+from baton.router.dashboard import OPEN_PATHS
+from tests.router.fleet import Fleet
+from tests.router.fleet import fleet as running
+
+Eventually = Callable[[Callable[[], bool]], None]
+GUARDED = [
+    ("GET", "/v1/instances"),
+    ("POST", "/v1/instances/a/drain"),
+    ("GET", "/dashboard/state"),
+    ("POST", "/dashboard/kill"),
+    ("GET", "/dashboard/whatever-comes"),
+]
+
+
+def settings(*keys: str) -> ApiSettings:
+    return ApiSettings(served_model_names=("tiny",), api_keys=keys)
+
+
+def status(fleet: Fleet, method: str, path: str, key: str | None) -> tuple[int, str | None]:
+    """And the code of the error, if it is one."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    reply = fleet.served.call(method, path, headers=headers)
+    return reply.status, reply.error["code"] if reply.status >= 400 else None
+
+
+@pytest.mark.parametrize("keys", [("tenant",), ()], ids=["keys for clients too", "no other keys"])
+def test_only_the_admin_key_sees_and_changes_the_fleet(text: ModelText, keys: tuple[str, ...]) -> None:
+    with running(text, settings(*keys), admin_key="operator") as fleet:
+        member = fleet.add("a")
+        for method, path in GUARDED:
+            assert status(fleet, method, path, None) == (401, "invalid_api_key"), path
+            assert status(fleet, method, path, "tenant") == (403, "admin_key_needed"), path
+        assert status(fleet, "GET", "/v1/instances", "unknown")[0] == (401 if keys else 403)
+        assert not member.drained
+        assert status(fleet, "GET", "/v1/instances", "operator") == (200, None)
+        assert status(fleet, "GET", "/dashboard/state", "operator") == (200, None)
+        assert status(fleet, "POST", "/dashboard/kill", "operator") == (404, "not_found"), "no demonstration"
+
+
+def test_clients_and_probes_are_served_as_before_and_the_dashboards_chat_by_the_admin_key(text: ModelText) -> None:
+    with running(text, settings("group:tenant"), admin_key="op:erator") as fleet:
+        fleet.add("a")
+        for key in ("tenant", "op:erator"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert fleet.served.complete(headers, max_tokens=2).status == 200
+            assert status(fleet, "GET", "/metrics", key)[0] == 200
+        for path in ("/health", "/ready", "/dashboard", "/dashboard/static/app.js"):
+            assert status(fleet, "GET", path, None)[0] == 200
+        assert status(fleet, "GET", "/v1/models", None)[0] == 401
+
+
+def test_without_an_admin_key_every_key_is_an_operators(text: ModelText) -> None:
+    with running(text, settings("tenant")) as fleet:
+        member = fleet.add("a")
+        assert status(fleet, "GET", "/dashboard/state", "tenant")[0] == 200
+        assert status(fleet, "POST", "/v1/instances/a/drain", "tenant")[0] == 200
+        assert status(fleet, "GET", "/v1/instances", None)[0] == 401
+        assert member.name == "a"
+
+
+def test_baton_drain_takes_the_admin_key_and_says_so_where_it_is_another(text: ModelText, eventually: Eventually) -> None:
+    with running(text, settings("tenant"), admin_key="operator") as fleet:
+        member = fleet.add("a")
+
+        def drain(key: str) -> tuple[int, str]:
+            url = f"http://127.0.0.1:{fleet.served.port}"
+            result = CliRunner().invoke(app, ["drain", "a", "--url", url, "--api-key", key, "--no-wait"])
+            return result.exit_code, result.output
+
+        code, said = drain("tenant")
+        assert (code, "admin key" in said, member.drained) == (1, True, False)
+        assert drain("operator")[0] == 0
+        eventually(lambda: member.drained)
+
+
+def test_what_is_guarded_is_a_path_and_all_below_it() -> None:
+    assert not any(is_guarded(path) for path in OPEN_PATHS)
+    assert not is_guarded("/v1/instances-of-something-else")
+    assert is_guarded("/dashboard/")
+    assert is_guarded("/v1/instances/")

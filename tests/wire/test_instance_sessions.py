@@ -1,0 +1,524 @@
+"""The instance's book: what a router placed is answered once and kept while it may be asked for; no other's is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from baton.core.engine.plan import Logprobs
+from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.errors import IllegalTransition, Refusal, RefusalCode
+from baton.wire import instance_sessions as relays
+from baton.wire.engine_messages import (
+    AcceptedAs,
+    Cancel,
+    Drain,
+    FromEngine,
+    Pulse,
+    Rows,
+    StopAt,
+    Submit,
+    TellNames,
+    WireError,
+    refused,
+    wire_gauges,
+    wire_submission,
+)
+from baton.wire.instance_sessions import RELAY_TICKETS, Relay, RelayOut, Standing
+from baton.wire.router_messages import (
+    KEYS_A_BEAT_MAX,
+    Beat,
+    Forget,
+    HeldGroup,
+    Join,
+    Leaving,
+    Neighbours,
+    Place,
+    Settled,
+    TurnedAway,
+    Welcome,
+    decode_from_instance,
+    encode_membership,
+)
+from tests.wire.steps import GAUGES, step
+
+JOIN = Join("d0", 7, "mixed", b"f", "http://d0", "", 4, 64, 16, 512, 64, 99, False)
+WELCOME = Welcome("r", 200_000, 5_000_000)
+FULL = Refusal(RefusalCode.QUEUE_FULL, "full", 1)
+NOTHING = RelayOut()
+
+
+def asks(*names: str, logprobs: int | None = None, prompt: Sequence[int] = (1, 2, 3)) -> list[Submission]:
+    sampling = Sampling(seed=3, temperature=0.0, logprobs=logprobs)
+    return [Submission(RequestId(name), frozen_tokens(prompt), sampling, 20) for name in names]
+
+
+def place(ticket: int, group: list[Submission], origin: bytes = b"origin") -> Place:
+    choices = tuple(range(len(group)))
+    return Place(ticket, tuple(wire_submission(item) for item in group), choices, len(group), origin)
+
+
+def line(row: int, *values: float) -> Logprobs:
+    """Log-probabilities of as many tokens, with one alternative each."""
+    chosen = np.array(values, dtype=np.float32)
+    return Logprobs(row, chosen, np.full((len(values), 1), 5, dtype=np.int32), chosen.reshape(-1, 1))
+
+
+def serving(relay: Relay | None = None) -> Relay:
+    relay = relay or Relay(JOIN)
+    relay.opened(0)
+    relay.heard(WELCOME, 0)
+    return relay
+
+
+def open_as(relay: Relay, group: list[Submission], *serials: int, ticket: int = 0) -> None:
+    order = relay.heard(place(ticket, group), 0).orders[-1]
+    assert isinstance(order, Submit)
+    assert relay.take(AcceptedAs(order.ticket, serials), 0).says == [AcceptedAs(ticket, serials)]
+
+
+def held(relay: Relay, now_us: int = 0) -> list[HeldGroup]:
+    """What the next session is told."""
+    relay.lost("cut", now_us)
+    said = relay.opened(now_us)
+    assert (type(said[0]), said[-1]) == (Join, Settled())
+    groups = [decode_from_instance(encode_membership(message)) for message in said[1:-1]]
+    assert all(isinstance(group, HeldGroup) for group in groups)
+    return groups  # type: ignore[return-value]
+
+
+def tokens_of(data: bytes) -> list[int]:
+    return list(np.frombuffer(data, dtype="<i4").tolist())
+
+
+# ── the session ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_session_begins_with_who_we_are_and_names_are_told_from_the_beginning() -> None:
+    relay = Relay(JOIN)
+    assert relay.opened(0) == [JOIN, Settled()]
+    assert relay.heard(WELCOME, 0) == RelayOut(orders=[TellNames()], welcomed=WELCOME)
+    assert relay.standing is Standing.SERVING
+
+
+@pytest.mark.parametrize(
+    "message",
+    [place(0, asks("a")), Cancel(1), StopAt(1, 2), Forget((1,)), Neighbours(()), Drain()],
+    ids=lambda m: type(m).__name__,
+)
+def test_before_the_welcome_and_after_being_turned_away_a_router_may_say_nothing_else(message: object) -> None:
+    relay = Relay(JOIN)
+    relay.opened(0)
+    with pytest.raises(WireError, match="joining"):
+        relay.heard(message, 0)  # type: ignore[arg-type]
+    relay.heard(TurnedAway("other model", False), 0)
+    with pytest.raises(WireError, match="turned away"):
+        relay.heard(message, 0)  # type: ignore[arg-type]
+    assert relay.open_requests == 0
+
+
+def test_a_second_welcome_or_a_late_refusal_is_an_error() -> None:
+    relay = serving()
+    for message in (WELCOME, TurnedAway("x", True)):
+        with pytest.raises(WireError, match="serving"):
+            relay.heard(message, 0)
+
+
+def test_who_is_fenced_learns_it() -> None:
+    for fenced in (True, False):
+        relay = Relay(JOIN)
+        relay.opened(0)
+        out = relay.heard(TurnedAway("a later life", fenced), 0)
+        assert out == RelayOut(turned_away="a later life", fenced="a later life" if fenced else None)
+
+
+def test_a_session_opened_twice_is_a_bug() -> None:
+    relay = serving()
+    with pytest.raises(IllegalTransition, match="SERVING"):
+        relay.opened(0)
+
+
+def test_who_leaves_says_so_once_and_joins_as_draining() -> None:
+    relay = serving()
+    assert (relay.leave(), relay.leave()) == ([Leaving()], [])
+    relay.lost("cut", 0)
+    joined = relay.opened(0)[0]
+    assert isinstance(joined, Join)
+    assert joined.draining
+
+
+def test_neighbours_and_the_order_to_drain_reach_the_driver() -> None:
+    relay = serving()
+    assert relay.heard(Neighbours(("p:1",)), 0) == RelayOut(neighbours=("p:1",))
+    assert relay.heard(Drain(), 0) == RelayOut(drain=True)
+    assert relay.leave() == [], "the router knows"
+
+
+# ── places ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_place_travels_under_a_ticket_of_ours_and_is_answered_under_the_routers() -> None:
+    relay = serving()
+    message = place(5, asks("a", "b"))
+    assert relay.heard(message, 0) == RelayOut(orders=[Submit(RELAY_TICKETS, message.group)])
+    assert relay.owns_ticket(RELAY_TICKETS)
+    assert not relay.owns_ticket(RELAY_TICKETS - 1)
+    assert relay.take(AcceptedAs(RELAY_TICKETS, (8, 9)), 0) == RelayOut(says=[AcceptedAs(5, (8, 9))])
+    assert relay.open_requests == 2
+
+
+def test_a_refusal_is_passed_on_and_nothing_is_kept() -> None:
+    relay = serving()
+    relay.heard(place(5, asks("a")), 0)
+    assert relay.take(refused(RELAY_TICKETS, FULL), 0) == RelayOut(says=[refused(5, FULL)])
+    assert (relay.open_requests, relay.held_choices, held(relay)) == (0, 0, [])
+
+
+def test_two_places_under_one_ticket_are_an_error() -> None:
+    relay = serving()
+    relay.heard(place(5, asks("a")), 0)
+    with pytest.raises(WireError, match="ticket 5"):
+        relay.heard(place(5, asks("b")), 0)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        asks("x" * 2000),
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1, temperature=float("nan")), 5)],
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1), 2, generated=frozen_tokens([1, 2]))],
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1), 5, leader=RequestId("nobody"))],
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1, stop_token_ids=(-1,)), 5)],
+    ],
+)
+def test_what_would_hurt_the_engine_never_reaches_it(group: list[Submission]) -> None:
+    relay = serving()
+    with pytest.raises(WireError):
+        relay.heard(place(0, group), 0)
+    assert relay.open_requests == relay.held_choices == 0
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        asks("a", prompt=(1, 64)),
+        asks("a", prompt=(-1,)),
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1), 5, generated=frozen_tokens([64]))],
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1, logit_bias=((64, 1.0),)), 5)],
+        [Submission(RequestId("a"), frozen_tokens([1]), Sampling(seed=1, stop_token_ids=(64,)), 5)],
+    ],
+)
+def test_a_token_that_the_model_has_not_is_refused_here_and_nothing_else_suffers(group: list[Submission]) -> None:
+    relay = serving()
+    out = relay.heard(place(0, group), 0)
+    refusal = Refusal(RefusalCode.NOT_IN_VOCABULARY, "a token that is none of a vocabulary of 64")
+    assert out == RelayOut(says=[refused(0, refusal)])
+    assert relay.open_requests == relay.held_choices == 0
+    open_as(relay, asks("a"), 1, ticket=1)
+
+
+def test_more_choices_than_are_taken_are_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "CHOICES_MAX", 3)
+    relay = serving()
+    open_as(relay, asks("a", "b"), 1, 2)
+    out = relay.heard(place(1, asks("c", "d")), 0)
+    assert not out.orders
+    assert [type(answer).__name__ for answer in out.says] == ["RefusedWith"]
+    open_as(relay, asks("c"), 3, ticket=2)
+
+
+def test_the_same_request_placed_again_ends_the_older_attempt() -> None:
+    relay = serving()
+    open_as(relay, asks("a", "b"), 1, 2)
+    out = relay.heard(place(1, asks("b")), 0)
+    assert out.orders[0] == Cancel(2)
+    assert relay.take(AcceptedAs(RELAY_TICKETS + 1, (3,)), 0).says == [AcceptedAs(1, (3,))]
+    over = step(ended=[2])
+    assert relay.take(over, 0) == RelayOut(says=[over]), "this router knows of the older one and hears its end"
+    assert [[line.serial for line in group.lines] for group in held(relay)] == [[1], [3]]
+
+
+def test_the_same_request_placed_again_before_the_older_attempt_is_answered_cancels_it_with_its_answer() -> None:
+    relay = serving()
+    relay.heard(place(0, asks("a")), 0)
+    assert not [order for order in relay.heard(place(1, asks("a")), 0).orders if isinstance(order, Cancel)]
+    assert relay.take(AcceptedAs(RELAY_TICKETS, (1,)), 0) == RelayOut([Cancel(1)], [AcceptedAs(0, (1,))])
+    relay.take(AcceptedAs(RELAY_TICKETS + 1, (2,)), 0)
+    assert [[line.serial for line in group.lines] for group in held(relay)] == [[2]]
+
+
+# ── orders ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_router_cannot_end_what_is_not_its_own() -> None:
+    relay = serving()
+    open_as(relay, asks("a"), 1)
+    for message in (Cancel(7), StopAt(7, 1), Forget((7,))):
+        assert relay.heard(message, 0) == NOTHING
+    assert relay.heard(StopAt(1, 3), 0) == RelayOut(orders=[StopAt(1, 3)])
+    assert relay.heard(Cancel(1), 0) == RelayOut(orders=[Cancel(1)])
+    assert relay.heard(Cancel(1), 0) == NOTHING, "once is enough"
+
+
+def test_what_is_cancelled_is_not_kept_but_heard_to_its_end() -> None:
+    relay = serving()
+    open_as(relay, asks("a"), 1)
+    relay.heard(Cancel(1), 0)
+    last = step([(1, [4])], ended=[1])
+    assert relay.take(last, 0) == RelayOut(says=[last])
+    assert (relay.open_requests, relay.held_choices, held(relay)) == (0, 0, [])
+
+
+def test_what_has_ended_is_kept_until_it_is_to_be_forgotten() -> None:
+    relay = serving()
+    open_as(relay, asks("a", "b"), 1, 2)
+    relay.take(step([(1, [4]), (2, [5])], ended=[1, 2]), 0)
+    assert relay.open_requests == 0
+    assert relay.heard(Forget((1,)), 0) == NOTHING
+    (group,) = held(relay)
+    assert [(kept.serial, kept.place) for kept in group.lines] == [(2, 1)]
+    relay.heard(WELCOME, 0)
+    relay.heard(Forget((2,)), 0)
+    assert (held(relay), relay.held_choices) == ([], 0)
+
+
+def test_what_is_forgotten_while_it_is_open_is_ended() -> None:
+    relay = serving()
+    open_as(relay, asks("a"), 1)
+    assert relay.heard(Forget((1,)), 0) == RelayOut(orders=[Cancel(1)])
+
+
+# ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_held_is_said_with_all_that_came_of_it_and_steps_go_on_after_it() -> None:
+    relay = serving()
+    open_as(relay, asks("a", "b"), 1, 2)
+    relay.take(step([(1, [4]), (2, [5, 6])], started=[(1, 2), (2, 3)]), 0)
+    relay.lost("cut", 0)
+    assert relay.take(step([(1, [7]), (2, [8])], ended=[2]), 0) == NOTHING, "nobody is there"
+    said = relay.opened(0)
+    (group,) = [message for message in said if isinstance(message, HeldGroup)]
+    assert [(kept.serial, tokens_of(kept.tokens), kept.cached_tokens) for kept in group.lines] == [
+        (1, [4, 7], 2),
+        (2, [5, 6, 8], 3),
+    ]
+    assert [kept.ended and kept.ended.serial for kept in group.lines] == [None, 2]
+    assert (group.choices, group.body_choices, group.origin) == ((0, 1), 2, b"origin")
+    for kept in group.lines:
+        assert sum(tokens_of(kept.counts)) == len(tokens_of(kept.tokens))
+    after = step([(1, [9])])
+    assert relay.take(after, 0) == RelayOut(says=[after]), "before the welcome, too: it comes after what is held"
+
+
+def test_log_probabilities_are_kept_row_by_row() -> None:
+    relay = serving()
+    open_as(relay, asks("a", logprobs=1), 1)
+    open_as(relay, asks("b"), 2, ticket=1)
+    relay.take(step([(2, [1]), (1, [4])], logprobs=(line(1, -0.5),)), 0)
+    relay.take(step([(1, [5, 6])], logprobs=(line(0, -1.0, -2.0),)), 0)
+    first, second = held(relay)
+    (kept,) = first.lines
+    assert (tokens_of(kept.counts), tokens_of(kept.tokens)) == ([1, 2], [4, 5, 6])
+    assert [item.row for item in kept.logprobs] == [0, 1]
+    assert [np.frombuffer(item.chosen, "<f4").tolist() for item in kept.logprobs] == [[-0.5], [-1.0, -2.0]]
+    assert second.lines[0].logprobs == ()
+
+
+def test_a_step_is_split_between_router_and_own_clients() -> None:
+    relay = serving()
+    assert relay.split(both := step([(1, [4]), (2, [5, 6])], ended=[1])) == (None, both)
+    open_as(relay, asks("a", "c"), 2, 4)
+    ours = step([(2, [5]), (4, [1])])
+    assert relay.split(ours) == (ours, None)
+    theirs = step([(1, [4])], ended=[3])
+    assert relay.split(theirs) == (None, theirs)
+    mixed = step(
+        [(1, [4]), (2, [5, 6]), (3, []), (4, [7])],
+        ended=[1, 4],
+        started=[(1, 9), (2, 8)],
+        logprobs=(line(0, -1.0), line(1, -2.0, -3.0), line(3, -4.0)),
+    )
+    mine, others = relay.split(mixed)
+    assert mine is not None
+    assert others is not None
+    assert mine == step([(2, [5, 6]), (4, [7])], ended=[4], started=[(2, 8)], logprobs=(line(0, -2.0, -3.0), line(1, -4.0)))
+    assert others == step([(1, [4]), (3, [])], ended=[1], started=[(1, 9)], logprobs=(line(0, -1.0),))
+    assert Rows(mine).tokens == [5, 6, 7]
+    nothing = step()
+    assert relay.split(nothing) == (None, nothing), "its gauges are for the own front end"
+
+
+# ── loss ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_place_accepted_while_nobody_is_there_is_held() -> None:
+    relay = serving()
+    relay.heard(place(0, asks("a")), 0)
+    relay.lost("cut", 0)
+    assert relay.take(AcceptedAs(RELAY_TICKETS, (1,)), 0) == NOTHING
+    said = relay.opened(0)
+    (group,) = [message for message in said if isinstance(message, HeldGroup)]
+    assert [(kept.serial, kept.tokens) for kept in group.lines] == [(1, b"")]
+    after = step([(1, [4])])
+    assert relay.take(after, 0).says == [after]
+
+
+def test_a_place_that_is_unanswered_as_the_next_session_opens_is_cancelled_unheard() -> None:
+    relay = serving()
+    relay.heard(place(0, asks("a")), 0)
+    open_as(relay, asks("b"), 1, ticket=1)
+    assert len(held(relay)) == 1
+    relay.heard(WELCOME, 0)
+    relay.heard(place(0, asks("c")), 0)  # the new session's own ticket 0
+    assert relay.take(AcceptedAs(RELAY_TICKETS, (2,)), 0) == RelayOut(orders=[Cancel(2)])
+    assert relay.take(AcceptedAs(RELAY_TICKETS + 2, (3,)), 0) == RelayOut(says=[AcceptedAs(0, (3,))])
+    said = relay.take(step([(1, [4]), (2, [5]), (3, [6])], ended=[2]), 0).says
+    assert said == [step([(1, [4]), (3, [6])])], "nothing of what the router was never told"
+    whole = step([(1, [4]), (3, [6])])
+    assert relay.take(whole, 0).says[0] is whole
+    assert relay.open_requests == 2
+
+
+def test_a_refusal_of_a_place_of_an_earlier_session_is_not_said_in_the_next() -> None:
+    relay = serving()
+    relay.heard(place(0, asks("a")), 0)
+    assert held(relay) == []
+    assert relay.take(refused(RELAY_TICKETS, FULL), 0) == NOTHING
+    assert relay.held_choices == 0
+
+
+def test_when_the_grace_is_over_what_is_open_is_cancelled_and_nothing_is_kept() -> None:
+    relay = serving()
+    open_as(relay, asks("a", "b"), 1, 2)
+    relay.take(step([(1, [4])], ended=[2]), 0)
+    relay.heard(place(1, asks("c")), 0)
+    assert relay.next_deadline() is None
+    relay.lost("cut", 1_000)
+    assert relay.next_deadline() == 1_000 + WELCOME.orphan_grace_us
+    assert relay.tick(1_000) == NOTHING
+    assert relay.tick(1_000 + WELCOME.orphan_grace_us) == RelayOut(orders=[Cancel(1)])
+    assert relay.take(AcceptedAs(RELAY_TICKETS + 1, (3,)), 0) == RelayOut(orders=[Cancel(3)])
+    assert relay.next_deadline() is None
+    assert relay.opened(0) == [JOIN, Settled()]
+    assert relay.take(step([(1, [5])], ended=[1, 3]), 0) == NOTHING
+    assert (relay.open_requests, relay.held_choices) == (0, 0)
+
+
+def test_dialling_in_vain_does_not_make_the_grace_longer() -> None:
+    relay = serving()
+    open_as(relay, asks("a"), 1)
+    relay.lost("cut", 1_000)
+    relay.opened(2_000)
+    assert relay.tick(10**9) == NOTHING, "an answer is awaited"
+    relay.lost("no answer", 3_000)
+    relay.lost("twice", 4_000)
+    assert relay.next_deadline() == 1_000 + WELCOME.orphan_grace_us
+    relay.opened(5_000)
+    relay.heard(WELCOME, 5_000)
+    relay.lost("cut", 6_000)
+    assert relay.next_deadline() == 6_000 + WELCOME.orphan_grace_us
+
+
+def test_of_what_has_ended_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "ENDED_CHOICES_MAX", 2)
+    relay = serving()
+    for serial in range(4):
+        open_as(relay, asks(f"r{serial}"), serial, ticket=serial)
+    relay.take(step([(serial, [1]) for serial in range(4)], ended=[1, 0, 3]), 0)
+    assert [group.lines[0].serial for group in held(relay)] == [0, 2, 3]
+    monkeypatch.setattr(relays, "ENDED_BYTES_MAX", 2_000)
+    relay = serving()
+    for serial in range(2):
+        relay.heard(place(serial, asks(f"r{serial}"), b"o" * 1_000), 0)
+        relay.take(AcceptedAs(RELAY_TICKETS + serial, (serial,)), 0)
+        relay.take(step(ended=[serial]), 0)
+    assert [group.lines[0].serial for group in held(relay)] == [1]
+
+
+def test_a_group_that_cannot_travel_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "GROUP_BYTES_MAX", 2_000)
+    relay = serving()
+    relay.heard(place(0, asks("a"), b"o" * 2_000), 0)
+    relay.take(AcceptedAs(RELAY_TICKETS, (1,)), 0)
+    open_as(relay, asks("b"), 2, ticket=1)
+    assert [group.lines[0].serial for group in held(relay)] == [2]
+    assert relay.heard(WELCOME, 0).orders == [Cancel(1), TellNames()]
+    both = step([(1, [1]), (2, [3])], ended=[1])
+    assert relay.take(both, 0).says == [step([(2, [3])])]
+
+
+# ── beats ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def pulse(
+    fresh: bool = False,
+    named: Sequence[int] = (),
+    forgotten: Sequence[int] = (),
+    notes: tuple[tuple[int, str, int], ...] = (),
+) -> Pulse:
+    said = (b"".join(key(number) for number in numbers) for numbers in (named, forgotten))
+    return Pulse(wire_gauges(GAUGES), True, fresh, *said, notes)
+
+
+def names(beat: Beat | None) -> tuple[bool, list[int], list[int]]:
+    assert beat is not None
+    assert decode_from_instance(encode_membership(beat)) == beat
+    lists = [
+        [int.from_bytes(data[at : at + 16], "little") for at in range(0, len(data), 16)]
+        for data in (beat.named, beat.forgotten)
+    ]
+    return beat.fresh, *lists  # type: ignore[return-value]
+
+
+def test_names_go_out_once_in_a_session_and_from_the_beginning_in_the_next() -> None:
+    relay = serving()
+    assert names(relay.beat(pulse(named=[1]), 0, 0)) == (False, [], []), "before the engine starts afresh: void"
+    assert names(relay.beat(pulse(True, [1, 2]), 0, 0)) == (True, [1, 2], [])
+    assert names(relay.beat(None, 0, 0)) == (False, [], [])
+    relay.feel(pulse(named=[3, 4], forgotten=[1]), 0)
+    relay.feel(pulse(named=[1], forgotten=[3]), 0)
+    assert names(relay.beat(None, 0, 0)) == (False, [4, 1], [3]), "each in one of the two"
+    relay.feel(pulse(named=[5]), 0)
+    relay.lost("cut", 0)
+    assert relay.beat(pulse(named=[6]), 0, 0) is None
+    serving(relay)
+    assert names(relay.beat(pulse(named=[7]), 0, 0)) == (False, [], [])
+    assert names(relay.beat(pulse(True, [1, 7]), 0, 0)) == (True, [1, 7], [])
+
+
+def test_more_names_than_a_beat_takes_wait_for_the_next() -> None:
+    relay = serving()
+    relay.feel(pulse(True, range(KEYS_A_BEAT_MAX)), 0)
+    relay.feel(pulse(named=range(KEYS_A_BEAT_MAX, KEYS_A_BEAT_MAX + 3)), 0)
+    assert names(relay.beat(None, 0, 0)) == (True, list(range(KEYS_A_BEAT_MAX)), [])
+    assert names(relay.beat(None, 0, 0)) == (False, [KEYS_A_BEAT_MAX, KEYS_A_BEAT_MAX + 1, KEYS_A_BEAT_MAX + 2], [])
+
+
+def test_a_beat_says_how_the_engine_is_and_notes_of_the_routers_requests_only() -> None:
+    relay = serving()
+    first = relay.beat(None, 5, 0)
+    assert first is not None
+    assert (first.engine_silent_us, first.computing) == (5, False)
+    open_as(relay, asks("a"), 1)
+    relay.feel(pulse(notes=((1, "waiting", 10), (2, "waiting", 10))), 1_000)
+    beat = relay.beat(None, 7, 1_500)
+    assert beat is not None
+    assert (beat.gauges, beat.computing, beat.engine_silent_us) == (wire_gauges(GAUGES), True, 7)
+    assert beat.notes == ((1, "waiting", 510),)
+    again = relay.beat(None, 0, 1_600)
+    assert again is not None
+    assert again.notes == ()
+
+
+def test_an_answer_that_nobody_asked_for_is_an_error() -> None:
+    answers: list[FromEngine] = [AcceptedAs(RELAY_TICKETS, (1,)), refused(RELAY_TICKETS, FULL)]
+    for answer in answers:
+        with pytest.raises(WireError, match=str(RELAY_TICKETS)):
+            serving().take(answer, 0)  # type: ignore[arg-type]

@@ -1,0 +1,551 @@
+"""The front end's book: each ticket and each serial ends exactly once, and what nobody wants any more is cancelled."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.core.config import WorkerConfig
+from baton.core.engine.plan import Logprobs
+from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.worker import Launch, StepDone, Tick, Worker
+from baton.core.errors import IllegalTransition, Refusal, RefusalCode
+from baton.executor.scripted import ScriptedExecutor, undisturbed
+from baton.wire.engine_messages import (
+    WIRE_VERSION,
+    AcceptedAs,
+    Cancel,
+    Drain,
+    Failed,
+    FromEngine,
+    Ready,
+    StopAt,
+    ToEngine,
+    WireError,
+    decode_from_engine,
+    decode_to_engine,
+    encode_from_engine,
+    encode_to_engine,
+    refused,
+    wire_gauges,
+)
+from baton.wire.request_table import (
+    TRANSITIONS,
+    Came,
+    Declined,
+    Desk,
+    DeskClosed,
+    Died,
+    Lost,
+    Move,
+    News,
+    Opened,
+    Progress,
+    State,
+    Took,
+    next_state,
+)
+from baton.wire.worker_messages import event_of, message_of
+from tests.support.driver import VOCABULARY, shape_of
+from tests.wire.steps import GAUGES, step
+
+FULL = Refusal(RefusalCode.QUEUE_FULL, "full", 1)
+NOTHING = Took([], [])
+
+
+def asks(count: int = 1, max_tokens: int | None = None) -> list[Submission]:
+    return [
+        Submission(RequestId(f"r{at}"), frozen_tokens([1, 2, 3 + at]), Sampling(seed=at, temperature=0.0), max_tokens)
+        for at in range(count)
+    ]
+
+
+def opened(*serials: int) -> Desk:
+    """A desk at which one group is open as these serials."""
+    desk = Desk()
+    message = desk.submit(asks(len(serials)))
+    assert desk.take(AcceptedAs(message.ticket, serials)) == Took([Opened(message.ticket, serials)], [])
+    return desk
+
+
+def heard(took: Took) -> list[News | Progress]:
+    """All that clients hear, one by one."""
+    return [*took.news, *(took.step.rows() if took.step is not None else ())]
+
+
+def only(took: Took) -> Progress:
+    (news,) = heard(took)
+    assert isinstance(news, Progress)
+    assert not took.orders
+    return news
+
+
+# ── tickets ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tickets_count_from_zero_and_the_group_travels_in_its_order() -> None:
+    desk = Desk()
+    messages = [desk.submit(asks(2)), desk.submit(asks(1))]
+    assert [message.ticket for message in messages] == [0, 1]
+    assert [item.request_id for item in messages[0].group] == ["r0", "r1"]
+    assert (desk.open_tickets, desk.open_serials, desk.open_requests) == (2, 0, 2)
+
+
+def test_an_accepted_ticket_becomes_its_serials() -> None:
+    desk = opened(7, 8)
+    assert (desk.open_tickets, desk.open_serials, desk.open_requests) == (0, 2, 2)
+
+
+def test_a_refused_ticket_ends_with_the_refusal() -> None:
+    desk = Desk()
+    ticket = desk.submit(asks()).ticket
+    assert desk.take(refused(ticket, FULL)) == Took([Declined(ticket, FULL)], [])
+    assert desk.open_requests == 0
+
+
+def test_an_answer_to_an_unknown_ticket_is_an_error_that_names_it() -> None:
+    for answer in (AcceptedAs(5, (1,)), refused(5, FULL)):
+        with pytest.raises(WireError, match="ticket 5"):
+            Desk().take(answer)
+
+
+def test_a_second_answer_to_a_ticket_is_an_error() -> None:
+    desk = opened(7)
+    for answer in (AcceptedAs(0, (8,)), refused(0, FULL)):
+        with pytest.raises(WireError, match="ticket 0"):
+            desk.take(answer)
+
+
+@pytest.mark.parametrize("serials", [(7,), (8, 8)])
+def test_a_serial_given_twice_is_an_error_and_changes_nothing(serials: tuple[int, ...]) -> None:
+    desk = opened(7)
+    ticket = desk.submit(asks(len(serials))).ticket
+    with pytest.raises(WireError, match=f"ticket {ticket}"):
+        desk.take(AcceptedAs(ticket, serials))
+    assert (desk.open_tickets, desk.open_serials) == (1, 1)
+
+
+# ── abandoned before the answer ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_accepted_after_the_client_left_is_cancelled_and_never_heard_of() -> None:
+    desk = Desk()
+    ticket = desk.submit(asks(2)).ticket
+    desk.abandon(ticket)
+    desk.abandon(ticket)
+    assert desk.take(AcceptedAs(ticket, (7, 8))) == Took([], [Cancel(7), Cancel(8)])
+    assert desk.open_requests == 2  # the engine still has them: a drain waits for their ends
+    assert desk.cancel(7) is None
+    assert desk.stop(8, 0) is None
+    assert desk.take(step([(7, [1, 2])])) == NOTHING
+    assert desk.late == 1
+    assert desk.take(step([(7, [3])], ended=[7, 8])) == NOTHING
+    assert desk.open_requests == 0
+
+
+def test_a_refusal_after_the_client_left_is_swallowed() -> None:
+    desk = Desk()
+    ticket = desk.submit(asks()).ticket
+    desk.abandon(ticket)
+    assert desk.take(refused(ticket, FULL)) == NOTHING
+    assert desk.open_requests == 0
+
+
+def test_abandoning_after_the_answer_does_nothing() -> None:
+    desk = opened(7)
+    desk.abandon(0)
+    assert only(desk.take(step([(7, [1])]))).tokens == [1]
+    assert desk.cancel(7) == Cancel(7)
+
+
+# ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_step_brings_each_row_its_own_tokens_and_then_the_ends_without_a_row() -> None:
+    desk = opened(7, 8, 9)
+    logprobs = Logprobs(
+        1,
+        np.array([-0.5, -1.5], dtype=np.float32),
+        np.array([[3], [5]], dtype=np.int32),
+        np.array([[-0.5], [-1.5]], dtype=np.float32),
+    )
+    news = heard(desk.take(step([(9, [4]), (7, [5, 6])], ended=[8, 7], started=[(9, 16)], logprobs=(logprobs,))))
+    assert len(news) == 3
+    nine, seven, eight = (item for item in news if isinstance(item, Progress))
+    assert (nine.serial, nine.tokens, nine.logprobs, nine.cached_tokens, nine.ended) == (9, [4], None, 16, None)
+    assert (seven.serial, seven.tokens, seven.cached_tokens) == (7, [5, 6], None)
+    assert seven.logprobs == [(-0.5, ((3, -0.5),)), (-1.5, ((5, -1.5),))]
+    assert seven.ended is not None
+    assert (eight.serial, eight.tokens, eight.logprobs) == (8, [], None)
+    assert eight.ended is not None
+    assert eight.ended.serial == 8
+    assert desk.open_serials == 1
+
+
+def test_tokens_after_the_end_are_an_error_that_names_the_serial_and_changes_nothing() -> None:
+    desk = opened(7, 8)
+    assert only(desk.take(step([(7, [1])], ended=[7]))).ended is not None
+    with pytest.raises(WireError, match="serial 7,"):
+        desk.take(step([(8, [1]), (7, [2, 3])], ended=[8]))
+    assert desk.open_serials == 1
+
+
+def test_what_was_accepted_in_an_earlier_conversation_is_dropped_and_counted() -> None:
+    desk = Desk()
+    assert desk.take(step([(3, [1])], ended=[3])) == NOTHING
+    desk.submit(asks())
+    desk.take(AcceptedAs(0, (7,)))
+    assert desk.take(step([(4, [1])], ended=[5])) == NOTHING
+    assert desk.late == 4
+
+
+def test_a_second_end_is_an_error_that_names_the_serial_and_changes_nothing() -> None:
+    desk = opened(7, 8)
+    desk.take(step(ended=[7]))
+    for output in (step([(8, [1])], ended=[8, 7]), step([(7, [1])], ended=[7]), step(ended=[8, 8])):
+        with pytest.raises(WireError, match=r"serial [78],"):
+            desk.take(output)
+    assert (desk.open_serials, desk.late) == (1, 0)
+    assert only(desk.take(step([(8, [1])], ended=[8]))).tokens == [1]
+
+
+# ── told to stop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_order_to_end_is_given_once() -> None:
+    for first in (lambda desk: desk.cancel(7) == Cancel(7), lambda desk: desk.stop(7, 2) == StopAt(7, 2)):
+        desk = opened(7)
+        assert first(desk)
+        assert desk.cancel(7) is None
+        assert desk.stop(7, 3) is None
+
+
+def test_after_an_order_to_end_tokens_and_the_end_still_come() -> None:
+    desk = opened(7)
+    desk.stop(7, 1)
+    assert only(desk.take(step([(7, [5])]))).tokens == [5]
+    assert only(desk.take(step(ended=[7]))).ended is not None
+    assert desk.cancel(7) is None
+    assert desk.open_requests == 0
+
+
+def test_orders_for_serials_that_never_were_are_none() -> None:
+    assert Desk().cancel(3) is None
+    assert Desk().stop(3, 1) is None
+
+
+# ── the engine comes, dies, is gone ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_coming_and_last_words_are_news() -> None:
+    desk = opened(7)
+    ready = Ready(WIRE_VERSION, 1, 2, 3, 4, 5, "", wire_gauges(GAUGES))
+    assert desk.take(ready) == Took([Came(ready)], [])
+    assert desk.take(Failed("no memory")) == Took([Died("no memory")], [])
+    assert desk.open_serials == 1  # whoever hears of it decides that it is lost
+
+
+def test_a_loss_ends_everything_that_somebody_hears_of_exactly_once() -> None:
+    desk = opened(7, 8)
+    desk.cancel(8)
+    waiting, left, unwanted = (desk.submit(asks()).ticket for _ in range(3))
+    desk.abandon(left)
+    desk.abandon(unwanted)
+    desk.take(AcceptedAs(unwanted, (9,)))
+    assert desk.lose("gone") == [Lost(waiting, None, "gone"), Lost(None, 7, "gone"), Lost(None, 8, "gone")]
+    assert desk.open_requests == 0
+    assert desk.lose("again") == []
+
+
+def test_a_lost_request_may_be_tried_elsewhere() -> None:
+    desk = opened(7)
+    assert [lost.retryable for lost in desk.lose("gone")] == [True]
+
+
+def test_a_lost_desk_takes_no_submission_and_drops_what_still_comes() -> None:
+    desk = opened(7)
+    desk.lose("the cable is out")
+    with pytest.raises(DeskClosed, match="the cable is out"):
+        desk.submit(asks())
+    assert desk.cancel(7) is None
+    messages: list[FromEngine] = [step([(7, [1])], ended=[7]), AcceptedAs(9, (1,)), refused(9, FULL), Failed("late")]
+    for message in messages:
+        assert desk.take(message) == NOTHING
+    assert desk.late == len(messages)
+
+
+def test_what_is_not_in_the_table_is_a_bug_and_says_so() -> None:
+    assert State.GONE not in {state for state, _ in TRANSITIONS}
+    with pytest.raises(IllegalTransition, match="STOPPING cannot take the move LET_GO"):
+        next_state(State.STOPPING, Move.LET_GO)
+
+
+# ── both ends together ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Engine:
+    """A real Worker with a scripted executor behind real bytes; no process."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.executor = ScriptedExecutor(shape_of(config), VOCABULARY)
+        self.worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks))
+        self.said: deque[bytes] = deque()
+        self.launched = 0
+
+    def hear(self, message: ToEngine) -> None:
+        self._tell(event_of(decode_to_engine(encode_to_engine(message))))
+
+    def turn(self) -> None:
+        self._tell(Tick())
+        if self.launched:
+            self.launched -= 1
+            self._tell(StepDone(self.executor.collect()))
+
+    def _tell(self, event: object) -> None:
+        for effect in self.worker.handle(event, 0):  # type: ignore[arg-type]
+            message = message_of(effect, self.worker.gauges)
+            if isinstance(effect, Launch):
+                assert message is None
+                self.executor.launch(effect.plan)
+                self.launched += 1
+            else:
+                assert message is not None
+                self.said.append(encode_from_engine(message))
+
+
+def converse(desk: Desk, engine: Engine) -> list[News | Progress]:
+    """Until nothing is open."""
+    news: list[News | Progress] = []
+    while desk.open_requests:
+        while engine.said:
+            took = desk.take(decode_from_engine(engine.said.popleft()))
+            news += heard(took)
+            for order in took.orders:
+                engine.hear(order)
+        engine.turn()
+    return news
+
+
+CONFIG = WorkerConfig(slots=2, blocks=32, block_size=4, context_tokens=64, step_tokens=16, waiting_max=4)
+
+
+def test_desk_and_worker_understand_each_other() -> None:
+    desk, engine = Desk(), Engine(CONFIG)
+    group = asks(2, max_tokens=5)
+    engine.hear(desk.submit(group))
+    news = converse(desk, engine)
+    assert news[0] == Opened(0, (0, 1))
+    for serial, item in enumerate(group):
+        heard = [one for one in news if isinstance(one, Progress) and one.serial == serial]
+        expected = undisturbed(item.prompt, item.sampling, 5, VOCABULARY)
+        assert [token for one in heard for token in one.tokens] == list(expected)
+        assert [one.ended is not None for one in heard] == [False] * (len(heard) - 1) + [True]
+    assert engine.worker.is_idle
+
+
+def test_a_request_abandoned_before_the_answer_leaves_the_worker_idle() -> None:
+    desk, engine = Desk(), Engine(CONFIG)
+    engine.hear(desk.submit(asks(3, max_tokens=60)))
+    desk.abandon(0)
+    assert converse(desk, engine) == []
+    assert engine.worker.is_idle
+    assert engine.worker.gauges().steps < 10
+
+
+def test_a_stop_while_it_waits_and_a_drain_reach_the_worker_and_their_answers_come_back() -> None:
+    desk, engine = Desk(), Engine(CONFIG)
+    engine.hear(desk.submit(asks(1, max_tokens=5)))
+    desk.take(decode_from_engine(engine.said.popleft()))
+    order = desk.stop(0, 0)
+    assert order is not None
+    engine.hear(order)
+    engine.hear(Drain())
+    engine.hear(desk.submit(asks()))
+    end, declined = converse(desk, engine)
+    assert isinstance(end, Progress)
+    assert end.ended is not None
+    assert isinstance(declined, Declined)
+    assert declined.refusal.code is RefusalCode.DRAINING
+
+
+# ── any conversation at all ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class AnyConversation(RuleBasedStateMachine):
+    """An engine that says whatever it may, clients that do whatever they like; judged only by what clients hear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk()
+        self.lost = False
+        self.submitted = 0
+        self.unanswered: dict[int, int] = {}
+        """What the engine has not answered: ticket → size of the group."""
+        self.running: list[int] = []
+        """What the engine has not ended."""
+        self.over: list[int] = []
+        self.next_serial = 0
+        self.left: set[int] = set()
+        """Tickets whose client left before the answer."""
+        self.owner: dict[int, int] = {}
+        """Serial → ticket."""
+        self.sent: dict[int, list[int]] = {}
+        self.heard: dict[int, list[int]] = {}
+        self.ticket_ends: Counter[int] = Counter()
+        self.serial_ends: Counter[int] = Counter()
+        self.orders: Counter[int] = Counter()
+        """How often the engine was told to end a serial."""
+
+    # What clients do.
+
+    @precondition(lambda self: not self.lost)
+    @rule(size=st.integers(1, 3))
+    def submit(self, size: int) -> None:
+        message = self.desk.submit(asks(size))
+        assert message.ticket == self.submitted
+        self.submitted += 1
+        self.unanswered[message.ticket] = size
+
+    @rule(ticket=st.integers(0, 12))
+    def abandon(self, ticket: int) -> None:
+        if ticket in self.unanswered and not self.lost:
+            self.left.add(ticket)
+        self.desk.abandon(ticket)
+
+    @rule(serial=st.integers(0, 20), keep=st.one_of(st.none(), st.integers(0, 5)))
+    def let_go(self, serial: int, keep: int | None) -> None:
+        order = self.desk.cancel(serial) if keep is None else self.desk.stop(serial, keep)
+        if serial in self.running and not self.lost and not self.orders[serial]:
+            assert order == (Cancel(serial) if keep is None else StopAt(serial, keep))
+            self.orders[serial] += 1
+        else:
+            assert order is None
+
+    # What the engine says.
+
+    @precondition(lambda self: self.unanswered)
+    @rule(data=st.data(), accepted=st.sampled_from([True, True, True, False]))
+    def answer(self, data: st.DataObject, accepted: bool) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.unanswered)))
+        size = self.unanswered.pop(ticket)
+        if not accepted:
+            self._take(refused(ticket, FULL))
+            return
+        serials = tuple(range(self.next_serial, self.next_serial + size))
+        self.next_serial += size
+        self.running += serials
+        self.owner.update(dict.fromkeys(serials, ticket))
+        self._take(AcceptedAs(ticket, serials))
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        known = st.lists(st.sampled_from(self.running), unique=True) if self.running else st.just([])
+        yields, ends = data.draw(known), data.draw(known)
+        rows = [(serial, data.draw(st.lists(st.integers(0, 99), max_size=3))) for serial in yields]
+        for serial, tokens in rows:
+            if not self.lost:
+                self.sent.setdefault(serial, []).extend(tokens)
+        self.running = [serial for serial in self.running if serial not in ends]
+        self.over += ends
+        self._take(step(rows, ended=ends))
+
+    @precondition(lambda self: self.over and not self.lost)
+    @rule(data=st.data())
+    def row_after_the_end(self, data: st.DataObject) -> None:
+        serial = data.draw(st.sampled_from(self.over))
+        with pytest.raises(WireError, match=f"serial {serial},"):
+            self.desk.take(step([(serial, [1])]))
+
+    @precondition(lambda self: self.over and not self.lost)
+    @rule(data=st.data())
+    def second_end(self, data: st.DataObject) -> None:
+        serial = data.draw(st.sampled_from(self.over))
+        with pytest.raises(WireError, match=f"serial {serial},"):
+            self.desk.take(step(ended=[*self.running, serial]))
+
+    @precondition(lambda self: self.next_serial > 4)
+    @rule()
+    def lose(self) -> None:
+        for lost in self.desk.lose("gone"):
+            assert (lost.ticket is None) != (lost.serial is None)
+            if lost.ticket is not None:
+                self._ticket_ends(lost.ticket)
+            if lost.serial is not None:
+                self._serial_ends(lost.serial)
+        self.lost = True
+
+    # What clients hear.
+
+    def _take(self, message: FromEngine) -> Took:
+        took = self.desk.take(message)
+        for order in took.orders:
+            assert isinstance(order, Cancel)
+            assert self.owner[order.serial] in self.left
+            self.orders[order.serial] += 1
+        for news in heard(took):
+            self._hear(news)
+        return took
+
+    def _hear(self, news: News | Progress) -> None:
+        match news:
+            case Opened(ticket, serials):
+                self._ticket_ends(ticket)
+                assert all(self.owner[serial] == ticket for serial in serials)
+                self.heard.update({serial: [] for serial in serials})
+            case Declined(ticket):
+                self._ticket_ends(ticket)
+            case Progress(serial, tokens):
+                assert not self.serial_ends[serial], f"serial {serial} was heard of after its end"
+                self.heard[serial] += tokens
+                if news.ended is not None:
+                    self._serial_ends(serial)
+            case _:
+                raise AssertionError(news)
+
+    def _ticket_ends(self, ticket: int) -> None:
+        assert ticket not in self.left
+        self.ticket_ends[ticket] += 1
+
+    def _serial_ends(self, serial: int) -> None:
+        assert serial in self.heard
+        self.serial_ends[serial] += 1
+
+    @invariant()
+    def nothing_ends_twice_and_orders_are_given_once(self) -> None:
+        for counts in (self.ticket_ends, self.serial_ends, self.orders):
+            assert all(count <= 1 for count in counts.values())
+
+    @invariant()
+    def what_was_accepted_for_nobody_is_cancelled(self) -> None:
+        if not self.lost:
+            assert all(self.orders[serial] == 1 for serial, ticket in self.owner.items() if ticket in self.left)
+
+    @invariant()
+    def tokens_arrive_whole_and_in_order(self) -> None:
+        assert all(tokens == self.sent.get(serial, []) for serial, tokens in self.heard.items())
+
+    @invariant()
+    def the_book_is_as_long_as_what_is_open(self) -> None:
+        if self.lost:
+            assert self.desk.open_requests == 0
+        else:
+            assert (self.desk.open_tickets, self.desk.open_serials) == (len(self.unanswered), len(self.running))
+
+    def teardown(self) -> None:
+        """Let the engine finish: then everything has ended once, or nobody wanted to hear of it."""
+        for ticket in sorted(self.unanswered):
+            self._take(refused(ticket, FULL))
+        self._take(step(ended=self.running))
+        assert self.desk.open_requests == 0
+        assert all(self.serial_ends[serial] == 1 for serial in self.heard)
+        assert all(self.ticket_ends[ticket] == 1 for ticket in range(self.submitted) if ticket not in self.left)
+
+
+TestAnyConversation = AnyConversation.TestCase
+TestAnyConversation.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
