@@ -1,4 +1,4 @@
-"""The example of ARCHITECTURE.md, as it stands there, joins a world and meets its faults."""
+"""The example of docs/design/simulator.md, as it stands there, joins a world and meets its faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.sim.faults import Fault, NetworkRates
 from baton.sim.network import Network
 from baton.sim.world import Host, World
 
-DOCUMENT = Path(__file__).parents[2] / "ARCHITECTURE.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "simulator.md"
 
 
 def beacon_class() -> Any:

@@ -1,0 +1,366 @@
+"""Every command line in README, ARCHITECTURE and docs/ is one that the real parser takes; those that end soon are run.
+
+What is a placeholder (a model, a key, a file that the reader has) is declared here; any other file that a command names must
+exist. Commands that are not run carry a mark with the reason (`pages`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperGroup
+
+from baton.api.schema import ChatBody, CompletionBody, parse
+from baton.cli.main import app
+from baton.kv.store import parse_size, parse_url
+from tests.docs import pending
+from tests.docs.pages import ROOT, Block, Span, blocks, commands_of, lines_of, page_names, read, spans_of
+from tests.support.server import ServerProcess, baton_serve
+
+SECONDS_MAX = 30
+SERVER = "http://127.0.0.1:8000"
+WITH_SERVER = "run with a server"
+NOT_RUN = re.compile(
+    r"not run: (needs a GPU|needs several machines|long|needs a running (server|fleet)|serves until it is stopped"
+    r"|sets up an environment|installs the package)"
+)
+PLACEHOLDERS = frozenset(
+    [
+        "./folder-of-safetensors", "./kv", "./my-model", "/path/to/run-in-vllm-venv", "cluster.key", "fleet.toml",
+        "gpu.json", "mooncake_conversation_trace.jsonl.gz", "my-machine.json", "run.json", "run.png",
+    ]
+)  # fmt: skip
+"""Files and folders that the reader has or makes."""
+WRITTEN_FOR = {
+    "ADDRESS": "10.0.0.1",
+    "FILE.toml": "fleet.toml",
+    "GROUP:KEY": "team:key",
+    "KEY": "key",
+    "MODEL": "./my-model",
+    "N": "1",
+}
+"""What stands for a reader's own words where a value must parse."""
+FORMS = frozenset(["baton bench NAME", "python -m benchmarks NAME"])
+GONE = frozenset(["--attention flashinfer"])
+"""Only said to be gone."""
+SHELL = frozenset(["base64", "chmod", "export", "head"])
+TAKES_LONG = ("baton sim fuzz",)
+"""More than five seconds, of what is run."""
+SH_BLOCKS = blocks("sh")
+SH_LINES = [(block, line) for block in SH_BLOCKS for line in lines_of(block)]
+INLINE = [span for page in page_names() for span in spans_of(page)]
+
+
+# ── parsing ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def benchmarks_app() -> typer.Typer:
+    """Until there are experiments beside the package, they are commands of it."""
+    place = "benchmarks.__main__" if find_spec("benchmarks") else "baton.cli.bench"
+    module = import_module(place)
+    found = module.__dict__.get("app") or module.__dict__["bench_app"]
+    assert isinstance(found, typer.Typer)
+    return found
+
+
+def leaf_of(program: typer.Typer, words: Sequence[str]) -> tuple[Any, list[str]]:
+    """The command that these words call, and the words that are left for it."""
+    command: Any = typer.main.get_command(program)
+    rest = list(words)
+    while isinstance(command, TyperGroup) and rest and not rest[0].startswith("-"):
+        context = command.make_context("baton", [], resilient_parsing=True)
+        found = command.get_command(context, rest[0])
+        assert found is not None, f"{rest[0]} is no command"
+        command, rest = found, rest[1:]
+    return command, rest
+
+
+def check_words(program: typer.Typer, words: Sequence[str], named: bool) -> None:
+    command, rest = leaf_of(program, words)
+    if named and not rest:
+        return
+    assert not isinstance(command, TyperGroup) or rest, "it lacks its last word"
+    try:
+        context = command.make_context(command.name, [WRITTEN_FOR.get(word, word) for word in rest])
+    except typer.Exit:
+        return  # --help; what is wrong is another exception
+    for parameter in command.params:
+        value = context.params.get(parameter.name)
+        if value is not None and parameter.metavar == "SIZE":
+            parse_size(value)
+        if value is not None and parameter.metavar == "URL":
+            parse_url(value)
+
+
+@cache
+def commands(program: typer.Typer) -> tuple[Any, ...]:
+    """Every command that has no commands of its own."""
+
+    def below(command: Any) -> Iterator[Any]:
+        if not isinstance(command, TyperGroup):
+            yield command
+            return
+        context = command.make_context("baton", [], resilient_parsing=True)
+        for name in command.list_commands(context):
+            yield from below(command.get_command(context, name))
+
+    return tuple(below(typer.main.get_command(program)))
+
+
+@cache
+def having(option: str) -> tuple[Any, ...]:
+    every = {*commands(app), *commands(benchmarks_app())}
+    return tuple(one for one in every if any(option in (*p.opts, *p.secondary_opts) for p in one.params))
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with what the reader has, to parse and run in; nothing of the environment is for Baton."""
+    folder = tmp_path_factory.mktemp("desk")
+    for name in PLACEHOLDERS & {"cluster.key", "mooncake_conversation_trace.jsonl.gz"}:
+        (folder / name).touch()
+    (folder / "kv").mkdir()
+    (table,) = blocks("toml")
+    (folder / "fleet.toml").write_text(table.text)
+    given = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("BATON_")}
+    with contextlib.chdir(folder):
+        yield folder
+    os.environ.update(given)
+
+
+# ── what commands there are ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_make(words: Sequence[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split())  # type: ignore[index]
+    variables = set(re.findall(r"\$\((\w+)\)", makefile)) | pending.MAKE_VARIABLES
+    for word in words:
+        name, given, _ = word.partition("=")
+        assert name in (variables if given else targets), f"make knows no {name}"
+
+
+def check_pip(words: Sequence[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert words[0] == "install"
+    for word in words[1:]:
+        named = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
+        assert named, f"pip install {word}"
+        assert not named[1] or set(named[1].split(",")) <= set(extras), f"there is no extra {named[1]}"
+
+
+def check_curl(words: Sequence[str]) -> None:
+    (address,) = [word for word in words if word.startswith("http")]
+    assert address.startswith(SERVER)
+    if "-d" in words:
+        kind = ChatBody if address.endswith("/chat/completions") else CompletionBody
+        parse(words[words.index("-d") + 1].encode(), kind)
+
+
+def check_command(words: Sequence[str], named: bool = False) -> None:
+    """`named`: a command may stand without what it needs, to speak of it."""
+    while words and (assigned := re.fullmatch(r"([A-Z_]+)=.*", words[0])):
+        check_variable(assigned[1])
+        words = words[1:]
+    match words:
+        case ["baton", *rest]:
+            check_words(app, rest, named)
+        case ["python", "-m", "benchmarks", *rest]:
+            check_words(benchmarks_app(), rest, named)
+        case ["make", *rest]:
+            check_make(rest)
+        case ["pip", *rest]:
+            check_pip(rest)
+        case ["curl", *rest]:
+            check_curl(rest)
+        case ["export", *rest]:
+            for word in rest:
+                check_variable(word.partition("=")[0])
+        case [name, *_]:
+            assert name in SHELL, f"{name} is not a command that these pages may use"
+    check_files(words)
+
+
+@cache
+def sources() -> str:
+    folders = [folder for folder in (ROOT / "src", ROOT / "benchmarks") if folder.is_dir()]
+    return "\n".join(path.read_text() for folder in folders for path in sorted(folder.rglob("*.py")))
+
+
+def check_variable(name: str) -> None:
+    if name.startswith("BATON_"):
+        option = "--" + name.removeprefix("BATON_").lower().replace("_", "-")
+        assert having(option) or name in sources(), f"nothing reads {name}"
+
+
+def check_files(words: Sequence[str]) -> None:
+    for word in words:
+        name = word.partition("=")[2] if re.match(r"[A-Z_]+=", word) else word
+        name = name.removeprefix("file:")
+        if "://" in name or name.startswith(("/v1", "/dev/", "/var/lib/", "-", ".[", "{")) or " " in name:
+            continue
+        if "/" in name or re.search(r"\.(json|toml|key|gz|png|gguf)$", name):
+            assert name in PLACEHOLDERS or (ROOT / name).exists(), f"{name} is no file here and no declared placeholder"
+
+
+# ── tests ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(SH_LINES) > 50
+    assert sum(block.mark is None for block in SH_BLOCKS) >= 4
+
+
+@pytest.mark.parametrize("block", SH_BLOCKS, ids=str)
+def test_a_block_is_run_or_says_why_not(block: Block) -> None:
+    assert block.mark is None or block.mark == WITH_SERVER or NOT_RUN.match(block.mark), block.mark
+
+
+@pytest.mark.parametrize(("block", "line"), SH_LINES, ids=[f"{block} {line[:60]}" for block, line in SH_LINES])
+@pytest.mark.usefixtures("desk")
+def test_the_parser_takes_the_line(block: Block, line: str) -> None:
+    for words in commands_of(line):
+        check_command(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "baton serve --no-such-option",
+        "baton serve --reserve sometimes",
+        "baton serve --port 70000",
+        "baton serve --kv-memory plenty",
+        "baton serve --kv-store nowhere",
+        "baton serve ./another-model",
+        "baton bench calibrate",
+        "baton fly",
+        "python -m benchmarks nothing",
+        "make coffee",
+        "make test NO_SUCH_VARIABLE=1",
+        "pip install '.[jewels]'",
+        "BATON_NO_SUCH_OPTION=1 baton serve",
+        "rm -r kv",
+    ],
+)
+@pytest.mark.usefixtures("desk")
+def test_a_wrong_line_is_found(line: str) -> None:
+    with pytest.raises(Exception):  # noqa: B017, PT011  of the parser's own classes, which move with its version, or an assertion
+        check_command(commands_of(line)[0])
+
+
+COMMAND_SPANS = [span for span in INLINE if re.match(r"(baton|make|pip) \S|python -m benchmarks", span.text)]
+
+
+@pytest.mark.parametrize("span", [span for span in COMMAND_SPANS if span.text not in FORMS], ids=str)
+@pytest.mark.usefixtures("desk")
+def test_the_parser_takes_a_command_inside_of_a_line(span: Span) -> None:
+    for words in commands_of(span.text):
+        check_command(words, named=True)
+
+
+@pytest.mark.parametrize(
+    "span", [span for span in INLINE if re.match(r"--\w", span.text) and span.text not in GONE], ids=str
+)
+@pytest.mark.usefixtures("desk")
+def test_an_option_inside_of_a_line_exists_and_its_value_parses(span: Span) -> None:
+    option, *values = span.text.split()
+    found = having(option)
+    assert found, f"no command has {option}"
+    if not values:
+        return
+    errors = []
+    for command in found:
+        needed = ["x" for parameter in command.params if parameter.param_type_name == "argument" and parameter.required]
+        try:
+            command.make_context(command.name, [option, *(WRITTEN_FOR.get(value, value) for value in values), *needed])
+        except Exception as error:  # noqa: BLE001  of the parser's own classes, which move with its version
+            errors.append(error)
+    assert len(errors) < len(found), errors
+
+
+def test_what_is_gone_is_said_nowhere_else() -> None:
+    for page in page_names():
+        for gone in GONE:
+            assert gone not in read(page) or page == "docs/changes.md"
+
+
+# ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run(words: Sequence[str], folder: Path) -> str:
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    if words[0] == "baton":
+        words = [sys.executable, "-m", "baton", *words[1:]]
+    elif words[0] == "python":
+        words = [sys.executable, *words[1:]]
+    done = subprocess.run(
+        words,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_here(words: list[str], folder: Path) -> None:
+    if words[:3] == ["python", "-m", "benchmarks"] and not find_spec("benchmarks"):
+        words = ["baton", "bench", *words[3:]]
+    run(words, folder)
+
+
+RUN = [
+    pytest.param(line, id=f"{block} {line[:40]}", marks=[pytest.mark.slow] if line.startswith(TAKES_LONG) else [])
+    for block, line in SH_LINES
+    if block.mark is None
+]
+
+
+@pytest.mark.parametrize("line", RUN)
+def test_the_command_runs(line: str, desk: Path) -> None:
+    for words in commands_of(line):
+        run_here(words, desk)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with baton_serve("--executor", "scripted", "--served-model-name", "smollm2") as process:
+        yield process
+
+
+@pytest.mark.parametrize("line", [line for block, line in SH_LINES if block.mark == WITH_SERVER])
+def test_the_request_is_answered(line: str, server: ServerProcess, desk: Path) -> None:
+    (words,) = commands_of(line.replace(SERVER, server.url))
+    answer = json.loads(run([*words, "--silent"], desk))
+    assert answer["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_the_python_of_the_readme_prints_an_answer(server: ServerProcess, desk: Path) -> None:
+    (block,) = [block for block in blocks("python") if block.page == "README.md"]
+    assert run([sys.executable, "-c", block.text.replace(SERVER, server.url)], desk)
+
+
+@pytest.mark.parametrize("word", ["max_tokens", "temperature"])
+def test_first_requests_bound_and_settle_their_answer(word: str) -> None:
+    """There are no defaults of the model yet."""
+    requests = [block.text for block in (*SH_BLOCKS, *blocks("python")) if "chat" in block.text and "messages" in block.text]
+    assert len(requests) == 2
+    assert all(word in text for text in requests)
