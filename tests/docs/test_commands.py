@@ -28,7 +28,7 @@ from baton.api.schema import ChatBody, CompletionBody, parse
 from baton.cli.main import app
 from baton.kv.store import parse_size, parse_url
 from tests.docs import pending
-from tests.docs.pages import ROOT, Block, Span, blocks, commands_of, lines_of, page_names, read, spans_of
+from tests.docs.pages import ROOT, Block, Span, blocks, commands_of, lines_of, written_pages, read, spans_of
 from tests.support.server import ServerProcess, baton_serve
 
 SECONDS_MAX = 30
@@ -62,7 +62,7 @@ TAKES_LONG = ("baton sim fuzz",)
 """More than five seconds, of what is run."""
 SH_BLOCKS = blocks("sh")
 SH_LINES = [(block, line) for block in SH_BLOCKS for line in lines_of(block)]
-INLINE = [span for page in page_names() for span in spans_of(page)]
+INLINE = [span for page in written_pages() for span in spans_of(page)]
 
 
 # ── parsing ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,7 +294,7 @@ def test_an_option_inside_of_a_line_exists_and_its_value_parses(span: Span) -> N
 
 
 def test_what_is_gone_is_said_nowhere_else() -> None:
-    for page in page_names():
+    for page in written_pages():
         for gone in GONE:
             assert gone not in read(page) or page == "docs/changes.md"
 

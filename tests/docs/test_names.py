@@ -13,13 +13,14 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from tests.docs import pending
-from tests.docs.pages import ROOT, blocks_of, page_names, prose_of, read, spans_of
+from tests.docs.pages import ROOT, blocks_of, page_names, prose_of, read, spans_of, written_pages
 from tests.docs.test_commands import PLACEHOLDERS, WRITTEN_FOR
 
 LINES_MAX = {"README.md": 150, "ARCHITECTURE.md": 200}
 GLOSSARY_MAX = 25
 SOURCE = ROOT / "src" / "baton"
 PAGES = page_names()
+WRITTEN = written_pages()
 FILE = re.compile(r"[\w./-]+\.(?:py|md|json|yml|toml|sh|png|cpp)")
 FOLDER = re.compile(r"[\w./-]+/")
 CLASS = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]*)+")
@@ -57,7 +58,7 @@ def defines(text: str, name: str) -> bool:
 
 FILES = [
     pytest.param(span.page, span.text, id=str(span))
-    for page in PAGES
+    for page in WRITTEN
     for span in spans_of(page)
     if (FILE.fullmatch(span.text) or FOLDER.fullmatch(span.text)) and not span.text.startswith(("/", ".venv"))
     if span.text not in PLACEHOLDERS and span.text not in WRITTEN_FOR
@@ -69,7 +70,7 @@ def test_a_file_that_is_named_exists(page: str, name: str) -> None:
     assert name in pending.FILES or place_of(page, name), f"there is no {name}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", WRITTEN)
 def test_a_module_in_a_picture_exists(page: str) -> None:
     for block in blocks_of(page):
         if block.language in ("", "python"):
@@ -79,7 +80,7 @@ def test_a_module_in_a_picture_exists(page: str) -> None:
 
 FUNCTIONS = [
     pytest.param(page, file, name, id=f"{page} {file} {name}")
-    for page in PAGES
+    for page in WRITTEN
     for file, names in NAMED_IN.findall(prose_of(page).replace("\n", " "))
     for name in re.findall(r"`([\w.]+)`", names)
     if not FILE.fullmatch(name)
@@ -93,7 +94,7 @@ def test_a_name_behind_a_file_is_defined_there(page: str, file: str, name: str) 
     assert name in pending.CLASSES or defines(place.read_text(), name), f"{file} does not define {name}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page not in HISTORY])
 def test_classes_and_methods_that_are_named_exist(page: str) -> None:
     for span in spans_of(page):
         if METHOD.fullmatch(span.text) and not FILE.fullmatch(span.text):
@@ -160,6 +161,17 @@ def test_every_page_is_in_the_navigation_and_linked() -> None:
     assert reached == set(PAGES)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/benchmarks.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_begins_with_its_title(page: str) -> None:
     assert read(page).startswith("# ")
+
+
+RIDDLES = re.compile(r"(?:^|[.:|*] )(?:Who|Whoever|Whom|Whose|Nobody|Somebody|So many|So much)\b")
+PRIVATE = re.compile(r"/(?:work|root|home)/|\bissue \d|\(#\d+\)")
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_pages_state_facts(page: str) -> None:
+    for number, line in enumerate(prose_of(page).splitlines(), start=1):
+        assert not RIDDLES.search(line), f"{page}:{number} says it as a riddle"
+        assert not PRIVATE.search(line), f"{page}:{number} is about the place where it was written"
