@@ -28,7 +28,7 @@ from baton.api.schema import ChatBody, CompletionBody, parse
 from baton.cli.main import app
 from baton.kv.store import parse_size, parse_url
 from tests.docs import pending
-from tests.docs.pages import ROOT, Block, Span, blocks, commands_of, lines_of, written_pages, read, spans_of
+from tests.docs.pages import ROOT, Block, Span, blocks, commands_of, lines_of, read, spans_of, written_pages
 from tests.support.server import ServerProcess, baton_serve
 
 SECONDS_MAX = 30
@@ -297,6 +297,27 @@ def test_what_is_gone_is_said_nowhere_else() -> None:
     for page in written_pages():
         for gone in GONE:
             assert gone not in read(page) or page == "docs/changes.md"
+
+
+def test_every_experiment_is_listed_where_it_moved_and_where_figures_are() -> None:
+    named = {command.name for command in commands(benchmarks_app())} - {"serve", "gpu", "calibrate"}
+    (row,) = [line for line in read("docs/changes.md").splitlines() if "`baton bench NAME`" in line]
+    moved = re.findall(r"`([a-z-]+)`", row.partition(")")[0])
+    shown = re.findall(r"^python -m benchmarks ([a-z-]+)", read("docs/measuring.md"), re.MULTILINE)
+    assert sorted(moved) == sorted(named)
+    assert set(shown) == named
+
+
+@pytest.mark.parametrize("span", [span for span in INLINE if re.match(r"(GET|POST|DELETE) /", span.text)], ids=str)
+def test_an_endpoint_exists(span: Span) -> None:
+    path = span.text.split()[1].replace("/models/{id}", "/models/{id:path}")
+    assert f'"{path}"' in sources()
+
+
+@pytest.mark.parametrize("span", [span for span in INLINE if re.fullmatch(r"baton_[a-z_]+", span.text)], ids=str)
+def test_a_metric_exists(span: Span) -> None:
+    name = span.text.removesuffix("_total")
+    assert f'"{name}"' in sources() or f'"{name.removeprefix("baton_")}"' in sources()
 
 
 # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
