@@ -2,6 +2,33 @@
 
 from __future__ import annotations
 
-FILES = frozenset({"docs/reference/options.md", "docs/reference/metrics.md", "benchmarks/"})
-MAKE_VARIABLES = frozenset({"T"})
-CLASSES = frozenset({"InstanceSessions", "PrefixPublisher", "RequestTable", "RouterSessions"})
+FILES = frozenset(
+    [
+        "benchmarks/",
+        "core/engine/admission.py",
+        "core/engine/billing.py",
+        "core/engine/ending.py",
+        "core/engine/passes.py",
+        "core/engine/prefix_lookup.py",
+        "core/engine/pressure.py",
+        "core/engine/queued_requests.py",
+        "core/engine/settling.py",
+        "docs/reference/metrics.md",
+        "docs/reference/options.md",
+    ]
+)
+NAMES = frozenset(
+    [
+        "InstanceSessions",
+        "PrefixPublisher",
+        "RequestTable",
+        "RouterSessions",
+        "RunningSet.vacate",
+        "Scheduler.plan",
+        "ShortPrefillPass.fill",
+        "decode_scheduler",
+        "mixed_scheduler",
+        "prefill_scheduler",
+    ]
+)
+MAKE_VARIABLES = frozenset(["T"])

@@ -90,17 +90,29 @@ FUNCTIONS = [
 @pytest.mark.parametrize(("page", "file", "name"), FUNCTIONS)
 def test_a_name_behind_a_file_is_defined_there(page: str, file: str, name: str) -> None:
     place = place_of(page, file)
+    if place is None and file in pending.FILES:
+        return
     assert place, f"there is no {file}"
-    assert name in pending.CLASSES or defines(place.read_text(), name), f"{file} does not define {name}"
+    assert name in pending.NAMES or defines(place.read_text(), name), f"{file} does not define {name}"
+
+
+@cache
+def behind_pending() -> frozenset[str]:
+    """Names that are said to be in files which are not there yet."""
+    return frozenset(one.values[2] for one in FUNCTIONS if one.values[1] in pending.FILES) | pending.NAMES  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("page", [page for page in WRITTEN if page not in HISTORY])
 def test_classes_and_methods_that_are_named_exist(page: str) -> None:
     for span in spans_of(page):
-        if METHOD.fullmatch(span.text) and not FILE.fullmatch(span.text):
+        if METHOD.fullmatch(span.text) and not FILE.fullmatch(span.text) and span.text not in behind_pending():
             assert defines(python_sources(), span.text), f"{span} is not defined anywhere"
         found = CLASS.match(span.text)
-        if found and found[0] not in pending.CLASSES and not found[0].startswith(tuple(OTHERS)):
+        if (
+            found
+            and found[0] not in {name.partition(".")[0] for name in pending.NAMES | behind_pending()}
+            and not found[0].startswith(tuple(OTHERS))
+        ):
             assert re.search(rf"\b{found[0]}\b", python_sources()), f"{span}: there is no {found[0]}"
 
 
