@@ -7,6 +7,7 @@ FILES = frozenset(
         "benchmarks/",
         "core/engine/admission.py",
         "core/engine/billing.py",
+        "core/engine/driver.py",
         "core/engine/ending.py",
         "core/engine/passes.py",
         "core/engine/prefix_lookup.py",
