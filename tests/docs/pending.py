@@ -14,8 +14,12 @@ FILES = frozenset(
         "core/engine/pressure.py",
         "core/engine/queued_requests.py",
         "core/engine/settling.py",
+        "core/routing/attempts.py",
+        "core/routing/dispatch.py",
+        "core/setting.py",
         "docs/reference/metrics.md",
         "docs/reference/options.md",
+        "router/settings.py",
     ]
 )
 NAMES = frozenset(
