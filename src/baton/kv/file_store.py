@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.core.errors import InvariantViolated
-from baton.kv.file_ledger import Account, Busy, FileLock, Ledger, try_lock
+from baton.kv.file_ledger import FileLedger, FileLock, FolderUsage, LockBusy, try_lock
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, StoreStat, StoreUrl
 
 TOUCH_S = 60.0
@@ -76,7 +76,7 @@ class FileStore:
         """Touches nothing yet; `open_file` checks the folder and makes it ready."""
         self._folder = folder
         self._drafts = os.path.join(folder, ".writing")
-        self._ledger = Ledger(os.path.join(folder, ".ledger"))
+        self._ledger = FileLedger(os.path.join(folder, ".ledger"))
         self._evicting = FileLock(os.path.join(folder, ".evicting"))
         self._timeout_s = timeout_s
         self._limit = limit_bytes
@@ -86,23 +86,23 @@ class FileStore:
 
     def look(self, names: Sequence[str]) -> list[bool]:
         now = time.time_ns()
-        with self._told("look"):
+        with self._failures_as_store_failed("look"):
             return [self._look(self._path(name), now - at * _STEP_NS) for at, name in enumerate(names)]
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int]:
         now = time.time_ns()
-        with self._told("read"):
+        with self._failures_as_store_failed("read"):
             pairs = enumerate(zip(names, into, strict=True))
             return [self._get(self._path(name), buffer, now - at * _STEP_NS) for at, (name, buffer) in pairs]
 
     def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> list[bool]:
         now, deadline = time.time_ns(), self._deadline()
-        with self._told("write"):
+        with self._failures_as_store_failed("write"):
             pairs = enumerate(zip(names, objects, strict=True))
             return [self._put(self._path(name), data, now - at * _STEP_NS, deadline) for at, (name, data) in pairs]
 
     def drop(self, names: Sequence[str]) -> None:
-        with self._told("remove"):
+        with self._failures_as_store_failed("remove"):
             freed = sum(_remove(self._path(name)) for name in names)
             if freed:
                 self._ledger.give_back(freed, self._deadline())
@@ -111,12 +111,12 @@ class FileStore:
         """Any memory will do."""
 
     def names(self) -> Iterator[tuple[str, int]]:
-        with self._told("list"):
+        with self._failures_as_store_failed("list"):
             for entry in self._objects():
                 yield entry.name, entry.size
 
     def stat(self) -> StoreStat:
-        with self._told("list"):
+        with self._failures_as_store_failed("list"):
             sizes = [entry.size for entry in self._objects()]
             drafts = len(self._draft_sizes())
         details = {"folder": self._folder, "being written": str(drafts)}
@@ -126,7 +126,7 @@ class FileStore:
         return StoreStat(self.kind, len(sizes), sum(sizes), self._limit, details)
 
     def clear(self) -> int:
-        with self._told("clear"):
+        with self._failures_as_store_failed("clear"):
             count = 0
             for entry in self._objects():
                 count += _remove(entry.path) > 0
@@ -249,7 +249,7 @@ class FileStore:
 
     def _abandon(self, draft: _Draft, size: int) -> None:
         """After a failure, which is what is told; that this fails too is found at the next count."""
-        with contextlib.suppress(OSError, Busy):
+        with contextlib.suppress(OSError, LockBusy):
             _remove(draft.path)
             self._ledger.give_back(size, self._deadline())
 
@@ -260,12 +260,12 @@ class FileStore:
         try:
             with self._evicting.held(deadline):
                 if not self._is_room(self._ledger.read(self._deadline()), size):
-                    self._evict(*self._count_again(), size)
-        except Busy:
+                    self._evict(*self._recount(), size)
+        except LockBusy:
             return False
         return True
 
-    def _is_room(self, account: Account, size: int) -> bool:
+    def _is_room(self, account: FolderUsage, size: int) -> bool:
         used = account.used_bytes
         return used is not None and (self._limit is None or used + size <= self._limit)
 
@@ -280,7 +280,7 @@ class FileStore:
             freed += _remove(entry.path)
         self._ledger.give_back(freed, self._deadline())
 
-    def _count_again(self) -> tuple[list[_Entry], int]:
+    def _recount(self) -> tuple[list[_Entry], int]:
         """All objects, and the bytes in use, which are what the ledger says from here on. Drafts first: one that is renamed
         meanwhile is then found as an object at least once."""
         self._sweep()
@@ -292,13 +292,13 @@ class FileStore:
 
     def tidy(self) -> None:
         """Remove what writers that died have left, and count."""
-        self._count_again()
+        self._recount()
 
     def _sweep(self) -> None:
         """Nobody begins a draft meanwhile, so one that is not locked is nobody's."""
-        with self._ledger.still(self._deadline()):
+        with self._ledger.frozen(self._deadline()):
             for entry in _entries(self._drafts):
-                if _DRAFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) and _is_nobodys(entry.path):
+                if _DRAFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) and _is_abandoned(entry.path):
                     _remove(entry.path)
 
     def _draft_sizes(self) -> list[int]:
@@ -341,10 +341,10 @@ class FileStore:
         return time.monotonic() + self._timeout_s
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _failures_as_store_failed(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Busy:
+        except LockBusy:
             raise StoreFailed(f"cannot {what} in {self._folder}: another process holds its lock") from None
         except OSError as error:
             raise StoreFailed(f"cannot {what} in {self._folder}: {error.strerror or error}") from error
@@ -398,7 +398,7 @@ def _remove(path: str) -> int:
     return found.st_size
 
 
-def _is_nobodys(draft: str) -> bool:
+def _is_abandoned(draft: str) -> bool:
     try:
         fd = os.open(draft, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -434,17 +434,17 @@ def _write_all(fd: int, data: memoryview) -> None:
 def open_file(url: StoreUrl, timeout_s: float, limit_bytes: int | None, create: bool) -> Store:
     folder = _folder_at(url.path)
     if create:
-        ready_folder(folder)
+        prepare_folder(folder)
     else:
         _demand_folder(folder, create=False)
     store = FileStore(folder, timeout_s, limit_bytes)
     if create:
-        with _usable(folder), contextlib.suppress(Busy):
+        with _usable(folder), contextlib.suppress(LockBusy):
             store.tidy()
     return store
 
 
-def ready_folder(path: str) -> None:
+def prepare_folder(path: str) -> None:
     """Makes it, and in it what a store needs. Raises BadStore with the reason where that cannot be."""
     folder = _folder_at(path)
     drafts = os.path.join(folder, ".writing")
