@@ -106,3 +106,7 @@ class IoThread:
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
+
+
+def ignore_events(_events: int) -> None:
+    """The callback of a socket that is not watched any more."""

@@ -104,6 +104,10 @@ class KvMemory:
     def blocks(self) -> int:
         return int(self.pool.shape[0])
 
+    def span(self, layers: range) -> tuple[int, int]:
+        """[begin, end) of these neighbouring layers inside a block."""
+        return self.spans[layers.start][0], self.spans[layers.stop - 1][1]
+
 
 Report = Callable[[PeerEvent], None]
 """Called from any thread; never blocks."""

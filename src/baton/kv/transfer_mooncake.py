@@ -20,7 +20,8 @@ from baton.core.engine.plan import Int32s
 from baton.kv.io_thread import Post
 from baton.kv.mooncake_engine import TransferEngine
 from baton.kv.mooncake_reads import STAGING_BYTES, RemoteRead, RemoteReaders, Staging
-from baton.kv.receiver import BlockSlice, ConnectionReceiver, Fetched, KvSource
+from baton.kv.receiver import ConnectionReceiver
+from baton.kv.receiver_kind import BlockSlice, Fetched, KvSource
 from baton.kv.sender import ConnectionSender
 from baton.kv.shared_memory import ids_within
 from baton.kv.transfer_contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions

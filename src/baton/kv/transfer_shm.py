@@ -28,7 +28,8 @@ from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
 from baton.kv.block_access import Bytes2d, RemoteBlocks
 from baton.kv.io_thread import Post
-from baton.kv.receiver import SLICE_BYTES, BlockSlice, ConnectionReceiver, Fetched, KvSource
+from baton.kv.receiver import SLICE_BYTES, ConnectionReceiver
+from baton.kv.receiver_kind import BlockSlice, Fetched, KvSource
 from baton.kv.sender import ConnectionSender
 from baton.kv.shared_memory import ids_within, map_sealed
 from baton.kv.transfer_contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions

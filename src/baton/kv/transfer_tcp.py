@@ -11,7 +11,8 @@ import socket
 
 from baton.core.engine.plan import Int32s
 from baton.kv.io_thread import Post
-from baton.kv.receiver import ConnectionReceiver, KvSource
+from baton.kv.receiver import ConnectionReceiver
+from baton.kv.receiver_kind import KvSource
 from baton.kv.sender import ConnectionSender
 from baton.kv.transfer_contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
 
