@@ -1,4 +1,4 @@
-"""Where things that can be made again are kept: converted models, compiled kernels. The one reader of these variables."""
+"""The folder of files that can be recreated: converted models and compiled kernels. Reads its environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every executor (scripted, CPU, CUDA) offers. One contract test suite runs against all of them."""
+"""The protocol of every executor (scripted, CPU, CUDA). One contract test suite runs against all of them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class ExecutorShape:
 
 
 class DeviceBlocks(Protocol):
-    """A KV pool in memory that the host cannot address, for whoever copies blocks out of it and into it.
+    """Copies blocks of a KV pool in memory that the host cannot address. Safe to call from several threads at once.
 
-    From any thread, several at once; steps that compute meanwhile are not held up. A call returns when its bytes are where
-    they belong. Whoever calls owns the blocks: no step in flight writes what is read, or touches what is written. `host` is
-    [rows, bytes a block], and what lies at an offset in a block lies at the same offset in a row.
+    Steps that compute meanwhile are not delayed. A call returns when its bytes are in place. The caller owns the blocks: no
+    step in flight writes what is read, or touches what is written. `host` is [rows, bytes a block], with the same offsets
+    in a row as in a block.
     """
 
     blocks: int
     block_bytes: int
     run_bytes: int
-    """So much in one call is as quick as it gets; who may have to stop in between asks for no more."""
+    """Bytes per call beyond which larger calls are no faster. A caller that may be fenced copies no more at a time."""
 
     def read(self, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
         """Bytes [begin, end) of block `blocks[i]` into row `rows[i]`."""
@@ -48,16 +48,16 @@ class DeviceBlocks(Protocol):
         """Bytes [begin, end) of row `rows[i]` into block `blocks[i]`."""
 
     def allocate(self, size: int) -> Bytes:
-        """Zeroed host memory of the kind that is quickest to copy from and to."""
+        """Zeroed host memory of the kind that copies fastest, such as pinned memory."""
 
     def share(self) -> bytes:
-        """What opens our blocks in another process of this host, to read; nothing where that cannot be."""
+        """A handle that opens our blocks for reading in another process of this host; empty where that is impossible."""
 
     def open(self, handle: bytes, blocks: int) -> RemoteDeviceBlocks | str:
-        """Another's, so many of the same length. A string says why it cannot be."""
+        """Open `blocks` blocks of another process, of the same length as ours. A string says why that is impossible."""
 
     def digests(self, blocks: Int32s, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
-        """[spans, blocks]: a hash of these bytes of each block, which differs if any of its words does."""
+        """[spans, blocks]: a hash of these bytes of each block; changing any one word changes it."""
 
 
 class RemoteDeviceBlocks(Protocol):
@@ -70,15 +70,15 @@ class RemoteDeviceBlocks(Protocol):
 
 
 class KvView(NamedTuple):
-    """The KV pool as bytes. Whoever reads or writes blocks of it must own them."""
+    """The KV pool as bytes. A caller must own the blocks that it reads or writes."""
 
     pool: Bytes
-    """[blocks, bytes a block]; none where the host cannot address them."""
+    """[blocks, bytes a block]; empty where the host cannot address them."""
     layers: tuple[tuple[int, int], ...]
-    """Where each layer begins and ends within a block."""
+    """[begin, end) of each layer inside a block."""
     dtype: str
     device: DeviceBlocks | None = None
-    """The way to blocks that the host cannot address."""
+    """Copies blocks that the host cannot address; None where it can."""
 
     @classmethod
     def on_device(cls, device: DeviceBlocks, layers: tuple[tuple[int, int], ...], dtype: str) -> KvView:
@@ -96,22 +96,22 @@ class KvView(NamedTuple):
 _NO_BYTES: Bytes = np.empty((0, 0), dtype=np.uint8)
 
 NO_KV = KvView(_NO_BYTES, (), "none")
-"""Of an executor that keeps none, or has given it back."""
+"""The view of an executor that has no KV, or has released it."""
 
 LayerDone = Callable[[int, int], None]
-"""`(step, layer)`: the KV that this step computes in this layer is written. On a thread of the executor's, layers rising."""
+"""`(step, layer)`: this step has written its KV of this layer. Called on a thread of the executor, layers ascending."""
 
 Allocate = Callable[[int], Bytes]
-"""So many zeroed bytes for the KV pool, for whoever wants to choose where they lie."""
+"""Allocates the given number of zeroed bytes for the KV pool."""
 
 
 def zeroed(size: int) -> Bytes:
-    """Memory of this process alone. Mapped on first touch, so a pool costs what was written to it."""
+    """Private zero memory, whose pages are mapped when they are first written."""
     return np.zeros(size, dtype=np.uint8)
 
 
 def spans(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Where parts of these sizes begin and end when they lie one after the other."""
+    """[begin, end) of consecutive parts of these sizes."""
     ends = list(itertools.accumulate(sizes))
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -125,11 +125,11 @@ class Executor(Protocol):
     fingerprint: bytes
     """Changes whenever the KV of the same tokens would: weights, architecture, dtype, block layout."""
     on_layer: LayerDone | None
-    """Told of each layer of each step that computes. Set before the first launch; None costs nothing."""
+    """Called for each layer of each step that computes. Set it before the first launch; None costs nothing."""
 
     @property
     def kv(self) -> KvView:
-        """Until `close`."""
+        """The pool; valid until `close`."""
 
     def launch(self, plan: StepPlan) -> None:
         """Queue a step and return without waiting for it."""
@@ -138,4 +138,4 @@ class Executor(Protocol):
         """Wait for the oldest launched step. An error inside the step is raised here."""
 
     def close(self) -> None:
-        """Finish what is launched and give back threads and memory. Idempotent."""
+        """Finish the launched steps and release threads and memory. Idempotent."""

@@ -1,8 +1,8 @@
 """An executor that only counts: it keeps to the contract, but has neither weights nor KV.
 
-It knows how long each answer will be, yields a filler token until then and a stop token at the end, and checks what it can
-of the plans it is given (their order, epochs, block tables, limits). Slots are columns, so that a step over many rows costs
-a few array operations. Whoever drives it in virtual time decides how long a step takes.
+It is told how long each answer will be, yields filler tokens and then a stop token, and checks the plans it is given (their
+order, epochs, block tables, limits). Slots are columns of arrays, so that a step over many rows costs a few array
+operations. The simulator that drives it decides how long a step takes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class CountingExecutor:
     kv = NO_KV
 
     def __init__(self, shape: ExecutorShape, answer_tokens: Callable[[int], int]) -> None:
-        """`answer_tokens` says how long the answer to the request with a given seed will be."""
+        """`answer_tokens` maps the seed of a request to the length of its answer."""
         if shape.burst != 1:
             raise InvariantViolated(f"a decode here yields one token, not up to {shape.burst}")
         self.shape = shape
         self.on_layer: LayerDone | None = None
-        """Never called: there is no layer here."""
+        """Never called: there are no layers."""
         self._answer_tokens = answer_tokens
         self._launched: deque[StepPlan] = deque()
         self._last_step = 0
@@ -47,9 +47,9 @@ class CountingExecutor:
         self._known = np.zeros(shape.slots, dtype=np.int64)
         self._limit = np.zeros(shape.slots, dtype=np.int64)
         self._last = np.zeros(shape.slots, dtype=np.int64)
-        """How many tokens are known when the stop token has come."""
+        """The number of known tokens once the stop token is drawn."""
         self._room = np.zeros(shape.slots, dtype=np.int64)
-        """Positions in the blocks held."""
+        """Positions in the blocks of the slot."""
 
     def launch(self, plan: StepPlan) -> None:
         if plan.base_step != self._last_step:
@@ -67,7 +67,7 @@ class CountingExecutor:
         known = self._known[decodes]
         fits = (self._epoch[decodes] == plan.decode_epochs) & (known < self._limit[decodes]) & (known <= self._room[decodes])
         if not (plan.stops or plan.chunks) and fits.all():
-            # Almost every step: all rows decode and each has room.
+            # The common step: all rows decode and each has room.
             known += 1
             self._known[decodes] = known
             tokens = np.where(known == self._last[decodes], STOP_TOKEN, FILLER_TOKEN).astype(np.int32)
@@ -80,7 +80,7 @@ class CountingExecutor:
         self._launched.clear()
 
     def _stop(self, stop: Stop) -> tuple[int, int]:
-        """The outcome, and how many tokens were known."""
+        """The outcome, and the number of known tokens."""
         if self._epoch[stop.slot] != stop.epoch:
             return _EMPTY, 0
         self._epoch[stop.slot] = 0

@@ -1,6 +1,6 @@
 """Drafts: guesses of the next tokens, checked in the same step as the token that a decode computes anyway.
 
-Owns who guesses and which guesses stand. Knows tokens only: no model, block, plan or slot's wishes.
+Owns the proposers and the rule of acceptance. Knows tokens only: no model, block, plan or sampling parameter.
 
     known     … t(n-1)         drafts  d1 d2 d3
     fed       t(n-1)  d1  d2  d3
@@ -24,7 +24,7 @@ from baton.core.engine.plan import Int32s, Int64s
 from baton.core.engine.request import Tokens
 
 CELLS_MAX = 1 << 21
-"""The most tokens that are looked through at once: bounds the memory that it takes."""
+"""Most tokens searched in one array operation, which bounds its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class DraftTokens:
         return np.asarray(np.arange(self.tokens.shape[1]) < self.counts[:, None])
 
     def cut(self, room: Int64s) -> DraftTokens:
-        """At most so many of each row."""
+        """Keep at most `room[i]` drafts of row i."""
         return DraftTokens(self.tokens, np.minimum(self.counts, room).astype(np.int32))
 
 
@@ -55,12 +55,12 @@ class DraftProposer(Protocol):
         """Guess what follows the first `known[i]` (at least 1) of `tokens[slots[i]]`, for every i."""
 
     def __str__(self) -> str:
-        """For the operator: how is guessed."""
+        """A description for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class NaiveProposer:
-    """Guesses nothing. Whatever is done for drafts is done, and one token a step comes of it."""
+    """Proposes no drafts: the code for drafts runs, and each step yields one token per decode."""
 
     def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> DraftTokens:
         del tokens, known
@@ -72,10 +72,10 @@ class NaiveProposer:
 
 @dataclass(frozen=True, slots=True)
 class NgramProposer:
-    """Guesses that a sequence goes on as it did when it last ended like this.
+    """Proposes the tokens that followed an earlier occurrence of the sequence's last n-gram.
 
-    Of its ends of `ngram_min` to `ngram_max` tokens the longest one that stands somewhere before counts, and there the
-    latest such place. What follows that place, up to `drafts` tokens and as far as it is known, is the guess.
+    Takes the longest n-gram of `ngram_min` to `ngram_max` tokens that occurs earlier in the sequence, and its latest
+    occurrence. The proposal is what follows there: up to `drafts` tokens, as far as they are known.
     """
 
     drafts: int
@@ -97,7 +97,7 @@ class NgramProposer:
         return DraftTokens(tokens[slots[:, None], places], counts)
 
     def _resumes(self, tokens: Int32s, known: Int64s) -> Int64s:
-        """By row: where what followed begins; at the end of what is known where nothing was found.
+        """For each row, the position where the proposal begins; the end of the known tokens if nothing was found.
 
         All rows together: first every place that holds a row's last token, then of those the ones that also have the token
         before it, and so on. They are few after the first look.
@@ -122,7 +122,7 @@ class NgramProposer:
 
 
 def _in_portions(known: Int64s) -> Iterator[Int64s]:
-    """All rows, the longest first, so many at a time as may be looked through at once."""
+    """All rows, the longest first, in portions of at most CELLS_MAX tokens."""
     order: Int64s = np.argsort(-known, kind="stable")
     begin = 0
     while begin < len(order):
@@ -132,7 +132,7 @@ def _in_portions(known: Int64s) -> Iterator[Int64s]:
 
 
 def accepted_drafts(drawn: Tokens, drafts: DraftTokens) -> Int32s:
-    """How many of each row's drafts stand. `drawn` has 1 + counts[i] tokens for row i, row after row."""
+    """How many drafts of each row are accepted. `drawn` has 1 + counts[i] tokens for row i, row after row."""
     width = drafts.tokens.shape[1]
     if not width:
         return np.zeros(len(drafts.counts), dtype=np.int32)

@@ -1,9 +1,8 @@
-"""Weights that stand in for trained ones: numbers from a hash, the same on every device.
+"""Random weights in place of trained ones: numbers from a hash, the same on every device.
 
-Owns how they are drawn. A matrix gets independent numbers of the spread 1/√(inputs), so that what goes through a layer
-neither grows nor fades however many there are; norms and biases stay as the architecture begins them. A number depends on
-the seed, the tensor's name and its place in it alone: in another number format it is the same number, rounded, and a model
-made on a CPU is the one made on a GPU.
+A matrix gets independent numbers with standard deviation 1/√(inputs), so that activations neither grow nor vanish over many
+layers; norms and biases keep the architecture's initial values. A number depends only on the seed, the tensor's name and its
+position: another number format has the same number, rounded, and a CPU makes the same model as a GPU.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 from baton.executor.gumbel_noise import RowKeys, hashes, noise_stream, row_keys
 
 CHUNK = 1 << 26
-"""So many numbers are drawn at once: what is needed beside the weights is some of these."""
+"""Numbers drawn at once, which bounds the memory needed beside the weights."""
 _HALF = float(1 << 23)
-"""Of the numbers that 24 bits can tell apart. A float32 holds them exactly, also less the middle of them."""
+"""Half of the 2²⁴ values of 24 bits. A float32 holds each of them exactly, also minus their middle."""
 
 
 @torch.no_grad()
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
-    """Replace, in place, what the architecture draws at random. Tied weights are drawn once."""
+    """Replace, in place, all matrices of the model. Tied weights are drawn once."""
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             _draw(parameter, _keys(name, seed, parameter.device), 1.0 / math.sqrt(parameter.shape[-1]))
@@ -38,7 +37,7 @@ def _keys(name: str, seed: int, device: torch.device) -> RowKeys:
 
 def _draw(tensor: torch.Tensor, keys: RowKeys, spread: float) -> None:
     flat = tensor.view(-1)
-    scale = math.sqrt(3.0) * spread / _HALF  # evenly spread over ±√3 · spread
+    scale = math.sqrt(3.0) * spread / _HALF  # uniform over ±√3 · spread
     for begin in range(0, flat.numel(), CHUNK):
         part = flat[begin : begin + CHUNK]
         places = torch.arange(begin, begin + part.numel(), dtype=torch.int32, device=tensor.device)

@@ -1,11 +1,11 @@
-"""A short name for "the KV of the same tokens would be the same".
+"""Fingerprints of models: two executors with equal fingerprints compute equal KV for equal tokens.
 
-It begins with a mark of the model alone, which whoever has its folder can make; then comes what the number format and the
-block layout make of it. What goes into the mark: the configuration and, for each weights file in name order, its name, its
-size, its safetensors header (names, shapes and offsets of all tensors) and 64 samples of 4 KiB spread over the data. Reading
-every byte of a large model would take longer than loading it; a fine-tune changes every sample, a truncated or swapped
-file changes size or header. Two files that agree in all of this and differ elsewhere are told apart by nothing here. A
-folder without weights that stands for a shape has the mark of the shape and its seed.
+A fingerprint is the mark of the model, computed from its folder, followed by a hash of mark, number format and block layout.
+The mark hashes the configuration and, for each weights file in name order, its name, its size, its safetensors header
+(names, shapes and offsets of all tensors) and 64 samples of 4 KiB spread over the data. Reading every byte of a large model
+would take longer than loading it; a fine-tune changes every sample, a truncated or swapped file changes size or header.
+Files that agree in all of this and differ elsewhere are not distinguished. A folder without weights that stands for a shape
+has the mark of the shape and its seed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fingerprint_model(path: Path, dtype: str, layout: str) -> bytes:
 
 
 def fingerprint_of(mark: bytes, dtype: str, layout: str) -> bytes:
-    """`layout`: of blocks, and whatever else tells apart two ways of computing the same KV."""
+    """`layout` describes the block layout and anything else that makes KV incompatible."""
     digest = hashlib.blake2b(mark, digest_size=16)
     for part in (dtype.encode(), layout.encode()):
         digest.update(len(part).to_bytes(8, "little"))
@@ -37,7 +37,7 @@ def fingerprint_of(mark: bytes, dtype: str, layout: str) -> bytes:
 
 
 def model_mark(path: Path) -> bytes:
-    """The same for all who serve this model, whatever their number format."""
+    """The hash of the model alone, the same for every number format."""
     shape = shape_in(path)
     if shape is not None:
         return shape_mark(shape)

@@ -1,7 +1,7 @@
 """Writes a GGUF file as a folder of bfloat16 safetensors, configuration, tokeniser and chat template.
 
-The reading is that of `transformers`: names, shapes and permutations of weights are its business. We call its reader
-rather than `from_pretrained(gguf_file=…)`, which would bring in another package only to place weights on devices.
+`transformers` reads the file: it knows names, shapes and permutations of weights. Its reader is called directly rather than
+`from_pretrained(gguf_file=…)`, which would need another package only to place weights on devices.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _read_model(gguf: Path) -> PreTrainedModel:
 
 
 def _end_ids(model: PreTrainedModel, tokenizer_end: int | None) -> list[int]:
-    """End-of-text ids that configuration and tokeniser name, each once."""
+    """The end-of-text ids of configuration and tokeniser, each once."""
     configured = model.config.eos_token_id
     ids = [] if configured is None else configured if isinstance(configured, list) else [configured]
     return sorted({*ids, *([] if tokenizer_end is None else [tokenizer_end])})

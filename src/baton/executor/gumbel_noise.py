@@ -23,7 +23,7 @@ import torch
 UInt64s = npt.NDArray[np.uint64]
 
 SHARES = 1 << 31
-"""How many values a hash can take."""
+"""Number of values of a hash."""
 
 _WORD = (1 << 64) - 1
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
@@ -35,7 +35,7 @@ _ODD_INVERSES = tuple(1.0 / n for n in range(17, 0, -2))
 
 @dataclass(frozen=True, slots=True)
 class RowKeys:
-    """What a row contributes to its hashes: int32 [rows, 1] each, on the device; the slope is odd."""
+    """The keys of each row's hashes: int32 [rows, 1] each, on the device; the slope is odd."""
 
     slope: torch.Tensor
     offset: torch.Tensor
@@ -67,8 +67,8 @@ def hash_products(mixed: torch.Tensor, spare: torch.Tensor, keys: RowKeys) -> to
     """Turn `slope · token` into hashes in place; `spare` is overwritten.
 
     `slope · token + offset` with a random odd slope makes each pair of tokens independent; the rounds after it break up
-    the arithmetic progression. The shifts keep the sign, so `x ^= x >> n` clears the top bit: that is what leaves the
-    last result non-negative without another pass over the vocabulary.
+    the arithmetic progression. The shifts keep the sign, so `x ^= x >> n` clears the top bit, and the last result is
+    non-negative without another pass over the vocabulary.
     """
     mixed.add_(keys.offset)
     torch.bitwise_right_shift(mixed, 16, out=spare)

@@ -1,8 +1,8 @@
-"""The KV pool: one allocation, block outermost, so that a block of all layers is one run of bytes to copy or send.
+"""The KV pool: one allocation, block outermost, so that a block of all layers is one contiguous run of bytes.
 
     block b:  | layer 0: K [kv_heads, block_size, head_dim]  V [...] | layer 1: K ... V ... | ...
 
-Layers may differ in heads and head sizes. Where the memory lies is the allocator's business.
+Layers may differ in heads and head sizes. The allocator decides where the memory is.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from baton.executor.contract import NO_KV, Allocate, KvView, spans, zeroed
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer does, as discovered at load."""
+    """The parameters of one attention layer, as discovered at load."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     scaling: float
     window: int | None = None
-    """How many positions a token sees, itself included; None sees all."""
+    """Sliding window in positions, the token included; None attends to all."""
     softcap: float | None = None
     has_sinks: bool = False
 
     def elements(self, block_size: int) -> int:
-        """Numbers one block of this layer holds."""
+        """Numbers in one block of this layer."""
         return self.kv_heads * block_size * (self.key_dim + self.value_dim)
 
 
@@ -46,7 +46,7 @@ class KvPool:
     ) -> None:
         sizes = [layer.elements(block_size) for layer in layers]
         self.elements_per_block = sum(sizes)
-        # a fresh block is zeros and never stray NaNs
+        # zeroed, so that a fresh block never holds NaNs
         raw = allocate(blocks * self.elements_per_block * dtype.itemsize)
         self.pool = torch.from_numpy(raw).view(dtype).view(blocks, self.elements_per_block)
         self.layers = layer_views(self.pool, layers, block_size)
@@ -55,7 +55,7 @@ class KvPool:
         )
 
     def release(self) -> None:
-        """Give the memory back; the pool is of no use afterwards."""
+        """Free the memory; the pool cannot be used afterwards."""
         self.pool, self.layers = self.pool.new_empty(0), []
         self.view = NO_KV
 
@@ -64,7 +64,7 @@ class KvPool:
 
 
 def layer_views(pool: torch.Tensor, layers: list[LayerSpec], block_size: int) -> list[LayerKv]:
-    """Of a pool [blocks, elements a block]."""
+    """The views of each layer in a pool [blocks, elements a block]."""
     blocks, elements = pool.shape
     views, offset = [], 0
     for layer in layers:
@@ -82,5 +82,5 @@ def kv_bytes_per_block(layers: list[LayerSpec], block_size: int, dtype: torch.dt
 
 
 def blocks_for_memory(memory_bytes: int, bytes_per_block: int) -> int:
-    """How many blocks a budget buys; at least one, so that the pool exists."""
+    """How many blocks fit into a memory budget; at least one."""
     return max(1, memory_bytes // bytes_per_block)

@@ -1,6 +1,6 @@
-"""One small forward with everything in view: what went into each part of a model and what came out.
+"""One small forward that records the inputs and the output of every module of a model.
 
-Replacements of parts are judged against it (see `fuse_model`): the same input must give the same output.
+Replacements of modules are checked against it (see `fuse_model`): the same input must give the same output.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LayerProbe:
     seen: dict[str, ModuleCall]
 
     def agrees(self, name: str, candidate: torch.nn.Module, tolerance: float) -> bool:
-        """Whether the candidate answers as the module of that name did."""
+        """Whether the candidate's output equals that of the module of this name, within the tolerance."""
         call = self.seen[name]
         keywords = dict(call.keywords)
         if "paged" in keywords:
@@ -67,7 +67,7 @@ class LayerProbe:
 
 
 def fuse_model(model: PreTrainedModel, layers: list[LayerSpec], kernels: NativeKernels) -> None:
-    """Replace, in place, what proves itself replaceable, and say in the log how much that was."""
+    """Replace, in place, the modules whose replacements agree with them, and log how many."""
     dtype = kernels.dtype
     if not can_pack(dtype):
         log.info("layers run as transformers wrote them: no packed products for %s", dtype)
@@ -150,7 +150,7 @@ def _first_agreeing(
     for offset in NORM_OFFSETS:
         try:
             candidate = make(offset)
-        except TypeError:  # a part is not what its name says
+        except TypeError:  # a part is not of the expected type
             return None
         if probe.agrees(name, candidate, tolerance):
             return candidate
@@ -172,7 +172,7 @@ def _replace_norms(model: PreTrainedModel, kernels: NativeKernels, probe: LayerP
 
 
 def _pack_products(model: PreTrainedModel, probe: LayerProbe) -> int:
-    """Pack the large products of layers that stay as they are."""
+    """Pack the large products of layers that are not replaced."""
     packed = 0
     for name, module in list(model.named_modules()):
         if type(module) is torch.nn.Linear and name in probe.seen and name.rpartition(".")[2] in PACKED_NAMES:

@@ -1,9 +1,9 @@
-"""Reads a model folder into memory and learns what its attention layers need. Only safetensors; never a model hub.
+"""Loads a model folder and discovers the parameters of its attention layers. Only safetensors; never a model hub.
 
-A folder that stands for a shape has no weights to read: they are drawn, straight into the device's memory.
+A folder that stands for a shape has no weights: they are drawn at random, straight into the device's memory.
 
-Order of refusal: the configuration first, then the class, both before weights are read; last a dry forward of a few tokens,
-which shows the arguments that layers really pass.
+Unsupported models are rejected by their configuration, then by their class, both before weights are read, and last by a
+forward of a few tokens, which shows the arguments that layers really pass.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LoadedModel:
     dtype: torch.dtype
     vocabulary: int
     context_tokens: int
-    """The most positions the model was made for."""
+    """Most positions the model supports."""
     mark: bytes
-    """What the fingerprints of all who serve this model begin with; see `fingerprint`."""
+    """The part of the fingerprint that identifies the model; see `fingerprint`."""
 
 
 def load_model(path: Path, dtype: str, device: str = "cpu") -> LoadedModel:
@@ -70,12 +70,12 @@ def load_model(path: Path, dtype: str, device: str = "cpu") -> LoadedModel:
 
 
 def load_shape(name: str, dtype: str, device: str = "cpu", seed: int = 0) -> LoadedModel:
-    """A model of that shape with weights drawn from the seed; see `shapes`."""
+    """A model of that shape with weights drawn from the seed; see `model_shapes`."""
     number_format = _number_format(name, dtype)
     config = shape_config(name)
     check_config(config)
     register_attention()
-    with torch.device(device):  # every tensor is made where it stays: nothing as large is ever copied
+    with torch.device(device):  # tensors are created on their device, so no large one is copied
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=number_format, attn_implementation=ATTENTION_NAME, **_experts(config, number_format)
         )
@@ -89,7 +89,7 @@ def shape_config(name: str) -> PretrainedConfig:
 
 
 def _experts(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
-    """How a model computes its experts, where what it would choose cannot."""
+    """Keywords that make experts work in float64, which the default implementation does not support."""
     has_experts = optional_attribute(text_config(config), "num_experts", None) is not None
     return {"experts_implementation": "eager"} if has_experts and dtype is torch.float64 else {}
 
@@ -115,7 +115,7 @@ def _describe(model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dty
 
 
 def discover_layers(model: PreTrainedModel, expected: int) -> list[LayerSpec]:
-    """Run a few tokens through the model and write down what each attention layer asked for."""
+    """Run a few tokens through the model and record the arguments of each attention layer."""
     name = str(model.config.model_type)
     discovery = LayerDiscovery(name)
     row = torch.arange(DRY_TOKENS, device=model.device)[None]
@@ -139,7 +139,7 @@ def forward(
     logit_rows: torch.Tensor | int,
     context: AttentionContext,
 ) -> torch.Tensor:
-    """Logits of the wanted rows, [rows, vocabulary]; of all where 0 is given."""
+    """Logits of `logit_rows`, [rows, vocabulary]; of all rows if it is 0."""
     output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=logit_rows, paged=context)
     logits: torch.Tensor = output.logits[0]
     return logits

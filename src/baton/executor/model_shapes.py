@@ -1,8 +1,8 @@
-"""Shapes of known models: everything that makes a model but its weights, which are drawn at random where one is loaded.
+"""Shapes of known models: their configurations without weights, which are drawn at random when one is loaded.
 
-Owns the shapes, how a user names one (`shape:qwen3-8b`, or `shape:qwen3-8b@7` with another seed) and the note that a folder
-without weights carries. A shape computes as the model it is named after does, in the same time, and says nothing of sense:
-it is for benchmarks, and the tiny ones are for tests. Knows nothing of torch.
+Owns the shapes, their names (`shape:qwen3-8b`, or `shape:qwen3-8b@7` with another seed) and the file that marks a folder
+without weights. A shape takes the same time to compute as its model and generates meaningless text: it is for benchmarks,
+and the tiny ones are for tests. Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from baton.core.errors import BatonError
 
 PREFIX = "shape:"
 SHAPE_FILE = "dummy.json"
-"""In a folder that has no weights: which shape it is, and the seed of what stands in for them."""
+"""File in a folder without weights that names its shape and the seed of its weights."""
 SEED_MAX = (1 << 63) - 1
 
 Fields = Mapping[str, str | int | float | bool | Mapping[str, str | float] | None]
-"""Of a configuration of `transformers`."""
+"""Fields of a configuration of `transformers`."""
 
 
 class UnknownShape(BatonError):
@@ -40,12 +40,12 @@ def _rope(theta: float) -> dict[str, str | float]:
 
 
 _NO_ENDS: Fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-"""No token ends anything: an answer is as long as it was asked to be."""
+"""No token ends an answer: it is as long as requested."""
 _EIGHT_BILLION: Fields = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "tie_word_embeddings": False, **_NO_ENDS,
 }  # fmt: skip
-# Not tied, whatever their family: an untrained model that reads its own table back says the last token for ever.
+# Not tied, whatever their family: an untrained model with tied embeddings repeats its last token for ever.
 _TINY: Fields = {
     "vocab_size": 320, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048, "rope_parameters": _rope(1e4),
@@ -91,7 +91,7 @@ SHAPES: dict[str, Fields] = {
 
 
 def parse_shape(model: str) -> ModelShape | None:
-    """What `shape:NAME` or `shape:NAME@SEED` names; None where the model is called otherwise."""
+    """The shape of `shape:NAME` or `shape:NAME@SEED`; None for any other model name."""
     if not model.startswith(PREFIX):
         return None
     name, at, seed = model.removeprefix(PREFIX).partition("@")
@@ -108,19 +108,19 @@ def shape_fields(name: str) -> Fields:
 
 
 def shape_mark(shape: ModelShape) -> bytes:
-    """Stands for the weights too: they follow from it."""
+    """The mark of a shape and its seed, which determine the weights too."""
     known = json.dumps([shape.name, shape.seed, shape_fields(shape.name)], sort_keys=True)
     return hashlib.blake2b(b"shape:" + known.encode(), digest_size=16).digest()
 
 
 def note_shape(folder: Path, shape: ModelShape) -> None:
-    """Make of a folder one that `shape_in` knows."""
+    """Write the file that makes a folder stand for a shape."""
     (folder / "config.json").write_text(json.dumps(shape_fields(shape.name)))
     (folder / SHAPE_FILE).write_text(json.dumps({"shape": shape.name, "seed": shape.seed}))
 
 
 def shape_in(folder: Path) -> ModelShape | None:
-    """Which shape a folder stands for; None where it has a model of its own."""
+    """The shape that a folder stands for; None if it has a model of its own."""
     path = folder / SHAPE_FILE
     if not path.is_file():
         return None

@@ -1,7 +1,7 @@
-"""Which models this executor can serve, decided from the configuration alone, before any weight is read.
+"""Decides from the configuration alone, before any weight is read, whether a model can be served.
 
-Everything that peers into `transformers` configurations and classes sits here. The promise: a model that would compute
-something else when its tokens are packed in one row beside a stranger's is refused by name, never served wrongly.
+Everything that inspects `transformers` configurations and classes is here. A model that would compute something else when
+its tokens are packed in one row beside another request's is rejected by name, never served wrongly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.core.errors import BatonError
 
 SERVED_LAYER_TYPES = ("full_attention", "sliding_attention")
 REFUSED_ROPE_TYPES = ("dynamic", "longrope")
-"""These pick their frequencies by the largest position in the row, so one request would change its neighbours."""
+"""These choose their frequencies by the largest position in the row, so one request would change others."""
 
 
 class UnsupportedModel(BatonError):
@@ -32,7 +32,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_config(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that will run this configuration; raises UnsupportedModel where we would serve it wrongly."""
+    """The class that runs this configuration; raises UnsupportedModel where it would be served wrongly."""
     name = str(config.model_type)
     if bool(config.is_encoder_decoder):
         raise UnsupportedModel(name, "an encoder with cross attention (encoder-decoder)")
@@ -51,7 +51,7 @@ def check_config(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def optional_attribute(thing: object, name: str, default: object) -> object:
-    """An attribute that some architectures have and others lack; the one place where absence is normal."""
+    """An attribute that some architectures lack."""
     return getattr(thing, name, default)
 
 

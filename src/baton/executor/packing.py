@@ -21,7 +21,7 @@ from baton.executor.slot_table import SlotTable
 
 
 class FeedRange(NamedTuple):
-    """Tokens [begin, end) of a slot go through the model; the last one's logits are drawn from when `samples`."""
+    """Tokens [begin, end) of a slot go through the model; with `samples`, a token is drawn from the last one's logits."""
 
     slot: int
     begin: int
@@ -46,9 +46,9 @@ class PackedBatch:
     write_offsets: torch.Tensor
     """[tokens] int32"""
     logit_rows: torch.Tensor
-    """[sampled] int64: the tokens whose logits are wanted"""
+    """[sampled] int64: the tokens whose logits are needed"""
     chunk_sequences: int
-    """How many leading sequences are chunks; the rest feed one token each, or a few with drafts."""
+    """Number of leading sequences that are chunks; each other one feeds one token and its drafts."""
 
     @property
     def tokens(self) -> int:
@@ -56,9 +56,9 @@ class PackedBatch:
 
 
 def pack(slots: SlotTable, chunks: list[FeedRange], decode_slots: Int32s, drafted: Int32s | None = None) -> PackedBatch:
-    """`drafted`: how many of the tokens behind the last known one each decode feeds too; None where no decode does.
+    """Pack one step. `drafted` is the number of drafts that each decode feeds beside its last known token; None for none.
 
-    Logits are wanted of the last token of a chunk that samples, and of every token of a decode.
+    Logits are needed for the last token of a chunk that samples, and for every token of a decode.
     """
     chunk_lengths = np.array([feed.end - feed.begin for feed in chunks], dtype=np.int64)
     decode_lengths = np.ones(len(decode_slots), dtype=np.int64) if drafted is None else 1 + drafted.astype(np.int64)

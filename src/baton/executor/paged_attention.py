@@ -30,16 +30,16 @@ IGNORED_ARGUMENTS = (
     "output_router_logits",
     "return_dict",
 )
-"""Arguments that carry no meaning for attention over blocks: positions are already rotated in, nothing else is returned."""
+"""Arguments without effect on attention over blocks: positions are already rotated in, and nothing else is returned."""
 
 LayerWritten = Callable[[int], None]
-"""Told of each layer, as soon as the step's KV of that layer is in its blocks."""
+"""Called with each layer as soon as the step's KV of that layer is in its blocks."""
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's call, [heads, tokens, dim] each, the batch of one row taken off."""
+    """The arguments of one layer's call; tensors are [heads, tokens, dim], without the batch dimension."""
 
     layer: int
     query: torch.Tensor
@@ -106,7 +106,7 @@ def _layer_index(module: torch.nn.Module) -> int:
 
 @dataclass(slots=True)
 class LayerDiscovery:
-    """Learns each layer's shape from one tiny forward, and compares the mask a model wants with the one we compute.
+    """Records each layer's parameters in one tiny forward, and compares the mask of the model with ours.
 
     Masks arrive as a table over probe positions (see `probe_mask`), far beyond the few tokens of the dry forward, so that a
     window or chunk larger than those tokens is noticed too.
@@ -155,10 +155,10 @@ def probe_positions() -> torch.Tensor:
 
 
 def probe_mask(*, mask_function: MaskFunction, attention_mask: torch.Tensor | None, **_: object) -> torch.Tensor | None:
-    """What `transformers` asks for a mask under our name.
+    """The mask function that `transformers` calls by our name.
 
-    Steps give no attention mask and get none back. The dry forward gives one of ones, and gets the answers of the model's
-    mask function at the probe positions, which `LayerDiscovery` compares with ours.
+    Steps pass no attention mask and get none. The discovery forward passes a mask of ones and gets the values of the
+    model's mask function at the probe positions, which `LayerDiscovery` compares with ours.
     """
     if attention_mask is None:
         return None
@@ -177,7 +177,7 @@ def register_attention() -> None:
 
 @dataclass(frozen=True, slots=True)
 class GatherAttention:
-    """The reference: copies each sequence's blocks together, then attends with torch."""
+    """The reference implementation: gathers each sequence's blocks, then attends with torch."""
 
     batch: PackedBatch
     kv: list[LayerKv]

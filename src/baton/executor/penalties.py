@@ -40,10 +40,10 @@ class SlotPenalties:
         self._history = torch.zeros((0, _HISTORY_FIRST), dtype=torch.int32, device=device)
         self._free: list[int] = []
         self.held = np.zeros(slots, dtype=np.bool_)
-        """Which slots have a lane; the columns below mean something only for those."""
+        """The slots that have a row; the arrays below are valid only for those."""
         self._row = np.zeros(slots, dtype=np.int64)
         self._base = np.zeros(slots, dtype=np.int64)
-        """The position of the first token in the slot's history."""
+        """Position of the first token in the slot's history."""
         self._recorded = np.zeros(slots, dtype=np.int64)
         """The position after the last token recorded."""
         self._weights = np.zeros((slots, 3))
@@ -76,7 +76,7 @@ class SlotPenalties:
             self._free.append(int(self._row[slot]))
 
     def apply(self, logits: torch.Tensor, rows: Int64s, slots: Slots, positions: Int64s) -> None:
-        """Penalise the given rows of `logits` in place; each belongs to a slot with a lane, no slot twice."""
+        """Penalise the given rows of `logits` in place; each belongs to a different slot in `held`."""
         for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
             self._rewind(slot, position)
         width = int((positions - self._base[slots]).max(initial=0))
@@ -97,7 +97,7 @@ class SlotPenalties:
         logits[row, places] = values
 
     def record(self, slots: Slots, positions: Int64s, tokens: torch.Tensor) -> None:
-        """Remember what was drawn: int64 tokens on the device, one for each slot, no slot twice."""
+        """Record the drawn tokens: int64 on the device, one for each slot, no slot twice."""
         at = positions - self._base[slots]
         self._make_room(int(at.max(initial=-1)) + 1)
         row_index = torch.from_numpy(self._row[slots]).to(self._device)

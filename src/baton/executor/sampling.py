@@ -1,19 +1,19 @@
-"""The sampler of an executor: turns rows of logits into tokens, each row by the wishes of the slot it belongs to.
+"""The sampler of an executor: draws a token from each row of logits by the sampling parameters of the row's slot.
 
-Owns what every slot asks for (rewritten whole by `start`) and what its penalties remember. Does not know of plans, blocks
-or models. How a token is chosen is in `draw`, the noise in `noise`, the memory of penalties in `penalties`.
+Owns the parameters of every slot (replaced by `start`) and the state of its penalties. Knows nothing of plans, blocks or
+models. `token_choice` chooses tokens, `gumbel_noise` makes the noise, `penalties` keeps the state of penalties.
 
 Order: repetition penalty, presence and frequency penalties, logit bias, the ban on stop tokens before `min_tokens`; then
-the greatest value where temperature is 0, else temperature, top-k, top-p, min-p and a keyed draw.
+the maximum where temperature is 0, else temperature, top-k, top-p, min-p and a keyed draw.
 
 Promises
-- The token at a position depends on the row's logits, the slot's wishes and the tokens before it: not on the batch, the
+- The token at a position depends on the row's logits, the slot's parameters and the tokens before it: not on the batch, the
   order of rows, or whether the sequence was stopped and started again with its outputs.
-- Several rows of one slot in one call (drafts) are drawn in the order given, each conditioned on the ones before it. What
-  was recorded past the position of a later call is forgotten.
-- Log-probabilities are those of the raw logits, before penalties, bias and temperature. They are finite: whatever is less
-  likely than e⁻⁹⁹⁹⁹ is reported as -9999, as the OpenAI API does.
-- Logits that are not finite never stop anything (see `draw`), and the tensor that is passed in is not changed.
+- Several rows of one slot in one call (drafts) are drawn in the order given, each conditioned on the ones before it. Tokens
+  recorded past the position of a later call are forgotten.
+- Log-probabilities are those of the raw logits, before penalties, bias and temperature. They are finite: probabilities
+  below e⁻⁹⁹⁹⁹ are reported as -9999, as the OpenAI API does.
+- Logits that are not finite raise no error (see `token_choice`), and the tensor that is passed in is not changed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Draw = Callable[[torch.Tensor, RowKeys, TruncationLimits, ScratchBuffers], torch
 
 LOGPROB_LEAST = -9999.0
 _TEMPERATURE_LEAST, _TEMPERATURE_MOST = 1e-6, 1e6
-"""Colder is greedy in all but name, hotter uniform; beyond, float32 overflows."""
+"""Limits of the temperature: colder is practically greedy, hotter uniform; beyond them float32 overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class SampledTokens:
     tokens: Tokens
     """[rows]"""
     logprobs: tuple[Logprobs, ...]
-    """For the rows whose slot asks for them; `row` is the index of the row in the call."""
+    """For the rows whose slot requests them; `row` is the index of the row in the call."""
 
 
 class Sampler:
@@ -71,7 +71,7 @@ class Sampler:
         self._banned: dict[int, torch.Tensor] = {}
         self._occupied = np.zeros(slots, dtype=np.bool_)
         self._plain = np.zeros(slots, dtype=np.bool_)
-        """Greedy, with nothing to shape: an argmax of the logits as they come."""
+        """Slots that take the argmax of the raw logits."""
         self._greedy = np.zeros(slots, dtype=np.bool_)
         self._reports = np.zeros(slots, dtype=np.bool_)
         self._alternatives = np.zeros(slots, dtype=np.int64)
@@ -81,10 +81,10 @@ class Sampler:
         self._top_p = np.full(slots, math.inf)
         self._floor = np.full(slots, -math.inf)
         self._ban_ends = np.zeros(slots, dtype=np.int64)
-        """The first position at which stop tokens may be drawn."""
+        """First position at which stop tokens may be drawn."""
 
     def start(self, slot: int, tokens: Tokens, prompt_tokens: int, sampling: Sampling) -> None:
-        """Rewrite everything of the slot. `tokens` past the prompt are outputs of an earlier stay: penalties count them."""
+        """Replace all state of the slot. `tokens` past the prompt are earlier outputs, which penalties count."""
         self.stop(slot)
         greedy = sampling.temperature == 0
         self._occupied[slot] = True
@@ -134,7 +134,7 @@ class Sampler:
         return tokens
 
     def _waves(self, slots: Slots) -> Iterator[Int64s]:
-        """Rows to draw at once: all of them, unless a slot with penalties has several, each of which changes the next."""
+        """Rows to draw together: all, unless a slot with penalties has several, where each depends on the one before."""
         wave = np.zeros(len(slots), dtype=np.int64)
         seen: dict[int, int] = {}
         for row in np.flatnonzero(self._penalties.held[slots]).tolist():
@@ -163,7 +163,7 @@ class Sampler:
         return tokens
 
     def _shaped(self, logits: torch.Tensor, slots: Slots, positions: Int64s) -> torch.Tensor:
-        """The logits after penalties, bias and bans: a copy if any row has any, else the very tensor."""
+        """The logits after penalties, bias and bans: a copy if any row has any, else the same tensor."""
         penalised = np.flatnonzero(self._penalties.held[slots])
         biased = [row for row, slot in enumerate(slots.tolist()) if slot in self._bias] if self._bias else []
         banned = np.flatnonzero(positions < self._ban_ends[slots]).tolist()
@@ -225,7 +225,7 @@ class Sampler:
 
 
 def _rows_of(table: torch.Tensor, rows: Int64s) -> torch.Tensor:
-    """The given rows, in rising order: a view where they are neighbours, which in most steps they are."""
+    """The given rows, which ascend: a view where they are contiguous, as in most steps."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         return table[first : last + 1]

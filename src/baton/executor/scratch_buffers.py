@@ -1,7 +1,7 @@
-"""Buffers that passes over a vocabulary write into, again and again.
+"""Reusable buffers for operations over the whole vocabulary.
 
-On a CPU, a fresh allocation of megabytes comes as untouched pages, and touching them costs more than the arithmetic. On
-other devices torch keeps freed memory itself, so nothing is kept here.
+On a CPU, a fresh allocation of megabytes consists of unmapped pages, and mapping them costs more than the arithmetic. On
+other devices torch caches freed memory itself, so nothing is kept here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 
 class ScratchBuffers:
-    """Taking a name again overwrites what was handed out under it before: nothing in a buffer outlives a draw."""
+    """Buffers by name. Taking a name again reuses its memory, so a buffer is valid for one draw only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -60,7 +60,7 @@ def _draw(total: int, sampling: Sampling, generated: int, vocabulary: int) -> in
 
 
 def undisturbed(prompt: npt.ArrayLike, sampling: Sampling, tokens_max: int, vocabulary: int) -> list[int]:
-    """What any run must yield, however it was scheduled: up to and including the first stop token."""
+    """The tokens that any run must yield, however it was scheduled, up to and including the first stop token."""
     cell, total, position = _EMPTY_PREFIX, 0, 0
     for token in np.asarray(prompt).tolist():
         cell = _cell(cell, token)
@@ -105,9 +105,9 @@ class ScriptedExecutor:
         self._layers = layers
         self._pool = raw.view(np.uint64).reshape(shape.blocks, layers, shape.block_size)
         self._cells = self._pool[:, 0]
-        """The layer that is drawn from."""
+        """The first layer, which tokens are drawn from."""
         self._masks = np.arange(1, layers, dtype=np.uint64) * np.uint64(_ODD_B)
-        """What the layers above the first are masked with."""
+        """The XOR masks of the layers above the first."""
         self._slots: dict[int, _Slot] = {}
         self._launched: deque[StepPlan] = deque()
         self._last_step = 0
@@ -190,7 +190,7 @@ class ScriptedExecutor:
         self._report(slot, rows)
 
     def _report(self, slot: _Slot, rows: _Rows) -> None:
-        """Where log-probabilities are asked for: minus the token for itself, so that one out of its place is seen."""
+        """Add log-probabilities if requested. A token's is minus its id, so that a misplaced one is noticed."""
         if slot.sampling.logprobs is not None:
             rows.add_logprobs(slot.sampling.logprobs, self.vocabulary)
 
@@ -224,7 +224,7 @@ class ScriptedExecutor:
 
 
 class _Rows:
-    """A result in the making."""
+    """Collects the rows of a StepResult."""
 
     def __init__(self) -> None:
         self._slots: list[int] = []
@@ -244,7 +244,7 @@ class _Rows:
         self._tokens.extend(tokens)
 
     def add_logprobs(self, alternatives: int, vocabulary: int) -> None:
-        """Of the row that was added last."""
+        """Add log-probabilities to the row that was added last."""
         count = self._counts[-1]
         if count:
             tokens = np.array(self._tokens[-count:], dtype=np.int32)

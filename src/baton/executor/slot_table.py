@@ -1,8 +1,8 @@
-"""The slots as the device knows them: tokens, lengths and block tables, one row a slot.
+"""The executor's table of slots: tokens, lengths and block tables, one row per slot.
 
-The scheduler has a table of its own; the two meet only through plans and results. `known` may run ahead of what the
-scheduler has seen, because a sampled token is written here at once and feeds the next decode. What lies behind the known
-tokens is scratch: drafts of the step that runs, and rests of earlier ones.
+The scheduler has a table of its own; the two are synchronised only through plans and results. `known` may be ahead of the
+scheduler's, because a sampled token is written here at once and feeds the next decode. Entries behind the known tokens are
+scratch: drafts of the current step, and remains of earlier ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SlotTable:
         self.computed: Int64s = np.zeros(shape.slots, dtype=np.int64)
         self.limits: Int64s = np.zeros(shape.slots, dtype=np.int64)
         self.starved = np.zeros(shape.slots, dtype=np.bool_)
-        """The last attempt to compute found no block: later positions of a plan already under way are then no bug."""
+        """The last attempt to compute lacked a block, so that later positions of plans already launched are allowed."""
         self.tokens: Int32s = np.zeros((shape.slots, shape.context_tokens), dtype=np.int32)
         self.table: Int32s = np.full((shape.slots, width), NO_BLOCK, dtype=np.int32)
 
@@ -66,7 +66,7 @@ class SlotTable:
             raise InvariantViolated(f"a plan names a block outside 0..{self.shape.blocks - 1}")
 
     def stop(self, slot: int) -> int:
-        """Empty the slot; the number of tokens it knew."""
+        """Empty the slot; returns its number of known tokens."""
         self.occupied[slot] = False
         return int(self.known[slot])
 
@@ -80,7 +80,7 @@ class SlotTable:
         return bool((self.table[slot, begin // size : -(-end // size)] != NO_BLOCK).all())
 
     def judge(self, chunk: Chunk) -> Outcome:
-        """What comes of a chunk of a slot that is held; one that lacks blocks leaves its slot starved."""
+        """The outcome of a chunk of an occupied slot. A chunk that lacks blocks marks its slot as starved."""
         slot, begin, end = chunk.slot, chunk.begin, chunk.end
         known, computed = int(self.known[slot]), int(self.computed[slot])
         if not 0 <= begin < end <= known or (chunk.samples and end != known):
@@ -93,14 +93,14 @@ class SlotTable:
         return Outcome.TOKENS if chunk.samples else Outcome.NOTHING_CHUNK_UNFINISHED
 
     def room(self, slots: Int32s, tokens: int) -> Int64s:
-        """How many of the next so many positions after the last known token's have a block, in each of these slots."""
+        """How many of the next `tokens` positions after the last known token have a block, for each slot."""
         positions = self.known[slots][:, None] + np.arange(tokens)
         at = np.minimum(positions // self.shape.block_size, self.table.shape[1] - 1)
         present = self.table[slots[:, None], at] != NO_BLOCK
         return np.asarray(np.logical_and.accumulate(present, axis=1).sum(axis=1), dtype=np.int64)
 
     def draft(self, slots: Int32s, drafts: DraftTokens) -> None:
-        """Put drafts behind what is known, for a step to read; they are not known for that."""
+        """Write drafts behind the known tokens for a step to read; they do not become known."""
         rows, nth = drafts.within.nonzero()
         self.tokens[slots[rows], self.known[slots[rows]] + nth] = drafts.tokens[rows, nth]
 

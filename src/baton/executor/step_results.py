@@ -1,4 +1,4 @@
-"""The rows of a StepResult in the making: what executors that compute have in common, wherever they compute."""
+"""Builds the rows of a StepResult, for the CPU and the CUDA executor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ResultRows:
 
 
 def begin_rows(plan: StepPlan) -> ResultRows:
-    """As if no slot that the plan names were held."""
+    """The rows of a plan, as if none of its slots were occupied."""
     named = [(stop.slot, stop.epoch) for stop in plan.stops] + [(chunk.slot, chunk.epoch) for chunk in plan.chunks]
     slots = np.array([slot for slot, _ in named], dtype=np.int32)
     epochs = np.array([epoch for _, epoch in named], dtype=np.int64)
@@ -36,7 +36,7 @@ def begin_rows(plan: StepPlan) -> ResultRows:
 
 
 def joined_logprobs(lines: list[Logprobs]) -> tuple[Logprobs, ...]:
-    """One for each row, out of those of its tokens, which come one after the other."""
+    """Merge the log-probabilities of consecutive tokens of the same row."""
     joined = []
     for row, group in itertools.groupby(lines, key=lambda line: line.row):
         chosen, top_ids, top = zip(*((line.chosen, line.top_ids, line.top) for line in group), strict=True)

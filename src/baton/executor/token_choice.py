@@ -30,14 +30,14 @@ from baton.executor.gumbel_noise import SHARES, RowKeys, gumbel, hash_products, 
 from baton.executor.scratch_buffers import ScratchBuffers
 
 BLOCK = 64
-"""Columns are padded to blocks of this many: the best block is found first, then the best within it."""
+"""Columns are padded to blocks of this size: the best block is found first, then the best column in it."""
 _SHARE_UNITS = float(1 << 40)
 _SLACK = 1.001
 """Covers the float32 rounding of the lower bounds, which is a thousand times smaller."""
 
 
 DRAW_ELEMENTS = 1 << 22
-"""The most rows × vocabulary to hand to one draw: bounds the memory that it takes."""
+"""Most rows × vocabulary in one draw, which bounds its memory."""
 _RACE_ELEMENTS_CPU = 3 << 18
 
 Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,15 +45,15 @@ Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TruncationLimits:
-    """What truncation asks of each row, as float64 or int64 [rows, 1] on the device. Neutral values cut nothing."""
+    """Temperature, top-k, top-p and min-p of each row, float64 or int64 [rows, 1] on the device."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
-    """At least 1 where top-k applies at all."""
+    """At least 1 where top-k applies to the rows."""
     top_p: torch.Tensor
-    """inf where everything stays."""
+    """inf keeps everything."""
     floor: torch.Tensor
-    """ln(min-p): the least value below a greatest value of 0; -inf where everything stays."""
+    """ln(min-p): the least value kept, relative to a maximum of 0; -inf keeps everything."""
     has_top_p: bool
     has_floor: bool
     top_k_most: int
@@ -108,10 +108,10 @@ def draw_from_top_k(logits: torch.Tensor, keys: RowKeys, cuts: TruncationLimits,
 
 
 def top_tokens(values: torch.Tensor, count: torch.Tensor, count_most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, values), ranked, of at least the `count` [rows, 1] first of each row; -inf pads the rows to the same length.
+    """(ids, values), ranked, of at least the `count` [rows, 1] first tokens of each row; -inf pads shorter rows.
 
-    Which of several equal values `torch.topk` takes is not defined, so it only says above which value to look: all those
-    are collected in order of id and sorted stably. The k-th greatest block bounds the k-th greatest value from below, so
+    Which of several equal values `torch.topk` takes is undefined, so it only gives a lower bound: all values above it are
+    collected in order of id and sorted stably. The k-th largest block maximum bounds the k-th largest value from below, so
     the blocks' maxima suffice unless there are too few of them.
     """
     by_block = _blocks(_padded(values))
@@ -132,10 +132,10 @@ def top_tokens(values: torch.Tensor, count: torch.Tensor, count_most: int) -> tu
 
 @dataclass(frozen=True, slots=True)
 class _Race:
-    """Lower bounds of arrival, and what is needed to finish exactly; all [rows, padded vocabulary]."""
+    """Lower bounds of arrival, and the inputs of the exact finish; all [rows, padded vocabulary]."""
 
     arrivals: torch.Tensor
-    """In units of 2⁻³¹; inf takes no part."""
+    """In units of 2⁻³¹; inf excludes a token."""
     values: torch.Tensor
     shares: torch.Tensor
     keys: RowKeys
@@ -148,9 +148,9 @@ class _Race:
         return _finish(*self.finalists(), self.keys)
 
     def finalists(self, first_row: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(rows, ids, values): the one with the least bound, and those whose bound lies below its arrival.
+        """(rows, ids, values) of the token with the least bound, and of those whose bound is below its arrival.
 
-        None of the others can win. Rows are counted from `first_row`.
+        No other token can win. Rows are counted from `first_row`.
         """
         by_block = _blocks(self.arrivals)
         bounds = by_block.amin(dim=2)
@@ -159,7 +159,7 @@ class _Race:
         return rows + first_row, ids, self.values[rows, ids]
 
     def _pace(self, by_block: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, 1]: when the one with the least bound arrives, with slack."""
+        """float32 [rows, 1]: the arrival of the token with the least bound, with slack."""
         rows = torch.arange(len(block), device=block.device)
         token = (block * BLOCK + by_block[rows, block].argmin(dim=1)).unsqueeze(1)
         share = hashes(token.to(torch.int32), self.keys).to(torch.float64).add_(0.5).div_(SHARES)
@@ -170,7 +170,7 @@ class _Race:
 def _races(
     logits: torch.Tensor, keys: RowKeys, cuts: TruncationLimits, scratch: ScratchBuffers
 ) -> Iterator[tuple[int, _Race]]:
-    """(first row, race) for some rows after others; a race's tables are valid until the next is asked for.
+    """(first row, race) for successive groups of rows; a race's tables are valid until the next one is taken.
 
     The vocabulary is passed over some twenty times: on a CPU, in pieces that stay in its caches.
     """
@@ -213,7 +213,7 @@ def _pull_into_nucleus(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, s
 
 
 def _perhaps_outside(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, scratch: ScratchBuffers) -> torch.Tensor:
-    """Rows not plainly inside: a cheap sum, whose rounding the slack covers, spares most rows the exact one."""
+    """Rows that may be outside, by a cheap sum whose rounding the slack covers; most rows need no exact sum."""
     value = race.values.gather(1, chosen.unsqueeze(1))
     mask = scratch.take("mask", (len(chosen), race.values.shape[1]), torch.float32)
     reached = torch.ge(race.values, value, out=mask).mul_(race.shares).sum(dim=1, keepdim=True)
@@ -221,9 +221,9 @@ def _perhaps_outside(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, scr
 
 
 def _ahead(values: torch.Tensor, token: torch.Tensor, scratch: ScratchBuffers) -> torch.Tensor:
-    """1 for those that rank before the row's token, 0 for it and those after.
+    """float32: 1 for tokens that rank before the row's token, 0 for it and those after.
 
-    As numbers: a CPU compares five times faster into float32 than into booleans, and dividing by 0 makes inf.
+    A CPU compares five times faster into float32 than into booleans, and dividing by 0 makes inf.
     """
     shape = (len(values), values.shape[1])
     value = values.gather(1, token)
@@ -245,7 +245,7 @@ def _cells(
 
 
 def _finish(rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, keys: RowKeys) -> torch.Tensor:
-    """The exact end of the race between the listed tokens: the greatest value + noise, among equals the lowest id."""
+    """The winner among the listed tokens: the largest value + noise, among equals the lowest id."""
     count = len(keys.slope)
     scores = gumbel(hashes(ids.to(torch.int32).unsqueeze(1), keys.of(rows))).squeeze(1).add_(values)
     best = scores.new_full((count,), -math.inf).scatter_reduce_(0, rows, scores, "amax")
@@ -277,7 +277,7 @@ def _units(shares: torch.Tensor) -> torch.Tensor:
 
 
 def _to_reach(top_p: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """How many units suffice. At least one, so that the first token by rank is always inside."""
+    """The units that top-p requires. At least one, so that the first token by rank is always inside."""
     return (top_p * units.sum(dim=1, keepdim=True)).clamp_(min=1.0)
 
 
@@ -286,7 +286,7 @@ def _whole_blocks(columns: int) -> int:
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:
-    """Whole blocks, so that every row starts at the same alignment; the padding never wins."""
+    """Pad to whole blocks with -inf, so that every row has the same alignment."""
     missing = _whole_blocks(values.shape[1]) - values.shape[1]
     return torch.nn.functional.pad(values, (0, missing), value=-math.inf) if missing else values
 

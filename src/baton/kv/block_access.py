@@ -1,6 +1,6 @@
-"""Where KV blocks are, for whoever copies them: in host memory, or on a device that only copies reach.
+"""Access to KV blocks for copies: blocks in host memory, or on a device that only copies reach.
 
-Owns the protocols, and the blocks that the host can address (`HostBlocks`). Those of a device come from its executor.
+Owns the protocols, and the blocks that the host can address (`HostBlocks`). An executor provides those of a device.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ Bytes2d = npt.NDArray[np.uint8]
 
 
 class BlockAccess(Protocol):
-    """From any thread, several at once. A call returns when its bytes are where they belong; the caller owns the blocks.
+    """Copies blocks to and from rows of host memory. Safe to call from several threads at once.
 
-    `host` is [rows, bytes a block], and what lies at an offset in a block lies at the same offset in a row.
+    A call returns when its bytes are in place; the caller owns the blocks. `host` is [rows, bytes a block], with the same
+    offsets in a row as in a block.
     """
 
     blocks: int
     block_bytes: int
     run_bytes: int
-    """So much in one call is as quick as it gets; who may have to stop in between asks for no more."""
+    """Bytes per call beyond which larger calls are no faster. A caller that may be fenced copies no more at a time."""
 
     def read(self, blocks: Int32s, rows: Int32s, host: Bytes2d, begin: int, end: int) -> None:
         """Bytes [begin, end) of block `blocks[i]` into row `rows[i]`."""
@@ -36,7 +37,7 @@ class BlockAccess(Protocol):
         """Bytes [begin, end) of row `rows[i]` into block `blocks[i]`."""
 
     def allocate(self, size: int) -> Bytes:
-        """Zeroed host memory of the kind that is quickest to copy from and to."""
+        """Zeroed host memory of the kind that copies fastest, such as pinned memory."""
 
 
 class RemoteBlocks(Protocol):
@@ -49,20 +50,20 @@ class RemoteBlocks(Protocol):
 
 
 class DeviceSharing(Protocol):
-    """A device whose blocks another process of this host may read, and that can read another's."""
+    """Shares the blocks of a device with other processes of this host, and opens theirs."""
 
     def share(self) -> bytes:
-        """What opens our blocks elsewhere, to read; nothing where that cannot be."""
+        """A handle that opens our blocks for reading in another process; empty where that is impossible."""
 
     def open(self, handle: bytes, blocks: int) -> RemoteBlocks | str:
-        """Another's, of whom we know that a block is what ours is. A string says why it cannot be."""
+        """Open the blocks of another process, whose layout equals ours. A string says why that is impossible."""
 
     def digests(self, blocks: Int32s, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
-        """[spans, blocks]: a hash of these bytes of each block, which differs if any of its words does."""
+        """[spans, blocks]: a hash of these bytes of each block; changing any one word changes it."""
 
 
 class HostBlocks:
-    """A pool in host memory. Block by block is as quick as all at once."""
+    """A pool in host memory, copied block by block."""
 
     run_bytes = 1
 
@@ -83,10 +84,10 @@ class HostBlocks:
 
 
 def zeroed(size: int) -> Bytes:
-    """Mapped on first touch, so it costs what was written to it."""
+    """`size` zero bytes, whose pages are mapped when they are first written."""
     return np.zeros(size, dtype=np.uint8)
 
 
 def blocks_per_copy(blocks: BlockAccess, piece_bytes: int) -> int:
-    """How many pieces of so many bytes go in one call."""
+    """How many pieces of `piece_bytes` to copy in one call."""
     return max(1, blocks.run_bytes // max(1, piece_bytes))

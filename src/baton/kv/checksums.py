@@ -1,10 +1,10 @@
-"""One 64-bit check a block: the XOR over its layers of a hash of the piece, seeded with layer << 32 | block of the sequence.
+"""One 64-bit checksum per block: the XOR over its layers of a hash of the piece, seeded with layer << 32 | block index.
 
-Pieces may be added in any order and on both sides apart; the seed makes a piece in the wrong place as wrong as a
-flipped bit. It finds accidents, not attackers: who may write at all is settled by tokens.
+Pieces may be added in any order. The seed makes a piece in the wrong place as detectable as a flipped bit. Checksums
+detect accidents, not attacks: tokens decide which peer may write.
 
-The hash is xxh3_64 where the host can address the piece, and one that a device computes where it stays there: both sides of
-a hand-over know which.
+The hash is xxh3_64 for pieces in host memory, and a hash computed on the device for pieces that stay there. Both sides of a
+hand-over use the same one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class BlockChecksums:
-    """Of blocks `first`… of a sequence, `blocks` of them, which lie in `pool`."""
+    """Checksums of `blocks` blocks of a sequence, from block `first` on, whose bytes are in `pool`."""
 
     def __init__(self, first: int, blocks: int, spans: Spans, pool: memoryview) -> None:
         self._first = first
@@ -30,7 +30,7 @@ class BlockChecksums:
         self._values = [0] * blocks
 
     def add(self, layers: range, first: int, blocks: Int32s) -> None:
-        """These layers of blocks `first`… of the sequence, which are blocks `blocks` of the pool."""
+        """Add these layers of blocks `first`… of the sequence, which are at the ids `blocks` in the pool."""
         spans, pool = [(layer << 32, *self._spans[layer]) for layer in layers], self._pool
         at = first - self._first
         for index, block in enumerate(blocks.tolist(), first):
@@ -41,12 +41,12 @@ class BlockChecksums:
             at += 1
 
     def digest(self) -> bytes:
-        """Little-endian, in the order of the sequence."""
+        """8 bytes per block, little-endian, in the order of the sequence."""
         return np.array(self._values, dtype="<u8").tobytes()
 
 
 class DeviceChecksums:
-    """The same of blocks on a device, which are hashed there."""
+    """Checksums of blocks on a device, hashed there."""
 
     def __init__(self, first: int, blocks: int, spans: Spans, device: DeviceSharing) -> None:
         self._first = first
@@ -65,7 +65,7 @@ class DeviceChecksums:
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Each bit of the result depends on every bit of the value. One to one."""
+    """A bijection of 64-bit words in which each result bit depends on every input bit."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
     return values ^ (values >> np.uint64(31))

@@ -1,6 +1,6 @@
-"""What D expects of one hand-over, and what of it has come.
+"""The blocks and layers that D expects of one hand-over, and which of them have arrived.
 
-Pure. A range is claimed when it is announced and kept when it has landed; nothing is claimed twice, and nothing that was not
+Pure. A range is claimed when it is announced and kept when it has landed. No range is claimed twice, or without being
 expected. Complete when every layer of every block is kept.
 """
 
@@ -20,7 +20,7 @@ class ExpectedBlocks:
         self._missing = len(blocks) * layers
 
     def claim(self, pieces: PiecesFrame) -> str | None:
-        """Why these may not come now; None when they may, and then they may not come again."""
+        """Claim these pieces: None, or the reason why they are not acceptable. Each piece can be claimed once."""
         layers, begin = pieces.layers, pieces.first - self.first
         if begin < 0 or not 0 < pieces.count <= len(self.blocks) - begin:
             return "block out of range"
@@ -33,11 +33,11 @@ class ExpectedBlocks:
         return None
 
     def keep(self, pieces: PiecesFrame) -> None:
-        """What was claimed has landed."""
+        """Count claimed pieces as arrived."""
         self._missing -= pieces.count * len(pieces.layers)
 
     def targets(self, pieces: PiecesFrame) -> Int32s:
-        """Our blocks that these go to."""
+        """The ids of our blocks that these pieces go to."""
         begin = pieces.first - self.first
         return self.blocks[begin : begin + pieces.count]
 

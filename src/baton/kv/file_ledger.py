@@ -1,10 +1,10 @@
-"""How many bytes a folder of objects holds, known to all processes that share it.
+"""The number of bytes in use in a folder, shared by all processes that write to it.
 
-Owns one small file and the lock on it. What is going to be written is counted before it is written, and what is removed is
-taken off after it is removed: so the count may be too high, after a crash in between, and not too low, and a limit that is
-kept by it is kept. Counting again (`recount`) brings it back to the truth while others go on writing.
+Owns one small file and the lock on it. Bytes are added before they are written and subtracted after they are removed: a
+crash in between leaves the count too high, never too low, so a limit kept by it holds. `recount` corrects the count while
+other processes go on writing.
 
-The kernel gives up the locks of a process that dies, however it dies. Knows nothing of objects.
+The kernel releases the locks of a process that dies. Knows nothing of objects.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ Made = TypeVar("Made")
 _RECORD = struct.Struct("<8sQQ")
 _MAGIC = b"batonled"
 _POLL_S = (0.0005, 0.02)
-"""How long to wait before asking again for a lock that another process has: at first, and at most."""
+"""Pause between attempts to take a lock that another process holds: the first, and the longest."""
 
 
 class LockBusy(Exception):
-    """Somebody else has the lock for longer than we may wait."""
+    """Another holder kept the lock past the deadline."""
 
 
 class FileLock:
-    """One holder at a time among all threads and processes. The file may be removed meanwhile; it is made again."""
+    """A lock with one holder among all threads and processes. A file that was removed is created again."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._mutex = threading.Lock()
-        """Threads of one process wait here, where waiting needs no polling."""
+        """Taken before the file lock: threads of one process wait here without polling."""
 
     @contextlib.contextmanager
     def held(self, deadline: float) -> Iterator[int]:
-        """With the open file. `deadline` is on the monotonic clock; Busy when it passes."""
+        """Hold the lock; yields the open file. Raises LockBusy when `deadline`, on the monotonic clock, passes."""
         if not self._mutex.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise LockBusy(self.path)
         try:
@@ -79,7 +79,7 @@ def try_lock(fd: int) -> bool:
 
 
 def _is_at(fd: int, path: str) -> bool:
-    """A lock on a file that was removed keeps nobody out."""
+    """Whether `path` still names this file. A lock on a removed file excludes no other process."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -90,9 +90,9 @@ def _is_at(fd: int, path: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class FolderUsage:
     used_bytes: int | None
-    """None: not known, count again."""
+    """None if unknown: the folder must be counted."""
     taken_bytes: int
-    """Of all time; what was taken between two looks is the difference."""
+    """Bytes ever taken; the difference of two readings is what was taken between them."""
 
 
 class FileLedger:
@@ -104,9 +104,9 @@ class FileLedger:
             return _read(fd)
 
     def take(self, size: int, limit: int | None, begin: Callable[[], Made], deadline: float) -> Made | None:
-        """Count `size` bytes more and `begin` what will hold them; None where they would be over the limit, or nobody knows.
+        """Add `size` bytes and call `begin`, both under the lock, so that a recount sees what was begun.
 
-        Both under the lock: whoever counts again sees what was begun.
+        Returns None where the bytes would exceed the limit, or the usage is unknown.
         """
         with self._lock.held(deadline) as fd:
             was = _read(fd)
@@ -129,8 +129,10 @@ class FileLedger:
                 _write(fd, FolderUsage(max(0, was.used_bytes - size), was.taken_bytes))
 
     def recount(self, before: FolderUsage, found: int, deadline: float) -> int:
-        """`found` bytes were there after `before` was read; what was taken since may be among them and counts twice.
-        Answers the bytes that are now in use."""
+        """Set the usage to `found` bytes, counted after `before` was read, plus what was taken since; returns it.
+
+        Bytes taken since may be among those found and then count twice.
+        """
         with self._lock.held(deadline) as fd:
             now = _read(fd)
             used = found + max(0, now.taken_bytes - before.taken_bytes)
@@ -139,7 +141,7 @@ class FileLedger:
 
     @contextlib.contextmanager
     def frozen(self, deadline: float) -> Iterator[None]:
-        """Nobody begins anything meanwhile."""
+        """Hold the lock: no process takes bytes meanwhile."""
         with self._lock.held(deadline):
             yield
 

@@ -1,23 +1,23 @@
-"""Objects as files of a folder, which any number of processes may share.
+"""Objects as files of a folder that any number of processes may share.
 
-    DIR/<layout>/<first two of key>/<key>     an object: written elsewhere, then renamed, so it is there whole or not at all
-    DIR/.writing/<key>.<random>               a draft: locked by its writer as long as that lives, swept by anybody after
-    DIR/.ledger, DIR/.evicting                bytes in use; the lock of the one that makes room
+    DIR/<layout>/<first two of key>/<key>     an object: written as a draft, then renamed, so it is complete or absent
+    DIR/.writing/<key>.<random>               a draft: locked by its writer while that lives, removed by any process after
+    DIR/.ledger, DIR/.evicting                bytes in use; the lock of the process that evicts
 
-Nothing is kept in memory: what is in the folder is the truth, and a folder that is emptied or removed under us is an empty
-store. Only files whose names look like ours are ever counted or removed.
+Nothing is kept in memory. A folder that is emptied or removed while it is in use is an empty store. Only files whose names
+are those of objects and drafts are counted or removed.
 
-**Limit.** Bytes are counted before they are written (`file_ledger`), by all who share the folder: the limit holds for them
-together. Over it, the least recently used objects go until a tenth is free. "Used" is the file's time of change, set when it
-is written and, at most once a minute, when it is looked for or read. Of one call's objects the first counts as the latest
-used: without it, the later ones of its chain would be of no use.
+**Limit.** Bytes are counted before they are written (`file_ledger`) by all processes that share the folder, so the limit
+holds for them together. Over it, the least recently used objects are removed until a tenth is free. The time of use is the
+file's modification time, set when it is written and, at most once a minute, when it is looked for or read. Of the objects of
+one call the first counts as used last: the later ones of its chain are useless without it.
 
-**No fsync.** Killing us loses nothing that was renamed: the kernel has it. After a power cut a file may be empty or torn;
-the envelope's checksum finds that, and the block is computed again. To wait for the disk for each block would make the store
-many times slower to protect what is a cache.
+**No fsync.** A killed process loses nothing that was renamed: the kernel has it. After a power cut a file may be empty or
+torn; the envelope's checksum detects that, and the block is computed again. Waiting for the disk for each block would make
+the store many times slower to protect a cache.
 
-**Time.** The time-out bounds waiting for other processes. It does not bound the moving of bytes or, with very many objects,
-making room: a file system that hangs cannot be interrupted.
+**Time.** The time-out bounds waiting for other processes. It does not bound moving bytes or, with very many objects,
+evicting: a file system that hangs cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, Sto
 
 TOUCH_S = 60.0
 _STEP_NS = 1000
-"""Between the times of two objects of one call; finer than this not every file system tells apart."""
+"""Difference between the times of two objects of one call: the resolution of coarse file systems."""
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -45,7 +45,7 @@ class FileStore:
     kind = "file"
 
     def __init__(self, folder: str, timeout_s: float, limit_bytes: int | None, touch_s: float = TOUCH_S) -> None:
-        """Touches nothing yet; `open_file` checks the folder and makes it ready."""
+        """Does not touch the folder; `open_file` checks and prepares it."""
         self._folder = folder
         self._objects = ObjectFolder(folder)
         self._writer = ObjectWriter(folder, self._objects, timeout_s, limit_bytes)
@@ -78,7 +78,7 @@ class FileStore:
                 self._writer.removed(freed)
 
     def attach(self, arena: memoryview) -> None:
-        """Any memory will do."""
+        """Nothing to do: files are read into any memory."""
 
     def names(self) -> Iterator[tuple[str, int]]:
         with self._failures_as_store_failed("list"):
@@ -106,7 +106,7 @@ class FileStore:
             return count
 
     def close(self) -> None:
-        """Nothing is kept open between calls."""
+        """Nothing to do: no file stays open between calls."""
 
     def tidy(self) -> None:
         """Remove the drafts of writers that died, and count the bytes in use."""
@@ -123,7 +123,7 @@ class FileStore:
 
     def _get(self, path: str, into: memoryview, now_ns: int) -> int:
         try:
-            # Of what is no file of ours, neither a link is followed nor a pipe waited for.
+            # Do not follow a link and do not wait for a pipe that lies at an object's path.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in ABSENT:
@@ -142,7 +142,7 @@ class FileStore:
             os.close(fd)
 
     def _touch(self, at: str | int, found: os.stat_result, now_ns: int) -> None:
-        """To touch is to write; once in a while is enough to know what nobody uses. Where it cannot be, it need not be."""
+        """Set the time of use, at most once every `touch_s`: it is a write. A read-only file keeps its time."""
         if abs(now_ns - found.st_mtime_ns) >= self._touch_ns:
             with contextlib.suppress(OSError):
                 os.utime(at, ns=(now_ns, now_ns))
@@ -188,7 +188,7 @@ def open_file(url: StoreUrl, timeout_s: float, limit_bytes: int | None, create: 
 
 
 def prepare_folder(path: str) -> None:
-    """Makes it, and in it what a store needs. Raises BadStore with the reason where that cannot be."""
+    """Create the folder and the subfolder for drafts. Raises BadStore with the reason where that is impossible."""
     folder = _folder_at(path)
     drafts = drafts_folder(folder)
     _demand_folder(folder, create=True)
@@ -221,8 +221,7 @@ def _demand_folder(folder: str, create: bool) -> None:
 
 @contextlib.contextmanager
 def _usable(folder: str) -> Iterator[None]:
-    """A full disk is no reason not to start, and neither is a process that stands still with the lock: what is stored can
-    still be read, and the next one tidies up."""
+    """Turns errors of preparing a folder into BadStore, except a full disk: stored objects can still be read then."""
     try:
         yield
     except OSError as error:

@@ -26,7 +26,7 @@ Report = Callable[[StorageEvent], None]
 
 
 class HostMemory:
-    """[rows, bytes a block]. What it costs, and when, is the allocator's business."""
+    """Host memory for blocks: `rows` is [rows, bytes a block]."""
 
     def __init__(self, rows: int, block_bytes: int, allocate: Callable[[int], Bytes] = zeroed) -> None:
         self.rows: Bytes2d = allocate(rows * block_bytes).reshape(rows, block_bytes)
@@ -37,10 +37,10 @@ class HostMemory:
 
 
 class TransferHold:
-    """One haul's hold on rows and blocks: between the thread that moves bytes and the one that fences it.
+    """One transfer's hold on rows and blocks, shared by the thread that moves bytes and the thread that fences.
 
-    The thread takes the grip before it touches any, and looks at `fenced` between two of its copies. A fence that finds the
-    grip held is answered by the thread as it lets go, any other by whoever fences. So nobody waits for anybody.
+    The moving thread takes the hold before it touches memory and checks `fenced` between copies. If a fence finds the hold
+    taken, the moving thread answers it when it lets go; otherwise the fencing thread answers. Neither thread waits.
     """
 
     def __init__(self) -> None:
@@ -49,23 +49,23 @@ class TransferHold:
         self.fenced = False
 
     def is_abandoned(self) -> bool:
-        """Fenced and let go: what goes on with this haul, if anything does, is no business of the core."""
+        """Fenced and not held: the core has its answer, although a call of the store may still be running."""
         return self.fenced and not self._held
 
     def take(self) -> bool:
-        """False: it was fenced, and must not touch anything any more. The fence has been answered."""
+        """True if memory may be touched. False if fenced, and then the fence has been answered."""
         with self._lock:
             self._held = not self.fenced
             return self._held
 
     def let_go(self) -> bool:
-        """False: it was fenced meanwhile, and the answer is the caller's to give."""
+        """True unless fenced meanwhile; then the caller must answer the fence."""
         with self._lock:
             self._held = False
             return not self.fenced
 
     def fence(self) -> bool:
-        """True: nothing of it touches anything, and the answer is the caller's to give; otherwise the holder's."""
+        """True if the hold is free, and then the caller must answer the fence; otherwise the holder does."""
         with self._lock:
             self.fenced = True
             return not self._held
@@ -86,7 +86,7 @@ class HostCopier:
         self._closing = False
         self.out_bytes = 0
         self.in_bytes = 0
-        """Copied since the start, out of the device and into it."""
+        """`out_bytes` and `in_bytes`: copied out of the device and into it since the start."""
         self._thread = threading.Thread(target=self._run, name="baton-copier", daemon=True)
         self._thread.start()
 
@@ -103,7 +103,7 @@ class HostCopier:
             self._condition.notify()
 
     def fence(self, transfer: Haul) -> bool:
-        """False: it is not one of ours, or is over, and is not answered here."""
+        """False if the transfer is unknown here or finished; then no answer is reported."""
         hold = self._open.get(transfer)
         if hold is not None and hold.fence():
             self._open.pop(transfer, None)
@@ -111,7 +111,7 @@ class HostCopier:
         return hold is not None
 
     def close(self) -> None:
-        """What waits is not copied, and what is being copied ends after its run of blocks."""
+        """Discard waiting copies; the current one ends after its current call."""
         self._closing = True
         with self._condition:
             self._condition.notify()

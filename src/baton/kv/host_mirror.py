@@ -1,10 +1,10 @@
-"""Host memory in the place of a pool that lies on a device, so that every transfer works as if it could address the pool.
+"""A mirror in host memory of a pool on a device, so that every kind of transfer can address the blocks.
 
-    P   device ──Ferry──▶ mirror ──▶ transfer             D   transfer ──▶ mirror ──Ferry──▶ device
+    P   device ──copy──▶ mirror ──▶ transfer             D   transfer ──▶ mirror ──copy──▶ device
 
-The mirror has the pool's block ids and offsets. Owns the copies between the two, on a thread of each transfer's own, and the
-pages of the mirror: a block costs memory from when something of a hand-over is written there until the last hand-over that
-holds it lets go. What a copy moves belongs to a hand-over; once that is dropped, nothing more of it moves.
+The mirror has the pool's block ids and offsets. Owns the copies between the two, on one thread per sender or receiver, and
+the pages of the mirror: a block uses memory from its first write until the last hand-over that holds it lets go. A copy
+belongs to a hand-over; once that is dropped, nothing more of it is copied.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from baton.kv.io_thread import Post, Work
 from baton.kv.send_queue import BlockRun
 
 PARTS_AHEAD = 4
-"""Of one line that may lie in the mirror, or be on their way there, before they are sent."""
+"""Most parts of one connection that are in the mirror, or being copied there, before they are sent."""
 
 
 class HostMirror:
     def __init__(self, device: BlockAccess, rows: Bytes2d, give_back: Callable[[int], None]) -> None:
-        """`give_back` frees the memory of a block; it reads as zeros then."""
+        """`give_back` frees the memory of a block, which reads as zeros afterwards."""
         self._device = device
         self._rows = rows
         self._give_back = give_back
         self._holders = np.zeros(device.blocks, dtype=np.int32)
-        """Hand-overs by block: prefixes are shared, and what is late may hold a block that another uses already."""
+        """Number of hand-overs that hold each block. Several may: prefixes are shared, and blocks are reused."""
         self._lock = threading.Lock()
 
     def parts(self, piece_bytes: int) -> int:
-        """How many pieces of so many bytes are copied in one go."""
+        """How many pieces of `piece_bytes` one copy call takes."""
         return blocks_per_copy(self._device, piece_bytes)
 
     def hold(self, blocks: Int32s) -> None:
@@ -48,16 +48,16 @@ class HostMirror:
         with self._lock:
             np.subtract.at(self._holders, blocks, 1)
         for block in blocks.tolist():
-            with self._lock:  # for each alone: who holds others meanwhile shall not wait for all of them
+            with self._lock:  # for each block alone, so that `hold` never waits for all of them
                 if not self._holders[block]:
                     self._give_back(block)
 
     def fetch(self, blocks: Int32s, low: int, high: int) -> None:
-        """Bytes [low, high) of these blocks, from the device."""
+        """Copy bytes [low, high) of these blocks from the device to the mirror."""
         self._device.read(blocks, blocks, self._rows, low, high)
 
     def store(self, blocks: Int32s, low: int, high: int) -> None:
-        """The same, to the device."""
+        """Copy bytes [low, high) of these blocks from the mirror to the device."""
         self._device.write(blocks, blocks, self._rows, low, high)
 
 
@@ -71,7 +71,7 @@ class _CopyTask:
 
 
 class MirrorCopier:
-    """One thread that copies what it is given, in that order, and tells the lane when each is done. Called on the lane."""
+    """One thread that copies in the order given and posts each completion to the I/O thread. Called on the I/O thread."""
 
     def __init__(self, name: str, mirror: HostMirror, move: Callable[[Int32s, int, int], None], post: Post) -> None:
         """`move`: `mirror.fetch` or `mirror.store`."""
@@ -80,10 +80,10 @@ class MirrorCopier:
         self._post = post
         self._waiting: deque[_CopyTask] = deque()
         self._to_release: deque[Int32s] = deque()
-        """Blocks that nobody of ours holds any more. Freeing them takes a while, and nobody waits for it."""
+        """Blocks to release. Freeing pages is slow, so it happens on this thread."""
         self._moving: _CopyTask | None = None
         self._after: list[Work] = []
-        """To be told when that one ends; it was dropped then, and its own end is nobody's business."""
+        """Posted when the copy under way ends, instead of its own completion: its hand-over was dropped."""
         self._condition = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -95,7 +95,7 @@ class MirrorCopier:
             self._condition.notify()
 
     def drop(self, handover: Handover, then: Work) -> None:
-        """Nothing more of this hand-over; `then` as soon as nothing of it moves, which may be now."""
+        """Discard the copies of this hand-over; call `then` as soon as none is under way, possibly at once."""
         with self._condition:
             self._waiting = deque(task for task in self._waiting if task.handover != handover)
             if self._moving is not None and self._moving.handover == handover:
@@ -109,13 +109,13 @@ class MirrorCopier:
             self._condition.notify()
 
     def close(self) -> None:
-        """What waits is left, what moves ends."""
+        """Discard waiting copies; wait for the one under way."""
         with self._condition:
             self._closing = True
             self._condition.notify()
         self._thread.join()
 
-    # ── on the ferry's thread ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── on the copying thread ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
@@ -141,9 +141,9 @@ class MirrorCopier:
 
 
 class MirrorStaging:
-    """The runs of one line on their way through the mirror: taken as they may be sent, given out when they are there.
+    """Copies the runs of one connection into the mirror ahead of sending, at most PARTS_AHEAD parts at a time.
 
-    On the lane. Parts arrive in the order in which they were asked for.
+    Runs on the I/O thread. Parts arrive in the order in which they were ordered.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class MirrorStaging:
         next_run: Callable[[], BlockRun | None],
         on_part: Work,
     ) -> None:
-        """`blocks[i]` is block `first + i` of the sequence. `on_part`: there is something to give out."""
+        """`blocks[i]` is block `first + i` of the sequence. `on_part` is called when a part has arrived."""
         self._mirror_copier = copier
         self._mirror = mirror
         self._spans = spans
@@ -167,7 +167,7 @@ class MirrorStaging:
         self._next_run = next_run
         self._on_part = on_part
         self._run: BlockRun | None = None
-        """What is left of the run that parts are being made of."""
+        """The rest of the run that parts are being made of."""
         self._coming = 0
         self._there: deque[BlockRun] = deque()
 
@@ -181,7 +181,7 @@ class MirrorStaging:
         return part
 
     def _order(self) -> None:
-        """As many parts as may lie ahead."""
+        """Order parts until PARTS_AHEAD are in the mirror or being copied."""
         while self._coming + len(self._there) < PARTS_AHEAD:
             self._run = self._run or self._next_run()
             if self._run is None:

@@ -1,9 +1,8 @@
-"""One thread that does all the work of a sender or a receiver, and the way into it.
+"""One thread that does all the work of a sender or a receiver, and the queue into it.
 
-Everything that touches a line, a book or a pool happens on this thread, between two of its turns; sockets never block. So
-nothing needs a lock, and an order that has been carried out (a fence, say) has no write of somebody else still under way.
-Orders wait in a bounded queue; urgent ones always fit. However the thread ends, `on_end` runs
-on it; what is posted later is done by whoever posts it.
+Everything that touches a connection, a queue or a pool runs on this thread; sockets never block. So nothing needs a lock,
+and when an order such as a fence has been carried out, no other write is under way. Orders wait in a bounded queue; urgent
+ones always fit. `on_end` runs on the thread however it ends; work posted later runs on the posting thread.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Post = Callable[[Work, bool], bool]
 
 class IoThread:
     def __init__(self, name: str, turn: Callable[[float], float | None], on_end: Work, queue_max: int = 4096) -> None:
-        """`turn(now)` is called again and again, and says in how many seconds at the latest; None is whenever."""
+        """`turn(now)` is called in a loop and returns the seconds until it must be called again; None for no limit."""
         self._turn = turn
         self._on_end = on_end
         self._queue: deque[Work] = deque()
@@ -42,7 +41,7 @@ class IoThread:
         self._thread.start()
 
     def post(self, work: Work, urgent: bool = False) -> bool:
-        """From any thread: do this on the lane. False when the queue is full; when the lane is over, done here and now."""
+        """From any thread: run `work` on the I/O thread. False if the queue is full. Runs here if the thread has ended."""
         with self._lock:
             if not self._over:
                 if len(self._queue) >= self._queue_max and not urgent:
@@ -65,8 +64,8 @@ class IoThread:
         self._thread.join()
 
     def watch(self, sock: socket.socket, events: int, ready: Callable[[int], None]) -> None:
-        """Call `ready(events)` on the lane; 0 stops it."""
-        # One that was closed is not known any more; what it was ready for may still be due in this turn.
+        """Call `ready(events)` on the I/O thread when the socket is ready; `events` of 0 stops watching."""
+        # A closed socket is not registered any more, although its events may still be due in this turn.
         known = sock.fileno() >= 0 and sock.fileno() in self._selector.get_map()
         if events and known:
             self._selector.modify(sock, events, ready)
@@ -82,7 +81,7 @@ class IoThread:
 
     def _woken(self, _events: int) -> None:
         self._wake_out.recv(64)
-        self._signalled = False  # before the queue is looked at: what is posted from here on rings again
+        self._signalled = False  # before the queue is read: later posts signal again
 
     def _run(self) -> None:
         try:

@@ -1,8 +1,7 @@
-"""A store that is opened when it is first used, and again until that works.
+"""A store that is opened at its first use, and at each later use until that succeeds.
 
-So an instance that starts while its store is down, or hangs, serves without it, and has it as soon as it is there. Until
-then calls fail or hang, as those of any store may; how often one is tried is for the caller to decide. `attach` and `close`
-do neither.
+An instance that starts while its store is down or hangs serves without it, and uses it as soon as it is up. Until then calls
+fail or hang, as those of any store may; the caller decides how often to try. `attach` and `close` do neither.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ class LazyStore:
         self._store: Store | None = None
         self._arenas: list[memoryview] = []
         self._opening = threading.Lock()
-        """May be held for long."""
+        """Held while opening, which may take long."""
         self._guard = StoreGuard()
         self._lock = threading.Lock()
-        """Over the arenas, and whether the store is there."""
+        """Protects `_arenas` and `_store`."""
 
     def look(self, names: Sequence[str]) -> list[bool]:
         return self._opened().look(names)
@@ -59,7 +58,7 @@ class LazyStore:
                 self._store.close()
 
     def open(self) -> Store:
-        """Raises BadStore where there can be no such store; whoever only uses it sees one that fails."""
+        """Open the store now. Raises BadStore where no such store can exist; the other methods raise StoreFailed then."""
         with self._opening, self._guard.guarded():
             return self._store or self._open()
 

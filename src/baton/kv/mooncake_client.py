@@ -1,15 +1,14 @@
-"""Their client of a Mooncake Store: finding it, making it when it is needed, and the memory that it knows.
+"""The client library of a Mooncake Store: loading it, connecting when it is first needed, and its registered memory.
 
-A call after `close` ends the process, so a client is closed when the last call that uses it has ended, and no earlier.
+A call after `close` ends the process, so a client is closed only when the last call that uses it has ended.
 
-Two of its calls hold up every thread of ours (it keeps the interpreter's lock): `setup` while it waits for the master, and
-`close`, for a second or two, and for ten where the master is gone. So nobody is set up with a master that has not just
-answered both on its HTTP port and on the port of its calls, and a client whose master is gone is left behind, for the end of
-the process takes it along at once. Whoever serves attaches its arena, and thereby connects, before it serves, and closes
-when it has served.
+Two calls of the library block all threads (they keep the interpreter's lock): `setup`, while it waits for the master, and
+`close`, for one to two seconds, or ten where the master is gone. Therefore `setup` is called only when the master has just
+answered on its HTTP port and on its RPC port, and a client whose master is gone is never closed: the end of the process
+removes it at once. An instance attaches its arena, and thereby connects, before it serves, and closes afterwards.
 
-What remains: to set up takes some 30 ms, during which nothing of ours runs; and where the master stops answering within
-those, as long as one of its calls may take (the time-out, but a second at least).
+What remains: `setup` blocks the process for some 30 ms; if the master stops answering within those, for as long as one of
+its calls may take (the time-out, but a second at least).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _PROBE = struct.pack("<4B4I", 21, 0, 0, 0, 1, 0, 0, 0)
 Area = npt.NDArray[np.uint8]
 
 _left_behind: list[tuple[MooncakeClient, MooncakeConnection]] = []
-"""Never closed, so neither they nor the memory that they know may go."""
+"""Clients that are never closed. They and their registered memory must stay alive."""
 
 
 class _Buffers(Protocol):
@@ -64,7 +63,7 @@ class _Mounted(TypedDict):
 
 
 class MooncakeClient(Protocol):
-    """What we use of theirs. Zero is success, less is a code of theirs."""
+    """The calls of the library that are used here. Zero is success, a negative number one of its error codes."""
 
     def setup(
         self, local_hostname: str, metadata_server: str, global_segment_size: int, local_buffer_size: int,
@@ -99,7 +98,7 @@ def client_class() -> Callable[[], MooncakeClient]:
 
 
 def _set_call_timeouts(timeout_s: float) -> None:
-    """Calls that were given up shall, unless the environment says otherwise; theirs take half a minute each."""
+    """Make calls of the library end within our time-out, unless the environment sets others; its defaults are 30 s."""
     limit_ms = str(math.ceil(max(1.0, timeout_s) * 1000))
     settings = {"MC_RPC_TIMEOUT_MS": limit_ms, "MC_RPC_CONNECT_TIMEOUT_MS": "1000", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
     for name, value in settings.items():
@@ -116,11 +115,11 @@ class MooncakeSettings:
     device: str
     segment_bytes: int
     host: str | None
-    """Under which others reach us; None: found out."""
+    """The address at which others reach us; None to use the one of the connection to the master."""
 
 
 class MooncakeConnection:
-    """Their client, made when it is needed; closed when the last call that uses it has ended."""
+    """The library's client, created at first use and closed when the last call that uses it has ended."""
 
     def __init__(self, settings: MooncakeSettings, timeout_s: float) -> None:
         self._settings = settings
@@ -132,7 +131,7 @@ class MooncakeConnection:
         self._closed = False
         self._arena: memoryview | None = None
         self._registered: list[tuple[int, int, memoryview]] = []
-        """Address, size, and what keeps it from going."""
+        """(address, size, view that keeps the memory alive)."""
         self.areas = RegisteredAreas(settings.shown)
         self.mounted_bytes = 0
 
@@ -151,7 +150,7 @@ class MooncakeConnection:
         return any(begin <= address and address + size <= begin + length for begin, length, _ in self._registered)
 
     def mount(self, client: MooncakeClient) -> None:
-        """Give the memory that we are to give, once."""
+        """Contribute our memory segment to the store, once."""
         with self._making:
             if self.mounted_bytes or not self._settings.segment_bytes:
                 return
@@ -230,10 +229,10 @@ class MooncakeConnection:
         return client
 
     def _probe_master(self) -> str:
-        """The address that we have for the master, once it reacts on the port of its calls.
+        """Check that the master reacts on its RPC port; returns our own address towards it.
 
-        Whatever it does will do, even to hang up on what it does not understand. That the system accepts a connection says
-        nothing: it does so for a process that stands still, too.
+        Any reaction counts, even closing the connection. An accepted connection alone proves nothing: the kernel accepts
+        for a stopped process too.
         """
         try:
             with socket.create_connection(self._settings.master, self._timeout_s) as conn:
@@ -253,7 +252,7 @@ class MooncakeConnection:
 
 
 class RegisteredAreas:
-    """Memory of ours that the client knows. Each piece belongs to one call, until that has ended."""
+    """Registered memory for calls of the client. Each area belongs to one call until that has ended."""
 
     def __init__(self, shown: str) -> None:
         self._shown = shown

@@ -1,6 +1,6 @@
-"""Mooncake's Transfer Engine: finding it, loading it, and one of them a process and address.
+"""Mooncake's Transfer Engine: loading the library, and one engine per process and address.
 
-Owns the library and what it needs of the system. Knows nothing of KV.
+Owns the library and the system libraries that it needs. Knows nothing of KV.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from baton.kv.transfer_contract import TransferUnavailable
 
 READ_TIMEOUT_S = 5
 LIBRARIES = Path(sys.prefix) / "lib" / "baton-mooncake"
-"""Where the set-up puts what the engine needs of the system, when the system does not have it."""
+"""Folder of the system libraries that the set-up installs for the engine where the system lacks them."""
 _SETTINGS = {"MC_TRANSFER_TIMEOUT": str(READ_TIMEOUT_S), "MC_LOG_LEVEL": "ERROR"}
-"""Of theirs, where the environment does not say otherwise."""
+"""Environment variables of the library and the values that are used where they are not set."""
 
 
 class _TransferEngine(Protocol):
-    """What we use of theirs. Zero is success."""
+    """The calls of the library that are used here. Zero is success."""
 
     def initialize(self, name: str, metadata: str, protocol: str, device: str) -> int: ...
     def get_rpc_port(self) -> int: ...
@@ -46,7 +46,7 @@ def why_unavailable() -> str | None:
 
 @cache
 def load_libraries() -> None:
-    """What anything of mooncake's needs before it can be imported."""
+    """Set the environment and load the system libraries that mooncake's modules need when they are imported."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     for library in _in_order(LIBRARIES):
@@ -63,14 +63,14 @@ def _engine_class() -> Callable[[], _TransferEngine]:
 
 
 def _in_order(folder: Path) -> list[Path]:
-    """Libraries of a folder, each after those that it needs: the netlink ones first."""
+    """The libraries of a folder, each after those that it needs: the netlink ones first."""
     return sorted(
         folder.glob("lib*.so.*"), key=lambda path: (not path.name.startswith("libnl-3"), "nl" not in path.name, path.name)
     )
 
 
 class TransferEngine:
-    """One a process and address, while somebody uses it."""
+    """One engine per process and address, shared by its users and ended by the last of them."""
 
     _lock = threading.Lock()
     _open: dict[str, TransferEngine] = {}  # noqa: RUF012 - the one table of them, on purpose
@@ -101,7 +101,7 @@ class TransferEngine:
                 del self._theirs  # it stops its threads and closes its ports
 
     def register(self, address: int, size: int) -> None:
-        """Once, however many ask for it."""
+        """Register memory; repeated registrations of an address are counted."""
         with self._lock:
             if not self._registered[address] and self._theirs.register_memory(address, size):
                 raise TransferUnavailable(f"mooncake's Transfer Engine does not take {size} bytes of memory")
@@ -114,5 +114,5 @@ class TransferEngine:
                 self._theirs.unregister_memory(address)
 
     def read(self, peer: str, to: list[int], of: list[int], sizes: list[int]) -> bool:
-        """Blocks until it is here, or cannot be had."""
+        """Read from a peer's memory into ours. Blocks until done; False if it failed."""
         return self._theirs.batch_transfer_sync_read(peer, to, of, sizes) == 0

@@ -1,9 +1,9 @@
-"""Reading another process's memory through the engine, which blocks: helpers do it, the lane takes what they bring.
+"""Reads another process's memory through the Transfer Engine. Its calls block, so threads of their own make them.
 
-Each helper has a staging area. A read that nobody waits for any more is abandoned: what it brings is thrown away, and where
-it was under way already another helper takes the place of the one that is at it, for a peer that has stopped can hold it for
-a minute. (The engine meets new peers one at a time: one that stops just then delays first reads from the others as long.)
-Areas stay registered until the end; something late that lands in one is found by the checks.
+Each thread has a staging area, from which the I/O thread copies. A read can be abandoned: its data are discarded, and if it
+was under way, another thread is started in place of the one that is stuck, since a peer that has stopped can block a read
+for a minute. (The engine connects to new peers one at a time: one that stops just then delays the first reads from others as
+long.) Areas stay registered until the end; data that land late in one are detected by the checksums.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from baton.kv.io_thread import Post
 from baton.kv.mooncake_engine import TransferEngine
 
 READ_THREADS = 4
-"""Reads under way at once."""
+"""Reads under way at the same time."""
 READ_THREADS_MAX = 32
-"""With those that hang."""
+"""Most threads, including those whose read hangs."""
 STAGING_BYTES = 4 << 20
 CLOSE_S = 2.0
-"""How long closing waits for a helper that hangs; it is left behind then, with the engine."""
+"""Longest wait for each thread at closing. A thread that still hangs is left running, and the engine stays open."""
 
 Staging = npt.NDArray[np.uint8]
 
 _left_behind: list[list[Staging]] = []
-"""Registered still, so never to be unmapped."""
+"""Areas that are still registered, so they must never be unmapped."""
 
 
 @dataclass(eq=False)
 class RemoteRead:
     peer: str
     of: list[int]
-    """Addresses over there, of pieces of `size`."""
+    """Addresses in the peer's memory, of pieces of `size` bytes each."""
     size: int
     take: Callable[[Staging, str | None], None]
-    """On the lane: what was read, or why not. Not called once it is abandoned."""
+    """Called on the I/O thread with the data, or the reason why there are none. Not called after `abandon`."""
     under_way: bool = False
     abandoned: bool = False
 
@@ -68,7 +68,7 @@ class RemoteReaders:
         self._orders.put(read)
 
     def abandon(self, read: RemoteRead) -> None:
-        """On the lane: nobody waits for it any more."""
+        """On the I/O thread: discard the result of this read."""
         with self._lock:
             read.abandoned = True
             stuck = read.under_way
@@ -76,14 +76,14 @@ class RemoteReaders:
             self._add_thread()
 
     def close(self) -> None:
-        """On the lane, as the last thing."""
+        """On the I/O thread, after everything else."""
         self._closing.set()
         for _ in self._threads:
             self._orders.put(None)
         for thread in self._threads:
             thread.join(CLOSE_S)
         if any(thread.is_alive() for thread in self._threads):
-            _left_behind.append(self._areas)  # it may still write there
+            _left_behind.append(self._areas)  # the engine may still write there
             return
         for area in self._areas:
             self._engine.unregister(area.ctypes.data)
@@ -107,7 +107,7 @@ class RemoteReaders:
         return area
 
     def _run(self, area: Staging) -> None:
-        """A helper's life: read, let the lane have it, go on when the lane has copied it."""
+        """Thread loop: read into the area, post it to the I/O thread, wait until it is copied, repeat."""
         taken = threading.Semaphore(0)
         while (read := self._orders.get()) is not None and not self._closing.is_set():
             if not self._still_wanted(read, under_way=True):
@@ -115,7 +115,7 @@ class RemoteReaders:
             to = [area.ctypes.data + number * read.size for number in range(len(read.of))]
             done = self._engine.read(read.peer, to, read.of, [read.size] * len(read.of))
             if not self._still_wanted(read, under_way=False):
-                self._spare.append(area)  # another has taken our place
+                self._spare.append(area)  # `abandon` has started another thread in place of this one
                 return
             if self._post is not None:
                 self._post(
@@ -132,7 +132,7 @@ class RemoteReaders:
 
     @staticmethod
     def _deliver(read: RemoteRead, area: Staging, problem: str | None, taken: threading.Semaphore) -> None:
-        """On the lane."""
+        """On the I/O thread."""
         if not read.abandoned:
             read.take(area, problem)
         taken.release()

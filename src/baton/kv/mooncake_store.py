@@ -1,20 +1,19 @@
-"""`mooncake`: objects in a Mooncake Store. A master knows where each lies; the memory is that of the instances themselves.
+"""`mooncake`: objects in a Mooncake Store. A master tracks where each object is; the instances contribute the memory.
 
-    look   one call for all          put    from the attached arena, without a copy of ours
-    get    into an area of our own, then copied into the buffers
+    look   one call for all          put    from the attached arena, without a copy
+    get    into a registered area, then copied into the buffers
 
-Their client blocks for as long as it likes, and cannot be stopped. So its calls run in threads of ours, for which neither
-the caller waits longer than the time-out nor the process at its end. A call that was given up goes on, and may touch its
-memory late. Late reads (put) store what the envelope's checks will find; the arena is kept for as long as the client is.
-Late writes (get) would spoil what somebody else fetched in the meantime: hence the areas, each of which belongs to one call
-until that has really ended.
+Calls of the client library block without limit and cannot be interrupted. They run on daemon threads: the caller waits at
+most the time-out, and the process does not wait for them at its end. A call that timed out goes on and may touch its memory
+late. A late read (put) can store wrong bytes, which the envelope's checksum detects; the arena lives as long as the client.
+A late write (get) could overwrite another call's data, so each area belongs to one call until that has ended.
 
-`drop` and `clear` do not wait for those who are just reading: what they read may then be something else, which the checks
-find, too. (Theirs would refuse for ten seconds after the last look.)
+`drop` and `clear` remove objects that are being read; a reader may then get other bytes, which the checksum detects. (The
+library's default would refuse for ten seconds after the last look.)
 
-`?segment=` is how much memory an instance gives, from its first put on; an instance that ends takes with it what lies there.
-Ours begin with `baton:`. The client cannot list objects, so for `names` and `stat` the master's own HTTP port is asked
-(`?admin=`, always needed). The engine's ports know no keys and listen on all addresses: use it where the network is trusted.
+`?segment=` is the memory that an instance contributes from its first put on; when it ends, the objects there are lost. Keys
+begin with `baton:`. The client cannot list objects, so `names` and `stat` ask the master's HTTP port (`?admin=`, always
+needed). The engine's ports have no authentication and listen on all addresses: use it on trusted networks only.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PREFIX = "baton:"
 SEGMENT_BYTES = 512 << 20
 _OPTIONS = ("metadata", "segment", "protocol", "device", "host", "admin")
 _CALLS_MAX = 16
-"""At once, with those that hang."""
+"""Most calls at the same time, including those that hang."""
 _LINE_BYTES = 64
 _PAGE = 512
 
@@ -46,13 +45,13 @@ _NO_ROOM = -200
 _DOES_NOT_FIT = -600
 _TRANSFER_FAILED = -800
 _NOT_THERE = (-702, -703, -704, -707, _TRANSFER_FAILED)
-"""No sound copy, not written to the end, never heard of, gone meanwhile; or it lies with somebody who is gone."""
+"""No complete copy, not written completely, unknown, removed meanwhile, or on an instance that is gone."""
 
 T = TypeVar("T")
 
 
 def open_mooncake(url: StoreUrl, timeout_s: float, limit_bytes: int | None) -> Store:
-    """Connects when it is first used: a master may come later than we do."""
+    """Connects at the first use, so the master may start later than this instance."""
     client_class()
     return MooncakeStore(_settings_of(url, limit_bytes), timeout_s)
 
@@ -119,7 +118,7 @@ class MooncakeStore:
                 self._checked(code)
 
     def attach(self, arena: memoryview) -> None:
-        """Connects and registers it, if that can be; else when it can. Kept until the connection is closed."""
+        """Connect and register the arena now, or at a later call if that fails. Kept until the connection is closed."""
         self._connection.attach(arena)
         with contextlib.suppress(StoreFailed):
             self._call(lambda client: client.batch_is_exist([]))
@@ -142,7 +141,7 @@ class MooncakeStore:
         return self._checked(self._call(lambda client: client.remove_by_regex(f"^{PREFIX}", True)))
 
     def close(self) -> None:
-        """Waits no longer than the time-out; what hangs then ends with the process."""
+        """Waits at most the time-out; a call that still hangs ends with the process."""
         with contextlib.suppress(StoreFailed):
             self._bounded(self._connection.close)
         self._threads.close()
@@ -157,7 +156,7 @@ class MooncakeStore:
         return self._bounded(work, late)
 
     def _bounded(self, work: Callable[[], T], late: Callable[[T], None] | None = None) -> T:
-        """`late` is given what comes when nobody waits for it any more."""
+        """Run `work` on a thread and wait at most the time-out. A result that comes later is passed to `late`."""
         future = self._threads.submit(work)
         wait([future], self._timeout_s)
         if future.done():
@@ -211,7 +210,7 @@ class MooncakeStore:
 
 
 class _DaemonThreads:
-    """So many at most, made when they are needed. A ThreadPoolExecutor will not do: the process would not end while one of
+    """At most `most` daemon threads, started when needed. With a ThreadPoolExecutor the process could not end while one of
     its threads hangs."""
 
     def __init__(self, shown: str, most: int) -> None:
@@ -220,7 +219,7 @@ class _DaemonThreads:
         self._made = 0
         self._closed = False
         self._lock = threading.Lock()
-        """Over the above."""
+        """Protects `_made` and `_closed`."""
         self._idle = threading.Semaphore(0)
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._guard = StoreGuard()
@@ -237,7 +236,7 @@ class _DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Each ends when it has done what it is at."""
+        """Each thread ends after its current call."""
         with self._lock:
             self._closed = True
             for _ in range(self._made):
@@ -246,7 +245,7 @@ class _DaemonThreads:
     def _run(self) -> None:
         while (call := self._waiting.get()) is not None:
             call()
-            del call  # it holds what came of it
+            del call  # it holds the result
             self._idle.release()
 
     def _do(self, work: Callable[[], T], future: Future[T]) -> None:
@@ -266,7 +265,7 @@ def _keys(names: Sequence[str]) -> list[str]:
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
-    """Where each begins when they lie one behind the other, and the end of them all."""
+    """Offsets of objects of these sizes, aligned to _LINE_BYTES, and the end of the last one."""
     begins = [0]
     for size in sizes:
         begins.append(begins[-1] + -(-size // _LINE_BYTES) * _LINE_BYTES)

@@ -46,7 +46,7 @@ class ObjectFolder:
         return f"{self._root}/{layout}/{fan}/{fan}{rest}"
 
     def _folders(self) -> Iterator[tuple[str, str, str]]:
-        """Layout, first two of the key, path."""
+        """(layout, first two digits of the key, path) of every subfolder of objects."""
         for layout in folder_entries(self._root):
             if _LAYOUT.fullmatch(layout.name) and layout.is_dir(follow_symlinks=False):
                 for fan in folder_entries(layout.path):
@@ -62,7 +62,7 @@ class ObjectFolder:
                         yield ObjectEntry(f"{layout}/{entry.name}", entry.path, found.st_size, found.st_mtime_ns)
 
     def remove_empty_folders(self) -> None:
-        """Those with anything in them stay; who writes meanwhile makes them again."""
+        """Remove subfolders that are empty. Concurrent writers create them again."""
         folders = [path for _, _, path in self._folders()]
         for path in folders + sorted({os.path.dirname(path) for path in folders}):
             with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ class ObjectFolder:
 
 
 def make_folder(path: str) -> None:
-    """For us alone. Folders above it that are missing are made as well."""
+    """Create a folder with mode 0700, and its missing parents."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -83,7 +83,7 @@ def make_folder(path: str) -> None:
 
 
 def folder_entries(folder: str) -> list[os.DirEntry[str]]:
-    """Of a folder that may be gone."""
+    """The entries of a folder; none where it does not exist."""
     try:
         with os.scandir(folder) as found:
             return list(found)
@@ -92,7 +92,7 @@ def folder_entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def plain_stat(path: str) -> os.stat_result | None:
-    """Of a plain file; None for whatever else is there, or nothing."""
+    """The status of a regular file; None for anything else, or nothing, at this path."""
     try:
         found = os.stat(path, follow_symlinks=False)
     except OSError as error:
@@ -103,7 +103,7 @@ def plain_stat(path: str) -> os.stat_result | None:
 
 
 def remove_file(path: str) -> int:
-    """Answers the bytes that this freed."""
+    """Remove a regular file; returns the bytes freed."""
     found = plain_stat(path)
     if found is None:
         return 0
@@ -115,7 +115,7 @@ def remove_file(path: str) -> int:
 
 
 def read_all(fd: int, into: memoryview) -> int:
-    """Fewer bytes than asked for where the file has become shorter."""
+    """Fill `into` from the file; returns the bytes read, fewer where the file has become shorter."""
     at = 0
     while at < len(into):
         count = os.readv(fd, [into[at:]])

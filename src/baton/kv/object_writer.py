@@ -97,7 +97,7 @@ class ObjectWriter:
             os.rename(draft.path, path)
 
     def _begin(self, path: str, size: int, deadline: float) -> _Draft | None:
-        """A draft whose bytes are counted; None where there is no room, and none can be made."""
+        """A new draft whose bytes are counted in the ledger; None where there is no room even after evicting."""
         if self._limit is not None and size > self._limit:
             return None
         for _ in range(_TRIES):
@@ -109,7 +109,7 @@ class ObjectWriter:
         return None
 
     def _new_draft(self, path: str, size: int) -> _Draft:
-        """It has its full size from the beginning: whoever counts bytes meanwhile counts all that it will have."""
+        """A locked draft that already has its full size, so that a recount sees all of its bytes."""
         where = os.path.join(self._drafts, f"{os.path.basename(path)}.{secrets.token_hex(8)}")
         fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         ready = False
@@ -125,13 +125,13 @@ class ObjectWriter:
         return _Draft(fd, where)
 
     def _abandon(self, draft: _Draft, size: int) -> None:
-        """After a failure, which is what is told; that this fails too is found at the next count."""
+        """Remove a draft after a failure. Errors here are ignored; the next recount corrects the ledger."""
         with contextlib.suppress(OSError, LockBusy):
             remove_file(draft.path)
             self._ledger.give_back(size, self.deadline())
 
     def _make_room(self, size: int, deadline: float) -> bool:
-        """One at a time; the others wait for it, and then there may be room."""
+        """Evict objects for `size` bytes unless another process just did. False where the lock stays busy."""
         try:
             with self._evicting.held(deadline):
                 if not self._is_room(self._ledger.read(self.deadline()), size):
@@ -156,8 +156,10 @@ class ObjectWriter:
         self._ledger.give_back(freed, self.deadline())
 
     def _recount(self) -> tuple[list[ObjectEntry], int]:
-        """All objects, and the bytes in use, which are what the ledger says from here on. Drafts first: one that is renamed
-        meanwhile is then found as an object at least once."""
+        """Count the folder and set the ledger; returns all objects and the bytes in use.
+
+        Drafts are counted first: one that is renamed meanwhile is then counted as an object at least once.
+        """
         self._sweep()
         before = self._ledger.read(self.deadline())
         drafts = self.draft_sizes()
@@ -166,11 +168,11 @@ class ObjectWriter:
         return entries, self._ledger.recount(before, found, self.deadline())
 
     def tidy(self) -> None:
-        """Remove what writers that died have left, and count."""
+        """Remove the drafts of writers that died, and count the bytes in use."""
         self._recount()
 
     def _sweep(self) -> None:
-        """Nobody begins a draft meanwhile, so one that is not locked is nobody's."""
+        """Remove unlocked drafts. The ledger's lock is held: no draft is created meanwhile, so their writers are dead."""
         with self._ledger.frozen(self.deadline()):
             for entry in folder_entries(self._drafts):
                 if _DRAFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) and _is_unlocked(entry.path):

@@ -1,10 +1,10 @@
-"""A limit on bytes a second, for measuring what a slow network would do."""
+"""A limit on bytes per second, to measure the effect of a slow network."""
 
 from __future__ import annotations
 
 EVENLY_S = 0.005
 LATE_S = 0.02
-"""A thread that wakes late on a busy machine makes up for so much; a network would not have slept."""
+"""Delay up to which a thread that wakes late may catch up; a network would not have paused."""
 
 
 class ByteRateLimit:
@@ -13,11 +13,11 @@ class ByteRateLimit:
         self._free_at_s = 0.0
 
     def delay_s(self, now_s: float) -> float:
-        """How long to wait before the next bytes; 0 is now."""
+        """Seconds to wait before the next bytes may be sent."""
         return max(0.0, self._free_at_s - now_s)
 
     def at_once(self, size: int) -> int:
-        """How much of `size` may go in one go, so that it still flows evenly."""
+        """How many of `size` bytes may be sent at once, so that the flow stays even."""
         return size if self._bytes_per_s is None else min(size, max(1, int(self._bytes_per_s * EVENLY_S)))
 
     def spent(self, size: int, now_s: float) -> None:

@@ -43,13 +43,13 @@ from baton.kv.transfer_frames import (
 )
 
 TURN_BYTES = 8 << 20
-"""Of one line before the others, and the orders, get their turn."""
+"""Most bytes read from one connection before others, and orders, get their turn."""
 SLICE_BYTES = 4 << 20
-"""What a source fetches at once."""
+"""Bytes that a source fetches in one call."""
 FETCH_TURN_S = 0.002
-"""How long a source fetches between two looks at the orders."""
+"""Longest time of fetching from sources between two looks at the orders."""
 ACCEPT_PAUSE_S = 0.1
-"""How long nobody is let in after that failed."""
+"""Pause before accepting connections again after `accept` failed."""
 
 
 class ConnectionReceiver:
@@ -121,7 +121,7 @@ class ConnectionReceiver:
         self._watch_reads(conn)
 
     def _make_room(self) -> None:
-        """The stranger that has been here longest goes: those who only wait must not keep out one that has a token."""
+        """Close the oldest connection without a hello when there are too many, so that idle ones cannot keep others out."""
         strangers = [conn for conn in self._connections if conn.stage is ReceiverStage.HELLO]
         if len(strangers) >= self._strangers_max:
             self._refuse(strangers[0], "too many strangers")
@@ -141,7 +141,7 @@ class ConnectionReceiver:
             conn.source.close()
 
     def _refuse(self, conn: ReceiverConnection, reason: str) -> None:
-        """The other side did what it may not do."""
+        """Close a connection whose peer broke the protocol, and count the reason."""
         self.refused[reason] += 1
         self._lose(conn, f"refused: {reason}")
 
@@ -175,12 +175,12 @@ class ConnectionReceiver:
         if conn.stage is ReceiverStage.HELLO:
             self.refused["hung up without a hello" if conn.head_left == HELLO_BYTES else "hello cut off"] += 1
         if conn.entry is not None and conn.entry.expected.complete:
-            conn.entry.conn = None  # everything is here; only the checks are still to come
+            conn.entry.conn = None  # everything has arrived; only the sender's checksums are missing
             conn.entry = None
         self._lose(conn, "the sender is gone")
 
     def _take(self, conn: ReceiverConnection, size: int) -> None:
-        """These bytes have come."""
+        """Account for `size` bytes that were read into `conn.filling`."""
         conn.moved_at_s = time.monotonic()
         conn.filling.advance(size)
         payload = min(size, conn.payload_left)
@@ -195,7 +195,7 @@ class ConnectionReceiver:
             self._handle_head(conn)
 
     def _handle_buffered(self, conn: ReceiverConnection) -> None:
-        """The frames that have come, up to one whose pieces must be fetched first."""
+        """Handle the buffered frames, up to one whose pieces must be fetched first."""
         while conn.stage is ReceiverStage.PIECES and len(conn.buffered) >= FRAME_BYTES and conn in self._connections:
             conn.head = conn.buffered[:FRAME_BYTES]
             del conn.buffered[:FRAME_BYTES]
@@ -289,7 +289,7 @@ class ConnectionReceiver:
         conn.stage = ReceiverStage.DONE
         conn.next_head(1, [], 0)
         if conn.source is not None:
-            with contextlib.suppress(OSError):  # whoever is gone need not hear it
+            with contextlib.suppress(OSError):  # the sender may be gone already
                 conn.sock.send(TAKEN)
 
     def _landed(self, entry: ExpectedHandover, pieces: PiecesFrame) -> None:
@@ -300,13 +300,13 @@ class ConnectionReceiver:
     # ── bytes that a source fetches ──────────────────────────────────────────────────────────────────────────────────────
 
     def _fetch_some(self, conn: ReceiverConnection) -> None:
-        """As much of what a line has announced as one turn has room for."""
+        """Fetch announced pieces of a connection for at most FETCH_TURN_S."""
         begun_s = time.monotonic()
         while conn.may_fetch and conn in self._connections and time.monotonic() < begun_s + FETCH_TURN_S:
             self._fetch(conn)
 
     def _fetch(self, conn: ReceiverConnection) -> None:
-        """The next slice of it."""
+        """Start fetching the next slice of the announced pieces."""
         if conn.entry is None or conn.source is None or conn.pieces is None:
             raise InvariantViolated("nothing to fetch")
         pieces = conn.pieces
@@ -359,7 +359,7 @@ class ConnectionReceiver:
         return earliest_s
 
     def _resume_accepting(self, now_s: float) -> float | None:
-        """Seconds until we accept connections again; None while we do."""
+        """Accept connections again after the pause. Returns the seconds left of the pause; None if there is none."""
         if self._accept_after_s is None:
             return None
         if now_s < self._accept_after_s:

@@ -17,7 +17,7 @@ from baton.kv.transfer_frames import PiecesFrame
 
 @dataclass(frozen=True, slots=True)
 class BlockSlice:
-    """Blocks at `begin`… of what is expected go to `targets`, the bytes [low, high) of each."""
+    """Bytes [low, high) of the expected blocks from index `begin` on, which go to the blocks `targets`."""
 
     pieces: PiecesFrame
     begin: int
@@ -27,39 +27,39 @@ class BlockSlice:
 
 
 Fetched = Callable[[str | None], None]
-"""Says why it could not be fetched, or None; on the lane."""
+"""Called on the I/O thread when a slice was fetched: with None, or the reason why it failed."""
 
 
 class KvSource(Protocol):
-    """Where the bytes of one line are, when they do not travel on it."""
+    """Fetches the KV of one connection whose bytes do not travel on it."""
 
     slice_bytes: int
     reads_device: bool
-    """It brings them from device to device, past the mirror."""
+    """It copies from device to device and bypasses the mirror."""
 
     def fetch(self, part: BlockSlice, fetched: Fetched) -> None:
-        """Bring a slice into the pool, on the lane; call `fetched` then, now or later. After `close`, touch no pool."""
+        """Fetch a slice into the pool and call `fetched`, at once or later. Must not touch the pool after `close`."""
 
     def close(self) -> None: ...
 
 
 class ReceiverKind(Protocol):
-    """What is particular to a kind."""
+    """The part of a receiver that is particular to a kind of transfer."""
 
     kind: str
     address: str
     listener: socket.socket
 
     def begin(self, post: Post) -> None:
-        """The lane is there: what has to happen on it can be posted."""
+        """Called once, before the I/O thread starts; `post` queues work on it."""
 
     def admit(self, sock: socket.socket) -> str | None:
-        """Why this connection is not even listened to."""
+        """None, or the reason to reject this connection before its hello."""
 
     def introduction_bytes(self, blocks: int) -> int:
-        """How much follows the hello."""
+        """Length of what follows the hello of a hand-over of `blocks` blocks."""
 
     def open_source(self, introduction: bytes, fds: list[int], blocks: int) -> KvSource | str | None:
-        """Where the bytes will come from; None when on the line; a string says what is wrong. Owns the fds."""
+        """The source of the bytes; None if they travel on the connection; a string to reject it. Owns the fds."""
 
     def close(self) -> None: ...

@@ -1,7 +1,6 @@
-"""Scattered memory that a socket takes from, or fills, bit by bit.
+"""A list of buffers that a socket reads from or fills step by step.
 
-Owns the arithmetic of how far it has come. Pieces of one size are kept together, so that moving on costs the same however
-many there are.
+Owns the position in it. Buffers of one size are kept together, so that advancing costs the same however many there are.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections import deque
 
 
 class _Run:
-    """Pieces of one size."""
+    """Buffers of one size."""
 
     __slots__ = ("done", "left", "pieces", "size")
 
@@ -32,19 +31,19 @@ class ScatterBuffers:
     def __init__(self) -> None:
         self._runs: deque[_Run] = deque()
         self.left = 0
-        """Bytes."""
+        """Bytes not done yet."""
 
     def __bool__(self) -> bool:
         return bool(self._runs)
 
     def add(self, pieces: list[memoryview]) -> None:
-        """These, all of one size, come after what is there."""
+        """Append buffers, all of one size."""
         if pieces and len(pieces[0]):
             self._runs.append(_Run(pieces))
             self.left += self._runs[-1].left
 
     def next(self, limit: int) -> list[memoryview]:
-        """The first buffers that are not done, no more than `limit`."""
+        """The first buffers that are not done, at most `limit`."""
         found: list[memoryview] = []
         for run in self._runs:
             found += run.rest(limit - len(found))
@@ -53,7 +52,7 @@ class ScatterBuffers:
         return found
 
     def advance(self, size: int) -> None:
-        """So many more bytes are done."""
+        """Count `size` more bytes as done."""
         self.left -= size
         while size:
             run = self._runs[0]

@@ -1,7 +1,7 @@
-"""What P may send now: signals of finished layers and orders to ship, brought together in whatever order they come.
+"""Decides what P may send: matches signals of finished layers with orders to ship, in whatever order they arrive.
 
-Pure. A layer signal before its order is known is kept; an order for a step that is over is ready at once. Steps count
-upwards and end in order. Each (block, layer) of an order is handed out exactly once, as runs of neighbouring layers:
+Pure. A layer signal that comes before its order is kept; an order for a finished step is ready at once. Steps count upwards
+and end in order. Each (block, layer) of an order is handed out exactly once, in runs of neighbouring layers:
 
     order: step 7, blocks 4..9    signals of step 7: 0 1 . 3    runs: layers 0..2, then 3..4, and 2..3 when it is signalled
 """
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from baton.core.handover.messages import Handover
 
 SIGNALLED_STEPS_MAX = 64
-"""Steps whose signals are kept. Forgetting the oldest loses nothing: its layers are ready when the step is over."""
+"""Most steps whose signals are kept. Forgetting the oldest is harmless: its layers are ready when the step is over."""
 SEQUENCE_BLOCKS_MAX = 1 << 20
-"""Far more than any context has."""
+"""Upper bound on block indices of a sequence, far above any context."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Blocks [first, upto) of the sequence, these layers of each."""
+    """These layers of blocks [first, upto) of the sequence."""
 
     layers: range
     first: int
@@ -33,7 +33,7 @@ class _Order:
     first: int
     upto: int
     waiting: int
-    """Layers not handed out yet, one bit each."""
+    """Bit mask of the layers not handed out yet."""
 
 
 @dataclass(slots=True)
@@ -42,13 +42,13 @@ class _Task:
     first: int = 0
     upto: int = 0
     ordered: int = 0
-    """Blocks of the sequence that an order names, one bit each."""
+    """Bit mask of the blocks of the sequence that orders name."""
     last: bool = False
     orders: list[_Order] = field(default_factory=list)
 
 
 class LayerSignals:
-    """Which layers of which steps are written. The one thing here that other threads touch, under their own lock."""
+    """Which layers of which steps are written. Other threads call it; the caller provides the lock."""
 
     def __init__(self, layers: int) -> None:
         self._all = (1 << layers) - 1
@@ -67,14 +67,14 @@ class LayerSignals:
             self._layers = {later: layers for later, layers in self._layers.items() if later > step}
 
     def written(self, step: int | None) -> int:
-        """One bit a layer."""
+        """Bit mask of the layers that this step has written; all for None or a finished step."""
         if step is None or step <= self._over_upto:
             return self._all
         return self._layers.get(step, 0) & self._all
 
 
 class SendQueue:
-    """A refusal is a string that says why; None is agreement."""
+    """The orders of all hand-overs. `open` and `ship` return None, or the reason why they were rejected."""
 
     def __init__(self, layers: int, signals: LayerSignals, tasks_max: int, run_layers_max: int | None = None) -> None:
         self._all = (1 << layers) - 1
@@ -110,7 +110,7 @@ class SendQueue:
         return self._wrong_orders(task)
 
     def next_run(self, handover: Handover) -> BlockRun | None:
-        """The next that may be sent; once returned it counts as sent."""
+        """The next run that may be sent; it counts as sent once returned."""
         task = self._tasks.get(handover)
         if task is None or not task.opened:
             return None
@@ -127,7 +127,7 @@ class SendQueue:
         return None
 
     def finished(self, handover: Handover) -> bool:
-        """Everything was ordered and handed out."""
+        """Whether everything was ordered and handed out."""
         task = self._tasks.get(handover)
         return task is not None and task.opened and task.last and not task.orders
 
@@ -141,7 +141,7 @@ class SendQueue:
 
     @staticmethod
     def _wrong_orders(task: _Task) -> str | None:
-        """Only what was opened may be ordered; and in the end all of it, or D would wait for the rest for ever."""
+        """The reason why orders do not match the opened range: they may not exceed it, and must cover it in the end."""
         if not task.opened:
             return None
         missing = task.ordered ^ _bits(task.first, task.upto)

@@ -32,26 +32,26 @@ from baton.kv.transfer_frames import END_FRAME, TAKEN, TOKEN_MAX, WELCOME, WELCO
 
 ANNOUNCED_AT_ONCE = 64
 TURN_BYTES = 8 << 20
-"""Of one line before the others get their turn."""
+"""Most bytes sent on one connection before others get their turn."""
 ENDED_KEPT = 4096
 
 
 class SenderKind(Protocol):
-    """What is particular to a kind."""
+    """The part of a sender that is particular to a kind of transfer."""
 
     kind: str
     carries_bytes: bool
-    """The bytes travel on the line; otherwise D fetches them when it hears of them."""
+    """The bytes travel on the connection; otherwise D fetches them when they are announced."""
     shares_device: bool
-    """It tells D how to read our device itself."""
+    """The introduction tells D how to read our device directly."""
     keeps_last: bool
-    """The last line to an address stays open when it has nothing more to say: D holds on to something while we live."""
+    """The last connection to an address stays open after its end, so that D keeps our memory mapped while we live."""
 
     def connect(self, address: str) -> socket.socket:
-        """A socket that does not block and is connecting. Raises OSError, or ValueError for an address it cannot read."""
+        """A non-blocking socket that is connecting. Raises OSError, or ValueError for a malformed address."""
 
     def introduce(self, blocks: Int32s) -> tuple[bytes, list[int]]:
-        """What follows the hello: bytes, and fds to pass."""
+        """The bytes that follow the hello, and the file descriptors to pass."""
 
     def close(self) -> None: ...
 
@@ -70,13 +70,13 @@ class ConnectionSender:
         self._signals = LayerSignals(layers)
         self._refill_below = CARRIED_BYTES // 2 if transport.carries_bytes else ANNOUNCED_AT_ONCE * len(END_FRAME)
         self._due = False
-        """Something may be ready to go that was not."""
+        """Some connection may have more to send than at the last turn."""
         self._closed = False
         tasks_max, run_layers_max = options.get("handovers_max", 1024), options.get("run_layers_max")
         self._queue = SendQueue(layers, self._signals, tasks_max, run_layers_max)
         self._connections: dict[Handover, SenderConnection] = {}
         self._ended: dict[Handover, None] = {}
-        """Ended lately, however: orders for these come too late."""
+        """The last ENDED_KEPT hand-overs that ended in any way; late orders for them are ignored."""
         self._pool = pool_bytes(memory)
         self._io = IoThread(f"kv-{transport.kind}-send", self._turn, self._end)
         self._frames = FrameMaker(memory, self._pool, self._rate, transport.carries_bytes)
@@ -122,7 +122,7 @@ class ConnectionSender:
     # ── on the I/O thread ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
-        self._ended.pop(handover, None)  # a peer that was started anew counts its requests from the beginning
+        self._ended.pop(handover, None)  # a peer that was restarted numbers its requests from the beginning
         if (before := self._finished.pop(handover)) is not None:
             self._close_connection(before)
         refusal = "the sender is closed" if self._closed else self._queue.open(handover, first, len(blocks))
@@ -177,7 +177,7 @@ class ConnectionSender:
         self._report(ShipFailed(handover, reason))
 
     def _drop(self, handover: Handover, then: Work) -> None:
-        """`then` when nothing of it is read any more."""
+        """Forget a hand-over; call `then` when nothing of it is read any more."""
         self._forget(handover)
         conn = self._connections.pop(handover, None) or self._finished.pop(handover)
         if conn is not None:
@@ -193,7 +193,7 @@ class ConnectionSender:
         self._let_go(conn)
 
     def _let_go(self, conn: SenderConnection) -> None:
-        """Of the mirror, where there is one."""
+        """Release its blocks of the mirror, if there is one."""
         if self._mirror_copier is not None:
             self._mirror_copier.let_go(conn.blocks)
 
@@ -216,11 +216,11 @@ class ConnectionSender:
         return 0.0 if self._due else wait_s
 
     def _end_stalled(self, now_s: float) -> float | None:
-        """Seconds until the next line may have stalled."""
+        """Fail stalled connections. Returns the seconds until the next one may have stalled."""
         earliest_s: float | None = None
         for conn in list(self._connections.values()):
             if not conn.waiting and conn.stage is not SenderStage.GREETING:
-                continue  # it has nothing to send: we may be computing
+                continue  # nothing to send: the KV may still be computed
             left_s = conn.moved_at_s + self._stall_s - now_s
             if left_s <= 0.0:
                 self._fail(conn.handover, f"the receiver took nothing for {self._stall_s} s while {conn.stage.value}")
@@ -245,7 +245,7 @@ class ConnectionSender:
         self._pump(conn)
 
     def _read_reply(self, conn: SenderConnection) -> bool:
-        """False when the line is over."""
+        """Read D's reply, if any. False if the connection has ended."""
         try:
             said = conn.sock.recv(16)
         except BlockingIOError:
@@ -277,7 +277,7 @@ class ConnectionSender:
         return False
 
     def _open_device(self, conn: SenderConnection) -> None:
-        """Nothing of it comes through the host."""
+        """D reads our device itself: nothing is staged through the host."""
         sharing = self._memory.sharing
         if sharing is None:
             raise InvariantViolated("a device is shared that is not there")
@@ -290,13 +290,13 @@ class ConnectionSender:
         self._fail(conn.handover, f"the receiver {what}: {error}")
 
     def _pump(self, conn: SenderConnection) -> None:
-        """Send what can be sent now, and come back when more can."""
+        """Send as much as the socket takes now, and watch it for more."""
         if conn.stage is SenderStage.CONNECTING:
             return
         sent = 0
         while more := self._refill(conn):
             if sent >= TURN_BYTES:
-                break  # the others' turn
+                break  # let other connections send
             try:
                 taken = conn.send()
             except BlockingIOError:
@@ -310,13 +310,13 @@ class ConnectionSender:
                 self.sent_bytes += taken
             conn.waiting.advance(taken)
         if conn.stage is SenderStage.ENDING and not conn.waiting:
-            if self._read_reply(conn):  # what we send to one who has hung up leaves, too, and arrives nowhere
+            if self._read_reply(conn):  # if D has closed the connection, the bytes were sent but did not arrive
                 self._shipped(conn)
         else:
             self._watch(conn, selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0))
 
     def _refill(self, conn: SenderConnection) -> bool:
-        """Whether there is anything to send. Makes more ready while there is little, so that calls stay large."""
+        """Queue frames while few bytes are waiting, so that send calls stay large. Returns whether bytes are waiting."""
         while conn.stage is SenderStage.OPEN and conn.waiting.left < self._refill_below:
             if self._rate.delay_s(time.monotonic()) > 0.0:
                 self._due = True
@@ -329,7 +329,7 @@ class ConnectionSender:
                     conn.stage = SenderStage.ENDING
                 break
             if not conn.waiting:
-                conn.moved_at_s = time.monotonic()  # from now on it owes us something
+                conn.moved_at_s = time.monotonic()  # the stall time-out starts here
             named_bytes = self._frames.add_frame(conn, conn.run)
             if not self._transport.carries_bytes:
                 self.sent_bytes += named_bytes
@@ -340,7 +340,7 @@ class ConnectionSender:
             return self._queue.next_run(handover)
 
     def _shipped(self, conn: SenderConnection) -> None:
-        """Everything has left. Closing a socket does not take back what was given to it."""
+        """Everything was sent. Closing a socket does not discard what it was given."""
         self._forget(conn.handover)
         del self._connections[conn.handover]
         if self._transport.carries_bytes or conn.taken:

@@ -1,7 +1,7 @@
 """Pools that another process may map: memory in a memfd whose size is sealed.
 
-Owns allocation and what makes a shared pool safe to map: it can neither shrink nor grow, so a reader never meets the end of
-the file. Pages are zero until they are written and cost nothing before; they can be given back. Knows nothing of transfers.
+Owns allocation. The seal makes a shared pool safe to map: it can neither shrink nor grow, so a reader never faults at the
+end of the file. Pages are zero, use no memory until they are written, and can be freed. Knows nothing of transfers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from baton.kv.host_mirror import HostMirror
 from baton.kv.transfer_contract import KvLayout, KvMemory
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-"""Of fallocate."""
+"""Flags of fallocate."""
 
 
 @dataclass
 class SharedBytes:
-    """The memory lives as long as `array` or a view of it; the fd until `close`."""
+    """The memory lives as long as `array` or a view of it, the fd until `close`."""
 
     array: npt.NDArray[np.uint8]
     fd: int
@@ -45,7 +45,7 @@ def why_not_shared() -> str | None:
 
 
 def shared_bytes(size: int) -> SharedBytes:
-    """`size` zero bytes in a memfd that nobody can resize any more."""
+    """`size` zero bytes in a memfd whose size is sealed."""
     fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -57,7 +57,7 @@ def shared_bytes(size: int) -> SharedBytes:
 
 
 def map_sealed(fd: int, size: int) -> npt.NDArray[np.uint8] | str:
-    """Another process's pool, to read; a string says why it is not safe to map."""
+    """Map another process's pool for reading; a string says why that is not safe."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -74,7 +74,7 @@ def _seals() -> int:
 
 
 def allocate_pool(layout: KvLayout, blocks: int) -> KvMemory:
-    """A pool of its own, shared where the system can."""
+    """A new pool, shared where the system supports it."""
     size = blocks * layout.block_bytes
     if why_not_shared() is not None:
         return KvMemory(layout, np.zeros((blocks, layout.block_bytes), dtype=np.uint8), layout.spans)
@@ -83,7 +83,7 @@ def allocate_pool(layout: KvLayout, blocks: int) -> KvMemory:
 
 
 def allocate_mirror(layout: KvLayout, device: BlockAccess, sharing: DeviceSharing | None = None) -> KvMemory:
-    """What stands for a pool on a device. Give it back with `release_pool`, when no transfer uses it any more."""
+    """A host mirror of a pool on a device. Free it with `release_pool` when no transfer uses it any more."""
     shared = shared_bytes(device.blocks * layout.block_bytes)
     rows = shared.array.reshape(device.blocks, layout.block_bytes)
 
@@ -94,14 +94,14 @@ def allocate_mirror(layout: KvLayout, device: BlockAccess, sharing: DeviceSharin
 
 
 def free_pages(fd: int, offset: int, size: int) -> None:
-    """These bytes of a memfd are zeros from now on, and the pages that they fill cost nothing."""
+    """Set these bytes of a memfd to zero and free the pages that they fill."""
     if size and _fallocate()(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, size):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @cache
 def _fallocate() -> Callable[[int, int, int, int], int]:
-    """Through ctypes, which lets other threads run meanwhile; Python's own knows no holes."""
+    """The C function, called through ctypes so that other threads run meanwhile; `os` cannot punch holes."""
     call = ctypes.CDLL(None, use_errno=True).fallocate
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     made: Callable[[int, int, int, int], int] = call
@@ -109,17 +109,17 @@ def _fallocate() -> Callable[[int, int, int, int], int]:
 
 
 def release_pool(memory: KvMemory) -> None:
-    """Close the fd; the memory itself goes with the last view of it."""
+    """Close the fd; the memory is freed with the last view of it."""
     if memory.fd is not None:
         os.close(memory.fd)
         memory.fd = None
 
 
 def pool_bytes(memory: KvMemory) -> memoryview:
-    """The pool as one run of bytes."""
+    """The pool as one flat view of bytes."""
     return memory.pool.data.cast("B")
 
 
 def ids_within(blocks: npt.NDArray[np.signedinteger[Any]], upto: int) -> bool:
-    """All of these are ids of a pool of so many blocks."""
+    """Whether all ids are in [0, upto)."""
     return not len(blocks) or (int(blocks.min()) >= 0 and int(blocks.max()) < upto)

@@ -1,17 +1,15 @@
-"""Where KV outlives its instance: what a store must do, and how one is opened by its address.
+"""Stores of KV that outlive an instance: the protocol of a store, and opening one by its address.
 
-A store moves opaque objects by name. It knows nothing of blocks, models or tenants; it neither looks into what it is given
-nor promises that what it gives back is what it got: whoever fetches verifies (`wire.envelope`). The laws, the same for every
-kind:
+A store moves opaque objects by name. It knows nothing of blocks, models or tenants. It does not inspect objects and does not
+promise to return them intact: the caller verifies what it fetches (`wire.envelope`). The rules for every kind:
 
-- Methods block, each for no longer than the time-out that the store was opened with, and are called from several threads at
-  once. (A file system that hangs cannot be interrupted: then the calling thread is lost, and its owner answers for it.)
-- An object is there whole or not at all, as far as the store can help it.
-- Having nothing and having no room are answers. Trouble of the store itself is StoreFailed.
-- Names are those of `wire.envelope.object_name`, and come in the order of their chain: one is of no use without those
-  before it.
+- Methods block, each no longer than the time-out that the store was opened with, and are called from several threads at
+  once. (A file system that hangs cannot be interrupted: the calling thread is lost, and its owner deals with that.)
+- An object is complete or absent, as far as the store can ensure it.
+- A missing object and a full store are ordinary results. Trouble of the store itself raises StoreFailed.
+- Names are those of `wire.envelope.object_name`, in the order of their chain: an object is useless without those before it.
 
-Adding a kind: a module with a function that takes (StoreUrl, timeout_s, limit_bytes) and answers a Store, and a line each
+Adding a kind: a module with a function that takes (StoreUrl, timeout_s, limit_bytes) and returns a Store, and one line each
 here, in `KINDS` and in the factories of the contract's tests.
 """
 
@@ -38,11 +36,11 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class StoreFailed(BatonError):
-    """Trouble of the store itself: not reached, timed out, an I/O error. Counts for whoever decides to leave it alone."""
+    """Trouble of the store itself: not reached, timed out, an I/O error."""
 
 
 class BadStore(BatonError):
-    """There can be no such store: a wrong address, a missing library, a folder that is none."""
+    """The store cannot exist: a wrong address, a missing library, a path that is not a folder."""
 
 
 @dataclass(frozen=True)
@@ -52,50 +50,50 @@ class StoreStat:
     bytes: int
     limit_bytes: int | None
     details: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
-    """What else an operator may want to see, by name."""
+    """Further facts for the operator, by name."""
 
 
 class Store(Protocol):
     kind: str
 
     def look(self, names: Sequence[str]) -> list[bool]:
-        """Which of these are there?"""
+        """Whether each of these objects exists."""
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int]:
-        """Bytes put into each buffer; MISSING for what is not there, OVERSIZED for what does not fit.
+        """Read objects into buffers; returns the bytes of each, MISSING if absent, OVERSIZED if it does not fit.
 
         After StoreFailed the buffers may hold anything.
         """
 
     def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> list[bool]:
-        """Whether each is there now; False: no room. What was there already may stay as it was."""
+        """Store objects; returns whether each exists now, False for no room. An existing object may stay as it was."""
 
     def drop(self, names: Sequence[str]) -> None:
-        """Forget objects that were found bad."""
+        """Remove objects that were found corrupt."""
 
     def attach(self, arena: memoryview) -> None:
-        """All buffers from here on lie in `arena`; a store that need not know ignores it."""
+        """Announce that all later buffers lie in `arena`, for stores that register memory."""
 
     def names(self) -> Iterator[tuple[str, int]]:
-        """Name and size of every object, in any order; what comes or goes meanwhile may be among them or not."""
+        """Name and size of every object, in any order. Objects added or removed meanwhile may be listed or not."""
 
     def stat(self) -> StoreStat: ...
 
     def clear(self) -> int:
-        """Drop everything; answers how many objects that was."""
+        """Remove all objects; returns how many."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """An address, taken apart. `limit` is no longer among the options."""
+    """The parsed address of a store. `limit` is not among the options."""
 
     kind: str
     host: str = ""
     port: int | None = None
     path: str = ""
-    """The folder of `file:`; otherwise what follows the port, without its first slash."""
+    """The folder of `file:`; otherwise the part after the port, without its first slash."""
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     options: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
@@ -111,8 +109,10 @@ class StoreUrl:
 
 
 def open_store(url: str, timeout_s: float = 1.0, limit_bytes: int | None = None, create: bool = True) -> Store:
-    """`limit_bytes` goes before the address's own `?limit=`. Without `create` a folder that is not there is an error, and
-    nothing in one that is there is tidied up: for looking at a store that others use."""
+    """Open a store. `limit_bytes` overrides the address's `?limit=`.
+
+    Without `create`, a missing folder is an error and an existing one is not tidied: to inspect a store that others use.
+    """
     parsed = parse_url(url)
     limit = parsed.limit_bytes if limit_bytes is None else limit_bytes
     if limit is not None and limit <= 0:
@@ -154,7 +154,7 @@ def parse_size(text: str) -> int:
 
 
 def _file_url(url: str, rest: str) -> StoreUrl:
-    """Folders are taken as they are written, without %-codes; only a question mark ends one."""
+    """The path is taken literally, without %-codes, up to a question mark."""
     path, _, query = rest.partition("?")
     if path.startswith("//"):
         if not path.startswith("///"):
@@ -198,6 +198,6 @@ def _options(url: str, query: str) -> tuple[dict[str, str], int | None]:
 
 
 def _shown(url: str) -> str:
-    """Without what stands before an @: it may be a password."""
+    """The address without user and password."""
     scheme, mark, rest = url.strip().partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}" if mark else url.strip()

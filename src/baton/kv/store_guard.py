@@ -1,7 +1,7 @@
-"""The border to stores: whatever comes out of one is its answer or its failure, never the end of the instance.
+"""Guards calls of a store: any exception becomes StoreFailed, so that a bug in a client library does not end the instance.
 
-A client library may raise anything, and answer less than it was asked. That is a bug, of theirs or of ours, so it is logged
-with its traceback; but it costs what a store that is down costs, which is the reuse of what lies there.
+A client library may raise anything and return fewer results than asked for. That is logged with its traceback and treated
+like a store that is down.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class StoreGuard:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Raises BadStore and StoreFailed, and nothing else."""
+        """Lets BadStore and StoreFailed pass and turns every other exception into StoreFailed."""
         try:
             yield
         except (BadStore, StoreFailed):
             raise
-        except Exception as error:  # broad: code of others has no list of what it may raise
+        except Exception as error:  # broad: client libraries do not declare what they raise
             news = type(error) not in self._logged
             self._logged.add(type(error))
-            # The traceback once for each kind: a library that errs does so at every call.
+            # One traceback per exception type: a broken library raises at every call.
             log.log(
                 logging.ERROR if news else logging.DEBUG, "the store erred, and that counts as its failure", exc_info=True
             )
             raise StoreFailed(f"{type(error).__name__}: {error}") from error
 
     def asked(self, call: Callable[[], list[T]], names: Sequence[str]) -> list[T]:
-        """One answer for each name."""
+        """Call the store, which must return one result for each name."""
         with self.guarded():
             answers = call()
         if len(answers) != len(names):

@@ -1,15 +1,14 @@
-"""Moves KV between rows of host memory and a store, on threads that can be spared.
+"""Moves KV between rows of host memory and a store, on threads of its own.
 
     rows ──copy──▶ arena, sealed ──put──▶ store        store ──get──▶ arena, verified ──copy──▶ rows
 
-Owns those threads, their memory and what is counted of them. A store may block, so it never meets a row: each thread has an
-arena of its own, in which objects are sealed and verified, and bytes move between rows and arena only while the haul has its
-grip. So a fence is answered soon, whatever the store does. A thread whose haul was fenced inside the store is *lost* until
-the store returns; while all are lost that could do something, what waits for them and what comes later fails at once.
+Owns those threads, their memory and their counters. A store may block, so it never touches a row: each thread has an arena
+in which objects are sealed and verified, and bytes move between rows and arena only while the transfer has its hold. So a
+fence is answered soon, whatever the store does. A thread whose transfer was fenced inside the store is *lost* until the
+store returns; while all threads of a kind are lost, waiting and new transfers of that kind fail at once.
 
-Looking, reading and writing have threads of their own: a look, which is short, does not wait behind what is long, nor who
-waits for KV behind what is put away. What is found bad is counted by its flaw, dropped from the store, and never written
-to a row.
+Looking, reading and writing have separate threads: a short look does not wait behind a long read, nor a read behind writes.
+Corrupt objects are counted by flaw, removed from the store, and never written to a row.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from baton.wire.envelope import HEADER_BYTES, Flaw, object_name, stamp, unseal
 log = logging.getLogger("baton.store")
 
 THREADS = 2
-"""For reading, and as many for writing. Looking has one."""
+"""Threads for reading, and as many for writing. Looking has one."""
 ARENA_BYTES = 16 << 20
-"""Of each thread. Longer hauls go through it part by part."""
+"""Bytes of each thread's arena. Longer transfers go through it part by part."""
 ALIGNMENT = 64
 WAITING_MAX = 1024
-"""Hauls that may wait for the threads of one kind."""
+"""Most transfers that may wait for the threads of one kind."""
 CLOSE_S = 2.0
-"""How long closing waits for threads that are inside the store, for all of them together."""
+"""Longest wait at closing for all threads that are inside the store, together."""
 
 STORE_HANGS = "the store hangs: none of its calls has returned"
 TOO_MANY_WAITING = "too many transfers wait for the store"
@@ -53,20 +52,20 @@ Order = Look | Get | Put
 
 @dataclass(frozen=True, slots=True)
 class StoreTally:
-    """What came of the store, since the start."""
+    """Counters of the store since the start."""
 
     stored_blocks: int = 0
     stored_bytes: int = 0
     unstored_blocks: int = 0
-    """For which the store had no room."""
+    """Blocks for which the store had no room."""
     fetched_blocks: int = 0
     fetched_bytes: int = 0
     missing_blocks: int = 0
-    """That were asked for and not there."""
+    """Blocks that were requested and absent."""
     errors: int = 0
-    """Hauls that failed."""
+    """Transfers that failed."""
     bad: Mapping[str, int] = field(default_factory=dict)
-    """Objects that were not what they should be, by flaw."""
+    """Corrupt objects, by flaw."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,24 +75,24 @@ class _Task:
 
 
 class _Arena:
-    """Memory of one thread: room for so many objects, one after the other."""
+    """Memory of one thread, with room for a fixed number of objects."""
 
     def __init__(self, memory: Bytes2d, object_bytes: int) -> None:
-        """[objects, bytes of each and more]"""
+        """`memory` is [objects, at least `object_bytes`]."""
         self.objects = [row.data[:object_bytes] for row in memory]
         self.payloads: Bytes2d = memory[:, HEADER_BYTES:object_bytes]
-        """The same as numpy copies it, which lets other threads run meanwhile."""
+        """The payloads as an array: numpy copies release the interpreter's lock."""
 
 
 class _WorkerThreads:
-    """Threads that do one kind of work, and what waits for them."""
+    """The threads of one kind of work, and the transfers that wait for them."""
 
     def __init__(self, name: str, work: Callable[[_Task, _Arena], None], arenas: Sequence[_Arena], waiting_max: int) -> None:
         self._work = work
         self._waiting: deque[_Task] = deque()
         self._waiting_max = waiting_max
         self._at_work: list[_Task | None] = [None] * len(arenas)
-        """By thread."""
+        """The current task of each thread."""
         self._condition = threading.Condition()
         self._closing = False
         self._threads = [
@@ -104,7 +103,7 @@ class _WorkerThreads:
             thread.start()
 
     def add(self, task: _Task) -> str | None:
-        """Why it is not taken; None when it is."""
+        """Queue a task: None, or the reason why it was rejected."""
         with self._condition:
             if self._is_lost():
                 return STORE_HANGS
@@ -115,7 +114,7 @@ class _WorkerThreads:
             return None
 
     def fenced(self, task: _Task) -> list[_Task]:
-        """Answers what waits in vain, now that this one is fenced, and forgets it."""
+        """Forget a fenced task. If all threads are lost now, returns and forgets the waiting tasks too: they must fail."""
         with self._condition:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(task)
@@ -126,13 +125,13 @@ class _WorkerThreads:
             return left
 
     def stop(self) -> None:
-        """What waits is left."""
+        """Waiting tasks are not started."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
 
     def ended(self, deadline_s: float) -> bool:
-        """False: at the deadline a thread is still inside the store."""
+        """Wait for the threads; False if one is still inside the store at the deadline."""
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -162,7 +161,7 @@ class StoreTransfers:
         arena_bytes: int = ARENA_BYTES,
         waiting_max: int = WAITING_MAX,
     ) -> None:
-        """`layout`: the digest of what a block is. The store is closed with us."""
+        """`layout` is the digest of the block layout. `close` closes the store."""
         self._store = store
         self._guard = StoreGuard()
         self._memory = memory
@@ -172,20 +171,20 @@ class StoreTransfers:
         self._counted: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
         self._lock = threading.Lock()
-        """Over what is counted, `_failing` and `_full`."""
+        """Protects the counters, `_failing` and `_full`."""
         self._failing = False
-        """The last call of the store failed, and it was said."""
+        """The last call of the store failed, and that was logged."""
         self._full = False
-        """It had no room for all that was put last, and it was said."""
+        """The store had no room at the last put, and that was logged."""
         object_bytes = HEADER_BYTES + self._block_bytes
         stride = -(-object_bytes // ALIGNMENT) * ALIGNMENT
         arena = np.zeros((2 * threads, max(1, arena_bytes // stride), stride), dtype=np.uint8)
         with contextlib.suppress(BadStore, StoreFailed), self._guard.guarded():
-            store.attach(arena.data.cast("B"))  # once: a store may keep only what it was told last
+            store.attach(arena.data.cast("B"))  # once for all arenas: a store may keep only the last one
         arenas = [_Arena(part, object_bytes) for part in arena]
         self._look_threads = _WorkerThreads(
             "baton-store-look", self._work, [_Arena(arena[0, :0], 0)], waiting_max
-        )  # it moves nothing
+        )  # looking moves no bytes
         self._read_threads = _WorkerThreads("baton-store-read", self._work, arenas[:threads], waiting_max)
         self._write_threads = _WorkerThreads("baton-store-write", self._work, arenas[threads:], waiting_max)
 
@@ -202,7 +201,7 @@ class StoreTransfers:
             self._fail(task, reason)
 
     def fence(self, transfer: Haul) -> bool:
-        """False: it is not one of ours, or is over, and is not answered here."""
+        """False if the transfer is unknown here or finished; then no answer is reported."""
         task = self._open.get(transfer)
         if task is None:
             return False
@@ -218,7 +217,7 @@ class StoreTransfers:
             return StoreTally(**self._counted, bad=dict(self._bad))
 
     def close(self) -> None:
-        """What waits is left. A store that has not returned from a call is left open: it ends with the process."""
+        """Waiting transfers are discarded. A store that has not returned from a call is not closed."""
         deadline_s = time.monotonic() + CLOSE_S
         pools = (self._look_threads, self._read_threads, self._write_threads)
         for pool in pools:
@@ -236,7 +235,7 @@ class StoreTransfers:
             case Put():
                 return self._write_threads
 
-    # ── on the threads of a crew ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── on the worker threads ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _work(self, task: _Task, arena: _Arena) -> None:
         try:
@@ -247,7 +246,7 @@ class StoreTransfers:
             self._end(task, Hauled(task.order.haul, tuple(came)))
 
     def _came(self, task: _Task, arena: _Arena) -> list[bool]:
-        """One for each key; fewer where it was fenced, and then nobody asks for them."""
+        """Carry out the order: one result for each key, or fewer if it was fenced and they are not used."""
         order, at_once = task.order, len(arena.objects)
         if isinstance(order, Look):
             names = self._names(order.keys)
@@ -277,7 +276,7 @@ class StoreTransfers:
         return [flaw is None for flaw in flaws]
 
     def _flaw(self, key: Key, data: memoryview, size: int) -> Flaw | int | None:
-        """What is wrong with an object; MISSING where there is none, None where it is sound."""
+        """The flaw of an object; MISSING if there is none, None if it is sound."""
         if size == MISSING:
             return MISSING
         if size == OVERSIZED:
@@ -300,7 +299,7 @@ class StoreTransfers:
         return stored
 
     def _moved(self, task: _Task, moves: list[tuple[Bytes, Bytes]]) -> bool:
-        """Copy the first of each pair to the second, while it may. False: it was fenced, and that is answered."""
+        """Copy the first of each pair to the second under the hold. False if fenced; the fence is answered here."""
         hold = task.hold
         if not hold.take():
             return False
@@ -318,12 +317,12 @@ class StoreTransfers:
         with self._lock:
             news = any(flaw not in self._bad for flaw in flaws)
             self._bad.update(flaws)
-        level = logging.WARNING if news else logging.DEBUG  # a disk that rots is said once; how much, the counters say
+        level = logging.WARNING if news else logging.DEBUG  # one warning per flaw; the counters have the rest
         log.log(level, "stored blocks were bad, and are dropped: %s", dict(Counter(flaws)))
         try:
             with self._guard.guarded():
                 self._store.drop(names)
-        except (BadStore, StoreFailed) as failure:  # what else came is good all the same
+        except (BadStore, StoreFailed) as failure:  # the other objects of the call are good
             log.warning("the store did not drop them: %s", failure)
 
     def _fail(self, task: _Task, reason: str) -> None:
@@ -332,12 +331,12 @@ class StoreTransfers:
 
     def _end(self, task: _Task, event: Hauled | HaulFailed) -> None:
         self._open.pop(task.order.haul, None)
-        if not task.hold.fenced:  # else that was the answer
+        if not task.hold.fenced:  # otherwise the fence was the answer
             self._log_failing(event)
             self._report(event)
 
     def _log_failing(self, event: Hauled | HaulFailed) -> None:
-        """One line when the store begins to fail, one when it does so no longer."""
+        """Log once when the store begins to fail, and once when it works again."""
         failing = isinstance(event, HaulFailed)
         with self._lock:
             changed, self._failing = failing != self._failing, failing
@@ -347,7 +346,7 @@ class StoreTransfers:
             log.warning("the store works again")
 
     def _log_full(self, full: bool) -> None:
-        """One line when it begins and one when it ends; how much is not kept, the counters say."""
+        """Log once when the store becomes full, and once when it has room again."""
         with self._lock:
             changed, self._full = full != self._full, full
         if changed and full:

@@ -1,13 +1,13 @@
-"""What moves KV between two instances, as its driver sees it: a Sender on P, a Receiver on D, three kinds of each.
+"""Moves KV between two instances: the protocols of a Sender on P and a Receiver on D, with three kinds of each.
 
-Owns the protocols, the layout that both sides must share, and the names of the kinds. Every method returns at once; what
-happened is told through `report`, from a thread of the transfer's own. The laws, the same for every kind:
+Owns the protocols, the layout that both sides must share, and the names of the kinds. Every method returns at once; outcomes
+are reported through `report`, from a thread of the transfer. The rules for every kind:
 
-- Sizes and offsets come from our own layout. A peer's message only names (block of the sequence, layer) ranges, and those
-  are held against what was expected.
-- Nobody but D's own process writes D's pool, and after Fenced nothing does for that hand-over.
-- Reasons name no address: a client may come to read them.
-- Whatever stalls ends as ShipFailed or Spoilt. Silence between two pieces is not a stall: P may be computing.
+- Sizes and offsets come from our own layout. A peer's message only names (block of the sequence, layer) ranges, which are
+  checked against what was expected.
+- Only D's own process writes D's pool, and nothing is written for a hand-over after Fenced.
+- Reasons name no address: clients may see them.
+- A stalled transfer ends with ShipFailed or Spoilt. Silence between two pieces is not a stall: P may be computing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ KINDS = ("shm", "tcp", "mooncake")
 
 @dataclass(frozen=True)
 class KvLayout:
-    """What a block of KV is. Two instances can hand over to each other only when theirs are equal."""
+    """The format of a block of KV. Two instances can hand over to each other only if theirs are equal."""
 
     fingerprint: bytes
-    """Of the model."""
+    """Fingerprint of the model."""
     dtype: str
     block_size: int
     """Tokens a block."""
@@ -54,12 +54,12 @@ class KvLayout:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that stand for all of it."""
+        """A hash of 16 bytes over all fields."""
         text = f"{self.dtype} {self.block_size} {' '.join(map(str, self.layer_bytes))} ".encode()
         return hashlib.blake2b(text + self.fingerprint, digest_size=16).digest()
 
     def differences(self, other: KvLayout) -> list[str]:
-        """What is not the same, each with the name of the field and both values, ours first."""
+        """The fields that differ, each with its name and both values, ours first."""
         found = []
         if self.fingerprint != other.fingerprint:
             found.append(f"fingerprint: {self.fingerprint.hex()} here, {other.fingerprint.hex()} there")
@@ -81,18 +81,18 @@ class KvLayout:
 
 @dataclass
 class KvMemory:
-    """A pool of blocks as bytes: what a transfer reads on P and writes on D."""
+    """A pool of blocks as bytes, which a transfer reads on P and writes on D."""
 
     layout: KvLayout
     pool: Bytes2d
     spans: tuple[tuple[int, int], ...]
-    """[begin, end) of each layer inside a block; `layout.spans`, and no other."""
+    """[begin, end) of each layer inside a block; equal to `layout.spans`."""
     fd: int | None = None
-    """The sealed memfd that the pool lies in, where it is shared; `shm` sends from no other."""
+    """The sealed memfd of a shared pool; `shm` can send only from such a pool."""
     mirror: HostMirror | None = None
-    """Where the blocks themselves lie on a device, and this is what stands for them."""
+    """Set where the blocks are on a device and `pool` is their mirror in host memory."""
     sharing: DeviceSharing | None = None
-    """That device, where others on this host may read from it."""
+    """Set where other processes of this host can read that device."""
 
     def __post_init__(self) -> None:
         if self.spans != self.layout.spans:
@@ -115,82 +115,82 @@ Report = Callable[[PeerEvent], None]
 
 class ReceiverOptions(TypedDict, total=False):
     host: str
-    """Where to listen: a numeric address [127.0.0.1]. Not for `shm`."""
+    """Numeric address to listen on [127.0.0.1]. Not for `shm`."""
     verified: bool
-    """False compares no checks: for measuring only [True]."""
+    """False compares no checksums; for measurements only [True]."""
     stall_s: float
-    """How long half a piece may stay half [5]."""
+    """Longest pause in the middle of a piece [5]."""
     hello_s: float
-    """How long a connection may take to show a token [2]."""
+    """Longest time from connecting to a valid hello [2]."""
     strangers_max: int
-    """Connections that have not shown one yet; beyond it the oldest goes [64]."""
+    """Most connections without a hello; beyond it the oldest is closed [64]."""
     expected_max: int
     """Hand-overs at once [4096]."""
 
 
 class SenderOptions(TypedDict, total=False):
     host: str
-    """What a `mooncake` peer reaches us by: a numeric address [127.0.0.1]."""
+    """Numeric address at which a `mooncake` peer reaches us [127.0.0.1]."""
     verified: bool
-    """False computes no checks: for measuring only [True]."""
+    """False computes no checksums; for measurements only [True]."""
     stall_s: float
-    """How long the peer may take no byte while there are some [5]."""
+    """Longest time that the peer may take no byte while some are waiting [5]."""
     bytes_per_s: float
-    """Send no faster: for measuring only."""
+    """Rate limit; for measurements only."""
     run_layers_max: int
-    """Send no more layers as one piece, however many are ready: for measuring only."""
+    """Most layers sent as one piece; for measurements only."""
     handovers_max: int
     """Hand-overs at once [1024]."""
 
 
 class Receiver(Protocol):
-    """On D."""
+    """The side of D."""
 
     address: str
-    """Told at registration; opaque to all but a Sender of the same kind."""
+    """Published at registration; only a Sender of the same kind can read it."""
     arrived_bytes: int
-    """Put into our pool since the start, of whatever hand-over."""
+    """Bytes put into our pool since the start, by all hand-overs."""
     refused: Counter[str]
-    """Connections and pieces that were turned away, by reason."""
+    """Rejected connections and pieces, by reason."""
 
     def expect(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None:
         """Let one connection that shows `token` fill `blocks` with blocks `first`… of the sequence."""
 
     def verify(self, handover: Handover, checks: bytes) -> None:
-        """Answer Verified or Spoilt, once everything expected is there."""
+        """Report Verified or Spoilt once everything expected has arrived."""
 
     def fence(self, handover: Handover) -> None:
-        """Answer Fenced, soon and always, also for what is not known here. From then on no byte of it lands."""
+        """Report Fenced, soon and always, also for unknown hand-overs. After that no byte of it is written."""
 
     def close(self) -> None: ...
 
 
 class Sender(Protocol):
-    """On P."""
+    """The side of P."""
 
     sent_bytes: int
-    """KV that has left, of all hand-overs so far; where D fetches it, KV that D was told it may fetch."""
+    """Bytes of KV sent by all hand-overs so far; where D fetches it, bytes that were announced."""
 
     def open(self, handover: Handover, address: str, token: bytes, first: int, blocks: Int32s) -> None:
-        """Connect. Our block `blocks[i]` is block `first + i` of the sequence."""
+        """Connect to D. Our block `blocks[i]` is block `first + i` of the sequence."""
 
     def ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None:
-        """Send blocks [first, upto) of the sequence; see `core.peers.Ship`. After the last: Shipped, or ShipFailed."""
+        """Send blocks [first, upto) of the sequence. Reports Shipped or ShipFailed after the last."""
 
     def layer_done(self, step: int, layer: int) -> None:
-        """A step has written this layer. Steps count upwards; a signal may come before the orders that wait for it."""
+        """A step has written this layer. Steps count upwards; the signal may come before the orders that wait for it."""
 
     def step_done(self, step: int) -> None:
-        """This step and all before it are over: all their layers are written, and their signals need not be kept."""
+        """This step and all before it are over: all their layers are written."""
 
     def fence(self, handover: Handover) -> None:
-        """Answer Fenced; nothing of it is read or sent from then on."""
+        """Report Fenced; after that nothing of it is read or sent."""
 
     def close(self) -> None: ...
 
 
 def available(kind: str) -> str | None:
-    """Why this kind cannot be used here; None when it can."""
+    """None if this kind can be used here, else the reason why not."""
     match kind:
         case "tcp":
             return None

@@ -1,14 +1,14 @@
-"""What P says on a line to D: one hello, then frames of sixteen bytes that name ranges, then the end.
+"""The messages from P to D on a connection: one hello, then frames of sixteen bytes that name ranges, then the end.
 
-    hello   magic, kind, request, attempt, digest of the layout, token      then what the kind adds (see its module)
-    PIECES  layers [lo, hi) of blocks [first, first + count)                then, where the bytes travel here, block by block
-    END     nothing more will come
+    hello   magic, kind, request, attempt, digest of the layout, token      then the kind's introduction (see its module)
+    PIECES  layers [lo, hi) of blocks [first, first + count)                then their bytes, if they travel here, by block
+    END     nothing more follows
 
-D says `WELCOME` when it has accepted the hello, or `WELCOME_DEVICE` where it will read P's device itself; until then P sends
-nothing that follows. Where it fetches the bytes, it says `TAKEN` after the end: from then on it reads nothing of P's memory
-for this hand-over.
+D replies `WELCOME` when it has accepted the hello, or `WELCOME_DEVICE` if it will read P's device itself; P sends no frame
+before that. Where D fetches the bytes, it sends `TAKEN` after the end: from then on it reads nothing of P's memory for this
+hand-over.
 
-Owns the encoding. Decoding checks form only; whether a range was expected is `expected`'s business.
+Owns the encoding. Decoding checks the form only; `expected_blocks` checks whether a range was expected.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class PiecesFrame:
 
 
 class EndFrame:
-    """Nothing more will come."""
+    """Nothing more follows."""
 
 
 class MalformedFrame(ValueError):
-    """A peer said something that is not in this language."""
+    """A message of a peer that does not decode."""
 
 
 def encode_hello(kind: str, handover: Handover, layout_digest: bytes, token: bytes) -> bytes:

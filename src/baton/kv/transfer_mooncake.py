@@ -1,12 +1,12 @@
-"""`mooncake`: P registers its pool with Mooncake's Transfer Engine, D reads from there, over TCP or RDMA.
+"""`mooncake`: P registers its pool with Mooncake's Transfer Engine, and D reads from there, over TCP or RDMA.
 
-D reads into a registered staging area of its own, then copies into its blocks: nothing but D's lane writes D's pool, and D's
-pool is never registered. The line carries hello and announcements only, as for `shm`; it is plain TCP.
+D reads into a registered staging area of its own, then copies into its blocks: only D's I/O thread writes D's pool, which is
+never registered. The connection carries the hello and announcements only, as for `shm`; it is plain TCP.
 
     introduction   address of P's pool, u64; its blocks, u64; name of P's engine, 64 bytes; then block ids, i32
 
-The engine's own ports know no keys and listen on all addresses: whoever reaches them can read and write what is registered,
-P's pool included. Use it where the network is trusted.
+The engine's ports have no authentication and listen on all addresses: any process that reaches them can read and write
+registered memory, P's pool included. Use it on trusted networks only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MooncakeSenderKind:
 
     def __init__(self, memory: KvMemory, host: str) -> None:
         self._engine = TransferEngine.take(host)
-        self._memory = memory  # what is registered must not go before we do
+        self._memory = memory  # registered memory must outlive its registration
         self._address = memory.pool.ctypes.data
         self._engine.register(self._address, memory.pool.nbytes)
 
@@ -132,7 +132,7 @@ class _MooncakeSource:
         self._read_threads.order(self._read)
 
     def _copy(self, staged: Staging, part: BlockSlice) -> None:
-        """On the lane: from a staging area into our blocks."""
+        """On the I/O thread: copy from a staging area into our blocks."""
         size, count = part.high - part.low, len(part.targets)
         self._memory.pool[:, part.low : part.high][part.targets] = staged[: count * size].reshape(count, size)
 

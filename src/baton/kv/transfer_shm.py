@@ -1,14 +1,14 @@
-"""`shm`: P's pool lies in a memfd; D maps it to read, and copies from there into its own blocks.
+"""`shm`: P's pool is in a memfd; D maps it for reading and copies from there into its own blocks.
 
-P connects to a unix socket in a folder that only this user may enter, and passes the memfd's descriptor. D maps it after it
-has seen that its size can never change and is what our layout makes of the number of blocks that P names: reading can then
-not meet the end of the file, whatever P does. Our offsets come from our own layout; P says which of its blocks to read.
+P connects to a unix socket in a folder that only this user may enter, and passes the memfd's descriptor. D maps it after
+checking that its size is sealed and matches the number of blocks that P names: reading can then not pass the end of the
+file, whatever P does. Offsets come from D's own layout; P names the ids of its blocks.
 
-    introduction   blocks of P's pool, u64; what opens its device, u16 bytes of 512; the id of each expected block, i32
+    introduction   blocks of P's pool, u64; handle of its device, u16 bytes of 512; the id of each expected block, i32
 
-Where both pools are on a device that D can read, P's blocks go from there straight into D's, and neither mirror is used.
+Where both pools are on a device that D can read, P's blocks are copied from there straight into D's, without the mirrors.
 
-Maps are kept while any line that showed the same memory is open. P keeps its last line open for as long as it lives.
+A map is kept while any connection that passed the same memory is open. P keeps its last connection open while it lives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 512
 ON_DEVICE_BYTES = 64 << 20
-"""What is read from a device at once."""
+"""Bytes read from a device in one call."""
 _POOL = struct.Struct("<QH512s")
 _CREDENTIALS = struct.Struct("3i")
 
@@ -68,7 +68,7 @@ class ShmSenderKind:
         if memory.fd is None:
             raise InvariantViolated("shm sends only from a pool that lies in a memfd")
         self._fd = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        """What is passed on: whoever has it can map our pool to read, and not to write."""
+        """A read-only descriptor of the pool, which is passed to D."""
         self._blocks = memory.blocks
         self._handle = b"" if memory.sharing is None else memory.sharing.share()
         self.shares_device = bool(self._handle)
@@ -100,7 +100,7 @@ class _Map:
     blocks: Bytes2d
     connections: int
     remote: RemoteBlocks | None
-    """The way to it that is shorter, where it lies on a device."""
+    """Direct access to the pool on its device, if possible."""
 
 
 class _ShmReceiverKind:
@@ -118,7 +118,7 @@ class _ShmReceiverKind:
         self.address = f"{self.kind}:{path}"
 
     def begin(self, _post: Post) -> None:
-        """Nothing happens elsewhere."""
+        """Nothing to do: everything runs on the I/O thread."""
 
     def admit(self, sock: socket.socket) -> str | None:
         data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -159,7 +159,7 @@ class _ShmReceiverKind:
         return _ShmSource(self, name, known, blocks, self._memory)
 
     def _remote(self, handle: bytes, pool_blocks: int) -> RemoteBlocks | None:
-        """None where KV comes through the host; one of both sides has no device, or it cannot be read from here."""
+        """The peer's device blocks; None if KV must come through the host: a side has no device, or it cannot be read."""
         if not handle or self._memory.sharing is None:
             return None
         opened = self._memory.sharing.open(handle, pool_blocks)
@@ -170,7 +170,7 @@ class _ShmReceiverKind:
         return opened
 
     def unmap(self, name: tuple[int, int]) -> None:
-        """One line fewer; with the last one the map goes."""
+        """Release one use of a map; the last one removes it."""
         known = self._maps[name]
         known.connections -= 1
         if known.connections == 0:
@@ -226,7 +226,7 @@ class _ShmSource:
         of = self._mapped.blocks[:, part.low : part.high]
         sources = self._blocks[part.begin : part.begin + len(part.targets)]
         breaks = np.flatnonzero((np.diff(part.targets) != 1) | (np.diff(sources) != 1)) + 1
-        if 2 * len(breaks) > len(sources):  # hardly any blocks that follow one another on both sides
+        if 2 * len(breaks) > len(sources):  # few blocks are neighbours on both sides
             for target, source in zip(part.targets.tolist(), sources.tolist(), strict=True):
                 to[target] = of[source]
         else:

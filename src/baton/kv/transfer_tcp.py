@@ -1,7 +1,7 @@
-"""`tcp`: the bytes travel on the line, straight from P's blocks into D's.
+"""`tcp`: the bytes travel on the connection, straight from P's blocks into D's.
 
-P gathers pieces from its pool into the socket, D scatters them into the blocks that it leased; nothing is copied in between
-by us. Addresses look like `tcp:127.0.0.1:4711` and are numeric: resolving a name could block.
+P gathers pieces from its pool into the socket, D scatters them into the blocks that it leased, without copies in between.
+Addresses look like `tcp:127.0.0.1:4711` and are numeric: resolving a name could block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def tcp_sender(memory: KvMemory, report: Report, options: SenderOptions) -> Send
 
 
 def listen(host: str) -> socket.socket:
-    """On a free port; does not block."""
+    """A non-blocking listening socket on a free port."""
     listener = socket.socket(_family(host))
     try:
         listener.bind((host, 0))
@@ -58,7 +58,7 @@ def begin_connecting(kind: str, address: str) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.connect((host, int(port)))
     except BlockingIOError:
-        pass  # it is on its way
+        pass  # connecting goes on in the background
     except OSError:
         sock.close()
         raise
@@ -82,7 +82,7 @@ class TcpSenderKind:
         return b"", []
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class _TcpReceiverKind:
@@ -93,7 +93,7 @@ class _TcpReceiverKind:
         self.address = written_address(self.kind, self.listener)
 
     def begin(self, _post: Post) -> None:
-        """Nothing happens elsewhere."""
+        """Nothing to do: everything runs on the I/O thread."""
 
     def admit(self, _sock: socket.socket) -> str | None:
         return None

@@ -1,11 +1,11 @@
 """One connection to a Valkey or Redis server.
 
-The client library connects, authenticates and chooses the database. What it lacks is ours: fetched objects go from the
-socket straight into the buffers that wait for them (its own way copies twice more, at a quarter of the speed), and a call
-has one deadline, however many pieces the answer comes in.
+The client library connects, authenticates and chooses the database. Replies are read here: fetched objects go from the
+socket straight into their buffers (the library copies twice more, at a quarter of the speed), and a call has one deadline,
+however many pieces the reply comes in.
 
-    _held   bytes received and not yet taken, between _begin and _end; lines are read here, objects only as far as they
-            came along with a line
+    _held   bytes received and not consumed, between _begin and _end; lines are read here, and the part of an object that
+            was received together with a line
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from baton.kv.store import MISSING, OVERSIZED
 Part = bytes | memoryview
 Command = tuple[Part, ...]
 Reply = bytes | int | None | ValkeyError | list["Reply"]
-"""An error is a reply like another: it belongs to one command, and those after it have replies of their own."""
+"""An error is an ordinary reply: it belongs to one command, and later commands have replies of their own."""
 
 _HELD_BYTES = 1 << 12
 _WHOLE_MAX = 1 << 20
-"""Longest reply that is not an object."""
+"""Longest reply other than an object, in bytes."""
 _ITEMS_MAX = 1 << 16
 _DEPTH_MAX = 4
 
 
 class ReplyParser(BaseParser):
-    """Replies, as the library's connection reads them, and as we do."""
+    """Parses replies, both for the library's connection and for `ask` and `fetch`."""
 
     def __init__(self) -> None:
         self.deadline_s = 0.0
@@ -54,7 +54,7 @@ class ReplyParser(BaseParser):
         self._socket = None
 
     def can_read(self, timeout: float) -> bool:
-        """Something came that nobody asked for, or the server hung up: the connection is of no use."""
+        """Whether unrequested bytes or the end of the connection are waiting: it cannot be used then."""
         if self._begin < self._end:
             return True
         waiting = select.poll()
@@ -70,12 +70,12 @@ class ReplyParser(BaseParser):
     # ── what we call ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def ask(self, commands: Sequence[Command]) -> list[Reply]:
-        """All of them in one go, and a reply each."""
+        """Send all commands at once; returns one reply each."""
         self._send(commands)
         return [self._reply(_DEPTH_MAX) for _ in commands]
 
     def fetch(self, command: Command, into: Sequence[memoryview]) -> list[int]:
-        """A command that is answered with a list of objects: bytes put into each buffer, MISSING or OVERSIZED."""
+        """Send a command whose reply is a list of objects; returns the bytes of each, MISSING or OVERSIZED."""
         self._send([command])
         line = self._line()
         if line[:1] == b"-":
@@ -138,7 +138,7 @@ class ReplyParser(BaseParser):
         return bytes(content)
 
     def _line(self) -> bytes:
-        """Up to the end of the line, without it."""
+        """The next line, without its end."""
         while (at := self._bytes.find(b"\r\n", self._begin, self._end)) < 0:
             held = self._end - self._begin
             if held == _HELD_BYTES:
@@ -174,7 +174,7 @@ class ReplyParser(BaseParser):
         return size
 
     def _ready(self) -> socket.socket:
-        """With what is left of the time."""
+        """The socket, with the time left until the deadline as its time-out."""
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
@@ -188,7 +188,7 @@ class ReplyParser(BaseParser):
 
 
 class ValkeyConnection(valkey.Connection):
-    """A connection of the library's, with our way of reading replies."""
+    """A connection of the library that reads replies with `ReplyParser`."""
 
     def __init__(self, host: str, port: int, db: int, username: str | None, password: str | None, timeout_s: float) -> None:
         self.reply_parser = ReplyParser()

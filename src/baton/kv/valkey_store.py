@@ -1,12 +1,12 @@
 """`valkey`: objects in a Valkey or Redis server.
 
-    look   EXISTS for each, in one go         put    SET NX for each, in one go; an object that is there stays as it is
+    look   EXISTS for each, pipelined         put    SET NX for each, pipelined; an existing object stays as it is
     get    one MGET, from the socket straight into the buffers
 
-Ours begin with `baton:`, and nothing else in the server is counted or removed. How much it holds and what it forgets first
-is its own affair (maxmemory, maxmemory-policy): one that is full and may evict nothing answers a put with "no room". A
-connection on which anything went wrong is closed, for what came next on it would be the answer to something else; the next
-call makes a new one. The password and the objects travel in clear: use it where the network is trusted.
+Keys begin with `baton:`; no other key of the server is counted or removed. The server decides how much it holds and what it
+evicts (maxmemory, maxmemory-policy): a full server that may not evict answers a put with "no room". A connection on which
+anything failed is closed, since its next reply would belong to another command; the next call opens a new one. The password
+and the objects travel unencrypted: use it on trusted networks only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from baton.kv.valkey_connection import Command, Reply, ReplyParser, ValkeyConnec
 PORT = 6379
 PREFIX = b"baton:"
 _PAGE = 512
-"""Names to ask for at a time when all of them are wanted."""
+"""Names per page when all of them are listed."""
 _SHOWN = ("valkey_version", "redis_version", "used_memory_human", "maxmemory_human", "maxmemory_policy")
 
 
 def open_valkey(url: StoreUrl, timeout_s: float, limit_bytes: int | None) -> Store:
-    """Connects when it is first used: a server may come later than we do."""
+    """Connects at the first use, so the server may start later than this instance."""
     if url.options:
         raise BadStore(f"{url}: a valkey store has no option {next(iter(url.options))!r}, only limit")
     if url.path and not url.path.isdecimal():
@@ -68,7 +68,7 @@ class ValkeyStore:
         self._ask([(b"UNLINK", _key(name)) for name in names])
 
     def attach(self, arena: memoryview) -> None:
-        """A socket takes any memory."""
+        """Nothing to do: sockets read into any memory."""
 
     def names(self) -> Iterator[tuple[str, int]]:
         seen: set[bytes] = set()
@@ -126,7 +126,7 @@ class ValkeyStore:
     def _checked_out(self) -> ValkeyConnection:
         try:
             conn = self._connections.get_connection("baton")
-        except ValueError as error:  # of the resolver, for names that no host can have
+        except ValueError as error:  # from the resolver, for impossible host names
             raise StoreFailed(f"{self._shown}: {error}") from error
         if not isinstance(conn, ValkeyConnection):
             raise InvariantViolated("the pool made a connection that is not ours")
@@ -144,7 +144,7 @@ class ValkeyStore:
             self._connections.release(conn)
 
     def _pages(self) -> Iterator[list[bytes]]:
-        """All our keys; one may come twice."""
+        """All our keys in pages; a key may occur twice."""
         cursor = b"0"
         while True:
             (reply,) = self._ask([(b"SCAN", cursor, b"MATCH", PREFIX + b"*", b"COUNT", b"%d" % _PAGE)])
@@ -157,7 +157,7 @@ class ValkeyStore:
                 return
 
     def _info(self) -> dict[str, str]:
-        """What the server tells of itself, if it does."""
+        """The server's INFO fields; empty if it does not answer."""
         known: dict[str, str] = {}
         for reply in self._ask([(b"INFO", b"server"), (b"INFO", b"memory")]):
             if isinstance(reply, bytes):
@@ -175,5 +175,5 @@ def _count(reply: Reply) -> int:
 
 
 def _bearable(error: ValkeyError) -> bool:
-    """It says something of one object, not of the server."""
+    """Whether the error concerns one object only, not the server."""
     return isinstance(error, OutOfMemoryError) or (isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE"))

@@ -1,10 +1,10 @@
 """The executor on torch and CPU: runs StepPlans in order on one thread of its own.
 
-It owns the model, the KV pool and the slot table, and promises what `core.plan` says: stops, copies, starts and grows in
-that order, then one packed forward for all chunks and decodes, then one row of outcome for each stop, chunk and decode. A
-token it samples is in its table at once, so the next decode needs nothing from the scheduler. Where decodes may yield
-several tokens, drafts of a proposer are fed along, and what of them stands is yielded (see `drafts`); the KV of those that
-do not is overwritten by the next decode. It knows nothing of requests, caches or clients.
+Owns the model, the KV pool and the slot table, and implements `core.engine.plan`: stops, copies, starts and grows in that
+order, then one packed forward for all chunks and decodes, then one outcome for each stop, chunk and decode. A sampled token
+is in the table at once, so the next decode needs nothing from the scheduler. Where decodes may yield several tokens, drafts
+of a proposer are fed too, and the accepted ones are yielded (see `drafts`); the KV of rejected ones is overwritten by the
+next decode. Knows nothing of requests, caches or clients.
 """
 
 from __future__ import annotations
@@ -46,49 +46,49 @@ log = logging.getLogger(__name__)
 ATTENTIONS = ("auto", "gather", "native")
 DEFAULT_KV_MEMORY_BYTES = 2 * 1024**3
 NICENESS = 5
-"""By how much computing yields to everything else."""
+"""Niceness added to the computing threads."""
 NOTHING_RAN = 0
-"""The `base_step` of the first plan an executor ever gets."""
+"""The `base_step` of the first plan of an executor."""
 NAIVE = NaiveProposer()
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What of a plan can be computed."""
+    """The part of a plan that can be computed."""
 
     chunks: list[FeedRange]
     decode_slots: Int32s
     drafts: DraftTokens
-    """Of the decodes."""
+    """Drafts of the decodes."""
     rows: Int32s
-    """Row of the answer for each sequence that samples: chunks, then decodes."""
+    """Row of the result for each sequence that samples: chunks, then decodes."""
 
     @property
     def slots(self) -> Int32s:
-        """Of each sequence that samples."""
+        """The slot of each sequence that samples."""
         chunk_slots = np.array([feed.slot for feed in self.chunks if feed.samples], dtype=np.int32)
         return np.concatenate([chunk_slots, self.decode_slots]).astype(np.int32)
 
     @property
     def first_decode(self) -> int:
-        """Its place among the sequences that sample."""
+        """Index of the first decode among the sequences that sample."""
         return len(self.rows) - len(self.decode_slots)
 
     @property
     def draws(self) -> Int32s:
-        """How many tokens are drawn for each sequence that samples."""
+        """Number of tokens drawn for each sequence that samples."""
         return np.concatenate([np.ones(self.first_decode, dtype=np.int32), 1 + self.drafts.counts])
 
 
 @dataclass(frozen=True, slots=True)
 class _Yield:
-    """What came of the sequences that sample, in their order."""
+    """The tokens of the sequences that sample, in their order."""
 
     tokens: Tokens
-    """Of all of them, end to end."""
+    """The tokens of all sequences, concatenated."""
     counts: Int32s
     logprobs: tuple[Logprobs, ...]
-    """Their `row` is the place of the sequence."""
+    """`row` is the index of the sequence."""
 
 
 NOTHING = _Yield(NO_TOKENS, NO_INT32S, ())
@@ -105,9 +105,9 @@ class TorchCpuExecutor:
         allocate: Allocate = zeroed,
         proposer: DraftProposer = NAIVE,
     ) -> None:
-        """With `kernels` attention is native, without them gathered; the pool then belongs to that way for good.
+        """With `kernels` attention is native, without them gathered; the pool's layout depends on which.
 
-        `proposer` is asked only where the shape allows for more than one token a decode.
+        `proposer` is used only where the shape allows more than one token per decode.
         """
         self.shape = shape
         self.vocabulary = loaded.vocabulary
@@ -142,7 +142,7 @@ class TorchCpuExecutor:
         burst: int = 1,
         proposer: DraftProposer = NAIVE,
     ) -> TorchCpuExecutor:
-        """Read a model folder. `blocks` wins over `kv_memory_bytes`; the context defaults to what the model was made for."""
+        """Load a model folder. `blocks` overrides `kv_memory_bytes`; the context defaults to the model's own."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
         try:
             loaded, kernels = thread.submit(_prepare, path, dtype, attention, block_size).result()
@@ -229,7 +229,7 @@ class TorchCpuExecutor:
         return _Work(chunks, decode_slots, self._draft(decode_slots), rows)
 
     def _choose_decodes(self, plan: StepPlan, answer: ResultRows) -> tuple[Int32s, Int32s]:
-        """The slots that can decode and their rows in the answer. All at once: a step may have a thousand."""
+        """The slots that can decode and their rows in the result, by array operations: a step may have a thousand."""
         table, slots = self._slots, plan.decode_slots
         first = len(plan.stops) + len(plan.chunks)
         rows = np.arange(first, first + len(slots), dtype=np.int32)
@@ -246,12 +246,12 @@ class TorchCpuExecutor:
         return slots[runs], rows[runs]
 
     def _draft(self, slots: Int32s) -> DraftTokens:
-        """What these slots may go on with, no more of it than their limits and blocks have room for."""
+        """Drafts for these slots, as many as their limits and blocks have room for."""
         table, most = self._slots, self.shape.burst - 1
         if not most or not len(slots):
             return no_drafts(len(slots))
         proposed = self._proposer.propose(table.tokens, slots, table.known[slots])
-        left = table.limits[slots] - table.known[slots] - 1  # one token is yielded whatever the drafts are
+        left = table.limits[slots] - table.known[slots] - 1  # one token is yielded without drafts
         drafts = proposed.cut(np.minimum(left, table.room(slots, most)))
         table.draft(slots, drafts)
         return drafts
@@ -268,7 +268,7 @@ class TorchCpuExecutor:
         return yielded
 
     def _draw(self, logits: torch.Tensor, work: _Work) -> _Yield:
-        """A token for each row of logits, and which of them stand."""
+        """Draw a token for each row of logits, and keep the accepted ones."""
         draws = work.draws
         sequences = np.repeat(np.arange(len(draws)), draws)
         nth = np.arange(len(sequences)) - np.repeat(np.cumsum(draws) - draws, draws)
@@ -319,27 +319,27 @@ class TorchCpuExecutor:
 
 
 def _prepare(path: Path, dtype: str, attention: str, block_size: int) -> tuple[LoadedModel, NativeKernels | None]:
-    """Runs on the executor's thread, as all its computing does.
+    """Load the model on the executor's thread, where all computing happens.
 
-    OpenMP keeps a pool of threads for each thread that ever computed in parallel. With two pools on the same cores it lets
-    them sleep between operations, and every small operation then waits for a wake-up.
+    OpenMP keeps a pool of threads for each thread that ever computed in parallel. With two pools on the same cores its
+    threads sleep between operations, and every small operation waits for a wake-up.
     """
-    _yield_to_others()  # before that pool is made: its threads are then as this one is
+    _yield_to_others()  # before that pool is created: its threads inherit the niceness
     loaded = load_model(path, dtype)
     return loaded, _choose_kernels(attention, loaded, block_size)
 
 
 def _yield_to_others() -> None:
-    """Computing takes all cores there are. What answers, here and in other processes, needs little and must not wait for it:
-    an engine, a front end or a router that cannot run for half a second is taken for lost."""
-    if sys.platform == "linux":  # elsewhere threads have no niceness of their own
+    """Raise the niceness of the computing threads. They take all cores; an engine, front end or router that cannot run for
+    half a second would be considered lost."""
+    if sys.platform == "linux":  # on other systems threads have no niceness of their own
         thread = threading.get_native_id()
-        with contextlib.suppress(OSError):  # where it is forbidden we compute as everybody else
+        with contextlib.suppress(OSError):  # where it is forbidden the priority stays as it is
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
 def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int) -> NativeKernels | None:
-    """The way of attending that was asked for, or the best there is; fuses the model where kernels exist."""
+    """The kernels for the requested attention, or for the best available; fuses the model where there are kernels."""
     if attention not in ATTENTIONS:
         raise ValueError(f"attention is one of {', '.join(ATTENTIONS)}, not {attention!r}")
     kernels = None if attention == "gather" else load_kernels(loaded.dtype)

@@ -1,12 +1,12 @@
-"""Replaces decoder layers by faster ones that do the same, where they are of the common kind and prove it.
+"""Faster decoder layers that replace those of the common kind where they compute the same.
 
 The common kind: a norm, grouped-query attention (with or without norms on queries and keys), a residual, a norm, a gated
-MLP, a residual. A layer qualifies by the names and types of its parts, and then only if on a probe, with the model's own
-input, the replacement answers as the original did. Whatever does not qualify stays as `transformers` wrote it: slower,
-and right. Of those, the large products are still packed.
+MLP, a residual. A layer qualifies by the names and types of its parts, and only if on a probe, with the model's own input,
+the replacement's output equals the original's. Other layers stay as `transformers` wrote them, slower; their large products
+are still packed.
 
-What is gained: one product for Q, K and V, one for gate and up, weights packed once in the order the CPU's matrix library
-wants, and native norms, rotations and gates instead of half a dozen passes each.
+The gain: one product for Q, K and V, one for gate and up, weights packed once in the order of the CPU's matrix library, and
+native norms, rotations and gates instead of half a dozen passes each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton.executor.paged_attention import AttentionCall, AttentionContext
 log = logging.getLogger(__name__)
 
 PACKED_ROWS = 64
-"""The batch the packing is told of; the order it picks serves every other batch as well."""
+"""The batch size given to the packing; the resulting order works for every other size as well."""
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 """Largest difference on the probe, relative to the largest value: rounding, not another formula."""
 
@@ -35,11 +35,11 @@ LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 CARRIED_NAMES = ("attention_type", "layer_type", "layer_idx")
-"""What models read off their layers from outside."""
+"""Attributes of a layer that models read, which the replacement must have."""
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear map whose weights were packed once; they serve only this."""
+    """One linear map made of several, with weights packed for the CPU's matrix library."""
 
     def __init__(self, linears: list[torch.nn.Linear]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class PackedLinear(torch.nn.Module):
         return out
 
     def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + the map of x, rounded once."""
+        """residual + map(x), rounded once."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
         return out
 
@@ -66,7 +66,7 @@ def joined_bias(linears: list[torch.nn.Linear]) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """Weights of a root-mean-square norm in float32, the form of it settled."""
+    """Weights of a root-mean-square norm in float32, with the family's offset added."""
 
     weight: torch.Tensor
     epsilon: float
@@ -179,7 +179,7 @@ def linear_of(module: torch.nn.Module, name: str) -> torch.nn.Linear:
 
 
 def norm_parts(module: torch.nn.Module, offset: float) -> tuple[torch.Tensor, float]:
-    """Weights in float32 and epsilon. `offset` is added to the weights: some families store their distance from one."""
+    """Weights in float32 and epsilon. `offset` is added to the weights: some families store their difference from one."""
     epsilon = optional_attribute(module, "variance_epsilon", optional_attribute(module, "eps", None))
     weight = module.get_parameter("weight")
     if not isinstance(epsilon, float):
@@ -207,7 +207,7 @@ def gate_kind(mlp: torch.nn.Module) -> int:
 
 
 def has_common_parts(layer: torch.nn.Module, spec: LayerSpec) -> bool:
-    """Whether the parts have the names, types and sizes of the common kind; the probe decides the rest."""
+    """Whether the parts have the names, types and sizes of the common kind; the probe checks the rest."""
     if {name for name, _ in layer.named_children()} != LAYER_PARTS:
         return False
     attention, mlp = (

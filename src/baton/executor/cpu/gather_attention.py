@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the reference that always exists and that the native kernel is tested against.
+"""Paged attention in plain torch: always available, and the reference for the native kernel.
 
 The query heads that share a KV head are folded into the query length, so that one product serves a whole group.
 Decodes are padded to the longest and done as one batch; chunks one sequence at a time.
@@ -13,7 +13,7 @@ from baton.executor.packing import PackedBatch
 
 
 def write_gathered(kv: LayerKv, batch: PackedBatch, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Put the new tokens' KV, [kv_heads, tokens, dim], into their blocks."""
+    """Write the new tokens' KV, [kv_heads, tokens, dim], into their blocks."""
     kv.keys[batch.write_blocks, :, batch.write_offsets] = key.transpose(0, 1)
     kv.values[batch.write_blocks, :, batch.write_offsets] = value.transpose(0, 1)
 
@@ -38,7 +38,7 @@ def attend_gathered(
 def _attend_decodes(
     spec: LayerSpec, kv: LayerKv, batch: PackedBatch, query: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Outputs of all decodes, [tokens, heads, value_dim]. One with fewer drafts repeats its last token meanwhile."""
+    """Outputs of all decodes, [tokens, heads, value_dim]. Decodes with fewer drafts are padded with their last token."""
     starts, contexts = batch.query_starts[batch.chunk_sequences :], batch.contexts[batch.chunk_sequences :]
     lengths = starts.diff()[:, None]
     nth = torch.arange(int(lengths.max()))
@@ -65,7 +65,7 @@ def _attend(
     keys = kv.keys[tables].transpose(1, 2).flatten(2, 3)[:, :, :longest]
     values = kv.values[tables].transpose(1, 2).flatten(2, 3)[:, :, :longest]
     seen = _seen(positions, longest, spec.window)
-    # a block's tail may hold anything, NaN too, which no mask over scores or weights would stop
+    # a block's tail may hold anything, also NaN, which a mask over scores or weights would not remove
     unseen = ~seen.any(dim=1)[:, None, :, None]
     keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
     group = heads // spec.kv_heads

@@ -1,7 +1,7 @@
 """Paged attention by the native kernels: reads blocks where they lie, for chunks and decodes alike.
 
-It keeps K and V of a block in an order of its own (see kernels.cpp), so a pool belongs to one way of attending for life, and
-the fingerprint of an executor names it.
+K and V of a block are stored in an order of their own (see kernels.cpp), so a pool works with one kind of attention only,
+which the fingerprint of an executor names.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from baton.executor.paged_attention import AttentionCall, LayerWritten
 
 
 def can_serve(layers: list[LayerSpec], block_size: int) -> bool:
-    """Whether the kernels can do all these layers: they work in whole vectors."""
+    """Whether the kernels support all these layers: sizes must be multiples of a vector."""
     dims = [dim for layer in layers for dim in (layer.key_dim, layer.value_dim)]
     return TILE_KEYS % block_size == 0 and block_size % LANES == 0 and all(dim % LANES == 0 for dim in dims)
 
 
 class NativeAttention:
-    """One step's attention. Lives as long as the step, and keeps the batch's memory alive meanwhile."""
+    """The attention of one step. Keeps the batch's memory alive."""
 
     def __init__(
         self, kernels: NativeKernels, batch: PackedBatch, kv: list[LayerKv], written: LayerWritten | None = None
@@ -80,5 +80,5 @@ class NativeAttention:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[heads, tokens, dim] with the dims side by side, which is all the kernels ask of a layout."""
+    """[heads, tokens, dim] with contiguous rows, as the kernels require."""
     return x if x.stride(2) == 1 else x.contiguous()

@@ -1,9 +1,8 @@
 """Compiles `kernels.cpp` for this machine at first use and calls it through ctypes.
 
-The library lies in the cache under a name hashed from source, flags, compiler and CPU, so a change of any makes a new
-one; it is written beside and renamed into place, so two processes may compile at once. It is linked to `libgomp.so.1`, which
-torch has already loaded: both then share one pool of threads. Where there is no compiler there are no kernels, and callers
-do without.
+The library is cached under a hash of source, flags, compiler and CPU, so a change of any compiles a new one. It is written
+to a temporary file and renamed, so two processes may compile at once. It is linked to `libgomp.so.1`, which torch has
+already loaded: both share one pool of threads. Without a compiler there are no kernels, and callers use torch instead.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _Float = ctypes.c_float
 
 
 class AttentionArguments(ctypes.Structure):
-    """As in kernels.cpp, field by field."""
+    """The same fields as in kernels.cpp."""
 
     _fields_ = [
         ("query", _Pointer),
@@ -111,7 +110,7 @@ class RotateArguments(ctypes.Structure):
 
 
 class NativeKernels:
-    """The compiled functions for one number format. Tensors must be alive and laid out as each method says."""
+    """The compiled functions for one number format. Tensors must stay alive and have the layout each method names."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         suffix = SUFFIXES[dtype]
@@ -163,7 +162,7 @@ def head_panels(weight: torch.Tensor) -> torch.Tensor:
 
 
 def load_kernels(dtype: torch.dtype) -> NativeKernels | None:
-    """The kernels for a number format, compiled if need be; None, with a line in the log, where that cannot be."""
+    """The kernels for a number format, compiled if necessary; None, with the reason logged, where impossible."""
     if dtype not in SUFFIXES:
         log.info("no native kernels for %s", dtype)
         return None
@@ -209,7 +208,7 @@ def _key(source: Path, compiler: str) -> str:
 
 
 def _cpu() -> str:
-    """What `-march=native` depends on: the CPU's name and what it can do."""
+    """The CPU's name and features, which `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

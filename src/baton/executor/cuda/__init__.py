@@ -1,1 +1,1 @@
-"""The executor on a CUDA device. Needs triton; nothing outside this folder imports it unless a device is asked for."""
+"""The executor on a CUDA device. Needs triton; other code imports it only when a device is requested."""

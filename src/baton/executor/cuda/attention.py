@@ -1,7 +1,7 @@
-"""Attention over blocks on a CUDA device: behind the name that `executor.attention` registers, or called by fused layers.
+"""Attention over blocks on a CUDA device, called through `executor.paged_attention` or by fused layers.
 
-Owns the choice of tiles. A fused layer hands over the whole row of queries, keys and values: rotation, norms of heads and
-the write into blocks are then part of attention. A layer that stays as `transformers` wrote it hands over what it rotated.
+Owns the choice of tile sizes. A fused layer passes the whole row of queries, keys and values: rotation, norms of heads and
+the write into blocks are then part of attention. A layer that stays as `transformers` wrote it passes rotated heads.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ LayerWritten = Callable[[int], None]
 CHUNK_QUERIES = 128
 INVARIANT_QUERIES = 64
 EARLY_DIM = 128
-"""Of heads whose attention may begin early."""
+"""Head size for which `attend_early` is available."""
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryForm:
-    """What a fused layer's heads go through before attention."""
+    """The rotation and norms of a fused layer's heads."""
 
     cosines: torch.Tensor
     """[tokens, dim]"""
     sines: torch.Tensor
     norms: torch.Tensor | None
-    """[2, dim] float32: of queries, of keys"""
+    """[2, dim] float32: for queries, for keys"""
     epsilon: float
 
 
@@ -49,19 +49,19 @@ class _Tiles:
 
 
 def chunk_queries(invariant: bool) -> int:
-    """How many queries of a chunk one program serves."""
+    """Queries of a chunk per program."""
     return INVARIANT_QUERIES if invariant else CHUNK_QUERIES
 
 
 def _decode_tiles(sequences: int) -> _Tiles:
-    """By what was quickest. With many sequences, registers decide how many programs a processor holds at once."""
+    """Tile sizes by measurement. With many sequences, registers limit how many programs a processor holds at once."""
     if sequences < 4:
         return _Tiles(32, 2, 2)
     return _Tiles(64, 3, 4) if 16 < sequences < 64 else _Tiles(32, 2, 2, {"maxnreg": 128})
 
 
 class CudaAttention:
-    """For one forward."""
+    """The attention of one forward."""
 
     def __init__(
         self, batch: DeviceBatch, kv: list[LayerKv], scratch: ProductScratch, written: LayerWritten | None = None
@@ -73,17 +73,17 @@ class CudaAttention:
         self._rows: NormedRows | None = None
 
     def hand_on(self, rows: NormedRows) -> None:
-        """What a layer made, for the layer after it: between them `transformers` carries only the plain rows."""
+        """Keep a layer's normed output for the next layer; `transformers` passes only the plain rows between them."""
         self._rows = rows
 
     def handed(self, plain: torch.Tensor) -> NormedRows:
-        """With what the layer before made of these rows, if it was that which made them."""
+        """These rows with the norm that the layer before prepared, if that layer made them."""
         if self._rows is not None and self._rows.plain.data_ptr() == plain.data_ptr():
             return self._rows
         return NormedRows(plain)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """[tokens, heads, value_dim], of a layer that rotated its own heads."""
+        """[tokens, heads, value_dim], for a layer that has rotated its heads itself."""
         kv = self._kv[call.layer]
         kv_heads, tokens, key_dim = call.key.shape
         spec = LayerSpec(kv_heads, key_dim, call.value.shape[2], call.scaling, call.window, call.softcap)
@@ -105,7 +105,7 @@ class CudaAttention:
         return out
 
     def attend_fused(self, layer: int, spec: LayerSpec, heads: int, qkv: torch.Tensor, rotation: RotaryForm) -> torch.Tensor:
-        """[tokens, heads · dim], from rows of queries, keys and values as their product made them."""
+        """[tokens, heads · dim], from rows of queries, keys and values before norms and rotation."""
         kv, dim = self._kv[layer], spec.key_dim
         out = torch.empty(qkv.shape[0], heads, dim, dtype=qkv.dtype, device=qkv.device)
         upto = self._batch.chunk_tokens
@@ -123,7 +123,7 @@ class CudaAttention:
 
     @property
     def _turns_first(self) -> bool:
-        """Decodes rotate within attention; with drafts, or where all rows go the way of chunks, they rotate before."""
+        """Whether rows are rotated before attention. Decodes without drafts rotate inside it."""
         decodes = self._batch.decodes
         return decodes is not None and (decodes.queries > 1 or self._scratch.invariant)
 
@@ -175,7 +175,7 @@ class CudaAttention:
         sinks: torch.Tensor | None,
         rotation: RotaryForm | None,
     ) -> None:
-        """`query` are rows of queries, or with a rotation rows of queries, keys and values."""
+        """`query` has rows of queries, or with a rotation rows of queries, keys and values."""
         decodes = self._batch.decodes
         if decodes is None:
             return
@@ -243,8 +243,8 @@ def _suits_early(dtype: torch.dtype, spec: LayerSpec, heads: int) -> bool:
 
 
 def _early_tiles(sequences: int, kv_heads: int, processors: int) -> _Tiles:
-    """By what was quickest. A program is alone with few others on its processor: all of them at once, with several tiles
-    under way, where they are few; and where they are many, others work while one waits."""
+    """Tile sizes by measurement. With few programs all run at once, with several tiles in flight; with many, other programs
+    work while one waits."""
     if sequences < 4:
         return _Tiles(64, 1, 4)
     programs = max(sequences, target_items(sequences)) * kv_heads

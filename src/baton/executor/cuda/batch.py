@@ -1,6 +1,6 @@
-"""What one forward is about, as tensors on the device: chunks first, then decodes; see `executor.packing` for the drawing.
+"""The inputs of one forward as tensors on the device: chunks first, then decodes; see `executor.packing` for a drawing.
 
-Nothing here is read back by the host. The decodes' part is filled on the device itself, from the slots, by `prepare`.
+The host reads nothing back. The decodes' part is filled on the device from the slots, by `prepare_decodes`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class ChunkPart:
     slots: torch.Tensor
     """[sequences] int32"""
     contexts: torch.Tensor
-    """[sequences] int32: tokens each attends to at its end"""
+    """[sequences] int32: tokens that the last row of each attends to"""
     first_positions: torch.Tensor
-    """[sequences] int32: of the first row of each"""
+    """[sequences] int32: position of the first row of each"""
     query_starts: torch.Tensor
     """[sequences + 1] int32"""
     tile_sequences: torch.Tensor
@@ -31,7 +31,7 @@ class ChunkPart:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """How decoding attention is shared out; see `kernels_decode`."""
+    """How decoding attention is divided into items; see `kernels_decode`."""
 
     items: int
     first_items: torch.Tensor
@@ -44,7 +44,7 @@ class DecodeWork:
     arrived: torch.Tensor
 
     def sized(self, items: int) -> DecodeWork:
-        """The same memory, for fewer items."""
+        """A view of the same memory for fewer items."""
         return replace(self, items=items)
 
 
@@ -52,7 +52,7 @@ class DecodeWork:
 class DecodePart:
     sequences: int
     queries: int
-    """Rows a sequence feeds: one, and its drafts."""
+    """Rows that a sequence feeds: one, plus its drafts."""
     slots: torch.Tensor
     contexts: torch.Tensor
     first_positions: torch.Tensor
@@ -81,14 +81,14 @@ class DeviceBatch:
 
 
 def target_items(sequences: int) -> int:
-    """How many pieces to aim for beyond one for each sequence: enough to fill the device, few enough not to idle."""
+    """Pieces to aim for beyond one per sequence: enough to fill the device, few enough not to idle."""
     if sequences <= 16:
         return 32
     return 16 if sequences < 64 else sequences // 2
 
 
 def make_work(sizes: list[int], rows_an_item: int, kv_heads_most: int, dim_most: int, device: torch.device) -> DecodeWork:
-    """For batches of these numbers of sequences. `rows_an_item`: of all KV heads, in the layer that has most."""
+    """Buffers for batches of any of these sizes. `rows_an_item` counts all KV heads of the layer that has most."""
     sequences, items = max(sizes), max(size + target_items(size) for size in sizes)
     rows = items * rows_an_item
 

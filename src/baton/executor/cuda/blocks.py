@@ -31,23 +31,23 @@ from baton.executor.cuda.sharing import SharedMapping, ipc_name, open_ipc_name
 log = logging.getLogger(__name__)
 
 RUN_BYTES = 64 << 20
-"""In one call: more than a millisecond at the speed of the bus, against tens of microseconds to begin and end it."""
+"""Bytes per call: over a millisecond of bus time, against tens of microseconds to begin and end a call."""
 BOUNCE_BYTES = 16 << 20
-"""Of each of a thread's two buffers, unless a block is longer."""
+"""Size of each of a thread's two buffers, unless a block is longer."""
 STRAIGHT_BYTES = 256 << 10
-"""From here on a piece is worth a copy of its own."""
+"""Least size of a piece that gets a copy of its own."""
 PIECES_MAX = 4096
-"""In one bounce."""
+"""Most pieces in one bounce."""
 
 Bytes = npt.NDArray[np.uint8]
 _WORDS = (torch.int64, torch.int32, torch.int16)
 _STRIDE = 0x3C6EF372FE94F82A
-"""Even, so that one more than any multiple of it is odd."""
+"""Even, so that a multiple of it plus one is odd."""
 
 
 class CudaBlocks:
     def __init__(self, pool: torch.Tensor, run_bytes: int = RUN_BYTES) -> None:
-        """`pool` is [blocks, …], contiguous, of whatever numbers; it must outlive every call."""
+        """`pool` is [blocks, …], contiguous, of any dtype; it must outlive every call."""
         if not pool.is_cuda or not pool.is_contiguous():
             raise InvariantViolated(f"a pool on {pool.device} with strides {pool.stride()} is none to copy from")
         self._pool = pool.view(len(pool), -1).view(torch.uint8)
@@ -55,7 +55,7 @@ class CudaBlocks:
         self.run_bytes = run_bytes
         self._streams = _ThreadStreams()
         self._pinned: list[Bytes] = []
-        """What was registered with the driver: it must be told before the memory goes."""
+        """Memory registered with the driver, to be unregistered before it is freed."""
 
     def read(self, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
         if len(blocks) and end > begin:
@@ -76,9 +76,9 @@ class CudaBlocks:
                     self._write_bounced(copier, blocks, rows, host, begin, end)
 
     def allocate(self, size: int) -> Bytes:
-        """Pinned, and mapped at once; where the driver refuses, plain memory, which is bounced."""
+        """Pinned memory, mapped at once; plain memory, which is bounced, where the driver refuses."""
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # not every kernel has them
+        with contextlib.suppress(OSError):  # not every system has huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
         array: Bytes = np.frombuffer(memory, dtype=np.uint8)
         error = int(_runtime().cudaHostRegister(array.ctypes.data, size, 0))
@@ -91,7 +91,7 @@ class CudaBlocks:
     def share(self) -> bytes:
         copier = self._copy_stream()
         with torch.cuda.stream(copier.stream):
-            copier.wait()  # the driver's own calls need a thread that has met the device
+            copier.wait()  # the driver's calls need a thread with a current device
             name = ipc_name(self._pool)
         if not name:
             log.warning("the KV pool cannot be shared with other processes; they get it through host memory")
@@ -109,7 +109,7 @@ class CudaBlocks:
             )
 
     def digests(self, blocks: Int32s, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
-        """The sum of the words of a piece, each times an odd number of its place: no one word can change unseen."""
+        """The sum of the words of a piece, each times an odd number of its position: changing one word changes it."""
         copier = self._copy_stream()
         with torch.inference_mode(), torch.cuda.stream(copier.stream):
             sums = torch.zeros(len(spans), len(blocks), dtype=torch.int64, device=self._pool.device)
@@ -120,7 +120,7 @@ class CudaBlocks:
             return sums.cpu().numpy().view(np.uint64)
 
     def pull(self, theirs: torch.Tensor, sources: Int32s, targets: Int32s, begin: int, end: int) -> None:
-        """Bytes [begin, end) of block `sources[i]` of another pool on this device into our block `targets[i]`."""
+        """Copy bytes [begin, end) of block `sources[i]` of another pool on this device into our block `targets[i]`."""
         copier = self._copy_stream()
         with torch.inference_mode(), torch.cuda.stream(copier.stream):
             ours = self._words(self._pool, begin, end)
@@ -141,7 +141,7 @@ class CudaBlocks:
             opened.close()
 
     def close(self) -> None:
-        """Nobody copies any more."""
+        """Unregister pinned memory. No copy may be under way or follow."""
         for array in self._pinned:
             _runtime().cudaHostUnregister(array.ctypes.data)
         self._pinned.clear()
@@ -180,7 +180,7 @@ class CudaBlocks:
     def _write_bounced(self, copier: _CopyStream, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
         pool, size = self._words(self._pool, begin, end), end - begin
         for bounce, part in copier.turns(len(blocks), size):
-            bounce.event.synchronize()  # what it brought last has left it
+            bounce.event.synchronize()  # its last contents have been copied out
             for at, row in enumerate(rows[part].tolist()):
                 bounce.bytes[at * size : (at + 1) * size] = host[row, begin:end]
             names = bounce.name(blocks[part])
@@ -194,7 +194,7 @@ class CudaBlocks:
     def _gathered(
         copier: _CopyStream, pool: torch.Tensor, blocks: Int32s, size: int
     ) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Pieces of these blocks, some at a time, each [pieces, words] until the next."""
+        """Pieces of these blocks in portions [pieces, words], each valid until the next."""
         for bounce, part in copier.turns(len(blocks), size):
             bounce.event.synchronize()
             names = bounce.name(blocks[part])
@@ -203,7 +203,7 @@ class CudaBlocks:
             bounce.event.record()
 
     def _words(self, pool: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """[blocks, …]: these bytes of every block of a pool like ours, in the longest words that they consist of."""
+        """[blocks, …]: a view of these bytes of every block of a pool like ours, in the longest words that divide them."""
         part = pool[:, begin:end]
         for dtype in _WORDS:
             if not (begin | end | self.block_bytes) % dtype.itemsize:
@@ -211,7 +211,7 @@ class CudaBlocks:
         return part
 
     def _copy_stream(self) -> _CopyStream:
-        """This thread's own."""
+        """The stream and buffers of the calling thread."""
         if self._streams.copier is None:
             self._streams.copier = _CopyStream(self._pool.device, max(BOUNCE_BYTES, self.block_bytes))
         return self._streams.copier
@@ -237,29 +237,29 @@ class _ThreadStreams(threading.local):
 
 
 class _CopyStream:
-    """A stream and two bounces, of one thread."""
+    """The stream and the two bounce buffers of one thread."""
 
     def __init__(self, device: torch.device, bounce_bytes: int) -> None:
         self.stream = torch.cuda.Stream(device)
         self._done = _quiet_event()
-        with torch.cuda.stream(self.stream):  # so that the memory is this stream's from the start
+        with torch.cuda.stream(self.stream):  # allocate the memory on this stream
             self._bounces = tuple(_Bounce(device, bounce_bytes) for _ in range(2))
         self._bounce_bytes = bounce_bytes
 
     def turns(self, count: int, size: int) -> Iterator[tuple[_Bounce, slice]]:
-        """Which pieces go through which bounce, one after the other."""
+        """(bounce, slice of pieces) for successive portions, alternating between the bounces."""
         at_once = min(PIECES_MAX, self._bounce_bytes // max(1, size))
         for turn, begin in enumerate(range(0, count if size else 0, at_once)):
             yield self._bounces[turn % 2], slice(begin, min(count, begin + at_once))
 
     def wait(self) -> None:
-        """For everything so far on its stream, which is the current one."""
+        """Wait for everything so far on this stream, which must be the current one."""
         self._done.record()
         self._done.synchronize()
 
 
 class _Bounce:
-    """A pinned buffer, its counterpart on the device, and the names of the blocks whose pieces they hold."""
+    """A pinned buffer, its counterpart on the device, and the ids of the blocks whose pieces they hold."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self.pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -270,11 +270,11 @@ class _Bounce:
         self._names_there = torch.empty(2 * PIECES_MAX, dtype=torch.int64, device=device)
 
     def pieces(self, count: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """[pieces, words] of what is staged on the device."""
+        """[pieces, words]: a view of the device buffer."""
         return self.staged[: count * size].view(dtype).view(count, -1)
 
     def name(self, blocks: Int32s) -> torch.Tensor:
-        """The ids of these blocks, on the device. Whoever asks has waited for what they named before."""
+        """Copy block ids to the device. The caller has waited for the copies that used the ids before."""
         count = len(blocks)
         self._names.numpy()[:count] = blocks
         self._names_there[:count].copy_(self._names[:count], non_blocking=True)
@@ -282,7 +282,7 @@ class _Bounce:
 
 
 class _Coming(NamedTuple):
-    """On its way into a bounce."""
+    """Pieces that are being copied into a bounce."""
 
     bounce: _Bounce
     rows: Int32s
@@ -295,7 +295,7 @@ class _Coming(NamedTuple):
 
 
 class _Runtime(Protocol):
-    """What we use of CUDA's. Zero is success."""
+    """The calls of the CUDA runtime that are used here. Zero is success."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int: ...  # noqa: N802
     def cudaHostUnregister(self, pointer: int) -> int: ...  # noqa: N802
@@ -307,7 +307,7 @@ def _runtime() -> _Runtime:
 
 
 def _quiet_event() -> torch.cuda.Event:
-    """One that is waited for without keeping a core busy."""
+    """An event whose waiters sleep instead of polling."""
     return torch.cuda.Event(blocking=True)
 
 

@@ -1,12 +1,12 @@
-"""The chunks of a step as arrays: laid out by the host, and filled up to the sizes that steps are captured for.
+"""The chunks of a step as arrays: laid out by the host, and padded to the sizes that CUDA graphs are captured for.
 
-    chunks        A A A A A | B B B | . . . .     rows of nobody behind them, up to the tokens of the size
-    sequences     A   B   -   -   -   nobody      there is always one sequence more than chunks may be: it has those rows
-    tiles         A   B   nobody  -   -   -       and the tiles that are left over begin behind its last row
-    logit rows    B   -   -   -   -               those that are left over are drawn for the spare slot
+    chunks        A A A A A | B B B | . . . .     padding rows follow, up to the tokens of the size
+    sequences     A   B   -   -   -   padding     one sequence more than the most chunks: it has the padding rows
+    tiles         A   B   padding -   -   -       unused tiles begin behind its last row
+    logit rows    B   -   -   -   -               unused ones are drawn for the spare slot
 
-A filled-up step computes what the plain one does: a row of nobody is written nowhere and attends to nothing, and no row
-sees another of another sequence. Pure: knows plans' tokens and blocks, nothing of a device.
+A padded step computes the same as an unpadded one: a padding row is written nowhere and attends to nothing, and no row
+attends to another sequence. Pure: knows plans' tokens and blocks, nothing of a device.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from baton.executor.packing import FeedRange
 from baton.executor.slot_table import NO_BLOCK, SlotTable
 
 CHUNK_TOKENS = (64, 128, 256, 512)
-"""Of captured steps. Longer ones, filled up, would take the device about as long as the host takes to launch them."""
+"""Chunk tokens of captured steps. For longer ones a graph gains nothing: computing takes as long as launching."""
 CHUNKS_MOST = 16
-"""Of a captured step."""
+"""Most chunks of a captured step."""
 FEW_DECODES = (16, 64)
 ALIGNMENT = 16
-"""Every array begins where the widest loads of a kernel may begin."""
+"""Alignment of each array in elements, for the widest loads of a kernel."""
 
 
 class ChunkArrays(NamedTuple):
-    """All int32; the first six are those of `batch.ChunkPart`."""
+    """The arrays of a step's chunks, all int32; the first six are those of `batch.ChunkPart`."""
 
     slots: Int32s
     contexts: Int32s
@@ -44,22 +44,22 @@ class ChunkArrays(NamedTuple):
     write_blocks: Int32s
     write_offsets: Int32s
     logit_rows: Int32s
-    """The rows that are drawn from."""
+    """The rows whose logits are drawn from."""
     drawn_slots: Int32s
     drawn_positions: Int32s
-    """Where the tokens to be drawn will stand."""
+    """Positions of the tokens to be drawn."""
 
 
 class MixedSize(NamedTuple):
-    """Of a step with chunks: rows of chunks, and sequences that decode behind them."""
+    """The size of a captured step with chunks: rows of chunks, and sequences that decode."""
 
     tokens: int
     sequences: int
 
 
 def mixed_sizes(step_tokens: int, slots: int) -> list[MixedSize]:
-    """Few, since each is captured when an executor starts. Rows cost next to nothing while weights are what a step reads
-    most of, and their share of the step beyond: so there are few sizes for few decodes, and quarters of all slots."""
+    """The sizes to capture. Few, since each is captured at start: FEW_DECODES, whose padding costs little because reading
+    weights dominates, and quarters of all slots."""
     few = (size for size in FEW_DECODES if size < slots // 4)
     quarters = (size for size in (slots // 4, slots // 2, slots * 3 // 4) if size >= FEW_DECODES[0])
     decodes = {0, *few, *quarters, slots}
@@ -67,18 +67,18 @@ def mixed_sizes(step_tokens: int, slots: int) -> list[MixedSize]:
 
 
 def smallest_size(sizes: list[MixedSize], tokens: int, decodes: int) -> MixedSize | None:
-    """The one with the fewest rows of chunks that holds them, and of those the one with the fewest decodes."""
+    """The size that fits with the fewest rows of chunks, and among those with the fewest decodes."""
     return min((size for size in sizes if size.tokens >= tokens and size.sequences >= decodes), default=None)
 
 
 def tile_chunks(lengths: list[int], queries: int) -> tuple[list[int], list[int]]:
-    """(sequence, first row within it) of each tile of so many queries."""
+    """(sequence, first row within it) of each tile of `queries` rows."""
     tiles = [(sequence, start) for sequence, length in enumerate(lengths) for start in range(0, length, queries)]
     return [sequence for sequence, _ in tiles], [start for _, start in tiles]
 
 
 def lay_out_chunks(feeds: list[FeedRange], table: SlotTable, tile_queries: int) -> ChunkArrays:
-    """One chunk after the other, nothing between them."""
+    """Lay out chunks one after the other, without padding."""
     size = table.shape.block_size
     lengths = [feed.end - feed.begin for feed in feeds]
     slots = _int32s([feed.slot for feed in feeds])
@@ -107,10 +107,10 @@ def lay_out_chunks(feeds: list[FeedRange], table: SlotTable, tile_queries: int) 
 
 
 class ChunkFrame:
-    """Chunks filled up to so many rows, as one array in which everything has its place."""
+    """Chunks padded to a fixed number of rows, as one array with a fixed offset for each part."""
 
     def __init__(self, tokens: int, chunks_most: int, tile_queries: int, spare: int) -> None:
-        """`spare` is the slot of nobody."""
+        """`spare` is the slot that padding rows name."""
         self.tokens = tokens
         self.chunks_most = chunks_most
         self._tile_queries = tile_queries
@@ -123,14 +123,14 @@ class ChunkFrame:
             *((chunks_most, 0), (chunks_most, spare), (chunks_most, 0)),
         ]
         self._rests = [rest for _, rest in fields]
-        """What fills each of `ChunkArrays` up."""
+        """The padding value of each of `ChunkArrays`."""
         begins = np.cumsum([0, *(length + -length % ALIGNMENT for length, _ in fields)]).tolist()
         self.places = [slice(begin, begin + length) for begin, (length, _) in zip(begins[:-1], fields, strict=True)]
-        """Of each of `ChunkArrays`."""
+        """The slice of each of `ChunkArrays`."""
         self.length: int = begins[-1]
 
     def fill(self, chunks: ChunkArrays) -> Int32s:
-        """No more chunks, and no more rows of them, than it has room for."""
+        """Pad these chunks, which must fit."""
         filled = np.zeros(self.length, dtype=np.int32)
         for array, place, rest in zip(self._with_nobody(chunks), self.places, self._rests, strict=True):
             there = filled[place]
@@ -139,7 +139,7 @@ class ChunkFrame:
         return filled
 
     def _with_nobody(self, chunks: ChunkArrays) -> ChunkArrays:
-        """The rows behind the last chunk are a sequence too: attention leaves noughts there, not whatever was in memory."""
+        """Make the padding rows a sequence of their own, so that attention writes zeros there, not stale memory."""
         used = len(chunks.positions)
         starts = range(0, self.tokens - used, self._tile_queries)
         between = [used] * (self.chunks_most - len(chunks.slots))

@@ -1,4 +1,4 @@
-"""Who guesses tokens on the device: the proposers of `executor.drafts`, as kernels that a captured step can hold."""
+"""The proposers of `executor.drafts` on the device, as kernels that a CUDA graph can contain."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from baton.executor.cuda.kernels_ngram import propose_ngrams
 from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 
 Propose = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""(slots, drafts, counts): fill in what each slot may go on with. Row i of the drafts are those of the i-th slot."""
+"""(slots, drafts, counts): write the drafts of `slots[i]` to row i of `drafts`, and their number to `counts[i]`."""
 
 
 def propose_on_device(proposer: DraftProposer, tokens: torch.Tensor, known: torch.Tensor, drafts_max: int) -> Propose | None:
-    """`tokens` [slots, context] and `known` [slots] are read at every step. None where nothing is ever guessed."""
+    """The proposer's kernel, which reads `tokens` [slots, context] and `known` [slots] at every step; None for no drafts."""
     if not drafts_max or isinstance(proposer, NaiveProposer):
         return None
     if not isinstance(proposer, NgramProposer):

@@ -1,11 +1,11 @@
 """The executor on a CUDA device: the contract of `executor.contract`, with the slots on the device.
 
-It owns the model, the KV pool and the slots. The host keeps only what plans tell it (who is in which slot, which of its
-prompt is computed); how far a decode has come is known to the device alone, and told with the results. So a step is launched
-while the one before it computes, and waits for nothing.
+Owns the model, the KV pool and the slots. The host knows only what plans say (the epoch of each slot, the computed part of
+its prompt); the device knows how many tokens a decode has, and reports it with the results. So a step is launched while the
+one before it computes, without waiting.
 
-Two threads: one launches, in the order of plans; whoever collects waits for the device. What layers of a step are written
-is told by a third, to whoever asked (`on_layer`), before the step can be collected.
+One thread launches, in the order of plans; the collecting thread waits for the device. A third thread calls `on_layer` for
+each written layer before the step can be collected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 ATTENTIONS = ("auto", "triton")
 NOTHING_RAN = 0
-"""The `base_step` of the first plan an executor ever gets."""
+"""The `base_step` of the first plan of an executor."""
 NAIVE = NaiveProposer()
 
 
@@ -50,11 +50,11 @@ NAIVE = NaiveProposer()
 class _Step:
     launched: LaunchedStep
     tellings: list[Future[None]] = field(default_factory=list)
-    """Of layers, to whoever asked."""
+    """The pending calls of `on_layer`."""
 
     def result(self) -> StepResult:
         result = self.launched.result()
-        for telling in self.tellings:  # their events lie before the step's end; raises what the one told raised
+        for telling in self.tellings:  # their events precede the step's end; re-raises an error of `on_layer`
             telling.result()
         return result
 
@@ -65,7 +65,7 @@ class TorchCudaExecutor:
     ) -> None:
         self.shape = shape
         self.details = details
-        """For the operator: the device, and in which way it computes."""
+        """For the operator: the device and how it computes."""
         self.vocabulary = loaded.vocabulary
         self.fingerprint = fingerprint
         self.on_layer: LayerDone | None = None
@@ -96,7 +96,7 @@ class TorchCudaExecutor:
         batch_invariant: bool = False,
         graphs: bool = True,
     ) -> TorchCudaExecutor:
-        """Read a model folder. Without `blocks` or `kv_memory_bytes` the pool takes what the device has left."""
+        """Load a model folder. Without `blocks` or `kv_memory_bytes` the pool takes the memory that is left."""
         loaded = load_model(path, dtype, "cuda")
         shape = ExecutorShape(
             slots=slots,
@@ -123,9 +123,9 @@ class TorchCudaExecutor:
         batch_invariant: bool = False,
         graphs: bool = True,
     ) -> TorchCudaExecutor:
-        """Of a model on the device. Where the shape names no blocks, as many as fit.
+        """An executor of a model on the device. Where the shape names no blocks, as many as fit.
 
-        `proposer` is asked only where the shape allows for more than one token a decode; it works on the device.
+        `proposer` is used only where the shape allows more than one token per decode; it runs on the device.
         """
         _check_attention(attention, loaded)
         device = loaded.model.device
@@ -140,7 +140,7 @@ class TorchCudaExecutor:
                 stepper.runner.capture(buckets_upto(shape.slots))
                 stepper.runner.capture_mixed(mixed_sizes(step_tokens, shape.slots))
             warm_up(stepper, shape, step_tokens)
-            torch.cuda.synchronize()  # steps run on another stream than what made their buffers
+            torch.cuda.synchronize()  # steps run on another stream than the one that made their buffers
         way = "batch-invariant" if batch_invariant else "triton"
         layout = f"block outermost, {way}, block_size={shape.block_size}"
         fingerprint = fingerprint_of(loaded.mark, _name(loaded.dtype), layout)
@@ -180,7 +180,7 @@ class TorchCudaExecutor:
         return _Step(launched, tellings)
 
     def _written(self, step: int, tellings: list[Future[None]]) -> Callable[[int], None] | None:
-        """Told, while a step is launched, that a layer's KV is written by what was launched so far."""
+        """Called while a step is launched: the kernels launched so far write this layer's KV."""
         tell = self.on_layer
         if tell is None:
             return None

@@ -1,7 +1,7 @@
-"""Replaces, in place, what proves itself replaceable on a CUDA device: layers, norms, the map to the vocabulary.
+"""Replaces, in place, layers, norms and the output head of a model by faster ones for a CUDA device.
 
-As on a CPU (`executor.probe`), one small forward is taken with everything in view, and a replacement must answer as the
-original did. What does not qualify stays as `transformers` wrote it, over our attention all the same.
+As on a CPU (`executor.layer_probe`), one small forward records every module, and a replacement's output must equal the
+original's. Modules that do not qualify stay as `transformers` wrote them, with our attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-4}
 """Largest difference on the probe, relative to the largest value: rounding, not another formula."""
 BLOCK_SIZE = 16
 STEADY_ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Those in which a position's angle does not depend on how long the sequence is."""
+"""RoPE types in which a position's angle does not depend on the length of the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CudaProbe:
     tolerance: float
 
     def agrees(self, name: str, candidate: torch.nn.Module) -> bool:
-        """Whether the candidate answers as the module of that name did. It may overwrite what it is given."""
+        """Whether the candidate's output equals that of the module of this name. It may overwrite its inputs."""
         call = self.seen[name]
         arguments = [part.clone() if isinstance(part, torch.Tensor) else part for part in call.arguments]
         keywords = {key: self.attention if key == "paged" else value for key, value in call.keywords.items()}
@@ -55,13 +55,13 @@ class CudaProbe:
                 candidate = make(offset)
                 if self.agrees(name, candidate):
                     return candidate
-            except TypeError:  # a part is not what its name says
+            except TypeError:  # a part is not of the expected type
                 return None
         return None
 
 
 def fuse_for_cuda(loaded: LoadedModel, scratch: ProductScratch, positions: int) -> None:
-    """`positions`: how many a sequence may have."""
+    """Replace modules of the model. `positions` is the most that a sequence may have."""
     if loaded.dtype not in TOLERANCE:
         log.info("layers run as transformers wrote them: no fused ones for %s", loaded.dtype)
         return
@@ -147,7 +147,7 @@ def _replace_rotations(model: PreTrainedModel, positions: int) -> None:
 
 
 def _replace_linears(model: PreTrainedModel, scratch: ProductScratch) -> None:
-    """In layers that stay as they are: the library's products take another way for another number of rows."""
+    """Replace products of layers that stay: the library's depend on the number of rows."""
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear):
             model.set_submodule(name, PlainLinear(module, scratch))

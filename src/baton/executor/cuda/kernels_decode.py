@@ -1,6 +1,6 @@
-"""Attention of decoding rows over KV in blocks: every sequence in pieces, all pieces at once, put together by the last one.
+"""Attention of decoding rows over KV in blocks: sequences are split into pieces, computed in parallel and then combined.
 
-    sequence A  |--piece--|--piece--|-pc-|       a piece is `piece_tokens` long, whoever it belongs to
+    sequence A  |--piece--|--piece--|-pc-|       all pieces are `piece_tokens` long, except the last of a sequence
     sequence B  |--piece--|-|                    so long sequences beside short ones leave no processor idle
     items        0         1         2    3 4    one program for each item and KV head
 
@@ -8,7 +8,7 @@
 serves any mixture.
 
 The query heads that share a KV head, and the rows that drafts add, are rows of one small product. A partial result is
-softmax numerator, maximum and sum; whichever program of a sequence ends last adds them up, always in the same order.
+softmax numerator, maximum and sum; the last program of a sequence to end adds them up, always in the same order.
 """
 
 import triton
@@ -19,8 +19,8 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 ITEM_WORDS = 8
-"""Of an item's record: sequence, slot, first and last token of the piece, context, position of its first row, pieces of the
-sequence, which of them this is. One line of memory, so that a program knows its work after one read."""
+"""Words of an item's record: sequence, slot, first and last token of the piece, context, position of its first row, number
+of pieces of the sequence, index of this one. One cache line, so that a program knows its work after one read."""
 
 
 @triton.jit

@@ -1,14 +1,14 @@
-"""Attention of decoding rows (see `kernels_decode`) where a kernel may begin before the one before it has ended.
+"""Attention of decoding rows (see `kernels_decode`) in a kernel that begins before the preceding one has ended.
 
     the product before      ───────────────────────▶ │
     this one                   KV of STAGES tiles       │ queries, the new token │ attend, refill, attend, refill …
 
-What is cached does not depend on the step, so each program fetches its first tiles while queries, keys and values of the
-new token are still being made (`launch_pdl`), and lets the product after it begin with its weights. For what
-`kernels_decode` does with ROTATES where a sequence has one query, numbers two bytes and heads 128 of them; the rest, and
-scores that are capped, stay there.
+Cached KV does not depend on the step, so each program fetches its first tiles while queries, keys and values of the new
+token are still being computed (`launch_pdl`), and lets the following product begin to read its weights. Covers
+`kernels_decode` with ROTATES for one query per sequence, two-byte numbers and heads of 128; other cases, and capped scores,
+use that kernel.
 
-Written in Gluon, Triton's lower language: how far ahead KV is asked for must be said, not left to a compiler.
+Written in Gluon, Triton's lower-level language, because the prefetch distance of KV must be explicit.
 """
 
 from triton.experimental import gluon

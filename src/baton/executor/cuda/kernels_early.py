@@ -1,7 +1,7 @@
-"""What kernels in Gluon share that begin before the kernel before them has ended (launched with `launch_pdl`).
+"""Helpers of Gluon kernels that begin before the preceding kernel has ended (launched with `launch_pdl`).
 
-Until `await_inputs` such a kernel may read only what no kernel of the step writes. Every program of it must call that, those
-without work too: who waits for this kernel relies on it for all that came before.
+Before `await_inputs` such a kernel may read only memory that no kernel of the step writes. Every program of it must call
+that, also without work: a kernel that waits for this one relies on it for all earlier ones.
 """
 
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""The small steps between the products of a layer, each in one pass: norms, rotation with the KV write, gates."""
+"""The operations between the products of a layer, each in one pass: norms, rotation with the KV write, gates."""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,8 @@
-"""Drafts by n-grams on the device: a sequence is guessed to go on as it did when it last ended like this.
+"""Drafts by n-grams on the device: the tokens that followed an earlier occurrence of the sequence's last n-gram.
 
-The guesses are those of `drafts.Ngrams`: of its ends of `ngram_min` to `ngram_max` tokens the longest one that stands
-somewhere before counts, and there the latest such place (it may overlap the end); what follows that place, as far as it is
-known, is the guess. Whether a slot has room for so many tokens is not looked at.
+The drafts are those of `drafts.NgramProposer`: the longest n-gram of `ngram_min` to `ngram_max` tokens that occurs earlier,
+and its latest occurrence (it may overlap the end); the draft is what follows there, as far as it is known. The room of a
+slot is not checked.
 """
 
 import torch
@@ -12,9 +12,9 @@ import triton.language as tl
 from baton.core.errors import InvariantViolated
 
 PLACES: tl.constexpr = tl.constexpr(1 << 26)
-"""More than there are in any sequence."""
+"""Upper bound on the positions of a sequence."""
 LENGTHS = 32
-"""So that a length and a place make one number of 31 bits."""
+"""Upper bound on the length of an n-gram, so that a length and a position fit into 31 bits."""
 TILE = 2048
 
 

@@ -1,4 +1,4 @@
-"""The noise of `executor.noise` inside kernels, bit for bit: (stream, position, token) → one Gumbel number.
+"""The noise of `executor.gumbel_noise` inside kernels, bit for bit: (stream, position, token) → one Gumbel number.
 
 Integers wrap as they do there, and the real part uses the same operations in the same order. Kernels that call `gumbel`
 must be launched with `enable_fp_fusion=False`: a multiplication fused with an addition is rounded once instead of twice.

@@ -1,9 +1,9 @@
-"""Products with few rows: the weights are read once, at the speed of memory, and what else is due is done on the way.
+"""Products with few rows: the weights are read once, at memory speed, and norms, gates and residuals are fused.
 
     out[M, N] = x[M, K] · weight[N, K]ᵀ        M up to a few hundred; N and K thousands
 
-A program owns COLUMNS rows of the weight (columns of the result) and all of x, which stays in the cache. With few columns to
-share out, K is divided among DEPTH programs; the last of them to end adds the parts up, always in the same order.
+A program owns COLUMNS rows of the weight (columns of the result) and all of x, which stays in the cache. With few columns, K
+is divided among DEPTH programs; the last of them to end adds the parts up, always in the same order.
 """
 
 import triton

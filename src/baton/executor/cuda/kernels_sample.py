@@ -1,21 +1,21 @@
-"""Choosing one token a row in two launches: a survey of the whole vocabulary, in chunks, and a look at what can matter.
+"""Chooses one token per row in two launches: a survey of the whole vocabulary in chunks, and a choice among few chunks.
 
     logits of a row  |--chunk--|--chunk--|--chunk--|-chu|      one program of `survey` for each chunk of each row
-    of each chunk     its greatest logit; what its best token can score at most; how much weight it has
+    of each chunk     its largest logit; an upper bound on its best token's score; its weight
     of each row       one program of `choose`: visits the few chunks that those numbers do not rule out
 
-The choice is that of `executor.draw`, with these words. A *value* is (logit - greatest) / temperature: 0 at the greatest,
-below elsewhere. Tokens rank by their *place*, the depth of the value (its bits without the sign, which rise as the value
-falls) and then the id, as one number: the least place ranks first. All cuts (top-k, top-p, min-p) keep a beginning of that
-order. A draw is the greatest value + noise among those kept, computed in float64 as there.
+The choice is that of `executor.token_choice`, with these terms. A *value* is (logit - maximum) / temperature: 0 at the
+maximum, below elsewhere. Tokens rank by their *place*, the depth of the value (its bits without the sign, which rise as the
+value falls) and then the id, as one number: the least place ranks first. All cuts (top-k, top-p, min-p) keep a prefix of
+that order. A draw is the largest value + noise among those kept, computed in float64 as there.
 
     top-k    the place of the k-th is searched by halving; a chunk whose greatest logit lies deeper is not visited
     top-p    the winner among all that top-k and min-p leave is drawn first; where as much weight as top-p asks for ranks
              before it, it and all after it are out and the draw is repeated among those before it
 
-Nothing depends on the batch: what is computed for a chunk depends on that chunk, what is chosen for a row on its chunks.
-Weights are e^value in float32 and not rounded to units of 2⁻⁴⁰, so whether a token is inside top-p can differ from
-`executor.draw` where rounding alone decides; everything else is equal.
+Nothing depends on the batch: the numbers of a chunk depend on that chunk, the choice for a row on its chunks. Weights are
+e^value in float32 and not rounded to units of 2⁻⁴⁰, so whether a token is inside top-p can differ from
+`executor.token_choice` where rounding alone decides; everything else is equal.
 """
 
 import triton
@@ -32,14 +32,14 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 ID_BITS: tl.constexpr = tl.constexpr(20)
 ID_MOST: tl.constexpr = tl.constexpr((1 << 20) - 1)
 DEPTH_MOST: tl.constexpr = tl.constexpr(0x7F800000)
-"""Of -inf."""
+"""The depth of -inf."""
 PLACE_MOST: tl.constexpr = tl.constexpr((0x7F800000 << 20) + (1 << 20) - 1)
 SLACK: tl.constexpr = tl.constexpr(1e-3)
-"""Covers the float32 rounding of what a token can score at most, which is ten times smaller."""
+"""Covers the float32 rounding of the bound on a token's score, which is ten times smaller."""
 NOISE_MOST: tl.constexpr = tl.constexpr(23.0)
 EVERYTHING: tl.constexpr = tl.constexpr(float("inf"))
 WEIGHT_LEAST: tl.constexpr = tl.constexpr(2.0**-40)
-"""What top-p keeps at least: the greatest value alone weighs 1."""
+"""Least weight that top-p keeps; the largest value alone weighs 1."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Changing the slots' rows on the device: a start rewrites a row whole, growing adds blocks to tables."""
+"""Changes the rows of slots on the device: a start replaces a whole row, growing adds blocks to tables."""
 
 import triton
 import triton.language as tl

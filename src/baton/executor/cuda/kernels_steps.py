@@ -1,7 +1,7 @@
-"""What happens to the slots on the device around a forward: who decodes, from where, into which block, and what it yields.
+"""The slots on the device before and after a forward: the inputs of decodes, and the tokens that they yield.
 
 A slot's row: `tokens` known so far, `known` (how many), `limits`, and its block table. `prepare_decodes` reads them at the
-beginning of a step, `advance` writes them at its end, so a step needs nothing from the host but the names of its slots.
+beginning of a step, `advance` writes them at its end, so a step needs nothing from the host but the ids of its slots.
 
     codes of a row     0 not in a slot     1 out of blocks     2 at its limit     3 computes
 """

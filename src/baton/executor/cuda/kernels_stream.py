@@ -1,20 +1,20 @@
-"""Products with few rows where there is Hopper's copy engine: weights stream through shared memory, and begin to early.
+"""Products with few rows by Hopper's copy engine: weights stream through shared memory and are prefetched early.
 
     out[M, N] = x[M, K] · weight[N, K]ᵀ        M up to 64; N and K thousands
 
     the kernel before   ──────────────────────────▶ │
     this one                 weights of STAGES tiles   │ x │ multiply, refill, multiply, refill …
 
-One program a processor fills its shared memory with weights while the kernel before still runs (`launch_pdl`), and only
-then waits for x: the memory has no pause between two products. Until `await_inputs` nothing may be read that a kernel of
-the step writes. A program owns whole units of work, a unit being COLUMNS rows of the weight and one of DEPTH shares of K;
-whichever program of a tile ends last adds the shares up, always in the same order.
+One program per processor fills its shared memory with weights while the preceding kernel still runs (`launch_pdl`), and only
+then waits for x, so that memory is busy between two products too. Before `await_inputs` nothing may be read that a kernel of
+the step writes. A program owns whole units of work, a unit being COLUMNS rows of the weight and one of DEPTH parts of K; the
+last program of a tile to end adds the parts up, always in the same order.
 
-The norm before a product is half made by the product before that. With HAS_NEXT, beside a row goes the row times the
-weights of the norm (`weighed`), and its sum of squares in as many parts as there are tiles; with SQUARES, such parts scale
-the result.
+The norm before a product is half computed by the product before that. With HAS_NEXT, the kernel also writes the row times
+the weights of the norm (`weighed`), and its sum of squares in as many parts as there are tiles; with SQUARES, such parts
+scale the result.
 
-Written in Gluon, Triton's lower language: how far ahead weights are asked for must be said, not left to a compiler.
+Written in Gluon, Triton's lower-level language, because the prefetch distance of weights must be explicit.
 """
 
 from triton.experimental import gluon

@@ -1,8 +1,8 @@
-"""Decoder layers of the common kind, fused for a CUDA device; see `executor.fusion` for what the common kind is.
+"""Decoder layers of the common kind, fused for a CUDA device; `executor.cpu.fused_layers` describes the common kind.
 
 Kernels of a layer, in a decode:  [norm ·] QKV · attention with rotation and KV write · output + residual · [norm ·] gate and
-up with the gate · down + residual. A layer qualifies by the names and types of its parts, and then only if on a probe it
-answers as the original did. One whose MLP is of another kind (a mixture of experts) keeps that part as it is.
+up with the gate · down + residual. A layer qualifies by the names and types of its parts, and only if its output on a probe
+equals the original's. A layer with another kind of MLP (a mixture of experts) keeps that part as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.executor.model_support import optional_attribute
 
 
 def has_common_parts(layer: torch.nn.Module, spec: LayerSpec) -> bool:
-    """Whether the parts have the names of the common kind; types and the probe decide the rest."""
+    """Whether the parts have the names of the common kind; types and the probe check the rest."""
     if {name for name, _ in layer.named_children()} != LAYER_PARTS:
         return False
     attention = set(dict(layer.get_submodule("self_attn").named_children()))
@@ -42,12 +42,12 @@ def has_common_parts(layer: torch.nn.Module, spec: LayerSpec) -> bool:
 
 class FusedLayer(torch.nn.Module):
     def __init__(self, layer: torch.nn.Module, spec: LayerSpec, index: int, scratch: ProductScratch, offset: float) -> None:
-        """`offset` is added to the weights of norms: some families store their distance from one."""
+        """`offset` is added to the weights of norms: some families store their difference from one."""
         super().__init__()
         attention = layer.get_submodule("self_attn")
         self._spec, self._index = spec, index
         self.then: RmsNorm | None = None
-        """The norm that comes after this layer, where that is known."""
+        """The norm that follows this layer, if known."""
         self.first = _norm(layer.get_submodule("input_layernorm"), offset)
         self._second = _norm(layer.get_submodule("post_attention_layernorm"), offset)
         self._heads = linear_of(attention, "q_proj").out_features // spec.key_dim
@@ -86,13 +86,13 @@ class GatedMlp(torch.nn.Module):
         self._down = _joined(mlp, ("down_proj",), scratch)
 
     def forward(self, rows: NormedRows, norm: RmsNorm, then: RmsNorm | None) -> NormedRows:
-        """The rows + the MLP of their norm."""
+        """rows + MLP(norm(rows))."""
         gated = self._gate_up(rows, norm=norm)
         return self._down.onto(rows.plain, gated, then)
 
 
 class KeptMlp(torch.nn.Module):
-    """Of another kind, as `transformers` wrote it."""
+    """An MLP of another kind, as `transformers` wrote it."""
 
     def __init__(self, mlp: torch.nn.Module) -> None:
         super().__init__()
@@ -123,16 +123,16 @@ class FusedNorm(torch.nn.Module):
 
 
 class TabledRotary(torch.nn.Module):
-    """Cosines and sines of every position, made once by the model's own module: a step only looks them up."""
+    """Tables of cosines and sines of every position, computed once by the model's own module."""
 
     def __init__(self, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-        """[positions, dim]"""
+        """Both tables are [positions, dim]."""
         super().__init__()
         self._cosines, self._sines = cosines, sines
 
     @classmethod
     def of(cls, rotary: torch.nn.Module, positions: int, like: torch.Tensor) -> TabledRotary | None:
-        """None of a module that answers with anything but two such tables."""
+        """The tables of a rotary module; None if it does not return two such tables."""
         every = torch.arange(positions, device=like.device)[None]
         made = rotary(like, every)
         if isinstance(made, tuple) and [table.shape[:-1] for table in made] == [every.shape] * 2:
@@ -145,7 +145,7 @@ class TabledRotary(torch.nn.Module):
 
 
 class PlainLinear(torch.nn.Module):
-    """A map of its own, by our products; where it is given a number format, in that from the sums on."""
+    """A linear map by our products; with a dtype, its output has that dtype."""
 
     def __init__(self, linear: torch.nn.Linear, scratch: ProductScratch, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def _joined(module: torch.nn.Module, names: tuple[str, ...], scratch: ProductScr
 
 
 def _joined_weights(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One after the other. The parts give up their own memory: a model is not held twice."""
+    """The concatenated weights and biases of these parts; a single part's own tensors, without a copy."""
     linears = [linear_of(module, name) for name in names]
     if len(linears) == 1:
         bias = linears[0].bias

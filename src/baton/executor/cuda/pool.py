@@ -1,4 +1,4 @@
-"""The KV pool on the device, in the layout of `executor.kv`: block outermost."""
+"""The KV pool on the device, in the layout of `executor.kv_pool`: block outermost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CudaPool:
         self, layers: list[LayerSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         sizes = [layer.elements(block_size) for layer in layers]
-        # a fresh block is zeros and never stray NaNs
+        # zeroed, so that a fresh block never holds NaNs
         self.pool = torch.zeros(blocks, sum(sizes), dtype=dtype, device=device)
         self._blocks = CudaBlocks(self.pool)
         layout = spans([size * dtype.itemsize for size in sizes])
@@ -25,7 +25,7 @@ class CudaPool:
         self.pool[target].copy_(self.pool[source])
 
     def release(self) -> None:
-        """Give the memory back; the pool is of no use afterwards."""
+        """Free the memory; the pool cannot be used afterwards."""
         self._blocks.close()
         self.view = NO_KV
         self.pool, self.layers = self.pool.new_empty(0), []

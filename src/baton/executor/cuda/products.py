@@ -1,4 +1,4 @@
-"""Linear maps on a CUDA device: which kernel multiplies, by how many rows there are, and what it does on the way.
+"""Linear maps on a CUDA device: the number of rows decides which kernel multiplies and what is fused into it.
 
     rows        1            2 … FEW_ROWS_MAX        more
     kernel      one_row      few_rows                the library's
@@ -12,7 +12,7 @@
                 before; or else before
     residual    inside                               the same
 
-Few rows are bound by reading the weights.
+With few rows, reading the weights takes most of the time.
 
 With `invariant`, one kernel of one tile size serves every number of rows: a row's result does not depend on its neighbours.
 """
@@ -39,7 +39,7 @@ SPLIT_ROWS_MAX = 256
 TILES_MAX = 1 << 16
 PARTS_ELEMENTS = 1 << 23
 REFUSALS = (TritonError, ImportError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
-"""What a compiler that does not understand may raise."""
+"""Errors of a Triton release that cannot compile a kernel."""
 GATES = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -53,27 +53,27 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class NormedRows:
-    """Rows that a norm comes after, with what the product that made them did for it."""
+    """Rows whose norm is due, with the part of it that the product before has computed."""
 
     plain: torch.Tensor
     """[rows, width]"""
     norm: RmsNorm | None = None
     normal: torch.Tensor | None = None
-    """[rows, width], normed by `norm`; where there are squares, only times its weights"""
+    """[rows, width], normed by `norm`; where there are `squares`, only multiplied by its weights"""
     squares: torch.Tensor | None = None
-    """[parts, rows] float32: they add up to the sum of squares of each row"""
+    """[parts, rows] float32: the sums over parts are the sums of squares of the rows"""
 
     def ready_for(self, norm: RmsNorm | None) -> tuple[torch.Tensor, RmsNorm | None]:
-        """Rows, and the norm that is still due."""
+        """(rows, norm that is still due)."""
         if self.normal is None or self.squares is not None or self.norm is not norm:
             return self.plain, norm
         return self.normal, None
 
 
 class ProductScratch:
-    """What all products of an executor share: room for sums in parts, and a tensor to name where nothing is meant.
+    """Memory shared by all products of an executor: partial sums, and a placeholder for absent arguments.
 
-    One stream at a time uses it.
+    Used by one stream at a time.
     """
 
     def __init__(self, device: torch.device, invariant: bool) -> None:
@@ -86,13 +86,13 @@ class ProductScratch:
 
     @property
     def early(self) -> dict[str, bool]:
-        """For the launch of a kernel that waits for its inputs itself."""
+        """Launch keywords of a kernel that waits for its inputs itself."""
         return {} if self.streams is None else {"launch_pdl": True}
 
     def _try_streams(self, device: torch.device) -> None:
-        """Gluon is young and changes: where this release speaks another one, the other kernels do."""
+        """Try the Gluon kernel once; where this release of Triton cannot compile it, the other kernels are used."""
         weight = torch.ones(TILE_COLUMNS, TILE_COLUMNS, dtype=torch.bfloat16, device=device)
-        torch.cuda.synchronize(device)  # weights are read before the kernel before has ended
+        torch.cuda.synchronize(device)  # the kernel reads weights before the preceding kernel has ended
         try:
             importlib.import_module("baton.executor.cuda.kernels_decode_early")
             right = bool((DeviceLinear(weight, None, self)(weight) == TILE_COLUMNS).all())
@@ -122,7 +122,7 @@ def normed(x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """How `few_rows` cuts a product up."""
+    """The tile sizes of `few_rows`."""
 
     rows: int
     columns: int
@@ -177,10 +177,10 @@ class DeviceLinear:
         return self._library(self._normed(x, norm), residual, dtype)
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, then: RmsNorm | None) -> NormedRows:
-        """residual + x · weightᵀ, which the norm `then` comes after."""
+        """residual + x · weightᵀ, prepared for the norm `then` that follows."""
         cut = self._cut(x.shape[0])
         if cut is not None:
-            # Before it is scaled down, a row times the norm's weights may be more than float16 can say.
+            # A row times the norm's weights, before it is scaled down, may exceed float16.
             return self._stream(x, cut, residual=residual, then=then if x.dtype is torch.bfloat16 else None)
         splits = self._streams and self._bias is None and self.width % 2 == 0
         if then is not None and splits and FEW_ROWS_MAX < x.shape[0] <= SPLIT_ROWS_MAX:
@@ -188,7 +188,7 @@ class DeviceLinear:
         return NormedRows(self(x, residual=residual))
 
     def _in_halves(self, residual: torch.Tensor, x: torch.Tensor, then: RmsNorm) -> NormedRows:
-        """The library would divide K itself, and add up in a kernel of its own."""
+        """The product in two halves of K, added together with the norm; the library would add in a kernel of its own."""
         rows, width = x.shape
         halves = torch.bmm(
             x.view(rows, 2, width // 2).transpose(0, 1),
@@ -217,7 +217,7 @@ class DeviceLinear:
         scale: NormedRows | None = None,
         then: RmsNorm | None = None,
     ) -> NormedRows:
-        """With `scale`, x is weighed for a norm whose other half is done here."""
+        """With `scale`, x is already multiplied by the weights of a norm whose scaling is done here."""
         from baton.executor.cuda.kernels_stream import stream_rows  # only where there is Gluon
 
         rows, gated = x.shape[0], self._gate is not None
@@ -241,7 +241,7 @@ class DeviceLinear:
         return NormedRows(out, then, normal, next_squares)
 
     def _tiles(self, width: int) -> object:
-        """The weight, in tiles of that width."""
+        """The descriptor of the weight for tiles of this width."""
         if width not in self._tiled:
             halves = self.weight if self._gate is None else self.weight.view(2, self.columns, self.width)
             block = [TILE_COLUMNS] if self._gate is None else [2, TILE_COLUMNS // 2]
@@ -320,7 +320,7 @@ class DeviceLinear:
 
 
 def _described(x: torch.Tensor, block: list[int]) -> object:
-    """For the copy engine: a tensor, and the block of it that one copy takes."""
+    """The descriptor of a tensor for the copy engine, with the block that one copy takes."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

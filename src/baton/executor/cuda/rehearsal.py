@@ -1,4 +1,4 @@
-"""A forward of one chunk of made-up tokens: to see what a model answers, or how much memory its largest step takes."""
+"""A forward of one chunk of arbitrary tokens, to probe a model's outputs or the memory of its largest step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.executor.model_loading import LoadedModel, forward
 
 
 def one_chunk(pool: CudaPool, scratch: ProductScratch, tokens: int, block_size: int) -> CudaAttention:
-    """Of a sequence that lies in the first blocks of the pool."""
+    """A batch of one chunk whose sequence occupies the first blocks of the pool."""
     device = pool.pool.device
 
     def ints(values: range | list[int]) -> torch.Tensor:

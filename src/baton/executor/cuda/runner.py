@@ -1,12 +1,12 @@
-"""Runs the model over a step's rows: buffers that are allocated once at full size, and short steps as captured graphs.
+"""Runs the model over a step's rows, with buffers allocated once at full size and short steps as CUDA graphs.
 
-A graph replays the same kernels on the same memory, so whatever a step reads or writes lies in buffers of this object, or in
-the slots. Decodes are captured for some numbers of sequences (`buckets_upto`), steps with chunks for some rows and
-sequences (`chunks.mixed_sizes`); a step takes the next larger graph and is filled up to it with the spare slot.
+A graph replays the same kernels on the same memory, so everything that a step reads or writes is in buffers of this object,
+or in the slots. Decodes are captured for some numbers of sequences (`buckets_upto`), steps with chunks for some rows and
+sequences (`chunks.mixed_sizes`); a step uses the next larger graph and is padded to it with the spare slot.
 
-    rows of a step with chunks     chunks, filled up to the tokens of its size | decodes, filled up to its sequences
+    rows of a step with chunks     chunks, padded to the tokens of its size | decodes, padded to its sequences
 
-A step with more chunks, or longer ones, than any graph runs kernel by kernel: then the host keeps ahead.
+A step with more or longer chunks than any graph is launched kernel by kernel: its kernels are long enough for that.
 """
 
 from __future__ import annotations
@@ -56,29 +56,29 @@ class DeviceChunks:
 
 @dataclass(frozen=True, slots=True)
 class LogitRows:
-    """The rows of logits of a step, and whose they are: those of chunks, then those of decodes."""
+    """The logits of a step and the slots of their rows: chunks first, then decodes."""
 
     logits: torch.Tensor
     slots: torch.Tensor
     """[rows] int32"""
     positions: torch.Tensor
-    """[rows] int32: where the token to be drawn will stand"""
+    """[rows] int32: position of the token to be drawn"""
     chunk_rows: int
-    """How many of the rows are those of chunks, filled up."""
+    """Number of rows of chunks, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Framed:
-    """Where steps with chunks find their input, if they are filled up to this size."""
+    """The input buffers of steps with chunks that are padded to this size."""
 
     frame: ChunkFrame
     there: torch.Tensor
     chunks: DeviceChunks
-    """Views of it."""
+    """Views of the buffer."""
 
 
 def named_chunks(arrays: list[torch.Tensor]) -> DeviceChunks:
-    """Those of `ChunkArrays`, in its order."""
+    """DeviceChunks from tensors in the order of `ChunkArrays`."""
     part, rows = arrays[:6], arrays[6:]
     return DeviceChunks(ChunkPart(len(rows[0]), *part), *rows)
 
@@ -132,22 +132,22 @@ class ModelRunner:
         return bool(self._graphs)
 
     def bucket(self, sequences: int) -> int:
-        """How many sequences the next larger graph has; the number itself where there is none."""
+        """The number of sequences of the next larger graph; the number itself if there is none."""
         return next((size for size in self._buckets if size >= sequences), sequences)
 
     def mixed_size(self, chunks: int, tokens: int, decodes: int) -> MixedSize | None:
-        """What a step with chunks is to be filled up to; None where it runs as it is."""
+        """The size to which a step with chunks is padded; None if it runs unpadded."""
         return smallest_size(self._mixed_sizes, tokens, decodes) if chunks <= self._chunks_most else None
 
     def frame(self, size: MixedSize) -> ChunkFrame:
         return self._framed[size.tokens].frame
 
     def decode(self, sequences: int) -> LogitRows:
-        """All rows decode; `sequences` is a bucket where there are graphs."""
+        """Run a step in which all rows decode; `sequences` is a bucket where there are graphs."""
         return self._replayed(sequences) if sequences in self._graphs else self._decode(sequences)
 
     def mixed(self, chunks: DeviceChunks, sequences: int, written: Callable[[int], None] | None) -> LogitRows:
-        """Chunks, and decodes beside them, as they are."""
+        """Run a step with chunks, unpadded."""
         first = chunks.part.tokens
         for buffer, values in (
             (self._ids, chunks.ids),
@@ -169,13 +169,13 @@ class ModelRunner:
         return LogitRows(logits, slots, positions, len(chunks.logit_rows))
 
     def mixed_filled(self, size: MixedSize, chunks: torch.Tensor) -> LogitRows:
-        """A step with chunks that `frame` filled up to this size."""
+        """Run a step with chunks that `frame` padded to this size."""
         framed = self._framed[size.tokens]
         framed.there.copy_(chunks)
         return self._replayed(size) if size in self._graphs else self.mixed(framed.chunks, size.sequences, None)
 
     def capture(self, sizes: list[int]) -> None:
-        """All graphs share one pool of memory: one runs at a time. A model that asks the host in the middle has none."""
+        """Capture the graphs of decodes, which share one memory pool. A model that synchronises with the host has none."""
         self.decode_slots.fill_(self._slots.spare)
         try:
             for size in sorted(sizes, reverse=True):
@@ -188,7 +188,7 @@ class ModelRunner:
         log.info("decode steps captured for %d batch sizes up to %d", len(sizes), max(sizes))
 
     def capture_mixed(self, sizes: list[MixedSize]) -> None:
-        """After the decodes, if they could be captured."""
+        """Capture steps with chunks, if decodes could be captured."""
         if not self._graphs or not sizes:
             return
         self.fill_up_to(sizes)
@@ -204,7 +204,7 @@ class ModelRunner:
         log.info("steps with chunks captured for %d sizes up to %d tokens", len(sizes), max(sizes).tokens)
 
     def fill_up_to(self, sizes: list[MixedSize]) -> None:
-        """Steps with chunks that fit into one of these sizes are filled up to it from now on."""
+        """From now on, pad steps with chunks that fit into one of these sizes."""
         self._mixed_sizes = sizes
         self._framed = {tokens: self._frame_of(tokens) for tokens in sorted({size.tokens for size in sizes})}
 
@@ -214,7 +214,7 @@ class ModelRunner:
         return _Framed(frame, there, named_chunks([there[place] for place in frame.places]))
 
     def _capture_mixed(self, sizes: list[MixedSize]) -> None:
-        """All leave their logits in the same place, that of the largest: else each would keep memory of its own for them."""
+        """Capture one size. All sizes write their logits to the same buffer, so that they need memory only once."""
         logits: torch.Tensor | None = None
         for size in sorted(sizes, key=lambda size: (size.sequences, size.tokens), reverse=True):
             chunks = self._framed[size.tokens].chunks
@@ -229,7 +229,7 @@ class ModelRunner:
         return replace(drawn, logits=there)
 
     def _capture(self, size: int | MixedSize, run: Callable[[], LogitRows]) -> None:
-        run()  # compiles what this size needs
+        run()  # compiles the kernels of this size
         torch.cuda.synchronize()
         graph, other = torch.cuda.CUDAGraph(), next(iter(self._graphs.values()), None)
         with torch.cuda.graph(graph, pool=None if other is None else other[0].pool()):

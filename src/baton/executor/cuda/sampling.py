@@ -1,14 +1,14 @@
-"""The sampler of the CUDA executor: one token a row, chosen on the device, without a word from the host.
+"""The sampler of the CUDA executor: chooses one token per row on the device, without the host.
 
-Owns what every slot asks for, as a row of words on the device, and the memory that choosing takes, allocated once: a draw
-can be captured in a CUDA graph. Knows nothing of plans, blocks or models. How a token is chosen is in `kernels_sample`.
+Owns the sampling parameters of every slot, as a row of words on the device, and the memory for choosing, allocated once: a
+draw can be captured in a CUDA graph. Knows nothing of plans, blocks or models. `kernels_sample` chooses the tokens.
 
 Promises
-- The tokens are those of `sampling.Sampler` for the same logits, as float32, and the same wishes: exactly, except where the
-  rounding of a sum alone decides whether a token is inside top-p.
-- A row's token does not depend on the other rows, nor on how many there are, nor on the mode (if it suffices).
-- What changes the logits before the choice (penalties, bias, bans) and log-probabilities are not done here: `needs_host`
-  says when they are wanted, and then `sampling.Sampler` goes on with the same noise.
+- The tokens are those of `sampling.Sampler` for the same float32 logits and parameters: exactly, except where the rounding
+  of a sum alone decides whether a token is inside top-p.
+- A row's token does not depend on the other rows, on their number, or on the mode (if it suffices).
+- Penalties, bias, bans and log-probabilities are not done here: `needs_host` says when a slot requests them, and then
+  `sampling.Sampler` draws with the same noise.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
 
 CHUNK = 2048
-"""Tokens that one program surveys. The choice does not depend on it, but for the rounding of sums."""
+"""Tokens per program of `survey`. The choice does not depend on it, except for the rounding of sums."""
 GROUP = 2
-"""Chunks that are looked through at a time, to have enough reads under way."""
+"""Chunks visited at a time, to have enough reads in flight."""
 VOCABULARY_MAX = 1 << 20
 _WORDS = 5
 _TEMPERATURE_LEAST, _TEMPERATURE_MOST = 1e-6, 1e6
-"""As in `sampling.Sampler`: colder is greedy in all but name, hotter uniform; beyond, float32 overflows."""
+"""Limits of the temperature, as in `sampling.Sampler`: beyond them float32 overflows."""
 
 
 class SamplingMode(IntEnum):
-    """How much the slots of a batch ask for. A greater mode serves slots that ask for less, only slower."""
+    """The kinds of sampling that the slots of a batch need. A greater mode also serves lesser slots, but slower."""
 
     GREEDY = 0
     ALL = 1
@@ -51,7 +51,7 @@ class SamplingMode(IntEnum):
 
 
 class DeviceSampler:
-    """Row `slots` of its table, one past the last slot, is greedy for ever: rows that pad a batch may name it."""
+    """Draws tokens for slots. Row `slots` of its table, one past the last slot, is always greedy, for padding rows."""
 
     def __init__(self, slots: int, vocabulary: int, rows_max: int, device: torch.device) -> None:
         if vocabulary > VOCABULARY_MAX:
@@ -68,13 +68,13 @@ class DeviceSampler:
         self._lists = torch.zeros((rows_max, self._chunks_padded), dtype=torch.int32, device=device)
 
     def start(self, slot: int, sampling: Sampling) -> None:
-        """Rewrite everything of the slot, in the order of the current stream: steps launched before keep what was."""
+        """Replace the slot's parameters, in stream order: steps launched before use the old ones."""
         mode = _mode_of(sampling, self._vocabulary)
         self._modes[slot] = mode
         self._host[slot] = _changes_logits(sampling) or sampling.logprobs is not None
         words = torch.from_numpy(_words_of(sampling, mode, self._vocabulary))
         if self._wishes.is_cuda:
-            # From pageable memory the copy would wait for the stream.
+            # A copy from pageable memory would wait for the stream.
             words = words.pin_memory()
         self._wishes[slot].copy_(words, non_blocking=True)
 
@@ -83,14 +83,14 @@ class DeviceSampler:
         return SamplingMode(int(self._modes[slots].max(initial=SamplingMode.GREEDY)))
 
     def needs_host(self, slots: Slots) -> bool:
-        """Whether some slot asks for penalties, bias, bans or log-probabilities."""
+        """Whether some slot needs penalties, bias, bans or log-probabilities."""
         return bool(self._host[slots].any())
 
     def draw(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, mode: SamplingMode
     ) -> None:
-        """One token for each row of `logits` [rows, at least the vocabulary], to stand at `positions` of the sequences in
-        `slots`: all int32 [rows], as is `out`, which takes the tokens. The mode must suffice for the slots."""
+        """Draw one token for each row of `logits` [rows, at least the vocabulary], at `positions` of the sequences in
+        `slots`, into `out`; all three are int32 [rows]. The mode must suffice for the slots."""
         rows = self._checked(logits, slots, positions, out)
         shared = (logits, self._wishes, slots, positions, self._peaks, self._bounds, self._weights)
         kind = {
@@ -139,7 +139,7 @@ def _changes_logits(sampling: Sampling) -> bool:
 
 
 def _words_of(sampling: Sampling, mode: SamplingMode, vocabulary: int) -> Int64s:
-    """As `kernels_sample` reads them; real numbers by their bits."""
+    """The parameters as `kernels_sample` reads them; real numbers by their bits."""
     temperature = (
         min(max(sampling.temperature, _TEMPERATURE_LEAST), _TEMPERATURE_MOST) if mode > SamplingMode.GREEDY else 0.0
     )
@@ -155,8 +155,8 @@ def _top_k_of(sampling: Sampling, vocabulary: int) -> int:
 
 
 def _floor_of(sampling: Sampling, top_k: int) -> float:
-    """The least float32 value that min-p leaves. `draw` rounds ln(min-p) to float32 where there is no top-k, and compares
-    in float64 where there is: then it is the next float32 that is not below."""
+    """The least float32 value that min-p keeps. `token_choice` rounds ln(min-p) to float32 without top-k, and compares in
+    float64 with it: then it is the next float32 that is not below."""
     if sampling.min_p <= 0:
         return -math.inf
     exact = math.log(min(sampling.min_p, 1.0))

@@ -1,8 +1,8 @@
-"""Device memory of another process on this host, opened by its name (CUDA IPC), through the driver's own calls.
+"""Device memory of another process on this host, opened by a CUDA IPC name through calls of the driver.
 
-Owns the name of a piece of memory as bytes, and what one must know to open it: the device, the allocation, the place in it.
-Names can be opened by as many as like, as often as they like; torch's own way counts tensors that are each sent once. Only
-memory on the very device that we compute on is opened. Whoever calls has made the device current on this thread.
+Owns the encoding of a name: the device, the allocation and the offset in it. A name can be opened any number of times by any
+process; torch's own sharing counts tensors that are each sent once. Only memory on the device that we compute on is opened.
+The caller has made the device current on its thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from baton.core.errors import InvariantViolated
 
 _NAME = struct.Struct("<36s64sQ")
-"""Of the device; of the allocation; where in it ours begins."""
+"""UUID of the device, handle of the allocation, offset of the memory in it."""
 _LAZY_PEER_ACCESS = 1
 
 
@@ -25,7 +25,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 def ipc_name(memory: torch.Tensor) -> bytes:
-    """What opens this tensor's memory elsewhere; nothing where its allocator has it in no way that can be shared."""
+    """The name that opens this tensor's memory in another process; empty where its allocation cannot be shared."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
     driver = _driver()
     if driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(memory.data_ptr())):
@@ -36,7 +36,7 @@ def ipc_name(memory: torch.Tensor) -> bytes:
 
 
 class SharedMapping:
-    """`size` bytes of another process, from `pointer` on."""
+    """`size` bytes of another process's memory, mapped at `pointer`."""
 
     def __init__(self, base: int, offset: int, size: int) -> None:
         self._base = base
@@ -44,7 +44,7 @@ class SharedMapping:
         self.size = size
 
     def tensor(self, rows: int, device: torch.device) -> torch.Tensor:
-        """[rows, bytes of each]; of no use after `close`."""
+        """[rows, bytes of each]; invalid after `close`."""
         return torch.as_tensor(_Foreign(self.pointer, (rows, self.size // rows)), device=device)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class SharedMapping:
 
 
 def open_ipc_name(name: bytes, size: int, device: torch.device) -> SharedMapping | str:
-    """The memory of this name, of which `size` bytes are wanted. A string says why it cannot be had."""
+    """Map `size` bytes of the memory of this name. A string says why that is impossible."""
     if len(name) != _NAME.size:
         return "that is no name of device memory"
     uuid, raw, offset = _NAME.unpack(name)
@@ -74,7 +74,7 @@ def open_ipc_name(name: bytes, size: int, device: torch.device) -> SharedMapping
 
 
 class _Foreign:
-    """Memory in the form in which torch takes it over without a copy."""
+    """Exposes memory through `__cuda_array_interface__`, so that torch uses it without a copy."""
 
     def __init__(self, pointer: int, shape: tuple[int, int]) -> None:
         self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": (pointer, False), "version": 3}

@@ -1,4 +1,4 @@
-"""How many blocks of KV a device has room for: what is left when the largest step has had its way."""
+"""The number of KV blocks that fit on a device, beside the memory of the largest step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.executor.model_loading import LoadedModel
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.92
-"""Of the device. The rest is for graphs, other libraries and what fragments."""
+"""Share of the device's memory that is used. The rest is for graphs, other libraries and fragmentation."""
 
 
 class NoRoomForKv(BatonError):
@@ -28,7 +28,7 @@ class NoRoomForKv(BatonError):
 def blocks_that_fit(
     loaded: LoadedModel, shape: ExecutorShape, scratch: ProductScratch, step_tokens: int, kv_memory_bytes: int | None
 ) -> ExecutorShape:
-    """The same shape with blocks: of the memory given for them, or of all that the largest step leaves."""
+    """The same shape with as many blocks as fit into the given memory, or into all that the largest step leaves."""
     each = kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype)
     if kv_memory_bytes is not None:
         return replace(shape, blocks=blocks_for_memory(kv_memory_bytes, each))

@@ -1,6 +1,6 @@
-"""The slots as the device has them, one row each, and one spare row that belongs to nobody.
+"""The slots on the device, one row each, and one spare row for padding.
 
-A row of a batch that is only there to fill it up names the spare row: it is never at work, so nothing comes of it.
+A padding row of a batch names the spare row, which is never occupied, so it has no effect.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class DeviceSlots:
 
         self.tokens = ints(rows, shape.context_tokens + shape.burst)
         self.tables = ints(rows, width, value=NO_BLOCK)
-        """One entry wider than any sequence: drafts look a position beyond it."""
+        """One entry wider than any sequence: drafts read one position beyond it."""
         self.known = ints(rows, value=1)
         self.limits = ints(rows)
         self._uploads = StepUploads(4 * shape.context_tokens + 16 * shape.slots + 4096, device)
 
     def start(self, starts: tuple[Start, ...], context_tokens: int) -> None:
-        """Rewrites the rows whole: columns, tokens and tables, all in one upload and one kernel."""
+        """Replace the rows (columns, tokens and tables) with one upload and one kernel."""
         token_starts = np.cumsum([0] + [len(start.tokens) for start in starts])
         block_starts = np.cumsum([0] + [len(start.blocks) for start in starts])
         heads = np.array(

@@ -1,4 +1,4 @@
-"""Pinned memory on the way to and from the device, in rings: nothing is overwritten before the device is done with it."""
+"""Rings of pinned memory for copies to and from the device; an entry is reused when the device is done with it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from baton.core.engine.plan import Int32s
 
 RING = 16
-"""Steps that can be under way; whoever comes round waits for the oldest."""
+"""Entries of a ring, one per step in flight; an upload waits for the oldest when the ring is full."""
 
 
 class StepUploads:
-    """Small arrays to the device, all of a step in one piece of pinned memory."""
+    """Uploads the small arrays of a step in one piece of pinned memory."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
         self._device = device
@@ -24,12 +24,12 @@ class StepUploads:
         self._turn = 0
 
     def send(self, arrays: Sequence[Int32s]) -> list[torch.Tensor]:
-        """On the current stream. What comes back is good until the ring comes round."""
+        """Upload on the current stream. The result is valid until its ring entry is reused."""
         self._turn = (self._turn + 1) % RING
         host, there, done = self._host[self._turn], self._there[self._turn], self._done[self._turn]
         done.synchronize()
         sizes = [len(array) for array in arrays]
-        # Every array begins where the widest loads of a kernel may begin.
+        # Every array is aligned for the widest loads of a kernel.
         starts = np.concatenate([[0], np.cumsum([size + -size % 16 for size in sizes])]).tolist()
         if starts[-1] > len(host):
             host, there = torch.empty(starts[-1], dtype=torch.int32, pin_memory=True), there.new_empty(starts[-1])
@@ -43,7 +43,7 @@ class StepUploads:
 
 
 class StepDownloads:
-    """What a step tells the host: written by its kernels, copied out on a stream of its own."""
+    """Downloads the report of a step, written by its kernels, on a stream of its own."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
         self._there = [torch.zeros(elements, dtype=torch.int32, device=device) for _ in range(RING)]
@@ -52,12 +52,12 @@ class StepDownloads:
         self._turn = 0
 
     def next(self) -> torch.Tensor:
-        """Where the step writes. Who keeps more steps under way than the ring has places overwrites what nobody read."""
+        """The buffer that the step writes. With more than RING steps in flight, unread reports are overwritten."""
         self._turn = (self._turn + 1) % RING
         return self._there[self._turn]
 
     def fetch(self, elements: int) -> StepDownload:
-        """After the kernels that write it are launched."""
+        """Start the download. Call it after the kernels that write the buffer are launched."""
         written, done = torch.cuda.Event(), torch.cuda.Event()
         written.record()
         host = self._host[self._turn][:elements]
@@ -74,6 +74,6 @@ class StepDownload:
         self._done = done
 
     def wait(self) -> Int32s:
-        """A copy of its own."""
+        """Wait for the download; returns a copy."""
         self._done.synchronize()
         return self._host.numpy().copy()

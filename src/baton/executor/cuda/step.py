@@ -1,11 +1,11 @@
-"""One step, from plan to kernels, and from what the device tells to a StepResult.
+"""One step: from a plan to kernels, and from the device's report to a StepResult.
 
-    plan ─▶ slots change (stops, copies, starts, grows) ─▶ rows are chosen ─▶ forward ─▶ draw ─▶ advance ─▶ told to the host
+    plan ─▶ slots change (stops, copies, starts, grows) ─▶ rows are chosen ─▶ forward ─▶ draw ─▶ advance ─▶ report
 
-The host decides what it can know when it launches: who is in which slot and which chunks fit. Whether a decode has a block
-and how many tokens it yields comes back with the step.
+At launch the host knows the epoch of each slot and which chunks fit. Whether a decode has a block and how many tokens it
+yields is in the report.
 
-    told     stops: known      chunks that sample: token, known      decodes: code, count, known, fed, tokens of each
+    report   stops: known      chunks that sample: token, known      decodes: code, count, known, fed, tokens of each
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Written = Callable[[int], None]
 class _Work:
     feeds: list[FeedRange] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
-    """Row of the answer for each chunk that samples."""
+    """Row of the result for each chunk that samples."""
     decode_slots: Int32s = field(default_factory=lambda: NO_INT32S)
-    """What decodes, and the spare slot in place of what cannot."""
+    """The slots that decode, with the spare slot in place of those that cannot."""
     decode_rows: Int32s = field(default_factory=lambda: NO_INT32S)
     held: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     size: MixedSize | None = None
-    """What a step with chunks is filled up to."""
+    """The size to which a step with chunks is padded."""
 
     @property
     def draws(self) -> bool:
@@ -56,7 +56,7 @@ class _Work:
 
     @property
     def tokens(self) -> int:
-        """Of chunks."""
+        """Tokens of chunks."""
         return sum(feed.end - feed.begin for feed in self.feeds)
 
     @property
@@ -65,7 +65,7 @@ class _Work:
 
 
 class LaunchedStep:
-    """A step under way. `result` waits for it."""
+    """A step in flight. `result` waits for it."""
 
     def __init__(self, make: Callable[[Int32s], StepResult], told: StepDownload) -> None:
         self._make = make
@@ -93,16 +93,16 @@ class StepRunner:
         self._step_tokens = step_tokens
         self._tile_queries = chunk_queries(invariant)
         self._host = SlotTable(shape)
-        """What plans told. How far a decode has come is not in it."""
+        """The slots as plans describe them, without the progress of decodes."""
         rows = shape.slots * (1 + shape.burst)
         self._sampler = DeviceSampler(shape.slots, loaded.vocabulary, rows, device)
         self._shaping = Sampler(shape.slots, loaded.vocabulary, device)
-        """For what the device's own sampler leaves to the host."""
+        """Samples the rows that the device's sampler cannot."""
         self._drawn = torch.zeros(rows, dtype=torch.int32, device=device)
         self._uploads = StepUploads(8 * step_tokens + 32 * shape.slots, device)
         self._downloads = StepDownloads(shape.slots * (8 + shape.burst), device)
         self._decoding: Int32s | None = None
-        """What `decode_slots` on the device hold."""
+        """The contents of `decode_slots` on the device."""
 
     @property
     def kv(self) -> KvView:
@@ -116,7 +116,7 @@ class StepRunner:
         told = self._downloads.next()
         self._change_slots(plan, rows, told)
         work = self._choose(plan, rows)
-        if work.feeds and written is None:  # a captured step has no layers to tell of
+        if work.feeds and written is None:  # a captured step cannot report layers
             work.size = self.runner.mixed_size(len(work.feeds), work.tokens, len(work.decode_slots))
         used = len(plan.stops)
         logprobs: list[Logprobs] = []
@@ -146,7 +146,7 @@ class StepRunner:
         self._slots.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
 
     def _stop(self, plan: StepPlan, rows: ResultRows, told: torch.Tensor) -> None:
-        """How much each knew is read before anybody else has its slot."""
+        """Read the known tokens of stopped slots before the slots are reused."""
         for row, stop in enumerate(plan.stops):
             if self._host.holds(stop.slot, stop.epoch):
                 rows.outcomes[row] = Outcome.PREEMPTED
@@ -191,13 +191,13 @@ class StepRunner:
         work.decode_slots = slots if work.held.all() else np.where(work.held, slots, self._slots.spare).astype(np.int32)
 
     def _set_decodes(self, work: _Work) -> int:
-        """Tells the device who decodes; how many sequences that makes, filled up to those of a captured step."""
+        """Upload the slots that decode; returns their number, padded to that of a captured step."""
         count = len(work.decode_slots)
         if work.size is not None:
             sequences = work.size.sequences
         else:
             sequences = count if work.feeds or not count else self.runner.bucket(count)
-        if sequences and self._decoding is not work.decode_slots:  # plans name the same decodes by the same array
+        if sequences and self._decoding is not work.decode_slots:  # plans with the same decodes share one array
             filled = np.full(self._shape.slots, self._slots.spare, dtype=np.int32)
             filled[:count] = work.decode_slots
             (there,) = self._uploads.send([filled])
@@ -234,8 +234,8 @@ class StepRunner:
         return self._draw_on_host(drawn, out, len(work.sampled_rows))
 
     def _draw_on_host(self, drawn: LogitRows, out: torch.Tensor, sampled_chunks: int) -> list[Logprobs]:
-        """Waits for the device: what shapes logits is known to the host alone. Only rows that were computed are drawn: what
-        fills a batch up, lacks a block, is at its limit or has no draft stands at no position."""
+        """Draw with the host's sampler, which waits for the device. Only rows that were computed are drawn: padding rows and
+        rows without a block, at their limit or without a draft have no position."""
         slots = drawn.slots.cpu().numpy()
         sequences = (len(slots) - drawn.chunk_rows) // self._queries
         fed = self.runner.fed[:sequences].cpu().numpy()
@@ -250,7 +250,7 @@ class StepRunner:
         return [replace(line, row=int(unfilled[line.row])) for line in sampled.logprobs]
 
     def _advance(self, work: _Work, sequences: int, chunk_rows: int, told: torch.Tensor, used: int) -> int:
-        """Writes what was drawn into the slots; how many words are told."""
+        """Write the drawn tokens into the slots and the report; returns the number of words reported."""
         sampled = len(work.sampled_rows)
         runner = self.runner
         if sampled:
@@ -320,7 +320,7 @@ class StepRunner:
 
 
 def _placed(lines: list[Logprobs], sources: list[tuple[int, int, int]]) -> tuple[Logprobs, ...]:
-    """`sources`: (row of the answer, its first drawn row, how many of those stand)."""
+    """`sources`: (row of the result, its first drawn row, how many of those are accepted)."""
     row_of = {first + nth: row for row, first, count in sources for nth in range(count)}
     return joined_logprobs([replace(line, row=row_of[line.row]) for line in lines if line.row in row_of])
 

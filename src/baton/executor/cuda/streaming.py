@@ -1,4 +1,4 @@
-"""Products by streaming (`kernels_stream`): which devices and shapes can, and how a product is cut up."""
+"""Products by streaming (`kernels_stream`): the devices and shapes that support it, and how a product is divided."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ log = logging.getLogger(__name__)
 
 ROWS_MAX = 64
 TILE_COLUMNS = 64
-"""What one matrix instruction takes."""
+"""Columns of one matrix instruction."""
 SHARED_BYTES = 225_000
-"""Of a processor's shared memory, nearly all: one program has it to itself."""
+"""Shared memory per program: nearly all of a processor's, since one program runs on each."""
 HOPPER = 9
 
 
 @dataclass(frozen=True, slots=True)
 class WorkSplit:
-    """How a product is shared out."""
+    """How a product is divided among programs."""
 
     rows: int
-    """Filled up to what an instruction takes."""
+    """Rows, padded to those of a matrix instruction."""
     width: int
-    """Of K, in a tile."""
+    """Width of a tile in K."""
     depth: int
-    """Shares of K."""
+    """Number of parts that K is divided into."""
     stages: int
     programs: int
 
 
 @dataclass(frozen=True, slots=True)
 class StreamingLimits:
-    """What streaming needs to know of a device."""
+    """The properties of a device that streaming depends on."""
 
     processors: int
 
 
 def streaming_limits(device: torch.device) -> StreamingLimits | None:
-    """None where the device has no copy engine, or Triton no Gluon."""
+    """The limits of a device; None where it has no copy engine, or Triton no Gluon."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return None
     if importlib.util.find_spec("triton.experimental.gluon") is None:
@@ -56,7 +56,7 @@ def tiles_of(columns: int, gated: bool) -> int:
 
 
 def split_work(rows: int, columns: int, width: int, gated: bool, processors: int) -> WorkSplit | None:
-    """None where the shape does not suit. Every processor gets the same number of units, or one less."""
+    """Divide a product so that every processor gets the same number of units, or one less; None for unsuitable shapes."""
     rows_filled = max(8, 1 << (rows - 1).bit_length())
     tile_width = math.gcd(width, 256 if rows <= 16 else 128)
     if rows > ROWS_MAX or tile_width < 64:

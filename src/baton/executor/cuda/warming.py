@@ -1,4 +1,4 @@
-"""A few made-up requests through a new executor: whatever is compiled at its first use is compiled before anybody waits."""
+"""Runs a few artificial requests through a new executor, so that kernels are compiled before the first real request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.step import StepRunner
 
 LENGTHS = (10, 24, 50, 100, 300)
-"""Of prompts: on either side of where products change their kernel."""
+"""Lengths of prompts, on either side of the sizes at which products change their kernel."""
 WISHES = (
     Sampling(seed=0, temperature=0.0),
     Sampling(seed=0, temperature=1.0),
@@ -21,8 +21,8 @@ DECODES = 2
 
 
 def warm_up(stepper: StepRunner, shape: ExecutorShape, step_tokens: int) -> None:
-    """Each request is prefilled beside the decodes of those before it; then all decode; then all stop. Twice: whoever asks
-    of layers has his chunks run kernel by kernel, and what nobody asks of is filled up and captured, where it can be."""
+    """Prefill each request beside the decodes of those before it, then decode all, then stop all. Done twice: with
+    `on_layer` chunks run kernel by kernel, without it they are padded and captured where possible."""
     plans = _plans(shape, step_tokens, [])
     for written in (_of_no_interest, None):
         for plan in plans:
