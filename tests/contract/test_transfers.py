@@ -57,9 +57,9 @@ def _engine_stays_up() -> Iterator[None]:
         yield
         return
     memory = make_pool(1)
-    road = MooncakeSenderKind(memory, "127.0.0.1")
+    transport = MooncakeSenderKind(memory, "127.0.0.1")
     yield
-    road.close()
+    transport.close()
     release_pool(memory)
 
 

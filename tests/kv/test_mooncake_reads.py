@@ -65,9 +65,9 @@ def test_an_engine_that_is_not_there_spoils_it(engine: str) -> None:
 
 def test_memory_that_was_never_registered_spoils_it() -> None:
     with pair_of("mooncake") as pair:
-        road = _announce(pair, 1, "127.0.0.1:1", address=2**63)
+        transport = _announce(pair, 1, "127.0.0.1:1", address=2**63)
         assert "no address" in pair.got.next(Spoilt).reason
-        road.close()
+        transport.close()
 
 
 if __name__ == "__main__":

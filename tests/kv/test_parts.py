@@ -296,7 +296,7 @@ def test_vectors_go_through_their_memory_once_and_in_order(
     assert seen == bytes(memory[: len(seen)])
 
 
-# ── the lane ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the I/O thread ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_socket_that_was_closed_in_the_same_turn_does_not_end_the_lane() -> None:

@@ -84,10 +84,10 @@ def test_only_this_user_finds_the_socket(pair: Pair) -> None:
 
 def test_what_is_passed_cannot_be_mapped_to_write() -> None:
     memory = allocate_pool(LAYOUT, 3)
-    road = ShmSenderKind(memory)
-    _, (passed,) = road.introduce(ids(0))
+    transport = ShmSenderKind(memory)
+    _, (passed,) = transport.introduce(ids(0))
     assert mmap.mmap(passed, memory.pool.nbytes, prot=mmap.PROT_READ)[:1] == b"\0"
     with pytest.raises(PermissionError):
         mmap.mmap(passed, memory.pool.nbytes)
-    road.close()
+    transport.close()
     release_pool(memory)

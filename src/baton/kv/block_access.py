@@ -16,6 +16,8 @@ from baton.core.engine.plan import Int32s
 Bytes = npt.NDArray[np.uint8]
 Bytes2d = npt.NDArray[np.uint8]
 """[blocks, bytes a block]"""
+Spans = tuple[tuple[int, int], ...]
+"""[begin, end) of each layer inside a block."""
 
 
 class BlockAccess(Protocol):
@@ -86,6 +88,11 @@ class HostBlocks:
 def zeroed(size: int) -> Bytes:
     """`size` zero bytes, whose pages are mapped when they are first written."""
     return np.zeros(size, dtype=np.uint8)
+
+
+def span_of(spans: Spans, layers: range) -> tuple[int, int]:
+    """[begin, end) of these neighbouring layers inside a block."""
+    return spans[layers.start][0], spans[layers.stop - 1][1]
 
 
 def blocks_per_copy(blocks: BlockAccess, piece_bytes: int) -> int:

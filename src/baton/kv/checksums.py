@@ -14,9 +14,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from baton.core.engine.plan import Int32s
-from baton.kv.block_access import DeviceSharing
-
-Spans = tuple[tuple[int, int], ...]
+from baton.kv.block_access import DeviceSharing, Spans
 
 
 class BlockChecksums:

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from baton.kv.file_ledger import LockBusy
-from baton.kv.object_folder import ABSENT, ObjectFolder, make_folder, plain_stat, read_all, remove_file
+from baton.kv.object_folder import ObjectFolder, make_folder, open_plain, plain_stat, read_all, remove_file
 from baton.kv.object_writer import ObjectWriter, drafts_folder
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, StoreStat, StoreUrl
 
@@ -122,13 +122,9 @@ class FileStore:
         return True
 
     def _get(self, path: str, into: memoryview, now_ns: int) -> int:
-        try:
-            # Do not follow a link and do not wait for a pipe that lies at an object's path.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno in ABSENT:
-                return MISSING
-            raise
+        fd = open_plain(path, os.O_RDONLY)
+        if fd is None:
+            return MISSING
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):

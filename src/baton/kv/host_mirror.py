@@ -18,7 +18,7 @@ import numpy as np
 
 from baton.core.engine.plan import Int32s
 from baton.core.handover.messages import Handover
-from baton.kv.block_access import BlockAccess, Bytes2d, blocks_per_copy
+from baton.kv.block_access import BlockAccess, Bytes2d, Spans, blocks_per_copy, span_of
 from baton.kv.io_thread import Post, Work
 from baton.kv.send_queue import BlockRun
 
@@ -150,7 +150,7 @@ class MirrorStaging:
         self,
         copier: MirrorCopier,
         mirror: HostMirror,
-        spans: tuple[tuple[int, int], ...],
+        spans: Spans,
         handover: Handover,
         first: int,
         blocks: Int32s,
@@ -189,10 +189,10 @@ class MirrorStaging:
             self._order_part(self._run)
 
     def _order_part(self, run: BlockRun) -> None:
-        low, high = self._spans[run.layers.start][0], self._spans[run.layers.stop - 1][1]
+        low, high = span_of(self._spans, run.layers)
         upto = min(run.upto, run.first + self._mirror.parts(high - low))
         part = BlockRun(run.layers, run.first, upto)
-        self._run = BlockRun(run.layers, upto, run.upto) if upto < run.upto else None
+        self._run = run.rest(upto)
         self._coming += 1
         blocks = self._blocks[part.first - self._first : part.upto - self._first]
         self._mirror_copier.copy(self._handover, blocks, low, high, lambda: self._arrived(part))

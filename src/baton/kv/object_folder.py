@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvariantViolated
 
-ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENXIO}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENXIO}
 """Errors that mean: there is no such file."""
 
 _NAME = re.compile(r"([0-9a-f]{16})/([0-9a-f]{2})([0-9a-f]{30})")
@@ -96,10 +96,20 @@ def plain_stat(path: str) -> os.stat_result | None:
     try:
         found = os.stat(path, follow_symlinks=False)
     except OSError as error:
-        if error.errno in ABSENT:
+        if error.errno in _ABSENT:
             return None
         raise
     return found if stat.S_ISREG(found.st_mode) else None
+
+
+def open_plain(path: str, access: int) -> int | None:
+    """Open a file; None where there is none. Does not follow a link and does not wait for a pipe."""
+    try:
+        return os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise
 
 
 def remove_file(path: str) -> int:

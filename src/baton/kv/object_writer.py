@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from baton.core.errors import InvariantViolated
 from baton.kv.file_ledger import FileLedger, FileLock, FolderUsage, LockBusy, try_lock
 from baton.kv.object_folder import (
-    ABSENT,
     ObjectEntry,
     ObjectFolder,
     folder_entries,
     make_folder,
+    open_plain,
     plain_stat,
     remove_file,
     write_all,
@@ -185,12 +185,9 @@ class ObjectWriter:
 
 def _is_unlocked(path: str) -> bool:
     """Whether no writer holds the draft at this path."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return False
-        raise
+    fd = open_plain(path, os.O_RDWR)
+    if fd is None:
+        return False
     try:
         return try_lock(fd)
     finally:

@@ -26,6 +26,10 @@ class BlockRun:
     first: int
     upto: int
 
+    def rest(self, first: int) -> BlockRun | None:
+        """The part from block `first` on; None if that is nothing."""
+        return BlockRun(self.layers, first, self.upto) if first < self.upto else None
+
 
 @dataclass(slots=True)
 class _Order:

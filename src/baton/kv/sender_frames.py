@@ -43,8 +43,7 @@ class FrameMaker:
         if self._carries_bytes:
             offsets = [block * self._memory.layout.block_bytes for block in blocks.tolist()]
             conn.waiting.add([self._pool[offset + begin : offset + end] for offset in offsets])
-        rest = run.first + count
-        conn.run = BlockRun(run.layers, rest, run.upto) if rest < run.upto else None
+        conn.run = run.rest(run.first + count)
         self._rate.spent((end - begin) * count, time.monotonic())
         return (end - begin) * count
 

@@ -24,7 +24,7 @@ import numpy as np
 from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
 from baton.core.handover.messages import Handover, PeerEvent
-from baton.kv.block_access import Bytes2d, DeviceSharing
+from baton.kv.block_access import Bytes2d, DeviceSharing, Spans, span_of
 from baton.kv.host_mirror import HostMirror
 
 KINDS = ("shm", "tcp", "mooncake")
@@ -47,7 +47,7 @@ class KvLayout:
         return sum(self.layer_bytes)
 
     @cached_property
-    def spans(self) -> tuple[tuple[int, int], ...]:
+    def spans(self) -> Spans:
         """[begin, end) of each layer inside a block."""
         ends = np.cumsum(self.layer_bytes, dtype=np.int64).tolist()
         return tuple((end - size, end) for end, size in zip(ends, self.layer_bytes, strict=True))
@@ -85,7 +85,7 @@ class KvMemory:
 
     layout: KvLayout
     pool: Bytes2d
-    spans: tuple[tuple[int, int], ...]
+    spans: Spans
     """[begin, end) of each layer inside a block; equal to `layout.spans`."""
     fd: int | None = None
     """The sealed memfd of a shared pool; `shm` can send only from such a pool."""
@@ -106,7 +106,7 @@ class KvMemory:
 
     def span(self, layers: range) -> tuple[int, int]:
         """[begin, end) of these neighbouring layers inside a block."""
-        return self.spans[layers.start][0], self.spans[layers.stop - 1][1]
+        return span_of(self.spans, layers)
 
 
 Report = Callable[[PeerEvent], None]

@@ -40,7 +40,6 @@ TILES_MAX = 1 << 16
 PARTS_ELEMENTS = 1 << 23
 REFUSALS = (TritonError, ImportError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
 """Errors of a Triton release that cannot compile a kernel."""
-GATES = {"silu": 0, "gelu_tanh": 1}
 
 
 @dataclass(frozen=True, slots=True)
