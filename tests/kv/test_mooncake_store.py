@@ -20,8 +20,8 @@ from baton.bench.store_servers import StoreServer, mooncake_server, mooncake_why
 from baton.kv import mooncake_client as mooncake_link
 from baton.kv.mooncake_client import address_of, client_class
 from baton.kv.store import MISSING, BadStore, Store, StoreFailed, open_store
-from tests.support.cluster import wait_until
 from tests.support.stores import Arena, Sample, hanging, sample, samples
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(mooncake_why_not() is not None, reason=mooncake_why_not() or "")
 
