@@ -31,14 +31,16 @@ ELSEWHERE := tests/tidy
 
 # Quick, for every change. T names files, folders or tests; a test that is named itself is run though it be slow.
 CHOSEN := -m "not slow"
+# Threads of torch that wait for each other keep both cores busy for nothing.
+test: export OMP_NUM_THREADS := 1
 ifneq ($(T),)
 test: $(READY)
 	$(BIN)/python -m pytest $(if $(findstring ::,$(T)),,$(CHOSEN)) $(T)
 else
 test: $(READY)
 	@logs=$$(mktemp -d); status=0; \
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m pytest $(CHOSEN) $(LAWS) >$$logs/laws 2>&1 & laws=$$!; \
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m pytest $(CHOSEN) $(ENGINES) >$$logs/engines 2>&1 & engines=$$!; \
+	nice $(BIN)/python -m pytest $(CHOSEN) $(LAWS) >$$logs/laws 2>&1 & laws=$$!; \
+	nice $(BIN)/python -m pytest $(CHOSEN) $(ENGINES) >$$logs/engines 2>&1 & engines=$$!; \
 	$(BIN)/python -m pytest $(CHOSEN) $(addprefix --ignore=,$(LAWS) $(ENGINES) $(ELSEWHERE)) || status=1; \
 	wait $$laws || status=1; wait $$engines || status=1; \
 	cat $$logs/laws $$logs/engines; rm -rf $$logs; exit $$status
