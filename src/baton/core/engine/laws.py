@@ -169,8 +169,7 @@ def the_crew_is_current(scheduler: Board) -> None:
     slots, crew, rows = scheduler.slots, scheduler.crew(), scheduler.slots.decoding()
     if crew is None:
         return
-    if not np.array_equal(crew.slots, rows):
-        raise InvariantViolated(f"rows {crew.slots.tolist()} are taken to decode, {rows.tolist()} do")
+    _require(np.array_equal(crew.slots, rows), f"rows {crew.slots.tolist()} are taken to decode, {rows.tolist()} do")
     _require(np.array_equal(crew.epochs, slots.epoch[rows]), "a decode is remembered with another epoch")
     _require(np.array_equal(crew.serials, slots.serial[rows]), "a decode is remembered with another request")
 
