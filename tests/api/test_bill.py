@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -11,6 +10,7 @@ from baton.api.engine import Bill
 from baton.core.engine.request import Submission
 from tests.api.conftest import Served
 from tests.api.engine import ScriptedEngine
+from tests.support.waiting import wait_until
 
 BILL = Bill(
     cached_tokens=3,
@@ -126,15 +126,13 @@ def test_of_several_choices_counts_are_summed_and_the_longest_times_told(served:
     }
 
 
-def test_a_cancelled_answer_has_its_bill_too(
-    served: Served, billing: ScriptedEngine, eventually: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_a_cancelled_answer_has_its_bill_too(served: Served, billing: ScriptedEngine) -> None:
     billing.hangs_after = 2
     replies = []
     headers = {"X-Request-Id": "long"}
     thread = threading.Thread(target=lambda: replies.append(served.chat(headers=headers, baton_usage=True)))
     thread.start()
-    eventually(lambda: len(billing.streams) == 1)
+    wait_until(lambda: len(billing.streams) == 1)
     assert served.call("DELETE", "/v1/requests/long").status == 200
     thread.join(10)
     answer = replies[0].json()

@@ -16,8 +16,8 @@ from baton.api.logs import StateLog
 from baton.core.errors import Refusal, RefusalCode
 from tests.api.conftest import Served
 from tests.api.engine import ScriptedEngine
+from tests.support.waiting import wait_until
 
-Eventually = Callable[[Callable[[], bool]], None]
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 STATE = {"running": "2", "waiting": "1", "free": "192", "evictable": "0", "ratio": "0.250"}
 COST = Bill(recomputed_tokens=7, restored_tokens=5, preemptions=2, queue_ms=1.5, prefill_ms=2.5, decode_ms=30.0)
@@ -57,10 +57,10 @@ def test_a_finished_request_has_one_line_with_its_cost_and_the_state(served: Ser
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_cut_by_a_stop_string_is_logged_with_its_cost(
-    served: Served, engine: ScriptedEngine, lines: Lines, eventually: Eventually, stream: bool
+    served: Served, engine: ScriptedEngine, lines: Lines, stream: bool
 ) -> None:
     served.complete(stop="world", stream=stream)
-    eventually(lambda: len(lines()) == 1)
+    wait_until(lambda: len(lines()) == 1)
     (line,) = lines()
     assert line["finish"] == "stop"
     assert line["completion"] == "2"
@@ -88,15 +88,13 @@ def test_a_refused_request_is_logged_with_its_status_and_the_state(
     ]
 
 
-def test_a_client_that_hangs_up_is_logged_as_such(
-    served: Served, engine: ScriptedEngine, lines: Lines, eventually: Eventually
-) -> None:
+def test_a_client_that_hangs_up_is_logged_as_such(served: Served, engine: ScriptedEngine, lines: Lines) -> None:
     from tests.api.test_lifecycle import opened
 
     engine.hangs_after = 2
     with opened(served, {"stream": True}):
-        eventually(lambda: len(engine.streams) == 1)
-    eventually(lambda: len(lines()) == 1)
+        wait_until(lambda: len(engine.streams) == 1)
+    wait_until(lambda: len(lines()) == 1)
     (line,) = lines()
     assert (line["status"], line["finish"], line["preemptions"]) == ("499", "cut", "2")
 

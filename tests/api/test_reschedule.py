@@ -15,6 +15,7 @@ from baton.api.model_text import ModelText
 from baton.core.engine.request import FinishReason, Submission
 from tests.api.conftest import REPLY, Served
 from tests.api.engine import ScriptedEngine
+from tests.support.waiting import wait_until
 
 FAULTS = [
     Fault(500, "offer", "PD Error 500 (offer): no room for 9 blocks"),
@@ -317,7 +318,7 @@ def test_it_is_counted_logged_and_billed(
 
 
 def test_a_client_that_cancelled_hears_of_the_cancel_only(
-    served: Served, engine: ScriptedEngine, reschedule: Reschedule, eventually: Callable[[Callable[[], bool]], None]
+    served: Served, engine: ScriptedEngine, reschedule: Reschedule
 ) -> None:
     reschedule([104, 105], alone=True)
     engine.hangs_after = 2
@@ -325,7 +326,7 @@ def test_a_client_that_cancelled_hears_of_the_cancel_only(
     headers = {"X-Request-Id": "long"}
     thread = threading.Thread(target=lambda: replies.append(served.chat(headers=headers)))
     thread.start()
-    eventually(lambda: len(engine.streams) == 1)
+    wait_until(lambda: len(engine.streams) == 1)
     assert served.call("DELETE", "/v1/requests/long").status == 200
     thread.join(10)
     (choice,) = replies[0].json()["choices"]

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from baton.bench.report import write_json
 from baton.bench.sides import OURS, PEER, Side
 from baton.bench.turns import NO_PEER, Voice
 from baton.bench.verdict import Measured, Row, ratio
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 QUIET = Voice(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
@@ -127,16 +127,12 @@ def test_a_child_and_its_children_are_gone_after_the_block(tmp_path: Path) -> No
 
     def interrupted() -> None:
         with started("parent", [sys.executable, "-c", code], {}):
-            while not (grandchild.exists() and grandchild.read_text()):
-                time.sleep(0.01)
+            wait_until(lambda: grandchild.exists() and bool(grandchild.read_text()))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    deadline = time.monotonic() + 5
-    while _alive(int(grandchild.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not _alive(int(grandchild.read_text())))
 
 
 def _alive(pid: int) -> bool:
@@ -147,18 +143,21 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_a_child_that_ignores_the_request_to_stop_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_ignores_the_request_to_stop_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("baton.bench.children.STOP_GRACE_S", 0.2)
-    code = f"import signal, time; signal.signal({int(signal.SIGTERM)}, signal.SIG_IGN); time.sleep(60)"
+    deaf = tmp_path / "deaf"
+    code = (
+        f"import pathlib, signal, time; signal.signal({int(signal.SIGTERM)}, signal.SIG_IGN);"
+        f"pathlib.Path({str(deaf)!r}).touch(); time.sleep(60)"
+    )
     with started("stubborn", [sys.executable, "-c", code], {}) as child:
-        time.sleep(0.2)
-    assert child.wait(1.0) == -signal.SIGKILL
+        wait_until(deaf.exists)
+    assert child.wait(10.0) == -signal.SIGKILL
 
 
 def test_a_paused_child_does_nothing() -> None:
     with started("busy", [sys.executable, "-c", "while True: pass"], {}) as child:
-        time.sleep(0.1)
-        assert child.busy_cores(0.3) > 0.1
+        wait_until(lambda: child.busy_cores(0.05) > 0.1)
         child.pause()
         assert child.busy_cores(0.2) == pytest.approx(0.0, abs=0.06)
 

@@ -28,7 +28,7 @@ from baton.kv.file_store import FileStore
 from baton.kv.store import MISSING, BadStore, Store, StoreFailed, open_store, parse_size, parse_url
 from baton.wire import envelope
 from tests.kv.harm import HARMS, ServedBad, harmed
-from tests.support.stores import Sample, sample, samples
+from tests.support.stores import Sample, put, sample, samples
 
 ROOT = Path(__file__).parents[2]
 SIZE = 1000
@@ -44,10 +44,6 @@ def opened(folder: Path, limit_objects: int | None = None) -> FileStore:
     """Every use counts, not only one a minute."""
     open_store(f"file:{folder}", timeout_s=10)
     return FileStore(str(folder), 10.0, None if limit_objects is None else limit_objects * WHOLE, touch_s=0)
-
-
-def put(store: Store, *made: Sample) -> list[bool]:
-    return store.put([each.name for each in made], [memoryview(each.data) for each in made])
 
 
 def got(store: Store, *wanted: Sample) -> list[bytes | None]:

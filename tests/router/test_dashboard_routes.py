@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from baton.core.routing.events import Body, Facts, Instance, Ledger
 from baton.node.peer_options import is_loopback
 from baton.router.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard
 from baton.router.dashboard_state import RouterState
+from tests.support.waiting import wait_until
 
 HOST = "127.0.0.1:8000"
 FACTS = Facts(Instance("d1"), 7, "decode", b"", "http://127.0.0.1:9", "", 8, 100, 16, 1024, 257)
@@ -112,9 +112,7 @@ def test_the_state_is_json_that_is_not_cached_and_bad_questions_are_refused() ->
 
 def test_a_kill_ends_the_process_of_the_instance_that_was_named(instance: subprocess.Popen[bytes]) -> None:
     site = Site(replace(FACTS, pid=instance.pid))
-    until = time.monotonic() + 10
-    while site.kill().status_code == 403 and time.monotonic() < until:  # its command line is not there before it has begun
-        pass
+    wait_until(lambda: site.kill().status_code != 403)  # its command line is not there before it has begun
     assert instance.wait(10) == -9
 
 

@@ -22,11 +22,9 @@ from baton.core.engine.running_set import Board
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.worker import Effect, Worker
 from baton.core.tiers import offload as tiering
-from baton.core.tiers.circuit_breaker import Breaker
 from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.offload import Kind, OpenHaul, Tiers
 from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled, HaulFailed, HaulFenced, Put, StorageEvent
-from baton.wire import envelope
 from baton.wire.envelope import Flaw, Opened
 from tests.sim.planted import Patch, core, wire
 from tests.sim.planted_routing import BUGS
@@ -39,13 +37,13 @@ __all__ = ["BUGS"]
 
 @core("blocks that are being copied to host memory are free for others at once")
 def copy_blocks_that_nobody_holds(patch: Patch) -> None:
-    patch.set(BlockPool, "lend", lambda self, blocks: None)
-    patch.set(BlockPool, "give_back", lambda self, blocks: None)
+    patch.set("BlockPool.lend", lambda self, blocks: None)
+    patch.set("BlockPool.give_back", lambda self, blocks: None)
 
 
 @core("a copy that is late gives its blocks back with the order to fence it, not with the answer")
 def give_blocks_back_before_the_fence(patch: Patch) -> None:
-    fence_then = Tiers._fence
+    fence_then = patch.original("tiers._fence")
 
     def fence(self: Tiers, haul: OpenHaul) -> None:
         fence_then(self, haul)
@@ -53,19 +51,19 @@ def give_blocks_back_before_the_fence(patch: Patch) -> None:
             self._pool.give_back(haul.blocks)
             haul.blocks = haul.blocks[:0]
 
-    patch.set(Tiers, "_fence", fence)
+    patch.set("tiers._fence", fence)
 
 
 @core("blocks whose copy failed are never given back")
 def keep_blocks_of_failed_copies(patch: Patch) -> None:
-    copied_then = Tiers._copied_out
+    copied_then = patch.original("_copied_out")
 
     def copied_out(self: Tiers, haul: OpenHaul, came: Sequence[bool]) -> None:
         if not all(came):
             haul.blocks = haul.blocks[:0]
         copied_then(self, haul, came)
 
-    patch.set(Tiers, "_copied_out", copied_out)
+    patch.set("_copied_out", copied_out)
 
 
 @core("a block that leaves and is found in the cache counts as leaving for ever")
@@ -74,7 +72,7 @@ def hold_what_leaves_uncounted(patch: Patch) -> None:
         self._evictable_count -= self.unreferenced(blocks)
         self._references[blocks] += 1
 
-    patch.set(BlockPool, "hold", hold)
+    patch.set("BlockPool.hold", hold)
 
 
 @core("blocks are dropped first and saved then")
@@ -91,19 +89,19 @@ def save_after_the_drop(patch: Patch) -> None:
             del self._requests[request.serial]
         return unstored
 
-    patch.set(Board, "_vacate", vacate)
+    patch.set("_vacate", vacate)
 
 
 @core("of the blocks that one copy moves the last goes to the first row")
 def cross_blocks_and_rows(patch: Patch) -> None:
-    orders_then = Tiers.take_orders
+    orders_then = patch.original("take_orders")
 
     def take_orders(self: Tiers) -> list[Any]:
         return [
             replace(order, rows=order.rows[::-1]) if isinstance(order, CopyOut) else order for order in orders_then(self)
         ]
 
-    patch.set(Tiers, "take_orders", take_orders)
+    patch.set("take_orders", take_orders)
 
 
 # ── rows of host memory ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -115,12 +113,12 @@ def evict_rows_that_are_read(patch: Patch) -> None:
         for key in list(self._ready)[: max(0, count)]:
             self._free.append(self._ready.pop(key))
 
-    patch.set(HostRows, "_evict", evict)
+    patch.set("tiers._evict", evict)
 
 
 @core("what is still on its way into host memory is taken for being there")
 def read_rows_that_are_filling(patch: Patch) -> None:
-    run_then = HostRows.run
+    run_then = patch.original("HostRows.run")
 
     def run(self: HostRows, keys: Sequence[Key]) -> Int32s:
         rows = []
@@ -137,8 +135,8 @@ def read_rows_that_are_filling(patch: Patch) -> None:
             if row is not None:
                 self._readers[row] += 1
 
-    patch.set(HostRows, "run", run)
-    patch.set(HostRows, "read", read)
+    patch.set("HostRows.run", run)
+    patch.set("HostRows.read", read)
 
 
 @core("a gap in what host memory has of a prefix is passed over")
@@ -146,12 +144,12 @@ def pass_over_a_gap(patch: Patch) -> None:
     def run(self: HostRows, keys: Sequence[Key]) -> Int32s:
         return np.array([row for key in keys if (row := self._ready.get(key)) is not None], dtype=np.int32)
 
-    patch.set(HostRows, "run", run)
+    patch.set("HostRows.run", run)
 
 
 @core("rows whose filling is fenced are free with the order, not with the answer")
 def free_rows_before_the_fence(patch: Patch) -> None:
-    fence_then, fill_then = Tiers._fence, Tiers._fill
+    fence_then, fill_then = patch.original("tiers._fence"), patch.original("_fill")
 
     def fence(self: Tiers, haul: OpenHaul) -> None:
         fence_then(self, haul)
@@ -162,19 +160,19 @@ def free_rows_before_the_fence(patch: Patch) -> None:
         if not haul.fencing:
             fill_then(self, haul, came)
 
-    patch.set(Tiers, "_fence", fence)
-    patch.set(Tiers, "_fill", fill)
+    patch.set("tiers._fence", fence)
+    patch.set("_fill", fill)
 
 
 @core("a row that the store has read is never let go of")
 def never_let_go_of_a_row(patch: Patch) -> None:
-    put_then = Tiers._has_put
+    put_then = patch.original("_has_put")
 
     def has_put(self: Tiers, haul: OpenHaul, came: Sequence[bool]) -> None:
         put_then(self, haul, came)
         self.host.read(haul.keys)
 
-    patch.set(Tiers, "_has_put", has_put)
+    patch.set("_has_put", has_put)
 
 
 # ── answers that are believed ────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,14 +180,14 @@ def never_let_go_of_a_row(patch: Patch) -> None:
 
 def _believing(patch: Patch, kind: Kind, answers: type | tuple[type, ...]) -> None:
     """Some answers about one kind of haul are taken for: all of it is there."""
-    ended_then = Tiers._ended
+    ended_then = patch.original("_ended")
 
     def ended(self: Tiers, haul: OpenHaul, event: StorageEvent) -> None:
         if haul.kind is kind and isinstance(event, answers):
             event = Hauled(haul.haul, (True,) * len(haul.keys))
         ended_then(self, haul, event)
 
-    patch.set(Tiers, "_ended", ended)
+    patch.set("_ended", ended)
 
 
 @core("a copy into host memory that failed is believed to be whole")
@@ -214,7 +212,7 @@ def believe_that_all_arrived(patch: Patch) -> None:
 
 @core("of what came from host memory one block more is counted than came")
 def count_one_block_more(patch: Patch) -> None:
-    loaded_then = Board.loaded
+    loaded_then = patch.original("engine.loaded")
 
     def loaded(self: Board, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
         request = self.request(serial)
@@ -222,7 +220,7 @@ def count_one_block_more(patch: Patch) -> None:
         found = 0 if request is None else request.found_tokens // self.config.block_size
         return loaded_then(self, serial, min(blocks + 1, whole - found), now_us)
 
-    patch.set(Board, "loaded", loaded)
+    patch.set("engine.loaded", loaded)
 
 
 @core("the block of the last token is brought back too, and nothing is left to compute")
@@ -230,7 +228,7 @@ def restore_the_last_token(patch: Patch) -> None:
     def keys_after(self: Board, request: Request, hit: Hit) -> list[Key]:
         return request.keys[1 + len(hit.blocks) : request.tokens_at_start // self.config.block_size + 1]
 
-    patch.set(Board, "_keys_after", keys_after)
+    patch.set("_keys_after", keys_after)
 
 
 # ── restoring ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -238,25 +236,25 @@ def restore_the_last_token(patch: Patch) -> None:
 
 @core("a request runs as soon as its copy is ordered")
 def run_before_the_copy(patch: Patch) -> None:
-    restore_then = Board._restore
+    restore_then = patch.original("_restore")
 
     def restore(self: Board, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
         self._is_restored(self._slot_of(request))
 
-    patch.set(Board, "_restore", restore)
-    patch.set(Board, "loaded", lambda self, serial, blocks, now_us: None)
+    patch.set("_restore", restore)
+    patch.set("engine.loaded", lambda self, serial, blocks, now_us: None)
 
 
 @core("blocks that a copy writes to are not marked")
 def restore_without_a_pin(patch: Patch) -> None:
-    restore_then = Board._restore
+    restore_then = patch.original("_restore")
 
     def restore(self: Board, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
         self.pool.pin(self.pool.pinned(self.slots.blocks(self._slot_of(request))), Pin.NONE)
 
-    patch.set(Board, "_restore", restore)
+    patch.set("_restore", restore)
 
 
 @core("a request that is cancelled while its KV arrives is free at once; the copy goes on in its blocks")
@@ -269,18 +267,18 @@ def end_a_restore_at_once(patch: Patch) -> None:
         request.since_us = self._now_us
         self._end_untold(request, reason)
 
-    loaded_then = Board.loaded
+    loaded_then = patch.original("engine.loaded")
 
     def loaded(self: Board, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
         return loaded_then(self, serial, blocks, now_us) if self.request(serial) is not None else None
 
-    patch.set(Board, "_order_end_of_load", order_end_of_load)
-    patch.set(Board, "loaded", loaded)
+    patch.set("_order_end_of_load", order_end_of_load)
+    patch.set("engine.loaded", loaded)
 
 
 @core("a copy for a request that was cancelled is not fenced")
 def never_give_up_a_load(patch: Patch) -> None:
-    patch.set(Tiers, "give_up_load", lambda self, serial: None)
+    patch.set("give_up_load", lambda self, serial: None)
 
 
 @core("with only a restored request to begin, the loop sleeps on")
@@ -289,7 +287,7 @@ def sleep_over_what_is_restored(patch: Patch) -> None:
         due = self._flights or self._stopping or len(self._waiting)
         return not due and self.slots.occupied == self._waiting_for_kv() + len(self._restored)
 
-    patch.set(Scheduler, "asleep", property(asleep))
+    patch.set("Scheduler.asleep", property(asleep))
 
 
 @core("on the short path a granted prefill is computed while its KV still arrives")
@@ -300,8 +298,8 @@ def begin_what_is_still_restored(patch: Patch) -> None:
     def is_restored(self: PrefillScheduler, slot: int) -> None:
         self._move(self._occupant(slot), Move.ADMIT)
 
-    patch.set(PrefillScheduler, "begin", begin)
-    patch.set(PrefillScheduler, "_is_restored", is_restored)
+    patch.set("PrefillScheduler.begin", begin)
+    patch.set("PrefillScheduler._is_restored", is_restored)
 
 
 @core("on the short path what was granted while it was restored is forgotten")
@@ -309,12 +307,12 @@ def forget_what_was_granted(patch: Patch) -> None:
     def is_restored(self: PrefillScheduler, slot: int) -> None:
         self._move(self._occupant(slot), Move.ADMIT)
 
-    patch.set(PrefillScheduler, "_is_restored", is_restored)
+    patch.set("PrefillScheduler._is_restored", is_restored)
 
 
 @core("the rows that a copy to the device reads are another request's")
 def load_the_rows_of_another(patch: Patch) -> None:
-    orders_then = Tiers.take_orders
+    orders_then = patch.original("take_orders")
 
     def take_orders(self: Tiers) -> list[Any]:
         return [
@@ -322,7 +320,7 @@ def load_the_rows_of_another(patch: Patch) -> None:
             for order in orders_then(self)
         ]
 
-    patch.set(Tiers, "take_orders", take_orders)
+    patch.set("take_orders", take_orders)
 
 
 # ── time limits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -330,14 +328,14 @@ def load_the_rows_of_another(patch: Patch) -> None:
 
 @core("a copy or a question that is late is waited for as long as it takes")
 def fence_nothing(patch: Patch) -> None:
-    expire_then = Tiers.expire
+    expire_then = patch.original("Tiers.expire")
 
     def expire(self: Tiers, now_us: int) -> None:
         for haul in self._open.values():
             haul.deadline_us = max(haul.deadline_us, now_us + 1)
         expire_then(self, now_us)
 
-    patch.set(Tiers, "expire", expire)
+    patch.set("Tiers.expire", expire)
 
 
 @core("nobody looks at the clock for copies and questions")
@@ -345,23 +343,23 @@ def forget_the_deadlines_of_hauls(patch: Patch) -> None:
     def next_deadline(self: Tiers) -> int | None:
         return min((departure.until_us for departure in self._departures.values()), default=None)
 
-    patch.set(Tiers, "next_deadline", next_deadline)
+    patch.set("tiers.next_deadline", next_deadline)
 
 
 @core("a fence that takes its time is ordered again with every pass")
 def fence_again_and_again(patch: Patch) -> None:
-    fence_then = Tiers._fence
+    fence_then = patch.original("tiers._fence")
 
     def fence(self: Tiers, haul: OpenHaul) -> None:
         fence_then(self, haul)
         haul.fencing = False
 
-    patch.set(Tiers, "_fence", fence)
+    patch.set("tiers._fence", fence)
 
 
 @core("a request waits for the store until it answers")
 def wait_for_the_store(patch: Patch) -> None:
-    seek_then = Tiers.seek
+    seek_then = patch.original("Tiers.seek")
 
     def seek(self: Tiers, seeker: Any, keys: Sequence[Key], now_us: int) -> bool:
         sought = seek_then(self, seeker, keys, now_us)
@@ -369,32 +367,32 @@ def wait_for_the_store(patch: Patch) -> None:
             self._seeks[seeker].until_us = 1 << 60
         return sought
 
-    patch.set(Tiers, "seek", seek)
-    patch.set(Tiers, "_found", lambda self, haul: None)
+    patch.set("Tiers.seek", seek)
+    patch.set("_found", lambda self, haul: None)
 
 
 @core("who goes elsewhere waits until all it leaves behind is stored, however long that takes")
 def wait_until_all_is_stored(patch: Patch) -> None:
-    depart_then = Tiers.depart
+    depart_then = patch.original("Tiers.depart")
 
     def depart(self: Tiers, serial: Serial, keys: Sequence[Key], now_us: int) -> None:
         depart_then(self, serial, keys, now_us)
         self._departures[serial].until_us = 1 << 60
 
-    patch.set(Tiers, "depart", depart)
+    patch.set("Tiers.depart", depart)
 
 
 @core("who waits for what the store cannot take is never told to go")
 def wait_for_what_is_not_stored(patch: Patch) -> None:
-    patch.set(Tiers, "_nobody_waits_for", lambda self, key: None)
-    expire_then = Tiers.expire
+    patch.set("_nobody_waits_for", lambda self, key: None)
+    expire_then = patch.original("Tiers.expire")
 
     def expire(self: Tiers, now_us: int) -> None:
         for departure in self._departures.values():
             departure.until_us = max(departure.until_us, now_us + 1)
         expire_then(self, now_us)
 
-    patch.set(Tiers, "expire", expire)
+    patch.set("Tiers.expire", expire)
 
 
 @core("the wait for the store is on nobody's bill")
@@ -402,7 +400,7 @@ def bill_no_departure(patch: Patch) -> None:
     def departed(self: Board, serial: Serial) -> EndedRequest:
         return self._departing.pop(serial)[0]
 
-    patch.set(Board, "departed", departed)
+    patch.set("engine.departed", departed)
 
 
 # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -410,22 +408,22 @@ def bill_no_departure(patch: Patch) -> None:
 
 @core("a store that fails is asked on and on")
 def never_leave_the_store_alone(patch: Patch) -> None:
-    patch.set(Breaker, "failed", lambda self, now_us: None)
+    patch.set("Breaker.failed", lambda self, now_us: None)
 
 
 @core("a store that has failed is never asked again")
 def never_try_the_store_again(patch: Patch) -> None:
-    patch.set(Breaker, "allows", lambda self, now_us: self._until_us is None)
+    patch.set("Breaker.allows", lambda self, now_us: self._until_us is None)
 
 
 @core("a store that was left alone is asked with everything at once as soon as the time is over")
 def try_with_everything(patch: Patch) -> None:
-    patch.set(Breaker, "asked", lambda self: None)
+    patch.set("Breaker.asked", lambda self: None)
 
 
 @core("late answers do not count as failures")
 def forgive_what_is_late(patch: Patch) -> None:
-    expire_then = Tiers.expire
+    expire_then = patch.original("Tiers.expire")
 
     def expire(self: Tiers, now_us: int) -> None:
         self._has_failed = lambda kind: None  # type: ignore[method-assign]
@@ -434,36 +432,36 @@ def forgive_what_is_late(patch: Patch) -> None:
         finally:
             del self._has_failed
 
-    patch.set(Tiers, "expire", expire)
+    patch.set("Tiers.expire", expire)
 
 
 @core("as many orders go to the store at once as there is work")
 def ask_without_a_bound(patch: Patch) -> None:
-    begin_then = Tiers._begin
+    begin_then = patch.original("tiers._begin")
 
     def begin(self: Tiers, kind: Kind, *arguments: Any, **named: Any) -> Haul:
         haul = begin_then(self, kind, *arguments, **named)
         self._at_store = dict.fromkeys(self._at_store, -1000)
         return haul
 
-    patch.set(Tiers, "_begin", begin)
+    patch.set("tiers._begin", begin)
 
 
 @core("numbers of orders come again, and a late answer is taken for another's")
 def reuse_numbers(patch: Patch) -> None:
-    begin_then = Tiers._begin
+    begin_then = patch.original("tiers._begin")
 
     def begin(self: Tiers, *arguments: Any, **named: Any) -> Haul:
         if not self._open:
             self._next_haul = 0
         return begin_then(self, *arguments, **named)
 
-    patch.set(Tiers, "_begin", begin)
+    patch.set("tiers._begin", begin)
 
 
 @core("what is stored is read from rows that are still being filled")
 def store_rows_that_are_filling(patch: Patch) -> None:
-    copy_then = Tiers._copy_out
+    copy_then = patch.original("_copy_out")
 
     def copy_out(self: Tiers, saved: list[tuple[Key, int]], rows: Int32s) -> None:
         copy_then(self, saved, rows)
@@ -476,9 +474,9 @@ def store_rows_that_are_filling(patch: Patch) -> None:
         if set(haul.keys) <= self._putting:
             put_then(self, haul, came)
 
-    put_then = Tiers._has_put
-    patch.set(Tiers, "_copy_out", copy_out)
-    patch.set(Tiers, "_has_put", has_put)
+    put_then = patch.original("_has_put")
+    patch.set("_copy_out", copy_out)
+    patch.set("_has_put", has_put)
 
 
 @core("a giver does not look up when what it waited for has come from the store")
@@ -488,7 +486,7 @@ def offer_nothing_after_a_fetch(patch: Patch) -> None:
             self._tiers.handle(event, self._now_us)
         return []
 
-    patch.set(Worker, "_hauled", hauled)
+    patch.set("_hauled", hauled)
 
 
 # ── what is stored ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -506,12 +504,12 @@ def accept_other_layouts(patch: Patch) -> None:
 
 @wire("the checksum of a stored block is not looked at")
 def accept_other_bytes(patch: Patch) -> None:
-    patch.set(envelope, "_check", lambda whole: bytes(16))
+    patch.set("envelope._check", lambda whole: bytes(16))
 
 
 def _trusting(patch: Patch, *, key: bool = False, layout: bool = False) -> None:
     """Whatever a sound envelope says of its key or layout is what was asked for."""
-    open_then = envelope.open_any
+    open_then = patch.original("open_any")
 
     def open_any(data: memoryview) -> Opened | Flaw:
         opened = open_then(data)
@@ -521,7 +519,7 @@ def _trusting(patch: Patch, *, key: bool = False, layout: bool = False) -> None:
             _Any(opened.key) if key else opened.key, _Any(opened.layout) if layout else opened.layout, opened.payload
         )
 
-    patch.set(envelope, "open_any", open_any)
+    patch.set("open_any", open_any)
 
 
 class _Any(bytes):

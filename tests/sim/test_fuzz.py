@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -13,13 +14,13 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.cli.sim_fuzz import replay_command
 from baton.core.config import BringBack, OnPreempt, PrefillPath
-from baton.core.engine.scheduler import Scheduler
 from baton.core.routing.events import Policy, RouterConfig
 from baton.sim import fuzz
 from baton.sim.faults import CLASSES, OF_ROUTERS, OF_STORAGE, OF_STORES, Fault
 from baton.sim.fuzz import EVERY_FAULT, NothingBroken, ShardDied, Totals, run_many, shrink
 from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
 from baton.sim.shard import SeedReport
+from tests.sim.planted import BUGS, read_catches
 
 SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "200"))
 SAMPLE = range(0, 2000, 123)
@@ -186,25 +187,19 @@ def test_half_of_the_worlds_have_host_memory_and_most_of_those_a_store() -> None
         assert scenario.config.tiers.host_rows or scenario.giver.tiers.host_rows or not of_storage
 
 
-def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug that shows soon: a preempted request forgets its last token."""
-    original = Scheduler._requeue
-
-    def requeue(self: Scheduler, request: object) -> None:
-        original(self, request)  # type: ignore[arg-type]
-        request.outputs = request.outputs[:-1]  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(Scheduler, "_requeue", requeue)
+@pytest.fixture
+def failing_seed() -> Iterator[int]:
+    """Of a world in which a preempted request forgets its last token."""
+    bug = BUGS["forget_a_token_at_a_restart"]
+    with bug.planted():
+        yield read_catches()[bug.name].seed
 
 
-def first_failing_seed() -> int:
-    return next(seed for seed in range(200) if run_seed(seed).broken is not None)
-
-
-def test_a_failure_shrinks_to_a_smaller_world_with_the_same_broken_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_shrinks_to_a_smaller_world_with_the_same_broken_law(
+    monkeypatch: pytest.MonkeyPatch, failing_seed: int
+) -> None:
     monkeypatch.setattr(fuzz, "SHRINK_RUNS_MAX", 60)
-    plant(monkeypatch)
-    seed = first_failing_seed()
+    seed = failing_seed
     broken = run_seed(seed, always_audit=True).broken
     assert broken is not None
     shrunk = shrink(seed)
@@ -225,9 +220,8 @@ def test_a_process_that_dies_names_the_seed_it_was_running(monkeypatch: pytest.M
         run_many(5, 3, 1)
 
 
-def test_the_printed_command_replays_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    seed = first_failing_seed()
+def test_the_printed_command_replays_the_failure(failing_seed: int) -> None:
+    seed = failing_seed
     command = replay_command(
         seed, Trim(draw_scenario(seed).classes, draw_scenario(seed).asks, draw_scenario(seed).instances)
     )

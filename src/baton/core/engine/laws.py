@@ -35,13 +35,13 @@ def blocks_are_conserved(scheduler: Board) -> None:
     references, free, named = pool.references(), pool.free_blocks(), pool.prefix.names()
     pins = pool.pins()
     outside = gauges.leased + gauges.receiving + gauges.leaving
-    _require(
-        gauges.free + gauges.evictable + gauges.running + outside == pool.blocks, f"{gauges} do not sum to {pool.blocks}"
-    )
-    _require(len(np.unique(free)) == len(free), "a block is in the free list twice")
+    if gauges.free + gauges.evictable + gauges.running + outside != pool.blocks:
+        raise InvariantViolated(f"{gauges} do not sum to {pool.blocks}")
+    listed = set(free.tolist())
+    _require(len(listed) == len(free), "a block is in the free list twice")
     _require(not references[free].any(), "a free block has references")
-    _require(not any(block in named for block in free.tolist()), "a free block has a name")
-    evictable = sum(1 for block in named if not references[block])
+    _require(listed.isdisjoint(named), "a free block has a name")
+    evictable = int(np.count_nonzero(references[list(named)] == 0))
     _require(evictable == gauges.evictable, f"{evictable} blocks are evictable, the gauge says {gauges.evictable}")
     leased, receiving = (int(np.count_nonzero(pins == pin)) for pin in (Pin.LEASED, Pin.RECEIVING))
     _require(leased == gauges.leased, f"{leased} blocks are leased, the gauge says {gauges.leased}")
@@ -60,10 +60,12 @@ def references_equal_tables(scheduler: Board) -> None:
     counted = scheduler.pool.lent()
     for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
         blocks = slots.blocks(slot)
-        _require(len(np.unique(blocks)) == len(blocks), f"slot {slot} names a block twice")
+        if len(set(blocks.tolist())) != len(blocks):
+            raise InvariantViolated(f"slot {slot} names a block twice")
         counted[blocks] += 1
     wrong = np.flatnonzero(counted != scheduler.pool.references())
-    _require(not len(wrong), f"blocks {wrong[:8].tolist()} have other reference counts than tables that name them")
+    if len(wrong):
+        raise InvariantViolated(f"blocks {wrong[:8].tolist()} have other reference counts than tables that name them")
 
 
 def names_belong_to_blocks(scheduler: Board) -> None:
@@ -81,12 +83,15 @@ def rows_match_requests(scheduler: Board) -> None:
     _require(len(occupied) == slots.occupied, f"{len(occupied)} slots are occupied, the table says {slots.occupied}")
     for slot in occupied:
         request = requests[int(slots.serial[slot])]
-        _require(request.slot == slot, f"slot {slot} holds request {request.serial}, which says slot {request.slot}")
-        _require(Phase(slots.phase[slot]) is request.phase, f"slot {slot} and its request disagree about the phase")
-        _require(int(slots.epoch[slot]) == request.epoch, f"slot {slot} and its request disagree about the epoch")
+        if request.slot != slot:
+            raise InvariantViolated(f"slot {slot} holds request {request.serial}, which says slot {request.slot}")
+        if slots.phase[slot] != request.phase:
+            raise InvariantViolated(f"slot {slot} and its request disagree about the phase")
+        if slots.epoch[slot] != request.epoch:
+            raise InvariantViolated(f"slot {slot} and its request disagree about the epoch")
     for request in requests.values():
-        waits = request.phase is Phase.WAITING
-        _require(waits == (request.slot is None), f"request {request.serial} in {request.phase.name}: slot {request.slot}")
+        if (request.phase is Phase.WAITING) != (request.slot is None):
+            raise InvariantViolated(f"request {request.serial} in {request.phase.name}: slot {request.slot}")
     idle = slots.serial == NO_REQUEST
     _require(bool((slots.phase[idle] == Phase.FINISHED).all()), "an empty slot has a phase")
 
@@ -172,7 +177,8 @@ def the_crew_is_current(scheduler: Board) -> None:
 def nobody_yields_too_often(scheduler: Board) -> None:
     most = scheduler.config.max_preemptions
     for request in scheduler.requests():
-        _require(request.bill.preemptions <= most, f"request {request.serial} yielded {request.bill.preemptions} times")
+        if request.bill.preemptions > most:
+            raise InvariantViolated(f"request {request.serial} yielded {request.bill.preemptions} times")
 
 
 LAWS: dict[str, Callable[[Board], None]] = {
