@@ -19,7 +19,7 @@ from baton.bench.report import write_json
 from baton.bench.simulated import BadSimOptions, SimOptions, Simulation
 from baton.bench.traces import TraceMalformed
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
-from baton.cli.serve import parse_bytes
+from baton.cli.declared import parse_bytes
 from baton.core.config import BadConfig, PrefillPath, ReservePolicy, VictimPolicy
 from baton.core.routing.events import Policy as RoutePolicy
 from baton.sim.perfetto import write_timeline

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
 
-from baton.core.config import BadConfig
+from baton.core.config import AtLeastOne
 from baton.core.engine.records import Bill
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal
 from baton.core.handover.messages import PdFault
+from baton.core.setting import BadConfig, Bounds, Panel, Setting, Unit, check_bounds
 
 Body = NewType("Body", int)
 Session = NewType("Session", int)
@@ -38,42 +39,110 @@ class Policy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    policy: Policy = Policy.CACHE_AWARE
-    preempt_retry_count: int = 3
+    policy: Annotated[
+        Policy,
+        Setting(
+            "policy", Panel.INSTANCES,
+            "Who gets a request: cache-aware (weighs the prefix that an instance has against its load), power-of-two, "
+            "round-robin or random.",
+            metavar="POLICY",
+        ),
+    ] = Policy.CACHE_AWARE  # fmt: skip
+    preempt_retry_count: Annotated[
+        int,
+        Setting(
+            "preempt-retry-count", Panel.CARRYING, "How often a request may move because an instance had no room for it.", 0
+        ),
+    ] = 3
     """How often a choice may go on elsewhere because an instance had no room for it (codes 500 and 502)."""
-    preempt_retry_exclude_decode: bool = True
-    """Avoid the instance that had no room while there is another."""
-    loss_retry_count: int = 8
+    preempt_retry_exclude_decode: Annotated[
+        bool,
+        Setting(
+            "preempt-retry-exclude-decode", Panel.CARRYING, "It then avoids that instance while there is another."
+        ),
+    ] = True  # fmt: skip
+    loss_retry_count: Annotated[
+        int,
+        Setting("loss-retry-count", Panel.CARRYING, "How often a request may move because its instance was lost.", 0),
+    ] = 8
     """How often a choice may go on elsewhere because its instance, or the KV on its way to it, was lost."""
-    fruitless_loss_count: int = 4
-    """At so many losses in a row, without a token between them, it ends: it may be what kills whoever computes it."""
-    backoff_us: int = 20_000
+    fruitless_loss_count: Annotated[
+        int,
+        Setting(
+            "fruitless-loss-count", Panel.CARRYING,
+            "It ends at so many losses in a row without a token: it may cause them.", 1,
+        ),
+    ] = 4  # fmt: skip
+    backoff_us: AtLeastOne = 20_000
     """Before the first retry of a choice; doubles, less a jitter of up to half. After a loss the first one is at once."""
-    backoff_us_max: int = 1_000_000
-    deadline_us: int = 600_000_000
+    backoff_us_max: AtLeastOne = 1_000_000
+    deadline_us: Annotated[
+        int,
+        Setting(
+            "request-timeout", Panel.CARRYING,
+            "Seconds after which a request is neither placed nor moved any more; an answer that flows goes on.", 1,
+            unit=Unit.SECONDS,
+        ),
+        Bounds(least=1),
+    ] = 600_000_000  # fmt: skip
     """From arrival. What waits for a place or for its first token then ends with an error; an answer that flows goes on
     until it would have to move."""
-    absent_us: int = 10_000_000
+    absent_us: Annotated[
+        int,
+        Setting(
+            "absent-timeout", Panel.CARRYING, "Seconds that a new request waits while no instance is there.", 0,
+            unit=Unit.SECONDS,
+        ),
+        Bounds(least=0),
+    ] = 10_000_000  # fmt: skip
     """How long a body that has no token yet waits for an instance while none is there."""
-    waiting_max: int = 1024
+    waiting_max: Annotated[
+        int,
+        Setting(
+            "max-waiting", Panel.LIMITS, "Choices that may wait for a place; beyond it clients get 429 with Retry-After.", 1
+        ),
+    ] = 1024
     """Choices that wait for a place; beyond it new bodies are refused."""
-    ahead: float = 2.0
+    ahead: Annotated[float, Bounds(above=0)] = 2.0
     """Choices open at an instance, as a multiple of its slots, beyond which newcomers wait here instead of there."""
-    retry_rate: float = 50.0
+    retry_rate: Annotated[float, Bounds(above=0)] = 50.0
     """Retries a second, of all choices together, once `retry_burst` of them are used up; the others wait their turn."""
-    retry_burst: int = 512
-    beat_us: int = 200_000
-    suspect_us: int = 600_000
-    """An instance or its engine that gave no sign of life for so long is taken out."""
-    stuck_us: int = 60_000_000
-    """An engine that computes and finishes no step for so long is taken out."""
-    drain_us: int = 30_000_000
-    """What is still open at a draining instance after so long goes on elsewhere."""
-    orphan_grace_us: int = 10_000_000
+    retry_burst: AtLeastOne = 512
+    beat_us: AtLeastOne = 200_000
+    suspect_us: Annotated[
+        int,
+        Setting(
+            "suspect-after", Panel.INSTANCES,
+            "Seconds without a sign of life after which an instance is taken out.", 0.4, unit=Unit.SECONDS,
+        ),
+        Bounds(least=1),
+    ] = 600_000  # fmt: skip
+    """An instance or its engine that gave no sign of life for this long is taken out."""
+    stuck_us: AtLeastOne = 60_000_000
+    """An engine that computes and finishes no step for this long is taken out."""
+    drain_us: AtLeastOne = 30_000_000
+    """What is still open at a draining instance after this long goes on elsewhere."""
+    orphan_grace_us: Annotated[
+        int,
+        Setting(
+            "orphan-grace", Panel.INSTANCES,
+            "Seconds that instances keep requests after this router was lost, to be resumed.", 0.1, unit=Unit.SECONDS,
+        ),
+        Bounds(least=1),
+    ] = 10_000_000  # fmt: skip
     """How long a request without a client is kept after a router was lost."""
-    key_concurrency: int | None = None
+    key_concurrency: Annotated[
+        int | None,
+        Setting("key-concurrency", Panel.LIMITS, "Choices that one API key may have open. Default: any number.", 1),
+    ] = None
     """Choices that one tenant may have open."""
-    key_tokens_per_minute: int | None = None
+    key_tokens_per_minute: Annotated[
+        int | None,
+        Setting(
+            "key-tokens-per-minute", Panel.LIMITS,
+            "Tokens, prompt and answer, that one API key may use. Default: any number.", 1,
+        ),
+    ] = None  # fmt: skip
     """Tokens, prompt and generated, that one tenant may use."""
     model: str = "the model of this router"
     """For people."""
@@ -81,18 +150,7 @@ class RouterConfig:
     """What the fingerprint of every instance begins with; empty where it is not known."""
 
     def __post_init__(self) -> None:
-        positive = ("backoff_us", "backoff_us_max", "deadline_us", "waiting_max", "retry_burst", "beat_us", "suspect_us",
-                    "fruitless_loss_count", "stuck_us", "drain_us", "orphan_grace_us", "ahead", "retry_rate")  # fmt: skip
-        for name in positive:
-            if not getattr(self, name) > 0:  # written so that NaN fails too
-                raise BadConfig(f"{name} must be more than 0, not {getattr(self, name)}")
-        for name in ("preempt_retry_count", "loss_retry_count", "absent_us"):
-            if getattr(self, name) < 0:
-                raise BadConfig(f"{name} must not be negative, but is {getattr(self, name)}")
-        for name in ("key_concurrency", "key_tokens_per_minute"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BadConfig(f"{name} must be at least 1, not {value}")
+        check_bounds(self)
         if self.suspect_us < 2 * self.beat_us:
             raise BadConfig(f"suspect_us ({self.suspect_us}) must be at least twice beat_us ({self.beat_us})")
 
