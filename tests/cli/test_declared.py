@@ -76,8 +76,8 @@ def test_every_way_to_set_a_field_gives_the_same_value(tmp_path: Path) -> None:
     call("--config", str(file))
     assert made == [wanted]
     call(
-        BATON_COLOUR="blue", BATON_COATS="3", BATON_DOOR_NAME="elm", BATON_BRUSH="a b", BATON_BUCKET="2K", BATON_DRYING="1.5",
-        BATON_DUST="0",
+        BATON_COLOUR="blue", BATON_COATS="3", BATON_DOOR_NAME="elm", BATON_BRUSH="a b", BATON_BUCKET="2K",
+        BATON_DRYING="1.5", BATON_DUST="0",
     )  # fmt: skip
     assert made == [wanted]
 

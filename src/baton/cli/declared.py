@@ -127,9 +127,9 @@ def _typer_info(option: DeclaredOption, is_brief: bool) -> Any:
     if setting.is_argument:
         return typer.Argument(help=setting.help, envvar=envvar, show_envvar=False)
     is_switch = option.kind is bool and not setting.is_flag
-    metavar = SIZE if setting.unit is Unit.BYTES else setting.metavar
+    metavar = setting.metavar
     if is_brief and metavar is None:
-        metavar = " " if is_switch else "N" if setting.least is not None else None
+        metavar = " " if is_switch else SIZE if setting.unit is Unit.BYTES else "N" if setting.least is not None else None
     return typer.Option(
         f"--{name}/--no-{name}" if is_switch else f"--{name}", help=setting.help, envvar=envvar, show_envvar=False,
         rich_help_panel=setting.panel.value or None, min=setting.least, max=setting.most, metavar=metavar,
