@@ -47,7 +47,6 @@ class Attention(StrEnum):
     NATIVE = "native"
     GATHER = "gather"
     TRITON = "triton"
-    FLASHINFER = "flashinfer"
 
 
 class RoleName(StrEnum):
