@@ -27,8 +27,6 @@ from tests.api.tokenizers_made_here import TEMPLATE, byte_level
 
 ROOT = Path(__file__).parents[2]
 BOARD = ROOT / "docs" / "grafana-dashboard.json"
-BENCHMARKS_KEPT = ("bench serve", "bench gpu", "bench calibrate")
-"""The other benchmarks are experiments, and no part of what users hold."""
 
 
 def surface() -> list[str]:
@@ -38,8 +36,6 @@ def surface() -> list[str]:
 
 def _options() -> Iterator[str]:
     for row in option_rows():
-        if row.command.startswith("bench ") and row.command not in BENCHMARKS_KEPT:
-            continue
         facts = dataclasses.asdict(row)
         name = " ".join(row.flags) or facts["name"].upper()
         shown = ("key", "variable", "kind", "choices", "default", "least", "most", "repeatable", "required")
