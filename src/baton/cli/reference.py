@@ -17,7 +17,7 @@ from prometheus_client import Counter, Histogram
 
 from baton.api.metrics import Metrics
 from baton.cli.main import app
-from baton.core.routing.events import RouterConfig
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine

@@ -11,7 +11,7 @@ from baton.cli.declared import Given, taking_settings
 from baton.cli.options import config_file
 from baton.cli.serve import console, log_to_stderr, process_fields
 from baton.core.errors import BatonError
-from baton.core.routing.events import RouterConfig
+from baton.core.routing.config import RouterConfig
 from baton.router.settings import RouterProcessSettings
 
 STOPPING_S = 2.0
