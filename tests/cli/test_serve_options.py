@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from baton.cli import serve as serve_module
 from baton.cli.main import app
-from baton.cli.serve import LogLevel, log_to_stderr
+from baton.cli.serve import log_to_stderr
 from baton.core.config import BringBack, ReservePolicy, VictimPolicy, WorkerConfig
-from baton.node.settings import EngineSettings, OnDevice, Speculate
+from baton.node.settings import EngineSettings, LogLevel, OnDevice, Speculate
 
 Settings = dict[str, Any]
 
@@ -105,7 +105,7 @@ def test_every_option_of_an_instance_with_peers_is_a_flag_and_a_key_of_the_file(
     engine: EngineSettings = flags["engine"]
     assert (engine.role, engine.peers, engine.peer_host) == ("decode", ("127.0.0.1:1", "127.0.0.1:2"), "127.0.0.2")
     assert (engine.transfer, engine.on_preempt) == ("tcp", "reschedule")
-    assert (engine.prefill_timeout_s, engine.lease_s, flags["cluster_key_file"]) == (5.0, 1.5, "key")
+    assert (engine.deadline_us, engine.lease_us, flags["cluster_key_file"]) == (5_000_000, 1_500_000, "key")
     assert serve("--config", path) == flags
 
 

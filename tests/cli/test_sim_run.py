@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.bench import simulated
-from baton.bench.simulated import COMPARE_SYNTAX, SimOptions, Simulation, parse_policies
+from baton.bench.sim_options import SimOptions
+from baton.bench.simulated import COMPARE_SYNTAX, Simulation, parse_policies
 from baton.cli.main import app
 from baton.core.config import ReservePolicy, VictimPolicy
 from baton.sim.cluster import RunSpec

@@ -57,7 +57,7 @@ def test_the_device_is_every_instance_s_and_what_it_cannot_do_is_told_once(plans
     assert "--kv-memory 20G" in text
     told = up("m", "--device", "cpu", "--batch-invariant")
     assert told.startswith("1: baton up: --batch-invariant is for CUDA")
-    assert "flashinfer is not there yet" in up("m", "--attention", "flashinfer")
+    assert "'flashinfer' is not one of 'auto', 'native', 'gather', 'triton'" in up("m", "--attention", "flashinfer")
     assert len(plans) == 1
 
 

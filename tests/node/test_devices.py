@@ -54,7 +54,6 @@ def test_what_a_machine_does_not_have_is_told(wishes: dict[str, Any], machine: M
 @pytest.mark.parametrize(
     ("wishes", "told"),
     [
-        ({"attention": "flashinfer"}, "flashinfer is not there yet"),
         ({"device": OnDevice.CPU, "attention": "triton"}, "triton is not for CPU"),
         ({"device": OnDevice.CUDA, "attention": "native"}, "native is not for CUDA"),
         ({"device": OnDevice.CUDA, "dtype": "float64"}, "float64 is not for CUDA"),
@@ -88,7 +87,7 @@ def test_the_bounds_of_drafts_on_cuda_are_those_of_its_kernels() -> None:
 
 @given(
     device=st.sampled_from(OnDevice),
-    attention=st.sampled_from(["auto", "native", "gather", "triton", "flashinfer"]),
+    attention=st.sampled_from(["auto", "native", "gather", "triton"]),
     dtype=st.sampled_from(DTYPES[OnDevice.CPU]),
     batch_invariant=st.booleans(),
     machine=st.builds(Machine, st.booleans(), st.booleans()),

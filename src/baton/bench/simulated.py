@@ -14,9 +14,9 @@ from pathlib import Path
 from baton import __version__
 from baton.bench.calls import JITTER_GAPS, TraceLoad, read_load
 from baton.bench.policies import POLICIES, Policy
+from baton.bench.sim_options import BLOCKS_MAX, SimOptions
 from baton.core.config import PrefillPath, ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
-from baton.core.routing.events import Policy as RoutePolicy
 from baton.sim.carrying import Road
 from baton.sim.cluster import Call, RunSpec, Split, simulate
 from baton.sim.records import RunRecord
@@ -30,7 +30,6 @@ KV_MEMORY_BYTES = {"h200-8b": 102 << 30, "glm-4.5-air-tp8": 330 << 30}
 """What is left of the machine's memory beside the weights."""
 KV_MEMORY_BYTES_OTHERS = 2 << 30
 """As `baton serve` takes."""
-BLOCKS_MAX = 100_000_000
 LANE_GBYTES_PER_S = 50.0
 """Each way between instances: a network card of 400 Gbit/s with RDMA, as machines of this kind have one a GPU."""
 PEER_DELAY_US = 100
@@ -46,48 +45,6 @@ COMPARE_SYNTAX = (
 
 class BadSimOptions(BatonError):
     """Options that do not go together, or mean nothing; the message names them and says what does."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimOptions:
-    """Absent is None; what then holds is decided here, not on the command line."""
-
-    trace: Path | None = None
-    speed: float | None = None
-    limit: int | None = None
-    requests: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    max_tokens: int | None = None
-    rate: float | None = None
-    concurrency: int | None = None
-    sessions: int | None = None
-    rounds: int | None = None
-    think_s: float | None = None
-    instances: int = 1
-    split: str | None = None
-    route: RoutePolicy | None = None
-    lane_gbytes_per_s: float | None = None
-    prefill_path: PrefillPath | None = None
-    step_times: str = "h200-8b"
-    kv_blocks: int | None = None
-    kv_memory_bytes: int | None = None
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 131_072
-    max_waiting: int | None = None
-    prefix_cache: bool = True
-    reserve: ReservePolicy = ReservePolicy.NEW_TOKEN_RATIO
-    victims: VictimPolicy = VictimPolicy.NEWEST
-    max_preemptions: int = 8
-    compare: str | None = None
-    seeds: int = 1
-    ttft_slo_s: float = 10.0
-    tpot_slo_ms: float = 100.0
-    network_us: int = 100
-    host_us: int = 0
-    look_every_s: float | None = None
 
 
 def parse_policies(text: str, victims: VictimPolicy) -> tuple[Policy, ...]:

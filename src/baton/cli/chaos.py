@@ -11,8 +11,8 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 from baton.cli.bench_screen import refuse, stop_servers_on_sigterm, wide_console
 from baton.cli.passing import given_for, taking_options_of
-from baton.cli.serve import ExecutorKind
 from baton.cli.up import up
+from baton.node.settings import ExecutorKind
 
 CHAOS = "Chaos"
 NOT_TAKEN = frozenset(

@@ -221,8 +221,9 @@ def _tell_story(console: Console, verdict: Verdict, file: Path | None, about: st
 def _settings(config: WorkerConfig) -> str:
     """What differs from the defaults."""
     plain = WorkerConfig(slots=config.slots, blocks=config.blocks, step_tokens=config.step_tokens)
-    values = ((item.name, getattr(config, item.name), getattr(plain, item.name)) for item in fields(config))
     named = ("slots", "blocks", "step_tokens")
+    names = sorted((item.name for item in fields(config)), key=lambda name: name not in named)
+    values = ((name, getattr(config, name), getattr(plain, name)) for name in names)
     return ", ".join(f"{name} {value}" for name, value, usual in values if value != usual or name in named)
 
 

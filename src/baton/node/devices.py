@@ -42,8 +42,6 @@ def look_around() -> Machine:
 
 def check_device(settings: EngineSettings) -> None:
     """Raises BadConfig for what is wrong on any machine."""
-    if settings.attention == "flashinfer":
-        raise BadConfig("--attention flashinfer is not there yet; triton is what runs on CUDA")
     if settings.device is not OnDevice.AUTO:
         _check_fits(settings, settings.device)
 

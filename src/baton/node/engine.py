@@ -24,7 +24,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, get_args
 
-import msgspec
 import zmq
 
 from baton.core.config import BadConfig
@@ -43,7 +42,7 @@ from baton.node.inbox import Broken, Inbox, Item
 from baton.node.kv_pool_memory import PoolMemory, blocks_of, layout_of
 from baton.node.kv_storage import Storage, describe, open_kv_store
 from baton.node.parent_process import die_with_parent
-from baton.node.settings import EngineSettings
+from baton.node.settings import EngineSettings, decode_settings
 from baton.wire.engine_messages import (
     WIRE_VERSION,
     Failed,
@@ -309,7 +308,7 @@ def _exit_with_front_end(folder: Path) -> None:
 
 def main() -> None:
     die_with_parent()  # who is stopped reads no life line
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
+    settings = decode_settings(sys.stdin.buffer.readline())
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if not settings.endpoint.startswith(_IPC):
         raise BadConfig(f"the endpoint {settings.endpoint!r} is no socket in a folder")

@@ -83,7 +83,7 @@ class Sharer(Protocol):
 class EngineClient:
     def __init__(self, settings: EngineSettings) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # made with mode 0700: the socket is ours alone
-        self._settings = msgspec.structs.replace(settings, endpoint=f"ipc://{self._folder}/engine")
+        self._settings = replace(settings, endpoint=f"ipc://{self._folder}/engine")
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(QUEUED_MESSAGES_MAX)

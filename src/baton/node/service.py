@@ -14,10 +14,8 @@ import re
 import socket
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import msgspec
 
 from baton.api.app import create_app
 from baton.api.engine import EngineDead
@@ -41,12 +39,12 @@ from baton.node.http_server import (
     url_of,
 )
 from baton.node.kv_storage import check_storage
-from baton.node.models import LoadFormat, check_load_format, resolve_model
+from baton.node.models import check_load_format, resolve_model
 from baton.node.peer_options import check_pairing, cluster_key, key_for, split_address
 from baton.node.router_membership import Fenced, Membership, RouterAt
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
-from baton.node.settings import EngineSettings
+from baton.node.settings import EngineSettings, InstanceSettings
 from baton.node.torch_import import leave_torch_out
 from baton.wire.instance_sessions import Relay
 from baton.wire.router_messages import Join
@@ -56,19 +54,8 @@ DEATH_SHOWN_S = 2.0
 """How long a dead instance goes on answering 503, so that whoever watches it learns why before the port closes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServeSettings:
-    model: str = "smollm2"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    served_model_names: tuple[str, ...] = ()
-    chat_template: str | None = None
-    drain_timeout_s: float = 30.0
-    scripted: bool = False
-    load_format: LoadFormat = LoadFormat.AUTO
-    cluster_key: str | None = None
-    cluster_key_file: str | None = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings(InstanceSettings):
     engine: EngineSettings = field(default_factory=lambda: EngineSettings("", None, b""))
     """Endpoint, model folder, secret and cluster key are filled in at the start."""
 
@@ -111,13 +98,13 @@ def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, En
     """Where the text side finds its tokeniser, and the engine's settings made whole."""
     key = cluster_key(settings.engine, settings.cluster_key, settings.cluster_key_file, cache_folder())
     secret = _prefix_secret(settings, key)
-    base = msgspec.structs.replace(settings.engine, prefix_secret=secret, cluster_key=key)
+    base = replace(settings.engine, prefix_secret=secret, cluster_key=key)
     if settings.scripted:
         write_byte_tokenizer(scratch)
         return scratch, base
     folder = resolve_model(settings.model, say)
     say(f"loading {folder}")
-    return folder, msgspec.structs.replace(base, model_folder=str(folder))
+    return folder, replace(base, model_folder=str(folder))
 
 
 def _prefix_secret(settings: ServeSettings, key: bytes) -> bytes:

@@ -47,6 +47,7 @@ from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import Chronicle
 from baton.router.instance_connections import Sessions, monotonic_us
+from baton.router.settings import RouterProcessSettings
 from baton.wire.router_sessions import Switch
 
 log = logging.getLogger("baton.router")
@@ -55,24 +56,8 @@ SAMPLE_S = 1.0
 """Between two points of the dashboard's curves."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouterSettings:
-    model: str = "smollm2"
-    """For its tokeniser and chat template; no weights are loaded."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    join_host: str = "127.0.0.1"
-    join_port: int = 8200
-    api_keys: tuple[str, ...] = ()
-    admin_key: str | None = field(default=None, repr=False)
-    """None: every caller is an operator."""
-    served_model_names: tuple[str, ...] = ()
-    chat_template: str | None = None
-    drain_timeout_s: float = 30.0
-    scripted: bool = False
-    cluster_key: str | None = None
-    cluster_key_file: str | None = None
-    demo: bool = False
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings(RouterProcessSettings):
     config: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:

@@ -11,90 +11,21 @@ that was delivered so far in `generated`: the instance goes on after it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import NamedTuple, NewType
 
-from baton.core.config import BadConfig
 from baton.core.engine.records import Bill
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal
 from baton.core.handover.messages import PdFault
+from baton.core.routing.config import Policy as Policy
+from baton.core.routing.config import RouterConfig as RouterConfig
 
 Body = NewType("Body", int)
 Session = NewType("Session", int)
 Leg = NewType("Leg", int)
 Instance = NewType("Instance", str)
 """An instance's name. It outlives its lives: each life has a higher incarnation."""
-
-
-class Policy(StrEnum):
-    """How an instance is chosen for a request."""
-
-    CACHE_AWARE = "cache-aware"
-    POWER_OF_TWO = "power-of-two"
-    ROUND_ROBIN = "round-robin"
-    RANDOM = "random"
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    policy: Policy = Policy.CACHE_AWARE
-    preempt_retry_count: int = 3
-    """How often a choice may go on elsewhere because an instance had no room for it (codes 500 and 502)."""
-    preempt_retry_exclude_decode: bool = True
-    """Avoid the instance that had no room while there is another."""
-    loss_retry_count: int = 8
-    """How often a choice may go on elsewhere because its instance, or the KV on its way to it, was lost."""
-    fruitless_loss_count: int = 4
-    """At so many losses in a row, without a token between them, it ends: it may be what kills whoever computes it."""
-    backoff_us: int = 20_000
-    """Before the first retry of a choice; doubles, less a jitter of up to half. After a loss the first one is at once."""
-    backoff_us_max: int = 1_000_000
-    deadline_us: int = 600_000_000
-    """From arrival. What waits for a place or for its first token then ends with an error; an answer that flows goes on
-    until it would have to move."""
-    absent_us: int = 10_000_000
-    """How long a body that has no token yet waits for an instance while none is there."""
-    waiting_max: int = 1024
-    """Choices that wait for a place; beyond it new bodies are refused."""
-    ahead: float = 2.0
-    """Choices open at an instance, as a multiple of its slots, beyond which newcomers wait here instead of there."""
-    retry_rate: float = 50.0
-    """Retries a second, of all choices together, once `retry_burst` of them are used up; the others wait their turn."""
-    retry_burst: int = 512
-    beat_us: int = 200_000
-    suspect_us: int = 600_000
-    """An instance or its engine that gave no sign of life for so long is taken out."""
-    stuck_us: int = 60_000_000
-    """An engine that computes and finishes no step for so long is taken out."""
-    drain_us: int = 30_000_000
-    """What is still open at a draining instance after so long goes on elsewhere."""
-    orphan_grace_us: int = 10_000_000
-    """How long a request without a client is kept after a router was lost."""
-    key_concurrency: int | None = None
-    """Choices that one tenant may have open."""
-    key_tokens_per_minute: int | None = None
-    """Tokens, prompt and generated, that one tenant may use."""
-    model: str = "the model of this router"
-    """For people."""
-    model_mark: bytes = b""
-    """What the fingerprint of every instance begins with; empty where it is not known."""
-
-    def __post_init__(self) -> None:
-        positive = ("backoff_us", "backoff_us_max", "deadline_us", "waiting_max", "retry_burst", "beat_us", "suspect_us",
-                    "fruitless_loss_count", "stuck_us", "drain_us", "orphan_grace_us", "ahead", "retry_rate")  # fmt: skip
-        for name in positive:
-            if not getattr(self, name) > 0:  # written so that NaN fails too
-                raise BadConfig(f"{name} must be more than 0, not {getattr(self, name)}")
-        for name in ("preempt_retry_count", "loss_retry_count", "absent_us"):
-            if getattr(self, name) < 0:
-                raise BadConfig(f"{name} must not be negative, but is {getattr(self, name)}")
-        for name in ("key_concurrency", "key_tokens_per_minute"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BadConfig(f"{name} must be at least 1, not {value}")
-        if self.suspect_us < 2 * self.beat_us:
-            raise BadConfig(f"suspect_us ({self.suspect_us}) must be at least twice beat_us ({self.beat_us})")
 
 
 # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────────
