@@ -13,7 +13,6 @@ from pathlib import Path
 
 from baton import __version__
 from baton.bench.calls import JITTER_GAPS, TraceLoad, read_load
-from baton.bench.policies import POLICIES, Policy
 from baton.core.config import PrefillPath, ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
 from baton.core.routing.events import Policy as RoutePolicy
@@ -46,6 +45,21 @@ COMPARE_SYNTAX = (
 
 class BadSimOptions(BatonError):
     """Options that do not go together, or mean nothing; the message names them and says what does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How much of the pool is reserved for growth, and which request yields when it is full."""
+
+    reserve: ReservePolicy
+    victims: VictimPolicy
+
+    @property
+    def name(self) -> str:
+        return f"{self.reserve.value}, {self.victims.value}"
+
+
+POLICIES = tuple(Policy(reserve, victims) for reserve in ReservePolicy for victims in VictimPolicy)
 
 
 @dataclass(frozen=True, slots=True)
