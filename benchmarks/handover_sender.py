@@ -1,4 +1,4 @@
-"""The giving half of `bench handover`: a process that sends KV when it is told to, and says when it began.
+"""The sending half of `benchmarks.handover`: a process that sends KV when it is told to, and says when it began.
 
 Its orders are lines of JSON on standard input, its answers lines on standard output. Both processes read the same monotonic
 clock, so a transfer is timed from the order to ship here to the last byte over there.

@@ -102,9 +102,8 @@ REPORTED = {
 """PaddlePaddle/FastDeploy, pull request 7944: GLM-4.5-Air, TP8, 1P3D, 39 concurrent, 78 multi-round sessions."""
 
 
-@dataclass(frozen=True, slots=True)
-class PathOptions:
-    trace: Path
+class PathOptions(msgspec.Struct, frozen=True):
+    trace: str
     seeds: int = 10
     sessions: int = 78
     clients: int = 39
@@ -116,17 +115,12 @@ class PathOptions:
 
 
 class PathJob(msgspec.Struct, frozen=True):
-    trace: str
+    """One run."""
+
+    options: PathOptions
     kind: Kind
     seed: int
-    sessions: int
-    clients: int
-    input_scale: float
-    think_us: int
-    lane_gbytes_per_s: float
-    giver_blocks: int
-    taker_blocks: int
-    pass_us: float
+    pass_us: float = 0.0
     """Charged for each step of the giver, time that it loses included."""
     metered: bool = False
     """Whether to take the CPU time of the giver's passes."""
@@ -221,8 +215,7 @@ class PathReport(msgspec.Struct, frozen=True):
 class Paths:
     def __init__(self, options: PathOptions) -> None:
         self._options = options
-        self._taker_blocks = blocks_of(load_step_times(STEP_TIMES), None, BLOCK_SIZE)
-        spec_of(self._job(Kind.SHORT, 0))  # complains now rather than later
+        spec_of(PathJob(options, Kind.SHORT, 0))  # complains now rather than later
 
     @property
     def runs(self) -> int:
@@ -237,7 +230,7 @@ class Paths:
         voice.done()
         charge[Kind.LOSSY] = charge[Kind.GENERAL] + lost_us
         voice.doing("all seeds")
-        jobs = [self._job(kind, seed, charge[kind]) for seed in range(self._options.seeds) for kind in Kind]
+        jobs = [PathJob(self._options, kind, seed, charge[kind]) for seed in range(self._options.seeds) for kind in Kind]
         runs = run_jobs("prefill-path", jobs, PathRun, lambda _run: voice.done(), processes)
         return self._report(passes, lost_us, runs)
 
@@ -246,7 +239,7 @@ class Paths:
         found: dict[Kind, list[PathRun]] = {kind: [] for kind in PATHS}
         for _, kind in in_turns(PATHS, METER_ROUNDS):
             voice.doing(f"timing passes, {kind} path")
-            found[kind].append(run_path(self._job(kind, 0, metered=True)))
+            found[kind].append(run_path(PathJob(self._options, kind, 0, metered=True)))
             voice.done()
         return found
 
@@ -255,47 +248,26 @@ class Paths:
         reported = REPORTED["total_s"]
         wanted = reported.general / reported.short - 1.0
         guess_us = wanted * without.total_s * 1e6 / without.giver_steps
-        tried = run_path(self._job(Kind.LOSSY, 0, pass_us + guess_us))
+        tried = run_path(PathJob(self._options, Kind.LOSSY, 0, pass_us + guess_us))
         return guess_us * wanted / (tried.total_s / without.total_s - 1.0)
 
-    def _job(self, kind: Kind, seed: int, pass_us: float = 0.0, *, metered: bool = False) -> PathJob:
-        options = self._options
-        return PathJob(
-            trace=str(options.trace),
-            kind=kind,
-            seed=seed,
-            sessions=options.sessions,
-            clients=options.clients,
-            input_scale=options.input_scale,
-            think_us=round(options.think_s * 1e6),
-            lane_gbytes_per_s=options.lane_gbytes_per_s,
-            giver_blocks=options.giver_blocks,
-            taker_blocks=self._taker_blocks,
-            pass_us=pass_us,
-            metered=metered,
-        )
-
     def _report(self, passes: dict[Kind, list[Passes]], lost_us: float, runs: list[PathRun]) -> PathReport:
-        options = self._options
+        settings: dict[str, str | int | float] = msgspec.structs.asdict(self._options)
+        del settings["trace"]
+        settings |= {
+            "step_times": STEP_TIMES,
+            "givers": GIVERS,
+            "takers": TAKERS,
+            "taker_blocks": taker_blocks(),
+            "block_size": BLOCK_SIZE,
+            "step_tokens": STEP_TOKENS,
+            "max_tokens": MAX_TOKENS,
+        }
         return PathReport(
             schema=SCHEMA,
             version=__version__,
-            trace=options.trace.name,
-            settings={
-                "step_times": STEP_TIMES,
-                "givers": GIVERS,
-                "takers": TAKERS,
-                "sessions": options.sessions,
-                "clients": options.clients,
-                "input_scale": options.input_scale,
-                "think_s": options.think_s,
-                "giver_blocks": options.giver_blocks,
-                "taker_blocks": self._taker_blocks,
-                "block_size": BLOCK_SIZE,
-                "step_tokens": STEP_TOKENS,
-                "max_tokens": MAX_TOKENS,
-                "lane_gbytes_per_s": options.lane_gbytes_per_s,
-            },
+            trace=Path(self._options.trace).name,
+            settings=settings,
             passes=passes,
             lost_us=lost_us,
             reported=REPORTED,
@@ -317,8 +289,8 @@ class Charged:
         return round(self.times.step_us(decodes, decode_context, prefill_tokens, prefill_pairs) + self.pass_us)
 
 
-def sessions_of(job: PathJob) -> Sessions:
-    return Sessions(job.sessions, job.input_scale, CONTEXT_TOKENS, MAX_TOKENS, job.think_us)
+def taker_blocks() -> int:
+    return blocks_of(load_step_times(STEP_TIMES), None, BLOCK_SIZE)
 
 
 def run_path(job: PathJob) -> PathRun:
@@ -326,33 +298,30 @@ def run_path(job: PathJob) -> PathRun:
 
 
 def spec_of(job: PathJob) -> RunSpec:
-    times = load_step_times(STEP_TIMES)
-    calls = sessions_of(job).drawn(read_talks(Path(job.trace)), job.seed)
+    options, times = job.options, load_step_times(STEP_TIMES)
+    think_us = round(options.think_s * 1e6)
+    sessions = Sessions(options.sessions, options.input_scale, CONTEXT_TOKENS, MAX_TOKENS, think_us)
     config = WorkerConfig(
         slots=SLOTS,
-        blocks=job.taker_blocks,
+        blocks=taker_blocks(),
         block_size=BLOCK_SIZE,
         context_tokens=CONTEXT_TOKENS,
         step_tokens=STEP_TOKENS,
-        waiting_max=job.clients,
+        waiting_max=options.clients,
         handover=HandoverConfig(deadline_us=DEADLINE_US),
     )
-    split = Split(
-        GIVERS,
-        replace(config, blocks=job.giver_blocks, prefill_path=job.kind.path),
-        Charged(times, job.pass_us),
-        road_of(times, BLOCK_SIZE, job.lane_gbytes_per_s),
-    )
+    giver_config = replace(config, blocks=options.giver_blocks, prefill_path=job.kind.path)
+    road = road_of(times, BLOCK_SIZE, options.lane_gbytes_per_s)
     return RunSpec(
         label=job.kind,
         instances=GIVERS + TAKERS,
         config=config,
         step_times=times,
-        calls=calls,
-        concurrency=job.clients,
+        calls=sessions.drawn(read_talks(Path(options.trace)), job.seed),
+        concurrency=options.clients,
         seed=job.seed,
         spans_max=0,
-        split=split,
+        split=Split(GIVERS, giver_config, Charged(times, job.pass_us), road),
         metered=job.metered,
     )
 
@@ -447,7 +416,7 @@ def prefill_path(
 
     def prepare(voice: Voice) -> Work[PathReport]:
         options = PathOptions(
-            trace=find_talks(trace, traces),
+            trace=str(find_talks(trace, traces)),
             seeds=seeds,
             sessions=sessions,
             clients=concurrency,

@@ -15,7 +15,6 @@ a step is not charged (tens of microseconds beside steps of 5 ms and more).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -51,9 +50,8 @@ STEP_TOKENS = 2048
 MIXED_STEP_TOKENS = (512, 1024, 2048)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitOptions:
-    trace: Path
+class SplitOptions(msgspec.Struct, frozen=True):
+    trace: str
     requests: int = 800
     speeds: tuple[float, ...] = (1.0, 1.3, 1.6, 1.9, 2.2)
     instances: int = 8
@@ -69,29 +67,31 @@ class SplitOptions:
             if not 1 <= givers < self.instances:
                 raise BadSimOptions(f"{givers} of {self.instances} instances cannot prefill for the others")
 
+    def load(self) -> TraceLoad:
+        return read_load(Path(self.trace), self.requests, None, CONTEXT_TOKENS)
+
 
 class SplitJob(msgspec.Struct, frozen=True):
     """One cluster at one speed."""
 
-    trace: str
-    requests: int
+    options: SplitOptions
     speed: float
     seed: int
-    instances: int
     givers: int
     """0: every instance does everything."""
-    step_tokens: int
-    by_load: bool
+    step_tokens: int = STEP_TOKENS
+    by_load: bool = False
     """Requests go to the instance with the least to prefill, else in turn."""
-    ttft_s: float
-    tpot_ms: float
-    lane_gbytes_per_s: float
+
+    @property
+    def takers(self) -> int:
+        return self.options.instances - self.givers
 
     @property
     def cluster(self) -> str:
         if self.givers:
-            return f"{self.givers}P{self.instances - self.givers}D"
-        return f"mixed ×{self.instances}, {'by load' if self.by_load else 'in turn'}, {self.step_tokens:,}"
+            return f"{self.givers}P{self.takers}D"
+        return f"mixed ×{self.takers}, {'by load' if self.by_load else 'in turn'}, {self.step_tokens:,}"
 
 
 class SplitRun(msgspec.Struct, frozen=True):
@@ -165,7 +165,7 @@ class SplitReport(msgspec.Struct, frozen=True):
 class Splits:
     def __init__(self, options: SplitOptions) -> None:
         self._options = options
-        self._load = _load(options.trace, options.requests)
+        self._load = options.load()
         if not self._load.is_timed:
             raise BadSimOptions(f"{options.trace} has lengths but no times")
         self.jobs = [
@@ -176,35 +176,21 @@ class Splits:
         ]  # fmt: skip
 
     def _clusters(self, speed: float, seed: int) -> list[SplitJob]:
-        kinds = [*((0, tokens, False) for tokens in self._options.mixed_step_tokens), (0, STEP_TOKENS, True)]
-        kinds += [(givers, STEP_TOKENS, False) for givers in self._options.givers]
-        return [self._job(speed, seed, *kind) for kind in kinds]
-
-    def _job(self, speed: float, seed: int, givers: int, step_tokens: int, by_load: bool) -> SplitJob:
         options = self._options
-        return SplitJob(
-            trace=str(options.trace),
-            requests=options.requests,
-            speed=speed,
-            seed=seed,
-            instances=options.instances,
-            givers=givers,
-            step_tokens=step_tokens,
-            by_load=by_load,
-            ttft_s=options.ttft_s,
-            tpot_ms=options.tpot_ms,
-            lane_gbytes_per_s=options.lane_gbytes_per_s,
-        )
+        return [
+            *(SplitJob(options, speed, seed, 0, tokens) for tokens in options.mixed_step_tokens),
+            SplitJob(options, speed, seed, 0, by_load=True),
+            *(SplitJob(options, speed, seed, givers) for givers in options.givers),
+        ]
 
     def run(self, done: Callable[[SplitRun], None], processes: int) -> SplitReport:
         runs = run_jobs("split", self.jobs, SplitRun, done, processes)
-        options, load = self._options, self._load
-        times = load_step_times(STEP_TIMES)
+        options, load, times = self._options, self._load, load_step_times(STEP_TIMES)
         alone_s = [_alone_us(times, request.input_tokens) / 1e6 for request in load.requests]
         return SplitReport(
             schema=SCHEMA,
             version=__version__,
-            trace=options.trace.name,
+            trace=Path(options.trace).name,
             requests=len(load.requests),
             bunched=load.bunched,
             settings={
@@ -224,10 +210,6 @@ class Splits:
         )
 
 
-def _load(trace: Path, requests: int) -> TraceLoad:
-    return read_load(trace, requests, None, CONTEXT_TOKENS)
-
-
 def _alone_us(times: StepTimes, tokens: int) -> int:
     """A prompt's prefill, chunk after chunk, with nothing else to do."""
     spent_us = 0
@@ -241,8 +223,8 @@ def _alone_us(times: StepTimes, tokens: int) -> int:
 
 
 def run_split(job: SplitJob) -> SplitRun:
-    times = load_step_times(STEP_TIMES)
-    calls = _load(Path(job.trace), job.requests).at_their_times(job.seed, job.speed)
+    options, times = job.options, load_step_times(STEP_TIMES)
+    calls = options.load().at_their_times(job.seed, job.speed)
     config = WorkerConfig(
         slots=SLOTS,
         blocks=blocks_of(times, None, BLOCK_SIZE),
@@ -251,16 +233,16 @@ def run_split(job: SplitJob) -> SplitRun:
         step_tokens=job.step_tokens,
         waiting_max=len(calls),
     )
-    split = Split(job.givers, config, times, road_of(times, BLOCK_SIZE, job.lane_gbytes_per_s)) if job.givers else None
+    road = road_of(times, BLOCK_SIZE, options.lane_gbytes_per_s)
     spec = RunSpec(
         job.cluster,
-        job.instances,
+        options.instances,
         config,
         times,
         calls,
         seed=job.seed,
         spans_max=0,
-        split=split,
+        split=Split(job.givers, config, times, road) if job.givers else None,
         chosen=_least if job.by_load else None,
     )
     return _judged(job, simulate(spec))
@@ -275,12 +257,12 @@ def _judged(job: SplitJob, record: RunRecord) -> SplitRun:
     warm_us = round(last_us * WARM_SHARE)
     judged = [journey for journey in record.journeys if journey.arrived_us >= warm_us]
     finished = [journey for journey in judged if journey.outcome in FINISHED]
-    targets = Targets(job.ttft_s, job.tpot_ms)
-    late = np.array([(journey.ttft_us or 0) > job.ttft_s * 1e6 for journey in finished])
-    slow = np.array([(journey.tpot_us or 0) > job.tpot_ms * 1e3 for journey in finished])
+    targets = Targets(job.options.ttft_s, job.options.tpot_ms)
+    late = np.array([(journey.ttft_us or 0) > targets.ttft_s * 1e6 for journey in finished])
+    slow = np.array([(journey.tpot_us or 0) > targets.tpot_ms * 1e3 for journey in finished])
     good, window_s = sum(targets.met_by(journey) for journey in judged), (last_us - warm_us) / 1e6
     ttft_s, tpot_ms = _latencies(finished)
-    busy, takers = busy_shares(record), job.instances - job.givers
+    busy, takers = busy_shares(record), job.takers
     if busy is None:
         raise RunFailed(f"{job.cluster} at × {job.speed} did nothing")
     handed = record.handed
@@ -368,7 +350,7 @@ def split(
         if plot_file is not None:
             require_matplotlib()
         options = SplitOptions(
-            trace=find_trace(trace, traces, TRACE_GLOB, "the Mooncake conversations"),
+            trace=str(find_trace(trace, traces, TRACE_GLOB, "the Mooncake conversations")),
             requests=requests,
             speeds=tuple(_numbers(speeds, "--speeds")),
             instances=instances,

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from baton.sim.scenario import FlatTimes
 from benchmarks.__main__ import app
 from benchmarks.jobs import JobFailed, run_jobs
-from benchmarks.prefill_path import REPORTED, Charged, Kind, PathOptions, PathReport, PathRun, Paths, show
+from benchmarks.prefill_path import REPORTED, Charged, Kind, PathJob, PathOptions, PathReport, PathRun, Paths, show
 from benchmarks.runner import Voice
 
 QUIET = Voice(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
@@ -32,7 +32,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def options(trace: Path) -> PathOptions:
-    return PathOptions(trace, seeds=2, sessions=6, clients=3, input_scale=200.0, giver_blocks=3000)
+    return PathOptions(str(trace), seeds=2, sessions=6, clients=3, input_scale=200.0, giver_blocks=3000)
 
 
 def test_both_paths_answer_the_same_sessions_and_are_compared_seed_by_seed(trace: Path) -> None:
@@ -64,8 +64,7 @@ def test_what_was_reported_agrees_with_its_percentages() -> None:
 
 
 def test_a_job_that_fails_says_why(trace: Path) -> None:
-    job = Paths(options(trace))._job(Kind.SHORT, 0)
-    broken = msgspec.structs.replace(job, trace=str(trace) + ".gone")
+    broken = PathJob(msgspec.structs.replace(options(trace), trace=str(trace) + ".gone"), Kind.SHORT, 0)
     with pytest.raises(JobFailed, match="No such file"):
         run_jobs("prefill-path", [broken], PathRun, lambda _run: None, processes=1)
 

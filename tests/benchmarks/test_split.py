@@ -38,7 +38,11 @@ def trace(tmp_path: Path) -> Path:
 
 
 def job(trace: Path, givers: int, by_load: bool = False) -> SplitJob:
-    return SplitJob(str(trace), 40, 1.0, 0, 3, givers, 2048, by_load, 2.0, 50.0, 50.0)
+    return SplitJob(SplitOptions(str(trace), 40, instances=3, givers=(1,)), 1.0, 0, givers, by_load=by_load)
+
+
+def aiming(job: SplitJob, **targets: float) -> SplitJob:
+    return msgspec.structs.replace(job, options=msgspec.structs.replace(job.options, **targets))
 
 
 def test_a_light_load_is_good_with_and_without_a_split(trace: Path) -> None:
@@ -56,9 +60,9 @@ def test_a_light_load_is_good_with_and_without_a_split(trace: Path) -> None:
 
 
 def test_shares_say_which_target_was_missed(trace: Path) -> None:
-    late = run_split(msgspec.structs.replace(job(trace, 1), ttft_s=0.001))
-    slow = run_split(msgspec.structs.replace(job(trace, 1), tpot_ms=0.001))
-    both = run_split(msgspec.structs.replace(job(trace, 1), ttft_s=0.001, tpot_ms=0.001))
+    late = run_split(aiming(job(trace, 1), ttft_s=0.001))
+    slow = run_split(aiming(job(trace, 1), tpot_ms=0.001))
+    both = run_split(aiming(job(trace, 1), ttft_s=0.001, tpot_ms=0.001))
     assert (late.late_share, late.slow_share, late.both_share, late.good_share) == (1.0, 0.0, 0.0, 0.0)
     assert (slow.late_share, slow.slow_share, slow.both_share) == (0.0, 1.0, 0.0)
     assert (both.late_share, both.slow_share, both.both_share) == (0.0, 0.0, 1.0)
@@ -75,7 +79,7 @@ def test_by_load_a_long_prompt_keeps_others_away_from_its_instance(tmp_path: Pat
 
 
 def test_all_clusters_are_run_at_all_speeds_and_told_of(trace: Path) -> None:
-    options = SplitOptions(trace, 40, speeds=(1.0, 2.0), instances=3, givers=(1, 2), mixed_step_tokens=(512,))
+    options = SplitOptions(str(trace), 40, speeds=(1.0, 2.0), instances=3, givers=(1, 2), mixed_step_tokens=(512,))
     seen: list[SplitRun] = []
     report = Splits(options).run(seen.append, processes=2)
     assert len(seen) == len(report.runs) == 8
@@ -91,7 +95,7 @@ def test_all_clusters_are_run_at_all_speeds_and_told_of(trace: Path) -> None:
 
 def test_a_split_that_leaves_nobody_to_decode_is_refused(trace: Path) -> None:
     with pytest.raises(BadSimOptions, match="8 of 8"):
-        SplitOptions(trace, givers=(8,))
+        SplitOptions(str(trace), givers=(8,))
 
 
 def test_a_missing_trace_is_said_with_how_to_name_one(tmp_path: Path) -> None:

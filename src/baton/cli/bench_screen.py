@@ -1,4 +1,4 @@
-"""What the commands of `baton bench` share on the screen: the console, progress, and leaving in good order."""
+"""What the commands of `baton bench` and others share on the screen: the console, progress, and leaving in good order."""
 
 from __future__ import annotations
 
