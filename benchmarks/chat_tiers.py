@@ -104,7 +104,7 @@ class ChatReport(ServerReport, kw_only=True):
     prompt_tokens: int
     """Of one run."""
     new_tokens: int
-    """Of those, what no earlier round has had: the most that can be found is the rest."""
+    """Prompt tokens that no earlier round contains; at most the rest can be found cached."""
     rows: list[ChatRow]
 
 

@@ -1,4 +1,4 @@
-"""Conversations of a trace of lengths: who said how much in which round, and sessions that are drawn from them.
+"""Conversations of a trace of lengths: tokens asked and answered in each round, and sessions drawn from them.
 
 Owns how rows become rounds. The ShareGPT lengths have one row a turn, with all that was said before it as its prompt; rows
 of one conversation follow each other. So a row whose prompt is longer than everything in the row before goes on with that
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 TRACE_GLOB = "*sharegpt*.csv*"
 _CALLS, _SESSIONS = 3, 5
-"""What a random stream is for, so that no two uses of one seed ever draw the same stream."""
+"""Purposes of random streams: two uses of one seed never draw the same stream."""
 
 
 class Turn(NamedTuple):
@@ -74,11 +74,11 @@ class Sessions:
 
     count: int
     input_scale: float
-    """What clients add is so many times as long as in the file; answers are as long as there."""
+    """Factor on the length of what clients add; answers stay as long as in the file."""
     context_tokens: int
     """A session ends before the round that would not fit."""
     max_tokens: int
-    """What clients declare, unless the answer is longer."""
+    """Declared by clients, unless the answer is longer."""
     think_us: int = 0
 
     def drawn(self, talks: Sequence[Talk], seed: int) -> list[Call]:

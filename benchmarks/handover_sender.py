@@ -25,7 +25,7 @@ SOCKET_CALL_BYTES = 1 << 20
 
 
 class Begin(msgspec.Struct, tag="begin", frozen=True):
-    """What the pool is made of."""
+    """Size of the pool, and of its layers."""
 
     layer_bytes: int
     layers: int

@@ -30,7 +30,7 @@ class JobFailed(BatonError):
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Cores that this process may use."""
     return max(1, len(os.sched_getaffinity(0)))
 
 

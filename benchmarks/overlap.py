@@ -63,7 +63,7 @@ class Mode(msgspec.Struct, frozen=True):
 
 class Run(msgspec.Struct, frozen=True):
     bytes_per_s: float | None
-    """What the sender was held to."""
+    """Limit of the sender; None: unlimited."""
     prefill_s: float
     ttft_s: float
     left_share: float
@@ -130,7 +130,7 @@ class _Timed:
         self.on_layer: LayerDone | None = None
         self.arrived_bytes: Callable[[], int] = lambda: 0
         self.firsts: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
-        """Of each step that yielded a first token: when it ended, and how much had arrived by then."""
+        """One for each step that yielded a first token: when it ended, and the bytes arrived by then."""
 
     @property
     def kv(self) -> KvView:

@@ -1,4 +1,4 @@
-"""What a store costs the scheduler: the same engine with host memory alone, and with stores that are quick, slow or dead.
+"""The cost of a store to the scheduler: one engine with host memory alone, and with stores that are quick, slow or dead.
 
 Owns the load and what is timed. The engine is the real one, all of it in this process: the loop, the worker, the threads
 that copy, the threads around the store, and one that waits for steps. Only the model is none: a step is a pause, in which
@@ -77,7 +77,7 @@ PARTS = ("plan", "settle", "in all")
 
 
 class Kind(StrEnum):
-    """What lies behind host memory."""
+    """The store behind host memory."""
 
     NONE = "no store"
     FILE = "file"
@@ -105,7 +105,7 @@ class PassOptions:
     block_bytes: int = 64 << 10
     step_ms: float = 5.0
     folder: Path | None = None
-    """Where the stores lie; None: where temporary files do."""
+    """Folder of the stores; None: the temporary folder."""
     look_s: float = 1.0
 
 
@@ -163,7 +163,7 @@ class Meter:
     in_all_us: list[float] = field(default_factory=list)
     """One a step."""
     _open_us: float = 0.0
-    """What the step that is planned next has cost so far."""
+    """Cost so far of the step that is planned next."""
 
     def handled(self, event: Event, effects: list[Effect], spent_us: float) -> None:
         self._open_us += spent_us
@@ -414,13 +414,13 @@ def _errors_only(logger: str) -> Iterator[None]:
 
 
 def _sized(options: PassOptions, rows: int) -> PassOptions:
-    """As many blocks and clients to a row, whatever its number."""
+    """Scale blocks and clients with the rows."""
     each = options.pool_blocks // options.rows
     return replace(options, rows=rows, clients=2 * rows, pool_blocks=each * rows, host_rows=each * rows)
 
 
 LIMITS = {"p50": 1.10, "p99": 1.50}
-"""What a store may cost a pass, whatever it does."""
+"""The most that a store may cost a pass, as a factor."""
 COUNTED: dict[str, Callable[[PassRun], float]] = {
     "preempted": lambda run: run.preemptions,
     "blocks saved": lambda run: run.saved,
@@ -461,7 +461,7 @@ def show(console: Console, report: PassReport) -> None:
 
 
 def missed(report: PassReport) -> list[str]:
-    """Where a store cost more than it may: planning and settling count."""
+    """One line for each plan or settle time beyond its limit."""
     found = []
     for kind in (kind for kind in Kind if kind is not Kind.NONE):
         for part in ("plan", "settle"):

@@ -1,4 +1,4 @@
-"""What each rule of reservation and each order of victims costs, on the lengths of a real trace.
+"""The cost of each rule of reservation and each order of victims, on the lengths of a real trace.
 
 Owns the load, the runs and what is said of them. Each client declares a `max_tokens` that is larger than what it will
 generate, as clients do, so the scheduler must guess; and the pool holds only a share of what the slots could use, so guesses
@@ -57,7 +57,7 @@ class PolicyOptions:
     pool_share: float = 0.4
     """Blocks of the pool ÷ blocks that all slots would fill with answered requests of mean length."""
     max_tokens: int = 1024
-    """What every client declares, unless it will generate more."""
+    """Declared by every client, unless it will generate more."""
     speed: float = 5.0
     """Arrivals of the trace, so many times as fast."""
     block_size: int = 16

@@ -89,7 +89,7 @@ class PredictOptions:
 
 
 class TimesSource(Protocol):
-    """Where step times come from."""
+    """A source of step times."""
 
     @property
     def told(self) -> str: ...
@@ -98,7 +98,7 @@ class TimesSource(Protocol):
         """Called before each run of a load, and once after the last."""
 
     def times(self, look: int) -> StepTimes:
-        """Those between that look, counted from 0, and the next."""
+        """Step times between that look, counted from 0, and the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Surveyed:
 
 
 def settings_of(model_folder: str, loads: Sequence[ServingLoad], blocks: int = BLOCKS) -> EngineSettings:
-    """What the server, the calibrated executor and the simulated instance are all made from."""
+    """Settings of the server, the calibrated executor and the simulated instance."""
     settings = EngineSettings("", model_folder, b"", blocks=blocks, context_tokens=CONTEXT_TOKENS)
     room = config_of(settings).sequence_tokens_max
     for load in loads:
@@ -190,7 +190,7 @@ class Run(msgspec.Struct, frozen=True):
 class Prediction(msgspec.Struct, frozen=True):
     load: str
     admission_us: float
-    """What a request takes from its client to the engine."""
+    """Time of a request from its client to the engine."""
     runs: list[Run]
     speed: Spread
     """Simulated ÷ real, run by run."""
@@ -255,7 +255,7 @@ class Predict:
         return self._options.repetitions * len(self._options.loads)
 
     def run(self) -> tuple[list[Prediction], list[str]]:
-        """What was predicted of each load, and what failed: then nothing is."""
+        """The prediction of each load, and failures; nothing is predicted after a failure."""
         try:
             with server(self._side) as serving:
                 turns, _ = arrange([serving], self._voice, next(self._seeds))

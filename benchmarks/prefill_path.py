@@ -67,7 +67,7 @@ METER_ROUNDS = 3
 
 
 class Kind(StrEnum):
-    """What is compared."""
+    """The three runs that are compared."""
 
     GENERAL = "general"
     SHORT = "short"
@@ -136,7 +136,7 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Passes(msgspec.Struct, frozen=True):
-    """What the giver's worker took, in CPU time."""
+    """CPU time of the giver's worker."""
 
     passes: int
     plan_us: float
@@ -517,7 +517,7 @@ def explained(report: PathReport) -> Iterator[str]:
 
 
 def _verdict(report: PathReport) -> Iterator[str]:
-    """What our two paths differ in, and what the original's must have."""
+    """How our two paths differ, and how the original's must have differed."""
     general, short = report.of(Kind.GENERAL), report.of(Kind.SHORT)
     more = sum(run.giver_steps for run in general) - sum(run.giver_steps for run in short)
     saved_ms = (report.pass_us(Kind.GENERAL) - report.pass_us(Kind.SHORT)) / 1e3

@@ -1,4 +1,4 @@
-"""What a router costs: the same scripted instances asked directly, through Baton's router, and through another.
+"""The cost of a router: the same scripted instances asked directly, through Baton's router, and through another.
 
 Owns the measurement and its verdict. The load is streamed, one event a token, from as many clients at once as asked. A
 round measures every way once, in an order that turns; the time to the first token is compared by percentiles over all

@@ -1,7 +1,7 @@
-"""What choosing an instance by what it has cached is worth: conversations of several rounds, one fleet a policy.
+"""The value of choosing an instance by its cached prefixes: conversations of several rounds, one fleet a policy.
 
 Owns the real measurement. Each policy gets a fresh fleet of mixed instances, so that nothing is cached from before; all
-get the same conversations (lengths from a trace, words made up), so many at a time. A prompt carries all that was said
+get the same conversations (lengths from a trace, words made up), as many at once. A prompt carries all that was said
 before, so an instance that served the round before has nearly all of it. The figures are the share of prompt tokens that
 an instance had, as usage tells it, and the time to the first token.
 """
@@ -36,7 +36,7 @@ from benchmarks.runner import Columns, MeasurementFailed, Voice, Work, conduct, 
 MODELLED = "h200-8b"
 MODELLED_CLIENTS = 39
 MODELLED_SCALE = 8.0
-"""What clients say there is so many times as long as in the trace: documents beside their questions."""
+"""Factor on the length of prompts in virtual time: documents beside questions."""
 
 
 class PolicyRun(msgspec.Struct):

@@ -144,7 +144,7 @@ class MeasuredSide:
     take: Callable[[int], tuple[float, str]]
     """The measurement of a round: its value, and what else to say of it."""
     values: list[Measured]
-    """Where measurements go."""
+    """Measurements are appended here."""
 
 
 def in_turns(sides: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
@@ -163,7 +163,7 @@ class Rounds:
     look_s: float = 1.0
     """How long the machine is watched before each measurement."""
     loads: list[OtherLoad] = field(default_factory=list)
-    """What others did with the machine, in the order of the looks."""
+    """Load by other processes, in the order of the looks."""
 
     def measure(self, name: str, unit: str, side: str, number: int, take: Callable[[], tuple[float, str]]) -> Measured:
         """Look at the machine, take one measurement of that round and say what came out."""
@@ -212,7 +212,7 @@ def now() -> str:
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """What the JSON file of every measurement on this machine begins with."""
+    """The first fields of the JSON file of every measurement on this machine."""
 
     schema: int = 1
     made: str = msgspec.field(default_factory=now)
@@ -305,7 +305,7 @@ IN_PAIRS = "Median of the pairs (smallest – largest). Only the ratio means som
 
 
 def print_remarks(console: Console, report: Report, legend: str = IN_PAIRS) -> None:
-    """What goes below a table: how to read it, notes, failures."""
+    """Print what goes below a table: how to read it, notes, failures."""
     console.print(legend, style="dim", highlight=False, soft_wrap=True)
     for note in report.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What a step costs in deciding, with no model behind it."""
+"""The scheduler's time a step, with no model behind it."""
 
 from __future__ import annotations
 

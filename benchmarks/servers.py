@@ -54,7 +54,7 @@ WORDS = TokenRange()
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """What both servers are told."""
+    """Settings that both servers get."""
 
     model: Path
     max_model_len: int = 4096
@@ -176,7 +176,7 @@ class Turns:
     paused: bool
     """Whether those that wait are stopped meanwhile."""
     tokens: TokenRange = WORDS
-    """What prompts are drawn from."""
+    """Token ids that prompts are drawn from."""
 
     def run(self, serving: Serving, load: ServingLoad, seed: int) -> RunResult:
         sessions = fixed_sessions(load.requests, Round(load.input_tokens, load.output_tokens), Shape())
@@ -270,7 +270,7 @@ def counter_total(exposition: str, name: str) -> int | None:
 
 
 class ServerReport(Report, kw_only=True):
-    """What is told of measurements on servers."""
+    """A report on servers: their versions and the model."""
 
     versions: dict[str, str]
     model: str

@@ -1,4 +1,4 @@
-"""A slow network between an instance and its store: a relay on the loopback that lets so many bytes a second pass each way.
+"""A slow network between an instance and its store: a relay on the loopback with a limit of bytes a second each way.
 
 Owns the relay's socket and threads. All connections share the link, as they would share a cable.
 """

