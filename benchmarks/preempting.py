@@ -93,7 +93,7 @@ def windows_of(rows: int, steps: int) -> int:
 
 
 def _time_window(rows: int, window: int, *, is_full: bool) -> tuple[list[float], list[int]]:
-    """For each of `window` steps: microseconds, and the number of requests that yielded."""
+    """Of each of `window` steps: microseconds, and how many requests yielded in it."""
     worker = _loaded_worker(rows + window // 2 if is_full else rows, is_full=is_full)
     for _ in range(WARM_UP_STEPS):
         one_step(worker)

@@ -48,21 +48,6 @@ class BadSimOptions(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """How much of the pool is reserved for growth, and which request yields when it is full."""
-
-    reserve: ReservePolicy
-    victims: VictimPolicy
-
-    @property
-    def name(self) -> str:
-        return f"{self.reserve.value}, {self.victims.value}"
-
-
-POLICIES = tuple(Policy(reserve, victims) for reserve in ReservePolicy for victims in VictimPolicy)
-
-
-@dataclass(frozen=True, slots=True)
 class SimOptions:
     """Absent is None; what then holds is decided here, not on the command line."""
 
@@ -131,6 +116,21 @@ def parse_split(text: str) -> tuple[int, int]:
     if not givers or not takers:
         raise BadSimOptions(f"--split {text!r} is no split: {SPLIT_SYNTAX}")
     return givers, takers
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How much of the pool is reserved for growth, and which request yields when it is full."""
+
+    reserve: ReservePolicy
+    victims: VictimPolicy
+
+    @property
+    def name(self) -> str:
+        return f"{self.reserve.value}, {self.victims.value}"
+
+
+POLICIES = tuple(Policy(reserve, victims) for reserve in ReservePolicy for victims in VictimPolicy)
 
 
 def label_of(policy: Policy) -> str:
