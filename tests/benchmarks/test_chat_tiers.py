@@ -40,7 +40,7 @@ def test_no_instance_has_more_behind_its_pool_than_its_name_says() -> None:
 def test_conversations_are_found_again_behind_the_pool(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "o.json"
     command = [
-        "bench", "chat-tiers", "scripted", "--trace", str(trace), "--pairs", "1", "--sessions", "12", "--think", "0.01",
+        "chat-tiers", "scripted", "--trace", str(trace), "--pairs", "1", "--sessions", "12", "--think", "0.01",
         "--kv-blocks", "24", "--our-args", "--step-ms 1 --bring-back always", "--json", str(out),
     ]  # fmt: skip
     ran = CliRunner().invoke(app, command)
