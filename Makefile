@@ -72,18 +72,20 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+BENCH := $(BIN)/python -m benchmarks
+
 bench: $(READY)
-	$(BIN)/baton bench compare
-	$(BIN)/baton bench scheduler --sweep
-	$(BIN)/baton bench scheduler --preempting
-	$(BIN)/baton bench pressure
-	$(BIN)/baton bench tiers
-	$(BIN)/baton bench passes
-	$(BIN)/baton bench handover
-	$(BIN)/baton bench store
-	$(BIN)/baton bench predict
-	-$(BIN)/baton bench chat-tiers                                    # needs a trace: BATON_TRACES
-	-$(BIN)/baton bench policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
+	$(BENCH) compare
+	$(BENCH) scheduler --sweep
+	$(BENCH) scheduler --preempting
+	$(BENCH) pressure
+	$(BENCH) tiers
+	$(BENCH) passes
+	$(BENCH) handover
+	$(BENCH) store
+	$(BENCH) predict
+	-$(BENCH) chat-tiers                                    # needs a trace: BATON_TRACES
+	-$(BENCH) policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
 
 fuzz: $(READY)
 	$(BIN)/baton sim fuzz --minutes $(MINUTES) --first-seed $(FIRST_SEED)

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from baton.bench.children import free_port
-from baton.bench.store_servers import StoreServer, mooncake_server, mooncake_why_not
 from baton.kv import mooncake_client as mooncake_link
 from baton.kv.mooncake_client import address_of, client_class
 from baton.kv.store import MISSING, BadStore, Store, StoreFailed, open_store
+from benchmarks.store_servers import StoreServer, mooncake_server, mooncake_why_not
 from tests.support.stores import Arena, got, hanging, put, sample, samples
 from tests.support.waiting import wait_until
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from baton.bench.children import free_port
-from baton.bench.store_servers import StoreServer, valkey_server, valkey_why_not
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, open_store
+from benchmarks.store_servers import StoreServer, valkey_server, valkey_why_not
 from tests.support.stores import Arena, got, hanging, put, sample, samples
 
 pytestmark = pytest.mark.skipif(valkey_why_not() is not None, reason=valkey_why_not() or "")

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.store_servers import StoreServer, mooncake_server, mooncake_why_not, valkey_server, valkey_why_not
 from baton.kv.store import KINDS, Store
 from baton.wire.envelope import HEADER_BYTES, object_name, seal
+from benchmarks.store_servers import StoreServer, mooncake_server, mooncake_why_not, valkey_server, valkey_why_not
 
 LAYOUT = bytes(range(16))
 OTHER_LAYOUT = bytes(range(16, 32))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "baton"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "baton"
+BENCHMARKS = ROOT / "benchmarks"
 FUNCTION_LINES_MAX = 60
 
 MAY_IMPORT = {
@@ -38,11 +40,12 @@ BANNED_ANYWHERE = {"pickle", "marshal", "shelve"}
 
 
 def _files() -> list[Path]:
-    return sorted(SOURCE.rglob("*.py"))
+    return sorted([*SOURCE.rglob("*.py"), *BENCHMARKS.rglob("*.py")])
 
 
 def _layer(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0]
+    """`benchmarks` beside the package, or the first part of the module's name in it."""
+    return path.relative_to(SOURCE).parts[0] if path.is_relative_to(SOURCE) else BENCHMARKS.name
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
@@ -59,16 +62,19 @@ def _parsed() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def _ids(path: Path) -> str:
-    return str(path.relative_to(SOURCE))
+    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("path", _files(), ids=_ids)
 def test_imports_point_one_way(path: Path) -> None:
     layer = _layer(path)
-    if layer in ("__init__.py", "__main__.py"):
-        return
+    if layer == BENCHMARKS.name:
+        return  # may import everything
     for name in _imports(ast.parse(path.read_text())):
         parts = name.split(".")
+        assert parts[0] != BENCHMARKS.name, f"{path} must not import {name}"
+        if layer in ("__init__.py", "__main__.py"):
+            continue
         if parts[0] != "baton" or len(parts) == 1 or parts[1] == layer:
             continue
         assert parts[1] in MAY_IMPORT[layer], f"{layer} must not import {name}"

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from baton import __version__
 from baton.bench.calls import JITTER_GAPS, TraceLoad, read_load
-from baton.bench.policies import POLICIES, Policy
 from baton.bench.sim_options import BLOCKS_MAX, SimOptions
 from baton.core.config import PrefillPath, ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
@@ -74,6 +73,21 @@ def parse_split(text: str) -> tuple[int, int]:
     if not givers or not takers:
         raise BadSimOptions(f"--split {text!r} is no split: {SPLIT_SYNTAX}")
     return givers, takers
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How much of the pool is reserved for growth, and which request yields when it is full."""
+
+    reserve: ReservePolicy
+    victims: VictimPolicy
+
+    @property
+    def name(self) -> str:
+        return f"{self.reserve.value}, {self.victims.value}"
+
+
+POLICIES = tuple(Policy(reserve, victims) for reserve in ReservePolicy for victims in VictimPolicy)
 
 
 def label_of(policy: Policy) -> str:
