@@ -8,20 +8,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.engine.blocks import BlockPool
+from baton.core.engine.ending import Ending
+from baton.core.engine.passes import GeneralPass
 from baton.core.engine.plan import Int64s, StepResult
-from baton.core.engine.prefix_publisher import Namer
-from baton.core.engine.records import EndedRequest, Flight, Request
+from baton.core.engine.prefix_lookup import PrefixLookup
+from baton.core.engine.prefix_publisher import PrefixPublisher
+from baton.core.engine.records import Request, Settled
 from baton.core.engine.request import Move
 from baton.core.engine.reserve import Promises
-from baton.core.engine.running_set import StepBuilder
-from baton.core.engine.scheduler import Scheduler
+from baton.core.engine.running_set import RunningSet
+from baton.core.engine.settling import Settling
 from baton.core.engine.slots import PAD, Slots
+from baton.core.engine.step_builder import StepBuilder
+from baton.core.engine.step_rows import InFlightStep
+from baton.core.engine.waiting_queue import WaitingQueue
 from baton.core.engine.worker import Worker
 from baton.core.errors import BatonError
 from tests.core.engine import test_preemption, test_reserve, test_scheduler
@@ -50,33 +58,39 @@ def _load() -> None:
 
 
 def requeue_before_the_ack(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._preempt
+    original, init_then = RunningSet.order_stop, Ending.__init__
+    queues: dict[RunningSet, WaitingQueue] = {}
 
-    def preempt(self: Scheduler, step: StepBuilder, victim: int, asker: int) -> None:
-        original(self, step, victim, asker)
-        request = self._occupant(victim)
-        request.outputs = self.slots.outputs(victim)
-        known = np.concatenate((request.submission.prompt, request.outputs))
-        request.keys = self.pool.prefix.keys_of(known, request.submission.salt, self.config.block_size)
-        self._waiting.push(request)
+    def init(self: Ending, running: RunningSet, queue: WaitingQueue, *parts: Any) -> None:
+        init_then(self, running, queue, *parts)
+        queues[running] = queue
 
-    def requeue(self: Scheduler, request: Request) -> None:
-        self._move(request, Move.ACK_PREEMPTION)
+    def order_stop(self: RunningSet, request: Request, move: Move) -> None:
+        original(self, request, move)
+        if move is Move.PREEMPT:
+            request.outputs = self.slots.outputs(self.slot_of(request))
+            known = np.concatenate((request.submission.prompt, request.outputs))
+            request.keys = PrefixLookup(self).keys_of(request.submission, known)
+            queues[self].push(request)
 
-    patch.setattr(Scheduler, "_preempt", preempt)
-    patch.setattr(Scheduler, "_requeue", requeue)
+    def requeue(self: Ending, request: Request) -> None:
+        self._running.move(request, Move.ACK_PREEMPTION)
+
+    patch.setattr(Ending, "__init__", init)
+    patch.setattr(RunningSet, "order_stop", order_stop)
+    patch.setattr(Ending, "requeue", requeue)
 
 
 def free_blocks_at_the_order(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._order_stop
+    original = RunningSet.order_stop
 
-    def order_stop(self: Scheduler, request: Request, move: Move) -> None:
+    def order_stop(self: RunningSet, request: Request, move: Move) -> None:
         original(self, request, move)
-        slot = self._slot_of(request)
+        slot = self.slot_of(request)
         self.pool.drop(self.slots.blocks(slot))
         self.slots.held[slot] = 0
 
-    patch.setattr(Scheduler, "_order_stop", order_stop)
+    patch.setattr(RunningSet, "order_stop", order_stop)
 
 
 def treat_token_zero_as_no_token(patch: pytest.MonkeyPatch) -> None:
@@ -89,15 +103,15 @@ def treat_token_zero_as_no_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def cache_the_last_sampled_tokens_block(patch: pytest.MonkeyPatch) -> None:
-    original = Namer.unnamed
+    original = PrefixPublisher.unpublished
 
-    def unnamed(self: Namer, at: Int64s) -> tuple[Int64s, Int64s]:
+    def unpublished(self: PrefixPublisher, at: Int64s) -> tuple[Int64s, Int64s]:
         slots = self._slots
         computed = slots.computed[at].copy()
         slots.computed[at] = np.where(slots.known[at] > slots.prompt[at], slots.known[at], computed)
         return original(self, at)
 
-    patch.setattr(Namer, "unnamed", unnamed)
+    patch.setattr(PrefixPublisher, "unpublished", unpublished)
 
 
 def count_the_asker_in_its_own_reserve(patch: pytest.MonkeyPatch) -> None:
@@ -106,20 +120,20 @@ def count_the_asker_in_its_own_reserve(patch: pytest.MonkeyPatch) -> None:
 
 
 def decay_only_when_something_ran(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._note_pass
+    original = GeneralPass._note
 
-    def note_pass(self: Scheduler, step: StepBuilder) -> None:
+    def note(self: GeneralPass, step: StepBuilder) -> None:
         if step.chunks or len(step.decodes.slots):
             original(self, step)
 
-    patch.setattr(Scheduler, "_note_pass", note_pass)
+    patch.setattr(GeneralPass, "_note", note)
 
 
 def append_a_stale_result(patch: pytest.MonkeyPatch) -> None:
-    def fence(self: Scheduler, flight: Flight) -> Int64s:
-        return np.arange(flight.stops, len(flight.crew.slots))
+    def fence(self: Settling, step: InFlightStep) -> Int64s:
+        return np.arange(step.stops, len(step.rows.slots))
 
-    patch.setattr(Scheduler, "_fence", fence)
+    patch.setattr(Settling, "_fence", fence)
 
 
 def choose_a_prefilling_victim(patch: pytest.MonkeyPatch) -> None:
@@ -131,13 +145,13 @@ def choose_a_prefilling_victim(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_what_was_delivered_at_a_restart(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._requeue
+    original = Ending.requeue
 
-    def requeue(self: Scheduler, request: Request) -> None:
+    def requeue(self: Ending, request: Request) -> None:
         original(self, request)
         request.outputs = request.outputs[:-1]
 
-    patch.setattr(Scheduler, "_requeue", requeue)
+    patch.setattr(Ending, "requeue", requeue)
 
 
 def leak_a_block_at_the_ack(patch: pytest.MonkeyPatch) -> None:
@@ -146,7 +160,7 @@ def leak_a_block_at_the_ack(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_release_followers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_release_followers", lambda self, leader: None)
+    patch.setattr(WaitingQueue, "release_followers", lambda self, leader: None)
 
 
 def no_pass_is_due_after_an_idle_one(patch: pytest.MonkeyPatch) -> None:
@@ -159,13 +173,13 @@ def let_growth_touch_what_is_promised(patch: pytest.MonkeyPatch) -> None:
 
 
 def end_a_request_twice(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._end
+    original = Settling.settle
 
-    def end(self: Scheduler, request: Request, reason: object, move: Move, ended: list[EndedRequest]) -> None:
-        original(self, request, reason, move, ended)  # type: ignore[arg-type]
-        ended.append(ended[-1])
+    def settle(self: Settling, result: StepResult) -> Settled:
+        settled = original(self, result)
+        return replace(settled, ended=tuple(ended for ended in settled.ended for _ in range(2)))
 
-    patch.setattr(Scheduler, "_end", end)
+    patch.setattr(Settling, "settle", settle)
 
 
 def match_the_padding_of_stop_ids(patch: pytest.MonkeyPatch) -> None:
@@ -178,26 +192,26 @@ def match_the_padding_of_stop_ids(patch: pytest.MonkeyPatch) -> None:
 
 
 def cache_what_a_broken_chunk_left(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._split_broken
+    original = Settling._split_broken
 
-    def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
-        self._note_chunks(flight, live)
-        sound, broken = original(self, flight, result, live)
-        self._name_full_blocks(flight.crew.slots[broken])
+    def split(self: Settling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        self._note_chunks(step, live)
+        sound, broken = original(self, step, result, live)
+        self._running.publish_full_blocks(step.rows.slots[broken])
         return sound, broken
 
-    patch.setattr(Scheduler, "_split_broken", split)
+    patch.setattr(Settling, "_split_broken", split)
 
 
 def remember_the_crew_across_moves(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._move
+    original = RunningSet.move
 
-    def move(self: Scheduler, request: Request, move: Move) -> None:
-        crew = self._crew
+    def move(self: RunningSet, request: Request, move: Move) -> None:
+        decoding = self._decoding
         original(self, request, move)
-        self._crew = crew
+        self._decoding = decoding
 
-    patch.setattr(Scheduler, "_move", move)
+    patch.setattr(RunningSet, "move", move)
 
 
 BY_LOAD: list[Plant] = [

@@ -19,19 +19,25 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from baton.core.engine import running_set as scheduling
-from baton.core.engine import scheduler as admitting
-from baton.core.engine import victims
+from baton.core.engine import admission, settling, victims
+from baton.core.engine.admission import Admission
+from baton.core.engine.billing import Billing
 from baton.core.engine.blocks import BlockPool
+from baton.core.engine.ending import Ending
 from baton.core.engine.plan import Copy, Int32s, Int64s, StepPlan, StepResult
 from baton.core.engine.prefix import Key, PrefixIndex
-from baton.core.engine.prefix_publisher import Namer
-from baton.core.engine.records import EndedRequest, Flight, Hit, Request
+from baton.core.engine.prefix_lookup import PrefixLookup
+from baton.core.engine.prefix_publisher import PrefixPublisher
+from baton.core.engine.pressure import Pressure
+from baton.core.engine.records import EndedRequest, Hit, Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.engine.reserve import Promises
-from baton.core.engine.running_set import StepBuilder
+from baton.core.engine.running_set import RunningSet
 from baton.core.engine.scheduler import Scheduler
+from baton.core.engine.settling import Settling
 from baton.core.engine.slots import Slots
+from baton.core.engine.step_builder import StepBuilder
+from baton.core.engine.step_rows import InFlightStep
 from baton.core.engine.waiting_queue import WaitingQueue
 from baton.core.engine.worker import Cancelled, DrainOrdered, Effect, Event, StopFound, Submitted, Worker
 from baton.core.errors import Refusal, RefusalCode
@@ -126,63 +132,71 @@ core, wire = partial(bug, "core"), partial(bug, "wire")
 
 @core("a preempted request queues again before its last step is back, and repeats tokens")
 def requeue_before_the_ack(patch: Patch) -> None:
-    preempt_then = Scheduler._preempt
+    order_then = RunningSet.order_stop
 
-    def preempt(self: Scheduler, step: StepBuilder, victim: int, asker: int) -> None:
-        preempt_then(self, step, victim, asker)
-        request = self._occupant(victim)
-        request.outputs = self.slots.outputs(victim)
-        known = np.concatenate((request.submission.prompt, request.outputs))
-        request.keys = self.keys_of(request.submission, known)
-        self._waiting.push(request)
+    def order_stop(self: RunningSet, request: Request, move: Move) -> None:
+        order_then(self, request, move)
+        if move is Move.PREEMPT:
+            request.outputs = self.slots.outputs(self.slot_of(request))
+            known = np.concatenate((request.submission.prompt, request.outputs))
+            request.keys = PrefixLookup(self).keys_of(request.submission, known)
+            queues[self].push(request)
 
-    patch.set(Scheduler, "_preempt", preempt)
-    patch.set(Scheduler, "_requeue", lambda self, request: self._move(request, Move.ACK_PREEMPTION))
+    init_then = Ending.__init__
+    queues: dict[RunningSet, WaitingQueue] = {}
+
+    def init(self: Ending, running: RunningSet, queue: WaitingQueue, *parts: Any) -> None:
+        init_then(self, running, queue, *parts)
+        queues[running] = queue
+
+    patch.set(Ending, "__init__", init)
+    patch.set(RunningSet, "order_stop", order_stop)
+    patch.set(Ending, "requeue", lambda self, request: self._running.move(request, Move.ACK_PREEMPTION))
 
 
 @core("a preempted request comes back without its last token, and the client gets that one twice")
 def forget_a_token_at_a_restart(patch: Patch) -> None:
-    requeue_then = Scheduler._requeue
+    requeue_then = Ending.requeue
 
-    def requeue(self: Scheduler, request: Request) -> None:
+    def requeue(self: Ending, request: Request) -> None:
         requeue_then(self, request)
         request.outputs = request.outputs[:-1]
 
-    patch.set(Scheduler, "_requeue", requeue)
+    patch.set(Ending, "requeue", requeue)
 
 
 @core("blocks of a stopped request are free at the order, while a step in flight still writes them")
 def free_blocks_at_the_order(patch: Patch) -> None:
-    order_then = Scheduler._order_stop
+    order_then = RunningSet.order_stop
 
-    def order_stop(self: Scheduler, request: Request, move: Move) -> None:
+    def order_stop(self: RunningSet, request: Request, move: Move) -> None:
         order_then(self, request, move)
-        slot = self._slot_of(request)
+        slot = self.slot_of(request)
         self.pool.drop(self.slots.blocks(slot))
         self.slots.held[slot] = 0
 
-    patch.set(Scheduler, "_order_stop", order_stop)
+    patch.set(RunningSet, "order_stop", order_stop)
 
 
 @core("the result of a step is appended though its request has ended meanwhile")
 def append_a_stale_result(patch: Patch) -> None:
-    def fence(self: Scheduler, flight: Flight) -> Int64s:
+    def fence(self: Settling, step: InFlightStep) -> Int64s:
         del self
-        return np.arange(flight.stops, len(flight.crew.slots))
+        return np.arange(step.stops, len(step.rows.slots))
 
-    patch.set(Scheduler, "_fence", fence)
+    patch.set(Settling, "_fence", fence)
 
 
 @core("a request that finishes while it is asked to yield gets a second stop")
 def stop_twice_when_a_victim_finishes(patch: Patch) -> None:
-    end_then = Scheduler._end
+    end_then = Ending.end
 
-    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
+    def end(self: Ending, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
         if request.phase is Phase.PREEMPTING and move is Move.FINISH:
-            self._stopping.append(self._slot_of(request))
-        end_then(self, request, reason, move, ended)
+            self._running.stopping.append(self._running.slot_of(request))
+        return end_then(self, request, reason, move)
 
-    patch.set(Scheduler, "_end", end)
+    patch.set(Ending, "end", end)
 
 
 @core("half-filled prompts are asked to yield as if they were decoding")
@@ -196,41 +210,41 @@ def choose_a_prefilling_victim(patch: Patch) -> None:
 
 @core("requests that have yielded often enough are asked again and again")
 def protect_nobody(patch: Patch) -> None:
-    start_then = Scheduler._start
+    start_then = Admission.start
 
-    def start(self: Scheduler, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
+    def start(self: Admission, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
         del protected
         start_then(self, step, request, hit, False)
 
-    patch.set(Scheduler, "_start", start)
+    patch.set(Admission, "start", start)
 
 
 @core("growth of others takes the blocks that a protected request was promised")
 def let_growth_touch_what_is_promised(patch: Patch) -> None:
-    grow_then, promised_then = Scheduler._grow_or_wait, Promises.promised
+    grow_then, promised_then = Pressure._grow_or_wait, Promises.promised
     growing: list[bool] = []
 
-    def grow_or_wait(self: Scheduler, step: StepBuilder, rows: Int64s, short: Int64s) -> Any:
+    def grow_or_wait(self: Pressure, step: StepBuilder, rows: Int64s, short: Int64s) -> Any:
         growing.append(True)
         try:
             return grow_then(self, step, rows, short)
         finally:
             growing.pop()
 
-    patch.set(Scheduler, "_grow_or_wait", grow_or_wait)
+    patch.set(Pressure, "_grow_or_wait", grow_or_wait)
     patch.set(Promises, "promised", lambda self, slots: 0 if growing else promised_then(self, slots))
 
 
 @core("the rows that decode are remembered over a move, and those that have ended decode on")
 def remember_the_crew_over_a_move(patch: Patch) -> None:
-    move_then = Scheduler._move
+    move_then = RunningSet.move
 
-    def move(self: Scheduler, request: Request, move: Move) -> None:
-        crew = self._crew
+    def move(self: RunningSet, request: Request, move: Move) -> None:
+        decoding = self._decoding
         move_then(self, request, move)
-        self._crew = crew if move is Move.FINISH else None
+        self._decoding = decoding if move is Move.FINISH else None
 
-    patch.set(Scheduler, "_move", move)
+    patch.set(RunningSet, "move", move)
 
 
 @core("newcomers are admitted without regard to what started prefills still lack")
@@ -240,25 +254,25 @@ def admit_without_reserve(patch: Patch) -> None:
 
 @core("every resumed request is found to disagree with the device, and ends with an error")
 def distrust_resumed_requests(patch: Patch) -> None:
-    split_then = Scheduler._split_broken
+    split_then = Settling._split_broken
 
-    def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
-        sound, broken = split_then(self, flight, result, live)
-        resumed = flight.crew.epochs[sound] > 1
+    def split(self: Settling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        sound, broken = split_then(self, step, result, live)
+        resumed = step.rows.epochs[sound] > 1
         return sound[~resumed], np.concatenate((broken, sound[resumed]))
 
-    patch.set(Scheduler, "_split_broken", split)
+    patch.set(Settling, "_split_broken", split)
 
 
 @core("one row on which device and scheduler disagree ends everybody in its step")
 def blame_the_whole_step(patch: Patch) -> None:
-    split_then = Scheduler._split_broken
+    split_then = Settling._split_broken
 
-    def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
-        sound, broken = split_then(self, flight, result, live)
+    def split(self: Settling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        sound, broken = split_then(self, step, result, live)
         return (sound[:0], live) if len(broken) else (sound, broken)
 
-    patch.set(Scheduler, "_split_broken", split)
+    patch.set(Settling, "_split_broken", split)
 
 
 # ── core: blocks and the prefix cache ────────────────────────────────────────────────────────────────────────────────────
@@ -317,26 +331,27 @@ def forget_the_salt(patch: Patch) -> None:
 
 @core("all blocks of a prompt count as computed when its first chunk has run")
 def publish_uncomputed_blocks(patch: Patch) -> None:
-    def note_chunks(self: Scheduler, flight: Flight, live: Int64s) -> None:
-        first, last = flight.stops, flight.stops + len(flight.chunks)
+    def note_chunks(self: Settling, step: InFlightStep, live: Int64s) -> None:
+        slots, size = self._slots, self._running.config.block_size
+        first, last = step.stops, step.stops + len(step.chunks)
         for row in live[(live >= first) & (live < last)].tolist():
-            slot = flight.chunks[row - first].slot
-            self.slots.computed[slot] = min(self.slots.known[slot], self.slots.held[slot] * self.config.block_size)
+            slot = step.chunks[row - first].slot
+            slots.computed[slot] = min(slots.known[slot], slots.held[slot] * size)
 
-    patch.set(Scheduler, "_note_chunks", note_chunks)
+    patch.set(Settling, "_note_chunks", note_chunks)
 
 
 @core("the block of the last sampled token is cached before that token has KV")
 def cache_the_last_sampled_tokens_block(patch: Patch) -> None:
-    unnamed_then = Namer.unnamed
+    unpublished_then = PrefixPublisher.unpublished
 
-    def unnamed(self: Namer, at: Int64s) -> tuple[Int64s, Int64s]:
+    def unpublished(self: PrefixPublisher, at: Int64s) -> tuple[Int64s, Int64s]:
         slots = self._slots
         decoded = slots.known[at] > slots.prompt[at]
         slots.computed[at] = np.where(decoded, slots.known[at], slots.computed[at])
-        return unnamed_then(self, at)
+        return unpublished_then(self, at)
 
-    patch.set(Namer, "unnamed", unnamed)
+    patch.set(PrefixPublisher, "unpublished", unpublished)
 
 
 @core("a block is cached under the name of the block before it")
@@ -362,19 +377,19 @@ def forget_the_copy_for_siblings(patch: Patch) -> None:
 
 @core("the block at the end of the prompt is copied for a sibling from the wrong one")
 def copy_backwards(patch: Patch) -> None:
-    patch.set(admitting, "Copy", lambda source, target: Copy(target, source))
+    patch.set(admission, "Copy", lambda source, target: Copy(target, source))
 
 
 @core("a full cache hit computes nothing at all, so the first token is drawn from the one before")
 def trust_a_full_hit(patch: Patch) -> None:
-    look_then = Scheduler._look_up
+    find_then = PrefixLookup.find
 
-    def look_up(self: Scheduler, request: Request) -> Hit:
-        hit = look_then(self, request)
+    def find(self: PrefixLookup, request: Request) -> Hit:
+        hit = find_then(self, request)
         whole = hit.copy_from is None and hit.computed and hit.computed == request.tokens_at_start - 1
         return replace(hit, computed=hit.computed - 1) if whole else hit
 
-    patch.set(Scheduler, "_look_up", look_up)
+    patch.set(PrefixLookup, "find", find)
 
 
 # ── core: tokens, ends and bills ─────────────────────────────────────────────────────────────────────────────────────────
@@ -392,15 +407,15 @@ def drop_token_zero(patch: Patch) -> None:
 
 @core("a stop token inside a burst is not seen")
 def see_stops_only_first_in_a_burst(patch: Patch) -> None:
-    def append_all(self: Scheduler, result: StepResult, rows: Int64s, at: Int64s) -> Any:
-        firsts, counts = scheduling._firsts_of(result, rows), result.counts[rows]
+    def append_all(self: Settling, result: StepResult, rows: Int64s, at: Int64s) -> Any:
+        firsts, counts = settling._firsts_of(result, rows), result.counts[rows]
         stopped = self._append(at, result.tokens[firsts])
-        for nth in range(1, self.config.burst):
+        for nth in range(1, self._burst):
             going = ((counts > nth) & ~stopped).nonzero()[0]
-            self.slots.append(at[going], result.tokens[firsts[going] + nth])
+            self._slots.append(at[going], result.tokens[firsts[going] + nth])
         return np.where(stopped, 1, counts).astype(np.int32), stopped
 
-    patch.set(Scheduler, "_append_all", append_all)
+    patch.set(Settling, "_append_all", append_all)
 
 
 @core("max_tokens is off by one")
@@ -415,25 +430,26 @@ def generate_one_token_more(patch: Patch) -> None:
 
 @core("requests end twice")
 def end_a_request_twice(patch: Patch) -> None:
-    end_then = Scheduler._end
+    settle_then = Settling.settle
 
-    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
-        end_then(self, request, reason, move, ended)
-        ended.append(ended[-1])
+    def settle(self: Settling, result: StepResult) -> Settled:
+        settled = settle_then(self, result)
+        return replace(settled, ended=tuple(ended for ended in settled.ended for _ in range(2)))
 
-    patch.set(Scheduler, "_end", end)
+    patch.set(Settling, "settle", settle)
 
 
 @core("the stop token is delivered but not counted in the usage")
 def leave_the_stop_token_out_of_the_usage(patch: Patch) -> None:
-    end_then = Scheduler._end
+    end_then = Ending.end
 
-    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
-        end_then(self, request, reason, move, ended)
+    def end(self: Ending, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
+        ended = end_then(self, request, reason, move)
         if reason is FinishReason.STOP and move is Move.FINISH:
-            ended[-1] = replace(ended[-1], generated_tokens=ended[-1].generated_tokens - 1)
+            return replace(ended, generated_tokens=ended.generated_tokens - 1)
+        return ended
 
-    patch.set(Scheduler, "_end", end)
+    patch.set(Ending, "end", end)
 
 
 @core("tokens after a stop string are counted in the usage")
@@ -451,35 +467,35 @@ def lose_where_the_answer_was_cut(patch: Patch) -> None:
 
 @core("an answer that ran into max_tokens is said to have stopped by itself")
 def say_stop_for_length(patch: Patch) -> None:
-    end_then = Scheduler._end
+    end_then = Ending.end
 
-    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
-        end_then(self, request, FinishReason.STOP if reason is FinishReason.LENGTH else reason, move, ended)
+    def end(self: Ending, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
+        return end_then(self, request, FinishReason.STOP if reason is FinishReason.LENGTH else reason, move)
 
-    patch.set(Scheduler, "_end", end)
+    patch.set(Ending, "end", end)
 
 
 @core("cached prompt tokens are billed as computed")
 def bill_cached_tokens_as_computed(patch: Patch) -> None:
-    charge_then = Scheduler._charge_start
+    charge_then = Billing.start
 
-    def charge(self: Scheduler, request: Request, found: int) -> None:
-        charge_then(self, request, found)
+    def charge(self: Billing, request: Request, found: int, now_us: int) -> None:
+        charge_then(self, request, found, now_us)
         if request.epoch == 1:
             request.computed_ever = 0
 
-    patch.set(Scheduler, "_charge_start", charge)
+    patch.set(Billing, "start", charge)
 
 
 @core("after a restart, what the cache has of prompt and answer is told as cached prompt tokens")
 def bill_own_outputs_as_cached(patch: Patch) -> None:
-    charge_then = Scheduler._charge_start
+    charge_then = Billing.start
 
-    def charge(self: Scheduler, request: Request, found: int) -> None:
-        charge_then(self, request, found)
+    def charge(self: Billing, request: Request, found: int, now_us: int) -> None:
+        charge_then(self, request, found, now_us)
         request.bill.cached_tokens = found
 
-    patch.set(Scheduler, "_charge_start", charge)
+    patch.set(Billing, "start", charge)
 
 
 # ── core: the queue, cancelling and the door ─────────────────────────────────────────────────────────────────────────────
@@ -487,20 +503,19 @@ def bill_own_outputs_as_cached(patch: Patch) -> None:
 
 @core("sibling choices are never let into the queue")
 def never_release_followers(patch: Patch) -> None:
-    patch.set(Scheduler, "_release_followers", lambda self, leader: None)
+    patch.set(WaitingQueue, "release_followers", lambda self, leader: None)
 
 
 @core("a cancelled sibling is still counted as waiting, until the queue is full of nobody")
 def count_cancelled_siblings_as_waiting(patch: Patch) -> None:
-    withdraw_then = Scheduler._withdraw
+    withdraw_then = WaitingQueue.withdraw
 
-    def withdraw(self: Scheduler, request: Request, reason: FinishReason) -> EndedRequest:
+    def withdraw(self: WaitingQueue, request: Request) -> None:
         held_back = self._held_back
-        ended = withdraw_then(self, request, reason)
+        withdraw_then(self, request)
         self._held_back = held_back
-        return ended
 
-    patch.set(Scheduler, "_withdraw", withdraw)
+    patch.set(WaitingQueue, "withdraw", withdraw)
 
 
 @core("a request cancelled in the queue stays in it, and starts when its turn comes")
@@ -520,7 +535,7 @@ def ignore_a_cancel_while_prefilling(patch: Patch) -> None:
     def order_stop(
         self: Scheduler, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None
     ) -> EndedRequest | None:
-        request = self._requests.get(serial)
+        request = self.running.requests.get(serial)
         if request is not None and request.phase is Phase.RUNNING_PREFILL:
             return None
         return order_then(self, serial, reason, now_us, keep)
@@ -530,27 +545,28 @@ def ignore_a_cancel_while_prefilling(patch: Patch) -> None:
 
 @core("a cancelled prefill keeps its place among the prefills, and is computed on")
 def prefill_what_was_cancelled(patch: Patch) -> None:
-    def order_stop(self: Scheduler, request: Request, move: Move) -> None:
-        slot = self._slot_of(request)
-        self._move(request, move)
-        self._stopping.append(slot)
+    def order_stop(self: RunningSet, request: Request, move: Move) -> None:
+        slot = self.slot_of(request)
+        self.move(request, move)
+        self.stopping.append(slot)
 
-    patch.set(Scheduler, "_order_stop", order_stop)
+    patch.set(RunningSet, "order_stop", order_stop)
 
 
 @core("a cancelled request ends at once, and its slot is forgotten")
 def forget_the_slot_of_a_cancelled_request(patch: Patch) -> None:
-    def order_end(self: Scheduler, request: Request, reason: FinishReason) -> None:
+    def order_end(self: Ending, request: Request, reason: FinishReason) -> None:
+        running = self._running
         request.ends_as = reason
-        self.slots.muted[self._slot_of(request)] = True
-        self._release_followers(request)
-        slot = self._slot_of(request)
-        if slot in self._prefilling:
-            self._prefilling.remove(slot)
+        slot = running.slot_of(request)
+        running.slots.discarded[slot] = True
+        self._queue.release_followers(request)
+        if slot in running.prefilling:
+            running.prefilling.remove(slot)
         if request.phase is not Phase.PREEMPTING:
-            self._move(request, Move.ORDER_STOP)
+            running.move(request, Move.ORDER_STOP)
 
-    patch.set(Scheduler, "_order_end", order_end)
+    patch.set(Ending, "order_end", order_end)
 
 
 @core("after a pass that could plan nothing, none is due any more")
@@ -1052,13 +1068,13 @@ def believe_only_the_first_ready(patch: Patch) -> None:
 
 @core("an answer that drew a stop token ends as `length`, one that ran to its limit as `stop`")
 def swap_the_reasons(patch: Patch) -> None:
-    end_then = Scheduler._end
+    end_then = Ending.end
     other = {FinishReason.STOP: FinishReason.LENGTH, FinishReason.LENGTH: FinishReason.STOP}
 
-    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
-        end_then(self, request, other.get(reason, reason), move, ended)
+    def end(self: Ending, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
+        return end_then(self, request, other.get(reason, reason), move)
 
-    patch.set(Scheduler, "_end", end)
+    patch.set(Ending, "end", end)
 
 
 @core("the queue is full before it is full")
@@ -1105,13 +1121,13 @@ def stop_only_the_waiting_orphans(patch: Patch) -> None:
 
 @core("the bill counts the time in the queue from the beginning of the world")
 def bill_the_clock(patch: Patch) -> None:
-    charge_then = Scheduler._charge_start
+    charge_then = Billing.start
 
-    def charge(self: Scheduler, request: Request, found: int) -> None:
-        charge_then(self, request, found)
-        request.bill.queue_us += self._now_us
+    def charge(self: Billing, request: Request, found: int, now_us: int) -> None:
+        charge_then(self, request, found, now_us)
+        request.bill.queue_us += now_us
 
-    patch.set(Scheduler, "_charge_start", charge)
+    patch.set(Billing, "start", charge)
 
 
 @core("a cancel is lost on a request that is just yielding; it comes back and runs to its end")
@@ -1119,7 +1135,7 @@ def never_cancel_the_yielding(patch: Patch) -> None:
     stop_then = Scheduler.order_stop
 
     def order_stop(self: Scheduler, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None) -> Any:
-        request = self._requests.get(serial)
+        request = self.running.requests.get(serial)
         if request is not None and request.phase is Phase.PREEMPTING:
             return None
         return stop_then(self, serial, reason, now_us, keep)

@@ -11,14 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from baton.core.config import WorkerConfig
+from baton.core.config import PrefillPath, WorkerConfig
+from baton.core.engine.admission import Admission
+from baton.core.engine.arriving_rows import ArrivingRows, Lease
 from baton.core.engine.blocks import BlockPool, Pin
-from baton.core.engine.decode_scheduler import DecodeScheduler, Lease
+from baton.core.engine.ending import Ending
+from baton.core.engine.held_prefills import PrefillsForQueue, PrefillsWithBlocks
 from baton.core.engine.plan import Chunk
-from baton.core.engine.prefill_scheduler import GeneralPrefillScheduler, PrefillScheduler
 from baton.core.engine.records import Hit, Request, Settled
 from baton.core.engine.request import FinishReason, Phase, Serial, Submission
-from baton.core.engine.running_set import Board
+from baton.core.engine.running_set import RunningSet
+from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.worker import Worker
 from baton.core.handover.decode_side import Taken, Taker, Taking
 from baton.core.handover.messages import (
@@ -113,12 +116,12 @@ def open_what_was_given_up(patch: Patch) -> None:
 
 @core("what was lent to a transfer is never given back")
 def never_give_back_what_was_lent(patch: Patch) -> None:
-    def give_back(self: Board, serial: Serial) -> None:
-        request = self._requests.get(serial)
+    def unpin(self: Ending, serial: Serial) -> None:
+        request = self._running.requests.get(serial)
         if request is not None and request.phase is not Phase.FINISHED:
-            request.lent = False
+            request.pinned = False
 
-    patch.set(Board, "give_back", give_back)
+    patch.set(Ending, "unpin", unpin)
 
 
 @core("blocks are sent as soon as their step is planned, before it has computed them")
@@ -166,29 +169,30 @@ def forget_to_send_what_was_cached(patch: Patch) -> None:
 
 @core("D says that it has one cached block more than it has")
 def count_one_cached_block_too_many(patch: Patch) -> None:
-    lease_then = DecodeScheduler.lease
+    lease_then = ArrivingRows.lease
 
-    def lease(self: DecodeScheduler, serial: Serial) -> Lease | None:
+    def lease(self: ArrivingRows, serial: Serial) -> Lease | None:
         made = lease_then(self, serial)
         if made is None or not made.first or len(made.blocks) < 2:
             return made
-        return Lease(made.cached_tokens + self.config.block_size, made.first + 1, made.blocks[1:])
+        return Lease(made.cached_tokens + self._running.config.block_size, made.first + 1, made.blocks[1:])
 
-    patch.set(DecodeScheduler, "lease", lease)
+    patch.set(ArrivingRows, "lease", lease)
 
 
 @core("the KV of later blocks goes where D keeps its cached prefix")
 def land_on_the_cached_prefix(patch: Patch) -> None:
-    lease_then = DecodeScheduler.lease
+    lease_then = ArrivingRows.lease
 
-    def lease(self: DecodeScheduler, serial: Serial) -> Lease | None:
+    def lease(self: ArrivingRows, serial: Serial) -> Lease | None:
         made = lease_then(self, serial)
         if made is None or not made.first:
             return made
-        row = self.slots.blocks(self._slot_of(self._requests[serial]))
+        running = self._running
+        row = running.slots.blocks(running.slot_of(running.requests[serial]))
         return replace(made, blocks=row[made.first - 1 : -1].copy())
 
-    patch.set(DecodeScheduler, "lease", lease)
+    patch.set(ArrivingRows, "lease", lease)
 
 
 @core("P names its blocks from the first, though D asked for what follows its cached prefix")
@@ -256,22 +260,22 @@ def never_renew(patch: Patch) -> None:
 
 @core("room that is leased is not kept from newcomers; a lease then takes what decodes need, or finds nothing")
 def book_nothing(patch: Patch) -> None:
-    patch.set(DecodeScheduler, "_kept", lambda self: super(DecodeScheduler, self)._kept())
+    patch.set(Admission, "kept", lambda self: self._promises.kept(self._running.slots))
 
 
 @core("a grant takes what is kept for running requests")
 def grant_beyond_the_reserve(patch: Patch) -> None:
-    lease_then = DecodeScheduler.lease
-    kept_then = DecodeScheduler._kept
+    lease_then = ArrivingRows.lease
+    kept_then = Admission.kept
 
-    def lease(self: DecodeScheduler, serial: Serial) -> Lease | None:
-        DecodeScheduler._kept = lambda self: 0  # type: ignore[method-assign]
+    def lease(self: ArrivingRows, serial: Serial) -> Lease | None:
+        Admission.kept = lambda self: 0  # type: ignore[method-assign]
         try:
             return lease_then(self, serial)
         finally:
-            DecodeScheduler._kept = kept_then  # type: ignore[method-assign]
+            Admission.kept = kept_then  # type: ignore[method-assign]
 
-    patch.set(DecodeScheduler, "lease", lease)
+    patch.set(ArrivingRows, "lease", lease)
 
 
 @core("leased blocks are not counted as such")
@@ -295,7 +299,8 @@ def grant_twice(patch: Patch) -> None:
     def offered(self: Taker, peer: PeerId, offer: Offer) -> Acts:
         entry = self._entry(Handover(peer, offer.request, offer.attempt))
         if entry is not None and entry.state in (Taking.GRANTED, Taking.ARRIVING) and entry.grant is not None:
-            row = self._scheduler.slots.blocks(self._scheduler._slot_of(self._scheduler._requests[entry.serial]))
+            running = self._scheduler.running
+            row = running.slots.blocks(running.slot_of(running.requests[entry.serial]))
             first = entry.grant.cached_tokens // self._scheduler.config.block_size
             entry.state = Taking.ASKED
             return self._grant(entry, Lease(entry.grant.cached_tokens, first, row[first:][::-1].copy()))
@@ -385,7 +390,7 @@ def keep_what_the_dead_asked_for(patch: Patch) -> None:
 def wait_for_the_dead(patch: Patch) -> None:
     def peer_lost(self: Taker, peer: PeerId, _reason: str) -> Acts:
         self._peers.pop(peer, None)
-        self._scheduler.may_ask = bool(self._peers)
+        self._rows.may_ask = bool(self._peers)
         return []
 
     patch.set(Taker, "_peer_lost", peer_lost)
@@ -397,13 +402,13 @@ def ask_nobody(patch: Patch) -> None:
 
     def peer_lost(self: Taker, peer: PeerId, reason: str) -> Acts:
         acts = lost_then(self, peer, reason)
-        self._scheduler.may_ask = True
+        self._rows.may_ask = True
         return acts
 
     def planned(self: Taker, now_us: int) -> Acts:
         if self._peers:
             return planned_then(self, now_us)
-        self._scheduler.asked()
+        self._rows.asked()
         return []
 
     planned_then = Taker.planned
@@ -465,74 +470,76 @@ def fail_silently(patch: Patch) -> None:
 
 @core("the first token, which P computed, is not delivered")
 def lose_the_first_token(patch: Patch) -> None:
-    adopt_then = DecodeScheduler.adopt
+    adopt_then = ArrivingRows.adopt
 
-    def adopt(self: DecodeScheduler, serial: Serial, commit: Commit, now_us: int) -> Settled:
+    def adopt(self: ArrivingRows, serial: Serial, commit: Commit, now_us: int) -> Settled:
         settled = adopt_then(self, serial, commit, now_us)
         nothing = np.empty(0, dtype=np.int32)
         return replace(settled, serials=settled.serials[:0], counts=nothing, tokens=nothing)
 
-    patch.set(DecodeScheduler, "adopt", adopt)
+    patch.set(ArrivingRows, "adopt", adopt)
 
 
 @core("the first token comes twice: from P, and again with the request's first step here")
 def deliver_the_first_token_twice(patch: Patch) -> None:
-    adopt_then = DecodeScheduler.adopt
+    adopt_then = ArrivingRows.adopt
 
-    def adopt(self: DecodeScheduler, serial: Serial, commit: Commit, now_us: int) -> Settled:
+    def adopt(self: ArrivingRows, serial: Serial, commit: Commit, now_us: int) -> Settled:
         settled = adopt_then(self, serial, commit, now_us)
         return replace(settled, counts=settled.counts * 2, tokens=np.repeat(settled.tokens, 2))
 
-    patch.set(DecodeScheduler, "adopt", adopt)
+    patch.set(ArrivingRows, "adopt", adopt)
 
 
 @core("the stop token that P drew is not looked at; the answer goes on after its end")
 def overlook_a_first_stop(patch: Patch) -> None:
-    adopt_then = DecodeScheduler.adopt
+    adopt_then = ArrivingRows.adopt
 
-    def adopt(self: DecodeScheduler, serial: Serial, commit: Commit, now_us: int) -> Settled:
-        stops = type(self.slots).draws_stop
-        type(self.slots).draws_stop = lambda self, rows, tokens: np.zeros(len(rows), dtype=np.bool_)  # type: ignore[method-assign]
+    def adopt(self: ArrivingRows, serial: Serial, commit: Commit, now_us: int) -> Settled:
+        slots = type(self._running.slots)
+        stops = slots.draws_stop
+        slots.draws_stop = lambda self, rows, tokens: np.zeros(len(rows), dtype=np.bool_)  # type: ignore[method-assign]
         try:
             return adopt_then(self, serial, commit, now_us)
         finally:
-            type(self.slots).draws_stop = stops  # type: ignore[method-assign]
+            slots.draws_stop = stops  # type: ignore[method-assign]
 
-    patch.set(DecodeScheduler, "adopt", adopt)
+    patch.set(ArrivingRows, "adopt", adopt)
 
 
 @core("KV that is still arriving is named for the cache, spoilt or not")
 def name_what_has_not_been_verified(patch: Patch) -> None:
-    arriving_then = DecodeScheduler.arriving
+    arriving_then = ArrivingRows.arriving
 
-    def arriving(self: DecodeScheduler, serial: Serial) -> None:
+    def arriving(self: ArrivingRows, serial: Serial) -> None:
         arriving_then(self, serial)
-        slot = self._slot_of(self._requests[serial])
-        self.slots.computed[slot] = len(self._requests[serial].submission.prompt)
-        self._name_full_blocks(np.array([slot], dtype=np.int64))
+        running, request = self._running, self._running.requests[serial]
+        slot = running.slot_of(request)
+        running.slots.computed[slot] = len(request.submission.prompt)
+        running.publish_full_blocks(np.array([slot], dtype=np.int64))
 
-    patch.set(DecodeScheduler, "arriving", arriving)
+    patch.set(ArrivingRows, "arriving", arriving)
 
 
 @core("the siblings of a request that was handed over are forgotten")
 def leave_the_siblings_behind(patch: Patch) -> None:
-    adopt_then = DecodeScheduler.adopt
+    adopt_then = ArrivingRows.adopt
 
-    def adopt(self: DecodeScheduler, serial: Serial, commit: Commit, now_us: int) -> Settled:
-        request = self._requests[serial]
+    def adopt(self: ArrivingRows, serial: Serial, commit: Commit, now_us: int) -> Settled:
+        request = self._running.requests[serial]
         followers, request.followers = request.followers, []
-        self._held_back -= len(followers)
+        self._queue._held_back -= len(followers)
         return adopt_then(self, serial, commit, now_us)
 
-    patch.set(DecodeScheduler, "adopt", adopt)
+    patch.set(ArrivingRows, "adopt", adopt)
 
 
 @core("a failed hand-over ends the request, though it was to go on here")
 def give_up_instead_of_resuming(patch: Patch) -> None:
     init_then = Taker.__init__
 
-    def init(self: Taker, config: WorkerConfig, scheduler: DecodeScheduler, secret: bytes) -> None:
-        init_then(self, config, scheduler, secret)
+    def init(self: Taker, config: WorkerConfig, scheduler: Scheduler, rows: ArrivingRows, secret: bytes) -> None:
+        init_then(self, config, scheduler, rows, secret)
         self._resumes = False
 
     patch.set(Taker, "__init__", init)
@@ -550,10 +557,10 @@ def reschedule_without_a_fault(patch: Patch) -> None:
 
 @core("the time that a failed attempt took is on nobody's bill")
 def bill_no_failed_attempt(patch: Patch) -> None:
-    def charge(self: DecodeScheduler, request: Request, now_us: int) -> None:
-        request.since_us = now_us
+    def charge(self: ArrivingRows, request: Request) -> None:
+        request.since_us = self._running.now_us
 
-    patch.set(DecodeScheduler, "_charge_wait", charge)
+    patch.set(ArrivingRows, "_charge_wait", charge)
 
 
 # ── the short path ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -568,7 +575,7 @@ def compute_before_the_grant(patch: Patch) -> None:
         acts = advance_then(self, now_us)
         for entry in self._open.values():
             if entry.state is Giving.OFFERED and entry.serial is not None:
-                self._scheduler.begin(entry.serial)
+                self._held.begin(entry.serial)
         return acts
 
     def once(begin_then: Any) -> Any:
@@ -580,35 +587,35 @@ def compute_before_the_grant(patch: Patch) -> None:
         return begin
 
     patch.set(Giver, "advance", advance)
-    patch.set(PrefillScheduler, "begin", once(PrefillScheduler.begin))
-    patch.set(GeneralPrefillScheduler, "begin", once(GeneralPrefillScheduler.begin))
+    patch.set(PrefillsWithBlocks, "begin", once(PrefillsWithBlocks.begin))
+    patch.set(PrefillsForQueue, "begin", once(PrefillsForQueue.begin))
 
 
 @core("on the short path cached blocks are used without being held")
 def use_cached_blocks_unheld(patch: Patch) -> None:
-    occupy_then = Board._occupy
+    occupy_then = RunningSet.occupy
 
-    def occupy(self: Board, request: Request, hit: Hit, move: Any) -> int:
+    def occupy(self: RunningSet, request: Request, hit: Hit, move: Any) -> int:
         slot = occupy_then(self, request, hit, move)
-        if isinstance(self, PrefillScheduler) and len(hit.blocks):
+        if self.config.role.gives and self.config.prefill_path is PrefillPath.SHORT and len(hit.blocks):
             self.pool.drop(hit.blocks)
         return slot
 
-    patch.set(Board, "_occupy", occupy)
+    patch.set(RunningSet, "occupy", occupy)
 
 
 @core("a prefill that was stopped keeps its place among those to be computed")
 def prefill_what_was_stopped(patch: Patch) -> None:
-    stop_then = Board._order_stop
+    stop_then = RunningSet.order_stop
 
-    def order_stop(self: Any, request: Request, move: Any) -> None:
-        slot = self._slot_of(request)
-        kept = slot in self._prefilling and self.config.role.gives
+    def order_stop(self: RunningSet, request: Request, move: Any) -> None:
+        slot = self.slot_of(request)
+        kept = slot in self.prefilling and self.config.role.gives
         stop_then(self, request, move)
         if kept:
-            self._prefilling.append(slot)
+            self.prefilling.append(slot)
 
-    patch.set(Board, "_order_stop", order_stop)
+    patch.set(RunningSet, "order_stop", order_stop)
 
 
 # ── wire ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 
 from baton.core.engine.blocks import BlockPool, Pin
+from baton.core.engine.departing import DepartingRequests
+from baton.core.engine.ending import Ending
+from baton.core.engine.held_prefills import PrefillsWithBlocks
 from baton.core.engine.plan import Int32s
-from baton.core.engine.prefill_scheduler import PrefillScheduler
 from baton.core.engine.prefix import Key
+from baton.core.engine.prefix_lookup import PrefixLookup
 from baton.core.engine.records import EndedRequest, Hit, Request
 from baton.core.engine.request import FinishReason, Move, Phase, Serial
-from baton.core.engine.running_set import Board
+from baton.core.engine.restoring import RestoredRows, Restoring
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.worker import Effect, Worker
 from baton.core.tiers import offload as tiering
@@ -79,19 +82,20 @@ def hold_what_leaves_uncounted(patch: Patch) -> None:
 
 @core("blocks are dropped first and saved then")
 def save_after_the_drop(patch: Patch) -> None:
-    def vacate(self: Board, request: Request) -> list[Key]:
-        if request.lent:
+    def vacate(self: Ending, request: Request) -> list[Key]:
+        if request.pinned:
             return []
-        slot = self._slot_of(request)
-        self.pool.drop(self.slots.blocks(slot))
+        running = self._running
+        slot = running.slot_of(request)
+        running.pool.drop(running.slots.blocks(slot))
         unstored = self._save(request)
-        self.slots.vacate(slot)
+        running.slots.vacate(slot)
         request.slot = None
         if request.phase is Phase.FINISHED:
-            del self._requests[request.serial]
+            del running.requests[request.serial]
         return unstored
 
-    patch.set(Board, "_vacate", vacate)
+    patch.set(Ending, "vacate", vacate)
 
 
 @core("of the blocks that one copy moves the last goes to the first row")
@@ -214,23 +218,22 @@ def believe_that_all_arrived(patch: Patch) -> None:
 
 @core("of what came from host memory one block more is counted than came")
 def count_one_block_more(patch: Patch) -> None:
-    loaded_then = Board.loaded
+    loaded_then = Restoring.loaded
 
-    def loaded(self: Board, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
-        request = self.request(serial)
-        whole = 0 if request is None else (request.tokens_at_start - 1) // self.config.block_size
-        found = 0 if request is None else request.found_tokens // self.config.block_size
-        return loaded_then(self, serial, min(blocks + 1, whole - found), now_us)
+    def loaded(self: Restoring, serial: Serial, blocks: int) -> EndedRequest | int:
+        request, size = self._running.requests[serial], self._running.config.block_size
+        whole, found = (request.tokens_at_start - 1) // size, request.found_tokens // size
+        return loaded_then(self, serial, min(blocks + 1, whole - found))
 
-    patch.set(Board, "loaded", loaded)
+    patch.set(Restoring, "loaded", loaded)
 
 
 @core("the block of the last token is brought back too, and nothing is left to compute")
 def restore_the_last_token(patch: Patch) -> None:
-    def keys_after(self: Board, request: Request, hit: Hit) -> list[Key]:
-        return request.keys[1 + len(hit.blocks) : request.tokens_at_start // self.config.block_size + 1]
+    def keys_after(self: PrefixLookup, request: Request, hit: Hit) -> list[Key]:
+        return request.keys[1 + len(hit.blocks) : request.tokens_at_start // self._block_size + 1]
 
-    patch.set(Board, "_keys_after", keys_after)
+    patch.set(PrefixLookup, "keys_after", keys_after)
 
 
 # ── restoring ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -238,44 +241,51 @@ def restore_the_last_token(patch: Patch) -> None:
 
 @core("a request runs as soon as its copy is ordered")
 def run_before_the_copy(patch: Patch) -> None:
-    restore_then = Board._restore
+    restore_then = Restoring.restore
 
-    def restore(self: Board, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
+    def restore(self: Restoring, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
-        self._is_restored(self._slot_of(request))
+        schedulers[self]._pass.restored(self._running.slot_of(request))
 
-    patch.set(Board, "_restore", restore)
-    patch.set(Board, "loaded", lambda self, serial, blocks, now_us: None)
+    init_then = Scheduler.__init__
+    schedulers: dict[Restoring, Scheduler] = {}
+
+    def init(self: Scheduler, *parts: Any) -> None:
+        init_then(self, *parts)
+        schedulers[self._restoring] = self
+
+    patch.set(Scheduler, "__init__", init)
+    patch.set(Restoring, "restore", restore)
+    patch.set(Scheduler, "loaded", lambda self, serial, blocks, now_us: None)
 
 
 @core("blocks that a copy writes to are not marked")
 def restore_without_a_pin(patch: Patch) -> None:
-    restore_then = Board._restore
+    restore_then = Restoring.restore
 
-    def restore(self: Board, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
+    def restore(self: Restoring, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
-        self.pool.pin(self.pool.pinned(self.slots.blocks(self._slot_of(request))), Pin.NONE)
+        self._running.pin(request, Pin.NONE)
 
-    patch.set(Board, "_restore", restore)
+    patch.set(Restoring, "restore", restore)
 
 
 @core("a request that is cancelled while its KV arrives is free at once; the copy goes on in its blocks")
 def end_a_restore_at_once(patch: Patch) -> None:
-    def order_end_of_load(self: Board, request: Request, reason: FinishReason) -> None:
-        slot = self._slot_of(request)
-        self.slots.restoring[slot] = False
-        self.pool.pin(self.pool.pinned(self.slots.blocks(slot)), Pin.NONE)
-        request.bill.transfer_us += self._now_us - request.since_us
-        request.since_us = self._now_us
-        self._end_untold(request, reason)
+    def order_end(self: Restoring, request: Request, reason: FinishReason) -> None:
+        running = self._running
+        running.slots.restoring[running.slot_of(request)] = False
+        running.pin(request, Pin.NONE)
+        self._billing.transferred(request, running.now_us)
+        self._ending.end_unstarted(request, reason)
 
-    loaded_then = Board.loaded
+    loaded_then = Scheduler.loaded
 
-    def loaded(self: Board, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
+    def loaded(self: Scheduler, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
         return loaded_then(self, serial, blocks, now_us) if self.request(serial) is not None else None
 
-    patch.set(Board, "_order_end_of_load", order_end_of_load)
-    patch.set(Board, "loaded", loaded)
+    patch.set(Restoring, "order_end", order_end)
+    patch.set(Scheduler, "loaded", loaded)
 
 
 @core("a copy for a request that was cancelled is not fenced")
@@ -285,31 +295,26 @@ def never_give_up_a_load(patch: Patch) -> None:
 
 @core("with only a restored request to begin, the loop sleeps on")
 def sleep_over_what_is_restored(patch: Patch) -> None:
-    def asleep(self: Scheduler) -> bool:
-        due = self._flights or self._stopping or len(self._waiting)
-        return not due and self.slots.occupied == self._waiting_for_kv() + len(self._restored)
-
-    patch.set(Scheduler, "asleep", property(asleep))
+    patch.set(RestoredRows, "is_due", property(lambda self: False))
+    patch.set(RestoredRows, "stalled", property(lambda self: self._running.slots.loading + len(self._restored)))
 
 
 @core("on the short path a granted prefill is computed while its KV still arrives")
 def begin_what_is_still_restored(patch: Patch) -> None:
-    def begin(self: PrefillScheduler, serial: Serial) -> None:
-        self._prefilling.append(self._slot_of(self._requests[serial]))
+    def begin(self: PrefillsWithBlocks, serial: Serial) -> None:
+        running = self._running
+        running.prefilling.append(running.slot_of(running.requests[serial]))
 
-    def is_restored(self: PrefillScheduler, slot: int) -> None:
-        self._move(self._occupant(slot), Move.ADMIT)
-
-    patch.set(PrefillScheduler, "begin", begin)
-    patch.set(PrefillScheduler, "_is_restored", is_restored)
+    patch.set(PrefillsWithBlocks, "begin", begin)
+    forget_what_was_granted(patch)
 
 
 @core("on the short path what was granted while it was restored is forgotten")
 def forget_what_was_granted(patch: Patch) -> None:
-    def is_restored(self: PrefillScheduler, slot: int) -> None:
-        self._move(self._occupant(slot), Move.ADMIT)
+    def restored(self: PrefillsWithBlocks, slot: int) -> None:
+        self._running.move(self._running.occupant(slot), Move.ADMIT)
 
-    patch.set(PrefillScheduler, "_is_restored", is_restored)
+    patch.set(PrefillsWithBlocks, "restored", restored)
 
 
 @core("the rows that a copy to the device reads are another request's")
@@ -399,10 +404,10 @@ def wait_for_what_is_not_stored(patch: Patch) -> None:
 
 @core("the wait for the store is on nobody's bill")
 def bill_no_departure(patch: Patch) -> None:
-    def departed(self: Board, serial: Serial) -> EndedRequest:
+    def departed(self: DepartingRequests, serial: Serial, _now_us: int) -> EndedRequest:
         return self._departing.pop(serial)[0]
 
-    patch.set(Board, "departed", departed)
+    patch.set(DepartingRequests, "departed", departed)
 
 
 # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -484,8 +489,7 @@ def store_rows_that_are_filling(patch: Patch) -> None:
 @core("a giver does not look up when what it waited for has come from the store")
 def offer_nothing_after_a_fetch(patch: Patch) -> None:
     def hauled(self: Worker, event: StorageEvent) -> list[Effect]:
-        if self._tiers is not None:
-            self._tiers.handle(event, self._now_us)
+        self._tiers.handle(event, self._now_us)
         return []
 
     patch.set(Worker, "_hauled", hauled)

@@ -126,10 +126,9 @@ class _Behind:
         return self._worker.scheduler.request(serial) is not None
 
     def loads(self) -> list[tuple[Haul, Serial]]:
-        tiers = self._worker.scheduler.tiers
-        if tiers is None or self._worker.giver is not None:
+        if self._worker.giver is not None:
             return []
-        return [(haul.haul, haul.serial) for haul in tiers.open() if haul.serial is not None]
+        return [(haul.haul, haul.serial) for haul in self._worker.scheduler.tiers.open() if haul.serial is not None]
 
 
 class Docket:
@@ -328,12 +327,12 @@ class Judge:
     def names_of(self, instance: Instance, number: Haul) -> tuple[Key, ...]:
         """Of what an order that is under way moves."""
         tiers = instance.require_worker().scheduler.tiers
-        return () if tiers is None else next((haul.keys for haul in tiers.open() if haul.haul == number), ())
+        return next((haul.keys for haul in tiers.open() if haul.haul == number), ())
 
     def waits_for(self, instance: Instance, number: Haul) -> RequestId | None:
         """Whose KV a copy that is under way brings back."""
         scheduler = instance.require_worker().scheduler
-        serials = [] if scheduler.tiers is None else [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
+        serials = [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
         request = scheduler.request(serials[0]) if serials and serials[0] is not None else None
         return None if request is None else request.submission.request_id
 

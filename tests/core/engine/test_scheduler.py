@@ -398,7 +398,7 @@ def test_a_result_of_an_old_epoch_is_dropped_and_counted() -> None:
     assert request is not None
     slots.epoch[request.slot] += 1
     request.epoch += 1
-    driver.worker.scheduler._crew = None  # as every move does
+    driver.worker.scheduler.running._decoding = None  # as every move does
     before = list(driver.outputs[serial])
     driver.settle_one()
     assert driver.outputs[serial] == before

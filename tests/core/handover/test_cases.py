@@ -470,9 +470,9 @@ def test_a_taker_that_was_short_of_room_too_often_prefills_itself() -> None:
         assert [type(message) for message in hear(d, Offer(serial, attempt, 40))] == [Refuse]
         while d.in_flight:
             d.settle_one()
-        d.worker.scheduler._promises.policy.ratio = 0.0  # there is room again, and then none
+        d.worker.scheduler._pass._promises.policy.ratio = 0.0  # there is room again, and then none
         assert len(told(d.send(Tick()))) == (attempt < ATTEMPTS_MAX)
-        d.worker.scheduler._promises.policy.ratio = 0.7
+        d.worker.scheduler._pass._promises.policy.ratio = 0.7
     assert d.plans[-1].plan.chunks, "it is prefilled here"
 
 

@@ -236,7 +236,7 @@ def test_the_cheapest_victim_is_the_one_whose_copy_is_quickest() -> None:
     for slot, known in ((0, 17), (1, 16)):
         scheduler.slots.known[slot] = known
     scheduler.rates.copy_us_per_block = 1.0
-    one, other = scheduler._bring_back_us(rows).tolist()  # type: ignore[attr-defined]
+    one, other = scheduler._pass._pressure.bring_back_us(rows).tolist()  # type: ignore[attr-defined]
     assert one == 104
     assert other == 4
     assert VictimPolicy.CHEAPEST
@@ -419,7 +419,7 @@ def leaving_for_elsewhere(**changes: object) -> tuple[TieredDriver, Serial]:
     driver = TieredDriver(config(blocks=12, tiers=stored(**changes), on_preempt=OnPreempt.RESCHEDULE))
     for name in ("a", "b"):
         driver.submit(submission(range(16) if name == "a" else range(20, 36), 28, name=name))
-    departing = driver.worker.scheduler._departing
+    departing = driver.worker.scheduler._departing._departing
     while not departing:
         driver.go_on()
         for at in reversed(range(len(driver.orders))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.core.engine.blocks import BlockGauges
-from baton.core.engine.plan import Chunk, Int8s, Int32s, Int64s, Logprobs
+from baton.core.engine.plan import Int32s, Int64s, Logprobs
 from baton.core.engine.prefix import Key
 from baton.core.engine.request import NO_TOKENS, FinishReason, Phase, Serial, Submission, Tokens
 from baton.core.handover.messages import PdFault
@@ -65,7 +65,7 @@ class Request:
     """The store was asked for what it starts with."""
     sought_again: int = 0
     """How often since then, when it could have been let in."""
-    lent: bool = False
+    pinned: bool = False
     """A transfer may read its blocks: they come back when that is over, too."""
     bill: Bill = field(default_factory=Bill)
     found_tokens: int = 0
@@ -204,32 +204,3 @@ class SchedulerGauges:
     """Guesses that were fed along with decodes."""
     accepted_draft_tokens: int = 0
     """Those that proved right."""
-
-
-@dataclass(frozen=True, slots=True)
-class Crew:
-    """The rows of one step, with what is true of each of them until the step settles. Nothing in it is ever written.
-
-    So all steps between two moves, in which the same requests decode, share one.
-    """
-
-    slots: Int64s
-    """As numpy indexes fastest: a pass indexes with these a dozen times."""
-    slots_named: Int32s
-    """The same, as plans and results name them."""
-    epochs: Int64s
-    serials: Int64s
-    allowances: Int32s
-    """The most tokens that each row may yield."""
-    outcomes: Int8s
-    """What each row answers if it is sound; stops aside."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A launched plan, remembered until its result settles. Rows of its crew: stops, chunks, decodes."""
-
-    step: int
-    crew: Crew
-    stops: int
-    chunks: tuple[Chunk, ...]

@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from baton.core.config import PrefillPath, WorkerConfig
-from baton.core.engine.change_journal import KEYS_MAX, Changes, NamesChanged, PhaseNotes
-from baton.core.engine.decode_scheduler import DecodeScheduler
+from baton.core.config import WorkerConfig
+from baton.core.engine.change_journal import KEYS_MAX, Changes, NamesChanged
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, StepPlan, StepResult
-from baton.core.engine.prefill_scheduler import GeneralPrefillScheduler, PrefillScheduler
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import EndedRequest, SchedulerGauges, Settled
 from baton.core.engine.request import FinishReason, RequestId, Serial, Submission
-from baton.core.engine.running_set import Board
-from baton.core.engine.scheduler import Scheduler
+from baton.core.engine.scheduler import Scheduler, decode_scheduler, mixed_scheduler, prefill_scheduler
 from baton.core.engine.victims import Rates
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.decode_side import Taker
@@ -160,20 +157,17 @@ class PrefillMeter:
 class Worker:
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex, handover_secret: bytes = b"") -> None:
         self.config = config
-        self.scheduler: Board
-        self._queue: Scheduler | None = None
-        """Where clients' requests wait; None on an instance that serves peers only."""
+        self.scheduler: Scheduler
         self.giver: Giver | None = None
         self.taker: Taker | None = None
         if config.role.gives:
-            short = config.prefill_path is PrefillPath.SHORT
-            prefills = PrefillScheduler(config, prefix) if short else GeneralPrefillScheduler(config, prefix)
-            self.scheduler, self.giver = prefills, Giver(config, prefills)
+            self.scheduler, held = prefill_scheduler(config, prefix)
+            self.giver = Giver(config, self.scheduler, held)
         elif config.role.takes:
-            self.scheduler = self._queue = decodes = DecodeScheduler(config, prefix)
-            self.taker = Taker(config, decodes, handover_secret)
+            self.scheduler, arriving = decode_scheduler(config, prefix)
+            self.taker = Taker(config, self.scheduler, arriving, handover_secret)
         else:
-            self.scheduler = self._queue = Scheduler(config, prefix)
+            self.scheduler = mixed_scheduler(config, prefix)
         self._peers = self.giver or self.taker
         self._tiers = self.scheduler.tiers
         self._draining = False
@@ -209,16 +203,15 @@ class Worker:
             case _:
                 effects = self._hear(event)
         self._planned_out = idle_pass
-        if self._tiers is not None:
-            effects += self._outcomes(self._tiers.take_outcomes())
-            effects += self._tiers.take_orders()
+        effects += self._outcomes(self._tiers.take_outcomes())
+        effects += self._tiers.take_orders()
         return effects
 
     def next_deadline(self) -> int | None:
         """A pass is due at once whenever it could plan something, and soon in any case while anything is open."""
-        due = [] if self._peers is None else [self._peers.next_deadline()]
-        if self._tiers is not None:
-            due.append(self._tiers.next_deadline())
+        due = [self._tiers.next_deadline()]
+        if self._peers is not None:
+            due.append(self._peers.next_deadline())
         if self.scheduler.has_work and not self.scheduler.asleep:
             could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
             due.append(self._now_us if could_plan else self._now_us + IDLE_PASS_US)
@@ -240,13 +233,12 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        if self.scheduler.has_work or (self._tiers is not None and self._tiers.busy):
+        if self.scheduler.has_work or self._tiers.busy:
             return False
         return not (self._peers is not None and self._peers.open())
 
     def _pass(self) -> tuple[list[Effect], bool]:
-        if self._tiers is not None:
-            self._tiers.expire(self._now_us)
+        self._tiers.expire(self._now_us)
         effects = [] if self._peers is None else _effects(self._peers.expire(self._now_us))
         if self.scheduler.in_flight >= self.config.depth:
             return effects, False
@@ -269,8 +261,7 @@ class Worker:
         return [*_effects(self.giver.settled(settled, self._now_us)), Deliver(NOTHING)]
 
     def _hauled(self, event: StorageEvent) -> list[Effect]:
-        if self._tiers is not None:
-            self._tiers.handle(event, self._now_us)
+        self._tiers.handle(event, self._now_us)
         # What was brought from the store may be what an offer waited for.
         return [] if self.giver is None else _effects(self.giver.advance(self._now_us))
 
@@ -297,10 +288,10 @@ class Worker:
     def _keep_changes(self) -> None:
         self.scheduler.pool.prefix.keep_journal()
         if self.giver is None:  # what it prefills has its serial at the peer that asked
-            self.scheduler.notes = PhaseNotes()
+            self.scheduler.keep_notes()
 
     def _stop(self, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
-        if self._queue is None:
+        if not self.config.role.serves:
             return []  # no client has anything here: what is open is its peers'
         if self.taker is not None and self.taker.knows(serial):
             return _effects(self.taker.cancel(serial, reason, self._now_us))
@@ -312,7 +303,7 @@ class Worker:
         return [effect for serial in serials for effect in self._stop(serial, FinishReason.ABORT, None)]
 
     def _submit(self, event: Submitted) -> Accepted | GroupRefused:
-        if self._queue is None:
+        if not self.config.role.serves:
             text = "this instance only prefills for others"
             return GroupRefused(event.ticket, Refusal(RefusalCode.WRONG_ROLE, text))
         refusal = self._refusal(event.group)
@@ -321,7 +312,9 @@ class Worker:
         serials: dict[RequestId, Serial] = {}
         for submission in event.group:
             leader = serials[submission.leader] if submission.leader is not None else None
-            serials[submission.request_id] = self._queue.enqueue(submission, self._limit(submission), self._now_us, leader)
+            serials[submission.request_id] = self.scheduler.enqueue(
+                submission, self._limit(submission), self._now_us, leader
+            )
         return Accepted(event.ticket, tuple(serials.values()))
 
     def _limit(self, submission: Submission) -> int:

@@ -9,9 +9,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from baton.core.config import OnPreempt, WorkerConfig
-from baton.core.engine.decode_scheduler import DecodeScheduler, Lease
+from baton.core.engine.arriving_rows import ArrivingRows, Lease
 from baton.core.engine.records import HandoverGauges, Request
 from baton.core.engine.request import FinishReason, Serial, Submission
+from baton.core.engine.scheduler import Scheduler
 from baton.core.handover.messages import (
     Adopted,
     Arriving,
@@ -122,10 +123,11 @@ class Believed(NamedTuple):
 
 
 class Taker:
-    def __init__(self, config: WorkerConfig, scheduler: DecodeScheduler, secret: bytes) -> None:
+    def __init__(self, config: WorkerConfig, scheduler: Scheduler, rows: ArrivingRows, secret: bytes) -> None:
         self._config = config.handover
         self._resumes = config.on_preempt is OnPreempt.RESUME
         self._scheduler = scheduler
+        self._rows = rows
         self._fingerprint = scheduler.pool.prefix.fingerprint
         self._secret = hashlib.blake2b(secret, digest_size=32).digest()
         self._peers: dict[PeerId, Believed] = {}
@@ -188,7 +190,7 @@ class Taker:
     def planned(self, now_us: int) -> Acts:
         """After a pass: ask peers for what it let in to be prefilled elsewhere."""
         self._now_us = now_us
-        return [self._ask(request) for request in self._scheduler.asked()]
+        return [self._ask(request) for request in self._rows.asked()]
 
     def expire(self, now_us: int) -> Acts:
         self._now_us = now_us
@@ -214,13 +216,13 @@ class Taker:
     def _peer_opened(self, peer: PeerId) -> Acts:
         self._peers[peer] = Believed(0, self._now_us)
         self._declined_us.pop(peer, None)
-        self._scheduler.may_ask = True
+        self._rows.may_ask = True
         return []
 
     def _peer_lost(self, peer: PeerId, reason: str) -> Acts:
         self._peers.pop(peer, None)
         self._declined_us.pop(peer, None)
-        self._scheduler.may_ask = bool(self._peers)
+        self._rows.may_ask = bool(self._peers)
         acts: Acts = []
         for entry in [entry for entry in self._open.values() if entry.handover.peer == peer]:
             if entry.state is Taking.ASKED:
@@ -291,7 +293,7 @@ class Taker:
         if offer.prompt_tokens != entry.submission.known_tokens:
             text = f"{offer.prompt_tokens} tokens were offered for a prompt of {entry.submission.known_tokens}"
             return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.OFFER, text)
-        lease = self._scheduler.lease(entry.serial)
+        lease = self._rows.lease(entry.serial)
         return self._refuse(entry) if lease is None else self._grant(entry, lease)
 
     def _grant(self, entry: Taken, lease: Lease) -> Acts:
@@ -313,7 +315,7 @@ class Taker:
         acts: Acts = [Tell(handover.peer, refuse), AttemptFailed(handover, fault)]
         if self._resumes:
             often = handover.attempt >= ATTEMPTS_MAX
-            self._scheduler.take_back(entry.serial, prefills_here=often, now_us=self._now_us)
+            self._rows.take_back(entry.serial, prefills_here=often, now_us=self._now_us)
             return acts
         return acts + self._end_asked(entry, FinishReason.RESCHEDULE, fault)
 
@@ -325,7 +327,7 @@ class Taker:
         self._move(entry, TakerMove.DROP)
         alone = all(self._declines(peer) for peer in self._peers)
         prefills_here = alone or handover.attempt >= ATTEMPTS_MAX
-        self._scheduler.take_back(entry.serial, prefills_here=prefills_here, now_us=self._now_us)
+        self._rows.take_back(entry.serial, prefills_here=prefills_here, now_us=self._now_us)
         return [AttemptFailed(handover, self._note_fault(code, PdStage.OFFER, reason))]
 
     def _renew(self, entry: Taken | None) -> None:
@@ -337,7 +339,7 @@ class Taker:
             return []
         if entry.state is Taking.GRANTED:
             self._move(entry, TakerMove.ARRIVE)
-            self._scheduler.arriving(entry.serial)
+            self._rows.arriving(entry.serial)
         self._renew(entry)
         return []
 
@@ -371,7 +373,7 @@ class Taker:
         return [
             Tell(handover.peer, Adopted(handover.request, handover.attempt)),
             HandoverMade(handover, entry.serial, took_us),
-            self._scheduler.adopt(entry.serial, entry.commit, self._now_us),
+            self._rows.adopt(entry.serial, entry.commit, self._now_us),
         ]
 
     def _fail(self, entry: Taken, code: PdCode, stage: PdStage, reason: str, *, tell: bool = True) -> Acts:
@@ -388,12 +390,12 @@ class Taker:
         """Without a reason the request waits in our own queue."""
         if entry.state is not Taking.ASKED:
             self._move(entry, TakerMove.GIVE_UP)
-            self._scheduler.order_fence(entry.serial, reason, fault)
+            self._rows.order_fence(entry.serial, reason, fault)
             return [Fence(entry.handover)]
         self._move(entry, TakerMove.DROP)
         if reason is not None:
             return self._end_asked(entry, reason, fault)
-        self._scheduler.take_back(entry.serial, prefills_here=True, now_us=self._now_us)
+        self._rows.take_back(entry.serial, prefills_here=True, now_us=self._now_us)
         return []
 
     def _end_asked(self, entry: Taken, reason: FinishReason, fault: PdFault | None) -> Acts:
@@ -404,7 +406,7 @@ class Taker:
         if entry is None or entry.state is not Taking.FENCING:
             return []
         self._move(entry, TakerMove.FENCED)
-        ended = self._scheduler.fenced(entry.serial, self._now_us)
+        ended = self._rows.fenced(entry.serial, self._now_us)
         return [] if ended is None else [ended]
 
     def _release(self, entry: Taken, reason: str) -> Tell:

@@ -27,6 +27,7 @@ from baton.core.engine.prefix import Key
 from baton.core.engine.records import StorageGauges
 from baton.core.engine.request import Serial
 from baton.core.engine.victims import Rates
+from baton.core.errors import InvariantViolated
 from baton.core.tiers.circuit_breaker import Breaker
 from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.transfers import (
@@ -54,6 +55,9 @@ FADING = 0.98
 """A rate that keeps us from trying is believed a little less each time, so that one bad measurement is not for ever."""
 BETTER_SHARE, WORSE_SHARE = 0.3, 0.1
 """Of a measurement in the rate that is believed. It has the machine's hiccups in it, too, and those only make it worse."""
+
+
+NO_STORAGE = StorageGauges()
 
 
 class Kind(Enum):
@@ -147,6 +151,11 @@ class Tiers:
         self._next_haul = 0
         self._now_us = 0
         self._counts = dict.fromkeys(StorageGauges.__dataclass_fields__, 0)
+
+    @property
+    def saves_preempted(self) -> bool:
+        """Whether the KV of a preempted request is kept."""
+        return self._config.save_preempted
 
     # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -564,6 +573,81 @@ class Tiers:
         gone = not self._breakers[Kind.GET].allows(self._now_us)
         for seeker in [seeker for seeker, seek in self._seeks.items() if not seek.waits_for and (gone or not seek.wanted)]:
             del self._seeks[seeker]
+
+
+class NoTiers:
+    """There is no KV outside the pool: nothing is saved, found or brought back."""
+
+    saves_preempted = False
+    busy = False
+
+    def __init__(self) -> None:
+        self.host = HostRows(0)
+
+    def gauges(self) -> StorageGauges:
+        return NO_STORAGE
+
+    def open(self) -> tuple[OpenHaul, ...]:
+        return ()
+
+    def next_deadline(self) -> int | None:
+        return None
+
+    def take_orders(self) -> list[StorageEffect]:
+        return []
+
+    def take_outcomes(self) -> list[Outcome]:
+        return []
+
+    def handle(self, event: StorageEvent, now_us: int) -> None:
+        """An answer that nobody waits for."""
+
+    def expire(self, now_us: int) -> None:
+        """Nothing is ever late."""
+
+    def save(self, blocks: Int32s, preempted: bool, now_us: int) -> list[Key]:
+        del blocks, preempted, now_us
+        return []
+
+    def brings_back(self, blocks: int) -> bool:
+        del blocks
+        return False
+
+    def seek(self, seeker: Hashable, keys: Sequence[Key], now_us: int) -> bool:
+        del seeker, keys, now_us
+        return True
+
+    def is_seeking(self, seeker: Hashable) -> bool:
+        del seeker
+        return False
+
+    def is_known_stored(self, key: Key) -> bool:
+        del key
+        return False
+
+    def forget_seeker(self, seeker: Hashable) -> None:
+        """Nobody seeks."""
+
+    def load(self, serial: Serial, keys: Sequence[Key], rows: Int32s, blocks: Int32s, now_us: int) -> None:
+        del keys, rows, blocks, now_us
+        raise InvariantViolated(f"KV of request {serial} was to be restored where there is none outside the pool")
+
+    def give_up_load(self, serial: Serial) -> None:
+        """Nothing is loaded."""
+
+    def depart(self, serial: Serial, keys: Sequence[Key], now_us: int) -> None:
+        del keys, now_us
+        raise InvariantViolated(f"request {serial} was to wait for KV to be stored where there is no store")
+
+    def forget_departure(self, serial: Serial) -> None:
+        """Nobody departs."""
+
+
+AnyTiers = Tiers | NoTiers
+
+
+def tiers_of(config: WorkerConfig, pool: BlockPool, rates: Rates) -> AnyTiers:
+    return Tiers(config, pool, rates) if config.tiers.host_rows else NoTiers()
 
 
 def _leading(came: Sequence[bool]) -> int:
