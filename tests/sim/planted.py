@@ -508,14 +508,17 @@ def never_release_followers(patch: Patch) -> None:
 
 @core("a cancelled sibling is still counted as waiting, until the queue is full of nobody")
 def count_cancelled_siblings_as_waiting(patch: Patch) -> None:
-    withdraw_then = WaitingQueue.withdraw
+    stop_then = Scheduler._stop
 
-    def withdraw(self: WaitingQueue, request: Request) -> None:
-        held_back = self._held_back
-        withdraw_then(self, request)
-        self._held_back = held_back
+    def stop(self: Scheduler, request: Request, reason: FinishReason) -> EndedRequest | None:
+        held_back = self._queue._held_back
+        waits = request.slot is None
+        ended = stop_then(self, request, reason)
+        if waits:
+            self._queue._held_back = held_back
+        return ended
 
-    patch.set(WaitingQueue, "withdraw", withdraw)
+    patch.set(Scheduler, "_stop", stop)
 
 
 @core("a request cancelled in the queue stays in it, and starts when its turn comes")

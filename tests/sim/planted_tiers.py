@@ -24,10 +24,14 @@ from baton.core.engine.request import FinishReason, Move, Phase, Serial
 from baton.core.engine.restoring import RestoredRows, Restoring
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.worker import Effect, Worker
-from baton.core.tiers import offload as tiering
 from baton.core.tiers.circuit_breaker import Breaker
+from baton.core.tiers.departures import Departures
+from baton.core.tiers.fetching import Fetching
 from baton.core.tiers.host_rows import HostRows
-from baton.core.tiers.offload import Kind, OpenHaul, Tiers
+from baton.core.tiers.loading import Loading
+from baton.core.tiers.offload import Tiers
+from baton.core.tiers.open_hauls import FILLS, Kind, OpenHaul, OpenHauls
+from baton.core.tiers.saving import Saving
 from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled, HaulFailed, HaulFenced, Put, StorageEvent
 from baton.wire import envelope
 from baton.wire.envelope import Flaw, Opened
@@ -48,27 +52,28 @@ def copy_blocks_that_nobody_holds(patch: Patch) -> None:
 
 @core("a copy that is late gives its blocks back with the order to fence it, not with the answer")
 def give_blocks_back_before_the_fence(patch: Patch) -> None:
-    fence_then = Tiers._fence
+    expire_then = Tiers.expire
 
-    def fence(self: Tiers, haul: OpenHaul) -> None:
-        fence_then(self, haul)
-        if haul.kind is Kind.OUT:
-            self._pool.give_back(haul.blocks)
-            haul.blocks = haul.blocks[:0]
+    def expire(self: Tiers, now_us: int) -> None:
+        expire_then(self, now_us)
+        for haul in self._hauls:
+            if haul.fencing and haul.kind is Kind.OUT:
+                self._saving._pool.give_back(haul.blocks)
+                haul.blocks = haul.blocks[:0]
 
-    patch.set(Tiers, "_fence", fence)
+    patch.set(Tiers, "expire", expire)
 
 
 @core("blocks whose copy failed are never given back")
 def keep_blocks_of_failed_copies(patch: Patch) -> None:
-    copied_then = Tiers._copied_out
+    copied_then = Saving.copied_out
 
-    def copied_out(self: Tiers, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def copied_out(self: Saving, haul: OpenHaul, came: Sequence[bool]) -> None:
         if not all(came):
             haul.blocks = haul.blocks[:0]
         copied_then(self, haul, came)
 
-    patch.set(Tiers, "_copied_out", copied_out)
+    patch.set(Saving, "copied_out", copied_out)
 
 
 @core("a block that leaves and is found in the cache counts as leaving for ever")
@@ -155,30 +160,30 @@ def pass_over_a_gap(patch: Patch) -> None:
 
 @core("rows whose filling is fenced are free with the order, not with the answer")
 def free_rows_before_the_fence(patch: Patch) -> None:
-    fence_then, fill_then = Tiers._fence, Tiers._fill
+    fence_then, fill_then = OpenHauls.fence, OpenHauls.fill
 
-    def fence(self: Tiers, haul: OpenHaul) -> None:
+    def fence(self: OpenHauls, haul: OpenHaul) -> None:
         fence_then(self, haul)
-        if haul.kind in tiering.FILLS:
+        if haul.kind in FILLS:
             fill_then(self, haul, (False,) * len(haul.keys))
 
-    def fill(self: Tiers, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def fill(self: OpenHauls, haul: OpenHaul, came: Sequence[bool]) -> None:
         if not haul.fencing:
             fill_then(self, haul, came)
 
-    patch.set(Tiers, "_fence", fence)
-    patch.set(Tiers, "_fill", fill)
+    patch.set(OpenHauls, "fence", fence)
+    patch.set(OpenHauls, "fill", fill)
 
 
 @core("a row that the store has read is never let go of")
 def never_let_go_of_a_row(patch: Patch) -> None:
-    put_then = Tiers._has_put
+    put_then = Saving.has_put
 
-    def has_put(self: Tiers, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def has_put(self: Saving, haul: OpenHaul, came: Sequence[bool]) -> None:
         put_then(self, haul, came)
-        self.host.read(haul.keys)
+        self._host.read(haul.keys)
 
-    patch.set(Tiers, "_has_put", has_put)
+    patch.set(Saving, "has_put", has_put)
 
 
 # ── answers that are believed ────────────────────────────────────────────────────────────────────────────────────────────
@@ -290,7 +295,7 @@ def end_a_restore_at_once(patch: Patch) -> None:
 
 @core("a copy for a request that was cancelled is not fenced")
 def never_give_up_a_load(patch: Patch) -> None:
-    patch.set(Tiers, "give_up_load", lambda self, serial: None)
+    patch.set(Loading, "give_up", lambda self, serial: None)
 
 
 @core("with only a restored request to begin, the loop sleeps on")
@@ -338,7 +343,7 @@ def fence_nothing(patch: Patch) -> None:
     expire_then = Tiers.expire
 
     def expire(self: Tiers, now_us: int) -> None:
-        for haul in self._open.values():
+        for haul in self._hauls:
             haul.deadline_us = max(haul.deadline_us, now_us + 1)
         expire_then(self, now_us)
 
@@ -348,58 +353,58 @@ def fence_nothing(patch: Patch) -> None:
 @core("nobody looks at the clock for copies and questions")
 def forget_the_deadlines_of_hauls(patch: Patch) -> None:
     def next_deadline(self: Tiers) -> int | None:
-        return min((departure.until_us for departure in self._departures.values()), default=None)
+        return min(self._departures.deadlines(), default=None)
 
     patch.set(Tiers, "next_deadline", next_deadline)
 
 
 @core("a fence that takes its time is ordered again with every pass")
 def fence_again_and_again(patch: Patch) -> None:
-    fence_then = Tiers._fence
+    fence_then = OpenHauls.fence
 
-    def fence(self: Tiers, haul: OpenHaul) -> None:
+    def fence(self: OpenHauls, haul: OpenHaul) -> None:
         fence_then(self, haul)
         haul.fencing = False
 
-    patch.set(Tiers, "_fence", fence)
+    patch.set(OpenHauls, "fence", fence)
 
 
 @core("a request waits for the store until it answers")
 def wait_for_the_store(patch: Patch) -> None:
-    seek_then = Tiers.seek
+    seek_then = Fetching.seek
 
-    def seek(self: Tiers, seeker: Any, keys: Sequence[Key], now_us: int) -> bool:
-        sought = seek_then(self, seeker, keys, now_us)
+    def seek(self: Fetching, seeker: Any, keys: Sequence[Key]) -> bool:
+        sought = seek_then(self, seeker, keys)
         if seeker in self._seeks:
             self._seeks[seeker].until_us = 1 << 60
         return sought
 
-    patch.set(Tiers, "seek", seek)
-    patch.set(Tiers, "_found", lambda self, haul: None)
+    patch.set(Fetching, "seek", seek)
+    patch.set(Fetching, "over", lambda self, haul: None)
 
 
 @core("who goes elsewhere waits until all it leaves behind is stored, however long that takes")
 def wait_until_all_is_stored(patch: Patch) -> None:
-    depart_then = Tiers.depart
+    depart_then = Departures.depart
 
-    def depart(self: Tiers, serial: Serial, keys: Sequence[Key], now_us: int) -> None:
+    def depart(self: Departures, serial: Serial, keys: Sequence[Key], now_us: int) -> None:
         depart_then(self, serial, keys, now_us)
         self._departures[serial].until_us = 1 << 60
 
-    patch.set(Tiers, "depart", depart)
+    patch.set(Departures, "depart", depart)
 
 
 @core("who waits for what the store cannot take is never told to go")
 def wait_for_what_is_not_stored(patch: Patch) -> None:
-    patch.set(Tiers, "_nobody_waits_for", lambda self, key: None)
-    expire_then = Tiers.expire
+    patch.set(Departures, "settle", lambda self, key: None)
+    expire_then = Departures.expire
 
-    def expire(self: Tiers, now_us: int) -> None:
+    def expire(self: Departures, now_us: int) -> None:
         for departure in self._departures.values():
             departure.until_us = max(departure.until_us, now_us + 1)
         expire_then(self, now_us)
 
-    patch.set(Tiers, "expire", expire)
+    patch.set(Departures, "expire", expire)
 
 
 @core("the wait for the store is on nobody's bill")
@@ -444,46 +449,46 @@ def forgive_what_is_late(patch: Patch) -> None:
 
 @core("as many orders go to the store at once as there is work")
 def ask_without_a_bound(patch: Patch) -> None:
-    begin_then = Tiers._begin
+    begin_then = OpenHauls.begin
 
-    def begin(self: Tiers, kind: Kind, *arguments: Any, **named: Any) -> Haul:
+    def begin(self: OpenHauls, kind: Kind, *arguments: Any, **named: Any) -> Haul:
         haul = begin_then(self, kind, *arguments, **named)
         self._at_store = dict.fromkeys(self._at_store, -1000)
         return haul
 
-    patch.set(Tiers, "_begin", begin)
+    patch.set(OpenHauls, "begin", begin)
 
 
 @core("numbers of orders come again, and a late answer is taken for another's")
 def reuse_numbers(patch: Patch) -> None:
-    begin_then = Tiers._begin
+    begin_then = OpenHauls.begin
 
-    def begin(self: Tiers, *arguments: Any, **named: Any) -> Haul:
+    def begin(self: OpenHauls, *arguments: Any, **named: Any) -> Haul:
         if not self._open:
             self._next_haul = 0
         return begin_then(self, *arguments, **named)
 
-    patch.set(Tiers, "_begin", begin)
+    patch.set(OpenHauls, "begin", begin)
 
 
 @core("what is stored is read from rows that are still being filled")
 def store_rows_that_are_filling(patch: Patch) -> None:
-    copy_then = Tiers._copy_out
+    copy_then = Saving._copy_out
 
-    def copy_out(self: Tiers, saved: list[tuple[Key, int]], rows: Int32s) -> None:
+    def copy_out(self: Saving, saved: list[tuple[Key, int]], rows: Int32s) -> None:
         copy_then(self, saved, rows)
-        if self._config.store and saved and self._may_ask(Kind.PUT):
+        if self._config.store and saved and self._hauls.may_ask(Kind.PUT):
             key = saved[0][0]
-            haul = self._begin(Kind.PUT, (key,), self._config.put_us)
-            self._orders.append(Put(haul, (key,), rows[:1]))
+            haul = self._hauls.begin(Kind.PUT, (key,), self._config.put_us)
+            self._hauls.order(Put(haul, (key,), rows[:1]))
 
-    def has_put(self: Tiers, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def has_put(self: Saving, haul: OpenHaul, came: Sequence[bool]) -> None:
         if set(haul.keys) <= self._putting:
             put_then(self, haul, came)
 
-    put_then = Tiers._has_put
-    patch.set(Tiers, "_copy_out", copy_out)
-    patch.set(Tiers, "_has_put", has_put)
+    put_then = Saving.has_put
+    patch.set(Saving, "_copy_out", copy_out)
+    patch.set(Saving, "has_put", has_put)
 
 
 @core("a giver does not look up when what it waited for has come from the store")

@@ -28,7 +28,7 @@ from baton.core.handover.messages import (
 )
 from baton.core.handover.prefill_side import Giver
 from baton.core.handover.protocol import Acts
-from baton.core.tiers.offload import Departed, Loaded, Outcome
+from baton.core.tiers.outcomes import Departed, Loaded, Outcome
 from baton.core.tiers.transfers import Hauled, HaulFailed, HaulFenced, StorageEffect, StorageEvent
 
 IDLE_PASS_US = 1000
