@@ -36,6 +36,7 @@ class QueuedRequests:
         self._restoring = restoring
         self._tiers = tiers
         self._peers = peers
+        self._has_store = running.config.tiers.store
 
     @property
     def waiting(self) -> int:
@@ -51,7 +52,7 @@ class QueuedRequests:
 
     def prefetch(self) -> None:
         """Have the store asked for what those at the head of the queue start with; they may not come to wait for it."""
-        if not self._running.config.tiers.store:
+        if not self._has_store:
             return
         for request in self._queue.first(SOUGHT_AHEAD):
             if not request.is_sought and self._peers.prefills_here(request):
@@ -71,14 +72,16 @@ class QueuedRequests:
 
     def _next(self) -> Request | None:
         """The head of the queue; one that is being brought from the store lets others pass."""
-        is_seeking = self._tiers.is_seeking
+        head, is_seeking = self._queue.head, self._tiers.is_seeking
+        if head is None or not is_seeking(head.serial):
+            return head
         return next((request for request in self._queue.first(SOUGHT_AHEAD) if not is_seeking(request.serial)), None)
 
     def _is_sought_again(self, request: Request, hit: Hit) -> bool:
         """What it starts with may have been in host memory, or on its way to the store, when it began to wait, and be in the
         store alone by now."""
         tiers = self._tiers
-        if request.sought_again >= SOUGHT_AGAIN_MAX or not self._peers.prefills_here(request):
+        if not self._has_store or request.sought_again >= SOUGHT_AGAIN_MAX or not self._peers.prefills_here(request):
             return False
         after = self._lookup.keys_after(request, hit)
         missing = after[len(tiers.host.run(after)) :]

@@ -19,6 +19,7 @@ from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import EndedRequest, SchedulerGauges, Settled
 from baton.core.engine.request import FinishReason, RequestId, Serial, Submission
 from baton.core.engine.scheduler import Scheduler, decode_scheduler, mixed_scheduler, prefill_scheduler
+from baton.core.engine.submission_checks import refuse_group
 from baton.core.engine.victims import Rates
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.decode_side import Taker
@@ -325,57 +326,11 @@ class Worker:
     def _refusal(self, group: tuple[Submission, ...]) -> Refusal | None:
         if self._draining:
             return Refusal(RefusalCode.DRAINING, "this instance is draining and accepts no new requests", RETRY_AFTER_S)
-        seen: list[RequestId] = []
-        for submission in group:
-            refusal = self._impossible(submission) or self._misnamed(submission, seen)
-            if refusal:
-                return refusal
-            seen.append(submission.request_id)
-        if len(group) > self.config.waiting_max:
-            text = f"the body asks for {len(group)} sequences; the queue takes at most {self.config.waiting_max}"
-            return Refusal(RefusalCode.GROUP_TOO_LARGE, text)
+        if refusal := refuse_group(group, self.config):
+            return refusal
         if self.scheduler.waiting + len(group) > self.config.waiting_max:
             text = f"the queue is full: {self.scheduler.waiting} requests wait and at most {self.config.waiting_max} may"
             return Refusal(RefusalCode.QUEUE_FULL, text, RETRY_AFTER_S)
-        return None
-
-    def _misnamed(self, submission: Submission, seen: list[RequestId]) -> Refusal | None:
-        if submission.request_id in seen:
-            return Refusal(RefusalCode.DUPLICATE_ID, f"the request id {submission.request_id!r} is used twice")
-        if submission.leader is not None and submission.leader not in seen:
-            return Refusal(RefusalCode.DUPLICATE_ID, f"the leader {submission.leader!r} does not come before its follower")
-        return None
-
-    def _impossible(self, submission: Submission) -> Refusal | None:
-        """What could never run, however long it waited."""
-        prompt, asked, config = len(submission.prompt), submission.max_tokens, self.config
-        if prompt == 0:
-            return Refusal(RefusalCode.EMPTY_PROMPT, "the prompt is empty")
-        if len(submission.generated) and (refusal := self._is_whole(submission)):
-            return refusal
-        wanted = submission.known_tokens + 1 if asked is None else prompt + asked
-        made_of = f"{prompt} in the prompt" + ("" if asked is None else f" and {asked} to generate (max_tokens)")
-        if wanted > config.context_tokens:
-            text = f"{wanted} tokens ({made_of}) are more than the context length of {config.context_tokens}"
-            return Refusal(RefusalCode.CONTEXT_EXCEEDED, text)
-        if wanted > config.pool_tokens:
-            text = (
-                f"{wanted} tokens ({made_of}) are more than the whole KV pool of {config.pool_tokens} "
-                f"({config.blocks} blocks of {config.block_size})"
-            )
-            return Refusal(RefusalCode.POOL_EXCEEDED, text)
-        return None
-
-    def _is_whole(self, submission: Submission) -> Refusal | None:
-        """Why nothing can follow what was generated elsewhere."""
-        generated, asked, sampling = submission.generated, submission.max_tokens, submission.sampling
-        if asked is not None and len(generated) >= asked:
-            text = f"{len(generated)} tokens were generated elsewhere, and max_tokens is {asked}"
-            return Refusal(RefusalCode.NOTHING_LEFT, text)
-        if int(generated[-1]) in sampling.stop_token_ids and len(generated) > sampling.min_tokens:
-            return Refusal(
-                RefusalCode.NOTHING_LEFT, f"what was generated elsewhere ends with the stop token {generated[-1]}"
-            )
         return None
 
 
