@@ -16,7 +16,7 @@ import pytest
 
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.engine.blocks import BlockPool
-from baton.core.engine.ending import Ending
+from baton.core.engine.ending import RequestEnding
 from baton.core.engine.passes import GeneralPass
 from baton.core.engine.plan import Int64s, StepResult
 from baton.core.engine.prefix_lookup import PrefixLookup
@@ -25,7 +25,7 @@ from baton.core.engine.records import Request, Settled
 from baton.core.engine.request import Move
 from baton.core.engine.reserve import Promises
 from baton.core.engine.running_set import RunningSet
-from baton.core.engine.settling import Settling
+from baton.core.engine.settling import StepSettling
 from baton.core.engine.slots import PAD, Slots
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import InFlightStep
@@ -58,10 +58,10 @@ def _load() -> None:
 
 
 def requeue_before_the_ack(patch: pytest.MonkeyPatch) -> None:
-    original, init_then = RunningSet.order_stop, Ending.__init__
+    original, init_then = RunningSet.order_stop, RequestEnding.__init__
     queues: dict[RunningSet, WaitingQueue] = {}
 
-    def init(self: Ending, running: RunningSet, queue: WaitingQueue, *parts: Any) -> None:
+    def init(self: RequestEnding, running: RunningSet, queue: WaitingQueue, *parts: Any) -> None:
         init_then(self, running, queue, *parts)
         queues[running] = queue
 
@@ -73,12 +73,12 @@ def requeue_before_the_ack(patch: pytest.MonkeyPatch) -> None:
             request.keys = PrefixLookup(self).keys_of(request.submission, known)
             queues[self].push(request)
 
-    def requeue(self: Ending, request: Request) -> None:
+    def requeue(self: RequestEnding, request: Request) -> None:
         self._running.move(request, Move.ACK_PREEMPTION)
 
-    patch.setattr(Ending, "__init__", init)
+    patch.setattr(RequestEnding, "__init__", init)
     patch.setattr(RunningSet, "order_stop", order_stop)
-    patch.setattr(Ending, "requeue", requeue)
+    patch.setattr(RequestEnding, "requeue", requeue)
 
 
 def free_blocks_at_the_order(patch: pytest.MonkeyPatch) -> None:
@@ -130,10 +130,10 @@ def decay_only_when_something_ran(patch: pytest.MonkeyPatch) -> None:
 
 
 def append_a_stale_result(patch: pytest.MonkeyPatch) -> None:
-    def fence(self: Settling, step: InFlightStep) -> Int64s:
+    def fence(self: StepSettling, step: InFlightStep) -> Int64s:
         return np.arange(step.stops, len(step.rows.slots))
 
-    patch.setattr(Settling, "_fence", fence)
+    patch.setattr(StepSettling, "_fence", fence)
 
 
 def choose_a_prefilling_victim(patch: pytest.MonkeyPatch) -> None:
@@ -145,13 +145,13 @@ def choose_a_prefilling_victim(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_what_was_delivered_at_a_restart(patch: pytest.MonkeyPatch) -> None:
-    original = Ending.requeue
+    original = RequestEnding.requeue
 
-    def requeue(self: Ending, request: Request) -> None:
+    def requeue(self: RequestEnding, request: Request) -> None:
         original(self, request)
         request.outputs = request.outputs[:-1]
 
-    patch.setattr(Ending, "requeue", requeue)
+    patch.setattr(RequestEnding, "requeue", requeue)
 
 
 def leak_a_block_at_the_ack(patch: pytest.MonkeyPatch) -> None:
@@ -173,13 +173,13 @@ def let_growth_touch_what_is_promised(patch: pytest.MonkeyPatch) -> None:
 
 
 def end_a_request_twice(patch: pytest.MonkeyPatch) -> None:
-    original = Settling.settle
+    original = StepSettling.settle
 
-    def settle(self: Settling, result: StepResult) -> Settled:
+    def settle(self: StepSettling, result: StepResult) -> Settled:
         settled = original(self, result)
         return replace(settled, ended=tuple(ended for ended in settled.ended for _ in range(2)))
 
-    patch.setattr(Settling, "settle", settle)
+    patch.setattr(StepSettling, "settle", settle)
 
 
 def match_the_padding_of_stop_ids(patch: pytest.MonkeyPatch) -> None:
@@ -192,15 +192,15 @@ def match_the_padding_of_stop_ids(patch: pytest.MonkeyPatch) -> None:
 
 
 def cache_what_a_broken_chunk_left(patch: pytest.MonkeyPatch) -> None:
-    original = Settling._split_broken
+    original = StepSettling._split_broken
 
-    def split(self: Settling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+    def split(self: StepSettling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
         self._note_chunks(step, live)
         sound, broken = original(self, step, result, live)
         self._running.publish_full_blocks(step.rows.slots[broken])
         return sound, broken
 
-    patch.setattr(Settling, "_split_broken", split)
+    patch.setattr(StepSettling, "_split_broken", split)
 
 
 def remember_the_crew_across_moves(patch: pytest.MonkeyPatch) -> None:

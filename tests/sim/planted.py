@@ -23,18 +23,18 @@ from baton.core.engine import admission, settling, victims
 from baton.core.engine.admission import Admission
 from baton.core.engine.billing import Billing
 from baton.core.engine.blocks import BlockPool
-from baton.core.engine.ending import Ending
+from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import Copy, Int32s, Int64s, StepPlan, StepResult
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_lookup import PrefixLookup
 from baton.core.engine.prefix_publisher import PrefixPublisher
-from baton.core.engine.pressure import Pressure
+from baton.core.engine.pressure import BlockPressure
 from baton.core.engine.records import EndedRequest, Hit, Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.engine.reserve import Promises
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.scheduler import Scheduler
-from baton.core.engine.settling import Settling
+from baton.core.engine.settling import StepSettling
 from baton.core.engine.slots import Slots
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import InFlightStep
@@ -142,27 +142,27 @@ def requeue_before_the_ack(patch: Patch) -> None:
             request.keys = PrefixLookup(self).keys_of(request.submission, known)
             queues[self].push(request)
 
-    init_then = Ending.__init__
+    init_then = RequestEnding.__init__
     queues: dict[RunningSet, WaitingQueue] = {}
 
-    def init(self: Ending, running: RunningSet, queue: WaitingQueue, *parts: Any) -> None:
+    def init(self: RequestEnding, running: RunningSet, queue: WaitingQueue, *parts: Any) -> None:
         init_then(self, running, queue, *parts)
         queues[running] = queue
 
-    patch.set(Ending, "__init__", init)
+    patch.set(RequestEnding, "__init__", init)
     patch.set(RunningSet, "order_stop", order_stop)
-    patch.set(Ending, "requeue", lambda self, request: self._running.move(request, Move.ACK_PREEMPTION))
+    patch.set(RequestEnding, "requeue", lambda self, request: self._running.move(request, Move.ACK_PREEMPTION))
 
 
 @core("a preempted request comes back without its last token, and the client gets that one twice")
 def forget_a_token_at_a_restart(patch: Patch) -> None:
-    requeue_then = Ending.requeue
+    requeue_then = RequestEnding.requeue
 
-    def requeue(self: Ending, request: Request) -> None:
+    def requeue(self: RequestEnding, request: Request) -> None:
         requeue_then(self, request)
         request.outputs = request.outputs[:-1]
 
-    patch.set(Ending, "requeue", requeue)
+    patch.set(RequestEnding, "requeue", requeue)
 
 
 @core("blocks of a stopped request are free at the order, while a step in flight still writes them")
@@ -180,23 +180,23 @@ def free_blocks_at_the_order(patch: Patch) -> None:
 
 @core("the result of a step is appended though its request has ended meanwhile")
 def append_a_stale_result(patch: Patch) -> None:
-    def fence(self: Settling, step: InFlightStep) -> Int64s:
+    def fence(self: StepSettling, step: InFlightStep) -> Int64s:
         del self
         return np.arange(step.stops, len(step.rows.slots))
 
-    patch.set(Settling, "_fence", fence)
+    patch.set(StepSettling, "_fence", fence)
 
 
 @core("a request that finishes while it is asked to yield gets a second stop")
 def stop_twice_when_a_victim_finishes(patch: Patch) -> None:
-    end_then = Ending.end
+    end_then = RequestEnding.end
 
-    def end(self: Ending, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
+    def end(self: RequestEnding, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
         if request.phase is Phase.PREEMPTING and move is Move.FINISH:
             self._running.stopping.append(self._running.slot_of(request))
         return end_then(self, request, reason, move)
 
-    patch.set(Ending, "end", end)
+    patch.set(RequestEnding, "end", end)
 
 
 @core("half-filled prompts are asked to yield as if they were decoding")
@@ -221,17 +221,17 @@ def protect_nobody(patch: Patch) -> None:
 
 @core("growth of others takes the blocks that a protected request was promised")
 def let_growth_touch_what_is_promised(patch: Patch) -> None:
-    grow_then, promised_then = Pressure._grow_or_wait, Promises.promised
+    grow_then, promised_then = BlockPressure._grow_or_wait, Promises.promised
     growing: list[bool] = []
 
-    def grow_or_wait(self: Pressure, step: StepBuilder, rows: Int64s, short: Int64s) -> Any:
+    def grow_or_wait(self: BlockPressure, step: StepBuilder, rows: Int64s, short: Int64s) -> Any:
         growing.append(True)
         try:
             return grow_then(self, step, rows, short)
         finally:
             growing.pop()
 
-    patch.set(Pressure, "_grow_or_wait", grow_or_wait)
+    patch.set(BlockPressure, "_grow_or_wait", grow_or_wait)
     patch.set(Promises, "promised", lambda self, slots: 0 if growing else promised_then(self, slots))
 
 
@@ -254,25 +254,25 @@ def admit_without_reserve(patch: Patch) -> None:
 
 @core("every resumed request is found to disagree with the device, and ends with an error")
 def distrust_resumed_requests(patch: Patch) -> None:
-    split_then = Settling._split_broken
+    split_then = StepSettling._split_broken
 
-    def split(self: Settling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+    def split(self: StepSettling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
         sound, broken = split_then(self, step, result, live)
         resumed = step.rows.epochs[sound] > 1
         return sound[~resumed], np.concatenate((broken, sound[resumed]))
 
-    patch.set(Settling, "_split_broken", split)
+    patch.set(StepSettling, "_split_broken", split)
 
 
 @core("one row on which device and scheduler disagree ends everybody in its step")
 def blame_the_whole_step(patch: Patch) -> None:
-    split_then = Settling._split_broken
+    split_then = StepSettling._split_broken
 
-    def split(self: Settling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+    def split(self: StepSettling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
         sound, broken = split_then(self, step, result, live)
         return (sound[:0], live) if len(broken) else (sound, broken)
 
-    patch.set(Settling, "_split_broken", split)
+    patch.set(StepSettling, "_split_broken", split)
 
 
 # ── core: blocks and the prefix cache ────────────────────────────────────────────────────────────────────────────────────
@@ -331,14 +331,14 @@ def forget_the_salt(patch: Patch) -> None:
 
 @core("all blocks of a prompt count as computed when its first chunk has run")
 def publish_uncomputed_blocks(patch: Patch) -> None:
-    def note_chunks(self: Settling, step: InFlightStep, live: Int64s) -> None:
+    def note_chunks(self: StepSettling, step: InFlightStep, live: Int64s) -> None:
         slots, size = self._slots, self._running.config.block_size
         first, last = step.stops, step.stops + len(step.chunks)
         for row in live[(live >= first) & (live < last)].tolist():
             slot = step.chunks[row - first].slot
             slots.computed[slot] = min(slots.known[slot], slots.held[slot] * size)
 
-    patch.set(Settling, "_note_chunks", note_chunks)
+    patch.set(StepSettling, "_note_chunks", note_chunks)
 
 
 @core("the block of the last sampled token is cached before that token has KV")
@@ -407,7 +407,7 @@ def drop_token_zero(patch: Patch) -> None:
 
 @core("a stop token inside a burst is not seen")
 def see_stops_only_first_in_a_burst(patch: Patch) -> None:
-    def append_all(self: Settling, result: StepResult, rows: Int64s, at: Int64s) -> Any:
+    def append_all(self: StepSettling, result: StepResult, rows: Int64s, at: Int64s) -> Any:
         firsts, counts = settling._firsts_of(result, rows), result.counts[rows]
         stopped = self._append(at, result.tokens[firsts])
         for nth in range(1, self._burst):
@@ -415,7 +415,7 @@ def see_stops_only_first_in_a_burst(patch: Patch) -> None:
             self._slots.append(at[going], result.tokens[firsts[going] + nth])
         return np.where(stopped, 1, counts).astype(np.int32), stopped
 
-    patch.set(Settling, "_append_all", append_all)
+    patch.set(StepSettling, "_append_all", append_all)
 
 
 @core("max_tokens is off by one")
@@ -430,26 +430,26 @@ def generate_one_token_more(patch: Patch) -> None:
 
 @core("requests end twice")
 def end_a_request_twice(patch: Patch) -> None:
-    settle_then = Settling.settle
+    settle_then = StepSettling.settle
 
-    def settle(self: Settling, result: StepResult) -> Settled:
+    def settle(self: StepSettling, result: StepResult) -> Settled:
         settled = settle_then(self, result)
         return replace(settled, ended=tuple(ended for ended in settled.ended for _ in range(2)))
 
-    patch.set(Settling, "settle", settle)
+    patch.set(StepSettling, "settle", settle)
 
 
 @core("the stop token is delivered but not counted in the usage")
 def leave_the_stop_token_out_of_the_usage(patch: Patch) -> None:
-    end_then = Ending.end
+    end_then = RequestEnding.end
 
-    def end(self: Ending, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
+    def end(self: RequestEnding, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
         ended = end_then(self, request, reason, move)
         if reason is FinishReason.STOP and move is Move.FINISH:
             return replace(ended, generated_tokens=ended.generated_tokens - 1)
         return ended
 
-    patch.set(Ending, "end", end)
+    patch.set(RequestEnding, "end", end)
 
 
 @core("tokens after a stop string are counted in the usage")
@@ -467,12 +467,12 @@ def lose_where_the_answer_was_cut(patch: Patch) -> None:
 
 @core("an answer that ran into max_tokens is said to have stopped by itself")
 def say_stop_for_length(patch: Patch) -> None:
-    end_then = Ending.end
+    end_then = RequestEnding.end
 
-    def end(self: Ending, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
+    def end(self: RequestEnding, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
         return end_then(self, request, FinishReason.STOP if reason is FinishReason.LENGTH else reason, move)
 
-    patch.set(Ending, "end", end)
+    patch.set(RequestEnding, "end", end)
 
 
 @core("cached prompt tokens are billed as computed")
@@ -558,7 +558,7 @@ def prefill_what_was_cancelled(patch: Patch) -> None:
 
 @core("a cancelled request ends at once, and its slot is forgotten")
 def forget_the_slot_of_a_cancelled_request(patch: Patch) -> None:
-    def order_end(self: Ending, request: Request, reason: FinishReason) -> None:
+    def order_end(self: RequestEnding, request: Request, reason: FinishReason) -> None:
         running = self._running
         request.ends_as = reason
         slot = running.slot_of(request)
@@ -569,7 +569,7 @@ def forget_the_slot_of_a_cancelled_request(patch: Patch) -> None:
         if request.phase is not Phase.PREEMPTING:
             running.move(request, Move.ORDER_STOP)
 
-    patch.set(Ending, "order_end", order_end)
+    patch.set(RequestEnding, "order_end", order_end)
 
 
 @core("after a pass that could plan nothing, none is due any more")
@@ -1071,13 +1071,13 @@ def believe_only_the_first_ready(patch: Patch) -> None:
 
 @core("an answer that drew a stop token ends as `length`, one that ran to its limit as `stop`")
 def swap_the_reasons(patch: Patch) -> None:
-    end_then = Ending.end
+    end_then = RequestEnding.end
     other = {FinishReason.STOP: FinishReason.LENGTH, FinishReason.LENGTH: FinishReason.STOP}
 
-    def end(self: Ending, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
+    def end(self: RequestEnding, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
         return end_then(self, request, other.get(reason, reason), move)
 
-    patch.set(Ending, "end", end)
+    patch.set(RequestEnding, "end", end)
 
 
 @core("the queue is full before it is full")

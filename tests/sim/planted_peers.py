@@ -15,7 +15,7 @@ from baton.core.config import PrefillPath, WorkerConfig
 from baton.core.engine.admission import Admission
 from baton.core.engine.arriving_rows import ArrivingRows, Lease
 from baton.core.engine.blocks import BlockPool, Pin
-from baton.core.engine.ending import Ending
+from baton.core.engine.ending import RequestEnding
 from baton.core.engine.held_prefills import PrefillsForQueue, PrefillsWithBlocks
 from baton.core.engine.plan import Chunk
 from baton.core.engine.records import Hit, Request, Settled
@@ -116,12 +116,12 @@ def open_what_was_given_up(patch: Patch) -> None:
 
 @core("what was lent to a transfer is never given back")
 def never_give_back_what_was_lent(patch: Patch) -> None:
-    def unpin(self: Ending, serial: Serial) -> None:
+    def unpin(self: RequestEnding, serial: Serial) -> None:
         request = self._running.requests.get(serial)
         if request is not None and request.phase is not Phase.FINISHED:
             request.pinned = False
 
-    patch.set(Ending, "unpin", unpin)
+    patch.set(RequestEnding, "unpin", unpin)
 
 
 @core("blocks are sent as soon as their step is planned, before it has computed them")

@@ -14,24 +14,24 @@ import numpy as np
 
 from baton.core.engine.blocks import BlockPool, Pin
 from baton.core.engine.departing import DepartingRequests
-from baton.core.engine.ending import Ending
+from baton.core.engine.ending import RequestEnding
 from baton.core.engine.held_prefills import PrefillsWithBlocks
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 from baton.core.engine.prefix_lookup import PrefixLookup
 from baton.core.engine.records import EndedRequest, Hit, Request
 from baton.core.engine.request import FinishReason, Move, Phase, Serial
-from baton.core.engine.restoring import RestoredRows, Restoring
+from baton.core.engine.restoring import KvRestoring, RestoredRows
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.worker import Effect, Worker
 from baton.core.tiers.circuit_breaker import Breaker
 from baton.core.tiers.departures import Departures
-from baton.core.tiers.fetching import Fetching
+from baton.core.tiers.fetching import KvFetching
 from baton.core.tiers.host_rows import HostRows
-from baton.core.tiers.loading import Loading
+from baton.core.tiers.loading import KvLoading
 from baton.core.tiers.offload import Tiers
-from baton.core.tiers.open_hauls import FILLS, Kind, OpenHaul, OpenHauls
-from baton.core.tiers.saving import Saving
+from baton.core.tiers.open_hauls import FILLS, HaulKind, OpenHaul, OpenHauls
+from baton.core.tiers.saving import KvSaving
 from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled, HaulFailed, HaulFenced, Put, StorageEvent
 from baton.wire import envelope
 from baton.wire.envelope import Flaw, Opened
@@ -57,7 +57,7 @@ def give_blocks_back_before_the_fence(patch: Patch) -> None:
     def expire(self: Tiers, now_us: int) -> None:
         expire_then(self, now_us)
         for haul in self._hauls:
-            if haul.fencing and haul.kind is Kind.OUT:
+            if haul.fencing and haul.kind is HaulKind.OUT:
                 self._saving._pool.give_back(haul.blocks)
                 haul.blocks = haul.blocks[:0]
 
@@ -66,14 +66,14 @@ def give_blocks_back_before_the_fence(patch: Patch) -> None:
 
 @core("blocks whose copy failed are never given back")
 def keep_blocks_of_failed_copies(patch: Patch) -> None:
-    copied_then = Saving.copied_out
+    copied_then = KvSaving.copied_out
 
-    def copied_out(self: Saving, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def copied_out(self: KvSaving, haul: OpenHaul, came: Sequence[bool]) -> None:
         if not all(came):
             haul.blocks = haul.blocks[:0]
         copied_then(self, haul, came)
 
-    patch.set(Saving, "copied_out", copied_out)
+    patch.set(KvSaving, "copied_out", copied_out)
 
 
 @core("a block that leaves and is found in the cache counts as leaving for ever")
@@ -87,7 +87,7 @@ def hold_what_leaves_uncounted(patch: Patch) -> None:
 
 @core("blocks are dropped first and saved then")
 def save_after_the_drop(patch: Patch) -> None:
-    def vacate(self: Ending, request: Request) -> list[Key]:
+    def vacate(self: RequestEnding, request: Request) -> list[Key]:
         if request.pinned:
             return []
         running = self._running
@@ -100,7 +100,7 @@ def save_after_the_drop(patch: Patch) -> None:
             del running.requests[request.serial]
         return unstored
 
-    patch.set(Ending, "vacate", vacate)
+    patch.set(RequestEnding, "vacate", vacate)
 
 
 @core("of the blocks that one copy moves the last goes to the first row")
@@ -177,19 +177,19 @@ def free_rows_before_the_fence(patch: Patch) -> None:
 
 @core("a row that the store has read is never let go of")
 def never_let_go_of_a_row(patch: Patch) -> None:
-    put_then = Saving.has_put
+    put_then = KvSaving.has_put
 
-    def has_put(self: Saving, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def has_put(self: KvSaving, haul: OpenHaul, came: Sequence[bool]) -> None:
         put_then(self, haul, came)
         self._host.read(haul.keys)
 
-    patch.set(Saving, "has_put", has_put)
+    patch.set(KvSaving, "has_put", has_put)
 
 
 # ── answers that are believed ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _believing(patch: Patch, kind: Kind, answers: type | tuple[type, ...]) -> None:
+def _believing(patch: Patch, kind: HaulKind, answers: type | tuple[type, ...]) -> None:
     """Some answers about one kind of haul are taken for: all of it is there."""
     ended_then = Tiers._ended
 
@@ -203,34 +203,34 @@ def _believing(patch: Patch, kind: Kind, answers: type | tuple[type, ...]) -> No
 
 @core("a copy into host memory that failed is believed to be whole")
 def believe_a_failed_copy_out(patch: Patch) -> None:
-    _believing(patch, Kind.OUT, HaulFailed)
+    _believing(patch, HaulKind.OUT, HaulFailed)
 
 
 @core("a copy into host memory that was fenced is believed to be whole")
 def believe_a_fenced_copy_out(patch: Patch) -> None:
-    _believing(patch, Kind.OUT, HaulFenced)
+    _believing(patch, HaulKind.OUT, HaulFenced)
 
 
 @core("a copy to the device that failed or was fenced is believed to be whole, and its request decodes nonsense")
 def believe_a_bad_copy_in(patch: Patch) -> None:
-    _believing(patch, Kind.IN, (HaulFailed, HaulFenced))
+    _believing(patch, HaulKind.IN, (HaulFailed, HaulFenced))
 
 
 @core("objects that were missing or bad are believed to have arrived")
 def believe_that_all_arrived(patch: Patch) -> None:
-    _believing(patch, Kind.GET, (Hauled, HaulFailed, HaulFenced))
+    _believing(patch, HaulKind.GET, (Hauled, HaulFailed, HaulFenced))
 
 
 @core("of what came from host memory one block more is counted than came")
 def count_one_block_more(patch: Patch) -> None:
-    loaded_then = Restoring.loaded
+    loaded_then = KvRestoring.loaded
 
-    def loaded(self: Restoring, serial: Serial, blocks: int) -> EndedRequest | int:
+    def loaded(self: KvRestoring, serial: Serial, blocks: int) -> EndedRequest | int:
         request, size = self._running.requests[serial], self._running.config.block_size
         whole, found = (request.tokens_at_start - 1) // size, request.found_tokens // size
         return loaded_then(self, serial, min(blocks + 1, whole - found))
 
-    patch.set(Restoring, "loaded", loaded)
+    patch.set(KvRestoring, "loaded", loaded)
 
 
 @core("the block of the last token is brought back too, and nothing is left to compute")
@@ -246,38 +246,38 @@ def restore_the_last_token(patch: Patch) -> None:
 
 @core("a request runs as soon as its copy is ordered")
 def run_before_the_copy(patch: Patch) -> None:
-    restore_then = Restoring.restore
+    restore_then = KvRestoring.restore
 
-    def restore(self: Restoring, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
+    def restore(self: KvRestoring, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
         schedulers[self]._pass.restored(self._running.slot_of(request))
 
     init_then = Scheduler.__init__
-    schedulers: dict[Restoring, Scheduler] = {}
+    schedulers: dict[KvRestoring, Scheduler] = {}
 
     def init(self: Scheduler, *parts: Any) -> None:
         init_then(self, *parts)
         schedulers[self._restoring] = self
 
     patch.set(Scheduler, "__init__", init)
-    patch.set(Restoring, "restore", restore)
+    patch.set(KvRestoring, "restore", restore)
     patch.set(Scheduler, "loaded", lambda self, serial, blocks, now_us: None)
 
 
 @core("blocks that a copy writes to are not marked")
 def restore_without_a_pin(patch: Patch) -> None:
-    restore_then = Restoring.restore
+    restore_then = KvRestoring.restore
 
-    def restore(self: Restoring, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
+    def restore(self: KvRestoring, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
         self._running.pin(request, Pin.NONE)
 
-    patch.set(Restoring, "restore", restore)
+    patch.set(KvRestoring, "restore", restore)
 
 
 @core("a request that is cancelled while its KV arrives is free at once; the copy goes on in its blocks")
 def end_a_restore_at_once(patch: Patch) -> None:
-    def order_end(self: Restoring, request: Request, reason: FinishReason) -> None:
+    def order_end(self: KvRestoring, request: Request, reason: FinishReason) -> None:
         running = self._running
         running.slots.restoring[running.slot_of(request)] = False
         running.pin(request, Pin.NONE)
@@ -289,13 +289,13 @@ def end_a_restore_at_once(patch: Patch) -> None:
     def loaded(self: Scheduler, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
         return loaded_then(self, serial, blocks, now_us) if self.request(serial) is not None else None
 
-    patch.set(Restoring, "order_end", order_end)
+    patch.set(KvRestoring, "order_end", order_end)
     patch.set(Scheduler, "loaded", loaded)
 
 
 @core("a copy for a request that was cancelled is not fenced")
 def never_give_up_a_load(patch: Patch) -> None:
-    patch.set(Loading, "give_up", lambda self, serial: None)
+    patch.set(KvLoading, "give_up", lambda self, serial: None)
 
 
 @core("with only a restored request to begin, the loop sleeps on")
@@ -371,16 +371,16 @@ def fence_again_and_again(patch: Patch) -> None:
 
 @core("a request waits for the store until it answers")
 def wait_for_the_store(patch: Patch) -> None:
-    seek_then = Fetching.seek
+    seek_then = KvFetching.seek
 
-    def seek(self: Fetching, seeker: Any, keys: Sequence[Key]) -> bool:
+    def seek(self: KvFetching, seeker: Any, keys: Sequence[Key]) -> bool:
         sought = seek_then(self, seeker, keys)
         if seeker in self._seeks:
             self._seeks[seeker].until_us = 1 << 60
         return sought
 
-    patch.set(Fetching, "seek", seek)
-    patch.set(Fetching, "over", lambda self, haul: None)
+    patch.set(KvFetching, "seek", seek)
+    patch.set(KvFetching, "over", lambda self, haul: None)
 
 
 @core("who goes elsewhere waits until all it leaves behind is stored, however long that takes")
@@ -451,7 +451,7 @@ def forgive_what_is_late(patch: Patch) -> None:
 def ask_without_a_bound(patch: Patch) -> None:
     begin_then = OpenHauls.begin
 
-    def begin(self: OpenHauls, kind: Kind, *arguments: Any, **named: Any) -> Haul:
+    def begin(self: OpenHauls, kind: HaulKind, *arguments: Any, **named: Any) -> Haul:
         haul = begin_then(self, kind, *arguments, **named)
         self._at_store = dict.fromkeys(self._at_store, -1000)
         return haul
@@ -473,22 +473,22 @@ def reuse_numbers(patch: Patch) -> None:
 
 @core("what is stored is read from rows that are still being filled")
 def store_rows_that_are_filling(patch: Patch) -> None:
-    copy_then = Saving._copy_out
+    copy_then = KvSaving._copy_out
 
-    def copy_out(self: Saving, saved: list[tuple[Key, int]], rows: Int32s) -> None:
+    def copy_out(self: KvSaving, saved: list[tuple[Key, int]], rows: Int32s) -> None:
         copy_then(self, saved, rows)
-        if self._config.store and saved and self._hauls.may_ask(Kind.PUT):
+        if self._config.store and saved and self._hauls.may_ask(HaulKind.PUT):
             key = saved[0][0]
-            haul = self._hauls.begin(Kind.PUT, (key,), self._config.put_us)
+            haul = self._hauls.begin(HaulKind.PUT, (key,), self._config.put_us)
             self._hauls.order(Put(haul, (key,), rows[:1]))
 
-    def has_put(self: Saving, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def has_put(self: KvSaving, haul: OpenHaul, came: Sequence[bool]) -> None:
         if set(haul.keys) <= self._putting:
             put_then(self, haul, came)
 
-    put_then = Saving.has_put
-    patch.set(Saving, "_copy_out", copy_out)
-    patch.set(Saving, "has_put", has_put)
+    put_then = KvSaving.has_put
+    patch.set(KvSaving, "_copy_out", copy_out)
+    patch.set(KvSaving, "has_put", has_put)
 
 
 @core("a giver does not look up when what it waited for has come from the store")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.cli.sim_fuzz import replay_command
 from baton.core.config import BringBack, OnPreempt, PrefillPath
-from baton.core.engine.ending import Ending
+from baton.core.engine.ending import RequestEnding
 from baton.core.routing.events import Policy, RouterConfig
 from baton.sim import fuzz
 from baton.sim.faults import CLASSES, OF_ROUTERS, OF_STORAGE, OF_STORES, Fault
@@ -188,13 +188,13 @@ def test_half_of_the_worlds_have_host_memory_and_most_of_those_a_store() -> None
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug that shows soon: a preempted request forgets its last token."""
-    original = Ending.requeue
+    original = RequestEnding.requeue
 
-    def requeue(self: Ending, request: object) -> None:
+    def requeue(self: RequestEnding, request: object) -> None:
         original(self, request)  # type: ignore[arg-type]
         request.outputs = request.outputs[:-1]  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Ending, "requeue", requeue)
+    monkeypatch.setattr(RequestEnding, "requeue", requeue)
 
 
 def first_failing_seed() -> int:

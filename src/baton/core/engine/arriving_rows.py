@@ -17,7 +17,7 @@ import numpy as np
 from baton.core.engine.admission import Admission
 from baton.core.engine.billing import Billing
 from baton.core.engine.blocks import Pin
-from baton.core.engine.ending import Ending
+from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, Int32s, Logprobs
 from baton.core.engine.prefix_lookup import PrefixLookup
 from baton.core.engine.records import EndedRequest, Hit, Request, Settled, StartedRequest
@@ -50,7 +50,7 @@ class ArrivingRows:
         admission: Admission,
         lookup: PrefixLookup,
         billing: Billing,
-        ending: Ending,
+        ending: RequestEnding,
         tiers: AnyTiers,
     ) -> None:
         self.may_ask = False

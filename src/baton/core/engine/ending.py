@@ -18,7 +18,7 @@ from baton.core.engine.waiting_queue import WaitingQueue
 from baton.core.tiers.offload import AnyTiers
 
 
-class Ending:
+class RequestEnding:
     def __init__(
         self, running: RunningSet, queue: WaitingQueue, lookup: PrefixLookup, billing: Billing, tiers: AnyTiers
     ) -> None:

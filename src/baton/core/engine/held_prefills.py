@@ -18,7 +18,7 @@ from baton.core.engine.prefix_lookup import PrefixLookup
 from baton.core.engine.records import Request
 from baton.core.engine.request import Move, Phase, Serial, Submission
 from baton.core.engine.reserve import blocks_for
-from baton.core.engine.restoring import Restoring
+from baton.core.engine.restoring import KvRestoring
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.waiting_queue import WaitingQueue
@@ -38,7 +38,7 @@ class HeldPrefills(Protocol):
 class PrefillsWithBlocks:
     """For the short path: a slot and all blocks are taken with `hold`."""
 
-    def __init__(self, running: RunningSet, lookup: PrefixLookup, billing: Billing, restoring: Restoring) -> None:
+    def __init__(self, running: RunningSet, lookup: PrefixLookup, billing: Billing, restoring: KvRestoring) -> None:
         self._running = running
         self._lookup = lookup
         self._billing = billing

@@ -16,7 +16,7 @@ from baton.core.engine.billing import Billing
 from baton.core.engine.departing import DepartingRequests
 from baton.core.engine.held_prefills import PrefillsWithBlocks
 from baton.core.engine.prefills import PrefillChunks, StartedPrefills
-from baton.core.engine.pressure import Pressure
+from baton.core.engine.pressure import BlockPressure
 from baton.core.engine.queued_requests import QueuedRequests
 from baton.core.engine.records import Request
 from baton.core.engine.reserve import Promises
@@ -38,7 +38,7 @@ class PressureGauges:
 NO_PRESSURE = PressureGauges()
 
 
-class Pass(Protocol):
+class PlanningPass(Protocol):
     def fill(self, step: StepBuilder) -> None:
         """Fill a step."""
 
@@ -70,7 +70,7 @@ class GeneralPass:
     def __init__(
         self,
         running: RunningSet,
-        pressure: Pressure,
+        pressure: BlockPressure,
         promises: Promises,
         prefills: StartedPrefills,
         queued: QueuedRequests,

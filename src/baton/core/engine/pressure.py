@@ -20,7 +20,7 @@ from baton.core.engine.victims import Rates, choose_victim, computing_us, copyin
 from baton.core.tiers.offload import AnyTiers
 
 
-class Pressure:
+class BlockPressure:
     def __init__(self, running: RunningSet, promises: Promises, tiers: AnyTiers, rates: Rates) -> None:
         self._running = running
         self._config = running.config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.core.engine.admission import Admission, Admit, Wait
 from baton.core.engine.prefix_lookup import PrefixLookup
 from baton.core.engine.records import Hit, Request
-from baton.core.engine.restoring import Restoring
+from baton.core.engine.restoring import KvRestoring
 from baton.core.engine.row_source import PeerPrefills
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.step_builder import StepBuilder
@@ -25,7 +25,7 @@ class QueuedRequests:
         queue: WaitingQueue,
         admission: Admission,
         lookup: PrefixLookup,
-        restoring: Restoring,
+        restoring: KvRestoring,
         tiers: AnyTiers,
         peers: PeerPrefills,
     ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from baton.core.engine.billing import Billing
 from baton.core.engine.blocks import Pin
-from baton.core.engine.ending import Ending
+from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import NO_INT32S, Int32s
 from baton.core.engine.prefix_lookup import PrefixLookup
 from baton.core.engine.records import EndedRequest, Hit, Request
@@ -23,14 +23,14 @@ from baton.core.engine.waiting_queue import WaitingQueue
 from baton.core.tiers.offload import AnyTiers
 
 
-class Restoring:
+class KvRestoring:
     def __init__(
         self,
         running: RunningSet,
         queue: WaitingQueue,
         lookup: PrefixLookup,
         billing: Billing,
-        ending: Ending,
+        ending: RequestEnding,
         tiers: AnyTiers,
     ) -> None:
         self._running = running

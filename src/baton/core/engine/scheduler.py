@@ -3,21 +3,22 @@
     plan()    what the pass of this composition puts into the next step                                   → StepPlan
     settle()  fences stale rows, appends tokens, finds stops, publishes full blocks, frees what ended     → Settled
 
-    part                            its one job
-    RunningSet                      slots, block pool, open requests, steps in flight
-    PrefixLookup                    what the cache has of a request
-    WaitingQueue                    requests that wait, in order
-    Admission                       whether one fits beside reserve, promises and bookings; starting it
-    QueuedRequests, RestoredRows,   sources of rows: the queue, host memory, a peer that prefilled, prefills held for a peer
+    part                              its one job
+    RunningSet                        slots, block pool, open requests, steps in flight
+    PrefixLookup                      what the cache has of a request
+    WaitingQueue                      requests that wait, in order
+    Admission                         whether one fits beside reserve, promises and bookings; starting it
+    QueuedRequests, RestoredRows,     sources of rows: the queue, host memory, a peer's prefills, prefills held for a peer
     ArrivingRows, HeldPrefills
-    StartedPrefills, PrefillChunks  chunks of prompts
-    Pressure                        growth of decodes, victims, preemption
-    GeneralPass, ShortPrefillPass   the order in which these fill a step
-    Settling, Ending, Departing     results, ends, and ends that wait for the store
-    Restoring, tiers                KV from and to host memory and the store
-    Billing                         what requests cost
+    StartedPrefills, PrefillChunks    chunks of prompts
+    BlockPressure                     growth of decodes, victims, preemption
+    GeneralPass, ShortPrefillPass     the order in which these fill a step
+    StepSettling, RequestEnding,      results, ends, and ends that wait for the store
+    DepartingRequests
+    KvRestoring, Tiers                KV from and to host memory and the store
+    Billing                           what requests cost
 
-Everything is wired in this module: `Parts` has what all compositions share, and there is one function for each role.
+Everything is wired here: `SchedulerParts` has what all compositions share, and there is one function for each role.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from baton.core.engine.arriving_rows import ArrivingRows
 from baton.core.engine.billing import Billing
 from baton.core.engine.change_journal import PhaseNotes
 from baton.core.engine.departing import DepartingRequests
-from baton.core.engine.ending import Ending
+from baton.core.engine.ending import RequestEnding
 from baton.core.engine.held_prefills import HeldPrefills, PrefillsForQueue, PrefillsWithBlocks
-from baton.core.engine.passes import GeneralPass, Pass, ShortPrefillPass
+from baton.core.engine.passes import GeneralPass, PlanningPass, ShortPrefillPass
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefills import PrefillChunks, StartedPrefills
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_lookup import PrefixLookup
-from baton.core.engine.pressure import Pressure
+from baton.core.engine.pressure import BlockPressure
 from baton.core.engine.queued_requests import QueuedRequests
 from baton.core.engine.records import EndedRequest, HandoverGauges, Request, SchedulerGauges, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.engine.reserve import Promises
-from baton.core.engine.restoring import RestoredRows, Restoring
+from baton.core.engine.restoring import KvRestoring, RestoredRows
 from baton.core.engine.row_source import NoPeerPrefills, PeerPrefills, RowSource
 from baton.core.engine.running_set import RunningSet
-from baton.core.engine.settling import Settling
+from baton.core.engine.settling import StepSettling
 from baton.core.engine.victims import Rates
 from baton.core.engine.waiting_queue import NoQueue, WaitingQueue
 from baton.core.handover.messages import PdFault
 from baton.core.tiers.offload import tiers_of
 
 
-class Parts:
+class SchedulerParts:
     """What every composition has."""
 
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex, queue: WaitingQueue) -> None:
@@ -62,12 +63,12 @@ class Parts:
         self.lookup = PrefixLookup(self.running)
         self.chunks = PrefillChunks(self.running)
         self.departing = DepartingRequests(self.tiers)
-        self.ending = Ending(self.running, queue, self.lookup, self.billing, self.tiers)
-        self.settling = Settling(self.running, queue, self.billing, self.ending, self.departing)
-        self.restoring = Restoring(self.running, queue, self.lookup, self.billing, self.ending, self.tiers)
+        self.ending = RequestEnding(self.running, queue, self.lookup, self.billing, self.tiers)
+        self.settling = StepSettling(self.running, queue, self.billing, self.ending, self.departing)
+        self.restoring = KvRestoring(self.running, queue, self.lookup, self.billing, self.ending, self.tiers)
 
 
-class GeneralParts(Parts):
+class GeneralSchedulerParts(SchedulerParts):
     """What compositions with a queue have besides."""
 
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
@@ -79,7 +80,7 @@ class GeneralParts(Parts):
         queued = QueuedRequests(self.running, self.queue, self.admission, self.lookup, self.restoring, self.tiers, peers)
         general = GeneralPass(
             self.running,
-            Pressure(self.running, self.promises, self.tiers, self.rates),
+            BlockPressure(self.running, self.promises, self.tiers, self.rates),
             self.promises,
             StartedPrefills(self.running, self.chunks, self.promises),
             queued,
@@ -92,12 +93,12 @@ class GeneralParts(Parts):
 
 def mixed_scheduler(config: WorkerConfig, prefix: PrefixIndex) -> Scheduler:
     """Prefills and decodes what clients ask for."""
-    return GeneralParts(config, prefix).scheduler(NoPeerPrefills())
+    return GeneralSchedulerParts(config, prefix).scheduler(NoPeerPrefills())
 
 
 def decode_scheduler(config: WorkerConfig, prefix: PrefixIndex) -> tuple[Scheduler, ArrivingRows]:
     """As the mixed one, with peers that prefill for it."""
-    parts = GeneralParts(config, prefix)
+    parts = GeneralSchedulerParts(config, prefix)
     arriving = ArrivingRows(
         parts.running, parts.queue, parts.admission, parts.lookup, parts.billing, parts.ending, parts.tiers
     )
@@ -107,16 +108,16 @@ def decode_scheduler(config: WorkerConfig, prefix: PrefixIndex) -> tuple[Schedul
 def prefill_scheduler(config: WorkerConfig, prefix: PrefixIndex) -> tuple[Scheduler, HeldPrefills]:
     """Only prefills, for peers."""
     if config.prefill_path is PrefillPath.GENERAL:
-        general = GeneralParts(config, prefix)
+        general = GeneralSchedulerParts(config, prefix)
         waiting = PrefillsForQueue(general.running, general.queue)
         return general.scheduler(NoPeerPrefills(), waiting), waiting
-    parts = Parts(config, prefix, NoQueue())
+    parts = SchedulerParts(config, prefix, NoQueue())
     held = PrefillsWithBlocks(parts.running, parts.lookup, parts.billing, parts.restoring)
     return Scheduler(parts, ShortPrefillPass(parts.running, parts.chunks, parts.billing, held)), held
 
 
 class Scheduler:
-    def __init__(self, parts: Parts, passing: Pass) -> None:
+    def __init__(self, parts: SchedulerParts, passing: PlanningPass) -> None:
         self.running = parts.running
         self.config = parts.running.config
         self.slots = parts.running.slots

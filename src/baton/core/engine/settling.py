@@ -12,7 +12,7 @@ import numpy.typing as npt
 from baton.core.config import OnPreempt
 from baton.core.engine.billing import Billing
 from baton.core.engine.departing import DepartingRequests
-from baton.core.engine.ending import Ending
+from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import Int32s, Int64s, Logprobs, Outcome, StepResult
 from baton.core.engine.records import EndedRequest, Request, Settled, StartedRequest
 from baton.core.engine.request import FinishReason, Move, Phase, Tokens
@@ -26,13 +26,13 @@ Bools = npt.NDArray[np.bool_]
 Delivery = tuple[Int64s, Int32s, Tokens, tuple[Logprobs, ...]]
 
 
-class Settling:
+class StepSettling:
     def __init__(
         self,
         running: RunningSet,
         queue: WaitingQueue,
         billing: Billing,
-        ending: Ending,
+        ending: RequestEnding,
         departing: DepartingRequests,
     ) -> None:
         self._running = running

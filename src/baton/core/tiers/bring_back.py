@@ -6,7 +6,7 @@ from collections import Counter
 
 from baton.core.config import BringBack, WorkerConfig
 from baton.core.engine.victims import Rates
-from baton.core.tiers.open_hauls import Kind, OpenHaul
+from baton.core.tiers.open_hauls import HaulKind, OpenHaul
 
 FADING = 0.98
 """A rate that keeps us from trying is believed a little less each time, so that one bad measurement is not for ever."""
@@ -47,11 +47,11 @@ class BringBackRule:
         took_us, rates = now_us - haul.began_us, self._rates
         each = took_us / max(1, len(haul.keys))
         match haul.kind:
-            case Kind.IN:
+            case HaulKind.IN:
                 rates.copy_us_per_block = _blend(rates.copy_us_per_block, each)
-            case Kind.GET:
+            case HaulKind.GET:
                 rates.fetch_us_per_block = _blend(rates.fetch_us_per_block, each)
-            case Kind.LOOK:
+            case HaulKind.LOOK:
                 rates.look_us = _blend(rates.look_us, took_us)
             case _:
                 pass

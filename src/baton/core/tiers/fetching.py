@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from baton.core.engine.prefix import Key
 from baton.core.tiers.bring_back import BringBackRule
 from baton.core.tiers.departures import Departures
-from baton.core.tiers.open_hauls import Kind, OpenHaul, OpenHauls, leading
-from baton.core.tiers.saving import Saving
+from baton.core.tiers.open_hauls import HaulKind, OpenHaul, OpenHauls, leading
+from baton.core.tiers.saving import KvSaving
 from baton.core.tiers.stored_keys import StoredKeys
 from baton.core.tiers.transfers import Get, Haul, Look
 
@@ -25,9 +25,9 @@ class _Seek:
     """Which the store has, and no order fetches yet."""
 
 
-class Fetching:
+class KvFetching:
     def __init__(
-        self, hauls: OpenHauls, bring_back: BringBackRule, stored: StoredKeys, saving: Saving, departures: Departures
+        self, hauls: OpenHauls, bring_back: BringBackRule, stored: StoredKeys, saving: KvSaving, departures: Departures
     ) -> None:
         self._hauls = hauls
         self._config = hauls.config
@@ -49,11 +49,11 @@ class Fetching:
         if not keys or seeker in self._seeks:
             return True
         # Where getting is tried with one order only, so is looking: it would have to wait for that one.
-        if not (hauls.may_ask(Kind.LOOK) and hauls.breakers[Kind.GET].allows(hauls.now_us)):
+        if not (hauls.may_ask(HaulKind.LOOK) and hauls.breakers[HaulKind.GET].allows(hauls.now_us)):
             return False
         if not self._bring_back.fetches(len(keys)):
             return True
-        haul = hauls.begin(Kind.LOOK, tuple(keys), config.look_us, seeker=seeker)
+        haul = hauls.begin(HaulKind.LOOK, tuple(keys), config.look_us, seeker=seeker)
         self._seeks[seeker] = _Seek({haul}, hauls.now_us + config.look_us + config.get_us)
         hauls.order(Look(haul, tuple(keys)))
         return True
@@ -79,7 +79,7 @@ class Fetching:
     def get_some(self) -> None:
         """Order what is wanted, as far as the store may be asked."""
         for seek in self._seeks.values():
-            while seek.wanted and self._hauls.may_ask(Kind.GET):
+            while seek.wanted and self._hauls.may_ask(HaulKind.GET):
                 self._get(seek)
 
     def _get(self, seek: _Seek) -> None:
@@ -96,7 +96,7 @@ class Fetching:
             seek.wanted.clear()  # no room: what would come after a gap is of no use
         if len(rows):
             taken = tuple(keys[: len(rows)])
-            haul = hauls.begin(Kind.GET, taken, self._config.get_us)
+            haul = hauls.begin(HaulKind.GET, taken, self._config.get_us)
             seek.waits_for.add(haul)
             hauls.order(Get(haul, taken, rows))
 
@@ -125,6 +125,6 @@ class Fetching:
 
     def end_seeks(self) -> None:
         """Let those go on for whom nothing is under way, and nothing more can be fetched."""
-        gone = not self._hauls.breakers[Kind.GET].allows(self._hauls.now_us)
+        gone = not self._hauls.breakers[HaulKind.GET].allows(self._hauls.now_us)
         for seeker in [seeker for seeker, seek in self._seeks.items() if not seek.waits_for and (gone or not seek.wanted)]:
             del self._seeks[seeker]

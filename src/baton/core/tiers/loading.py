@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 from baton.core.engine.request import Serial
-from baton.core.tiers.open_hauls import Kind, OpenHaul, OpenHauls, leading
+from baton.core.tiers.open_hauls import HaulKind, OpenHaul, OpenHauls, leading
 from baton.core.tiers.outcomes import Loaded, Outcome
 from baton.core.tiers.transfers import CopyIn
 
 
-class Loading:
+class KvLoading:
     def __init__(self, hauls: OpenHauls, outcomes: list[Outcome]) -> None:
         self._hauls = hauls
         self._outcomes = outcomes
@@ -20,7 +20,7 @@ class Loading:
     def load(self, serial: Serial, keys: Sequence[Key], rows: Int32s, blocks: Int32s) -> None:
         """Copy these rows, which hold what the keys name, into blocks that nobody else has. Loaded comes when it is over."""
         hauls = self._hauls
-        haul = hauls.begin(Kind.IN, tuple(keys), hauls.config.copy_us, blocks, serial=serial)
+        haul = hauls.begin(HaulKind.IN, tuple(keys), hauls.config.copy_us, blocks, serial=serial)
         hauls.host.read(keys)
         hauls.order(CopyIn(haul, rows, blocks))
 

@@ -22,12 +22,12 @@ from baton.core.engine.victims import Rates
 from baton.core.errors import InvariantViolated
 from baton.core.tiers.bring_back import BringBackRule
 from baton.core.tiers.departures import Departures
-from baton.core.tiers.fetching import Fetching
+from baton.core.tiers.fetching import KvFetching
 from baton.core.tiers.host_rows import HostRows
-from baton.core.tiers.loading import Loading
-from baton.core.tiers.open_hauls import OF_STORE, Kind, OpenHaul, OpenHauls
+from baton.core.tiers.loading import KvLoading
+from baton.core.tiers.open_hauls import OF_STORE, HaulKind, OpenHaul, OpenHauls
 from baton.core.tiers.outcomes import Outcome
-from baton.core.tiers.saving import Saving
+from baton.core.tiers.saving import KvSaving
 from baton.core.tiers.stored_keys import StoredKeys
 from baton.core.tiers.transfers import Hauled, HaulFailed, HaulFenced, StorageEffect, StorageEvent
 
@@ -41,9 +41,9 @@ class Tiers:
         self._bring_back = BringBackRule(config, rates, self._hauls.counts)
         self._stored = StoredKeys(config.tiers.host_rows)
         self._departures = Departures(config.tiers.depart_us, self._outcomes)
-        self._saving = Saving(self._hauls, pool, self._bring_back, self._stored, self._departures)
-        self._fetching = Fetching(self._hauls, self._bring_back, self._stored, self._saving, self._departures)
-        self._loading = Loading(self._hauls, self._outcomes)
+        self._saving = KvSaving(self._hauls, pool, self._bring_back, self._stored, self._departures)
+        self._fetching = KvFetching(self._hauls, self._bring_back, self._stored, self._saving, self._departures)
+        self._loading = KvLoading(self._hauls, self._outcomes)
         self.host = self._hauls.host
         self.saves_preempted = config.tiers.save_preempted
         """Whether the KV of a preempted request is kept."""
@@ -68,7 +68,7 @@ class Tiers:
     @property
     def busy(self) -> bool:
         """Whether something is being saved. What waits for its turn waits for one of these, or for a store that is gone."""
-        return any(haul.kind in (Kind.OUT, Kind.PUT) for haul in self._hauls)
+        return any(haul.kind in (HaulKind.OUT, HaulKind.PUT) for haul in self._hauls)
 
     def next_deadline(self) -> int | None:
         if not (self._hauls or self._fetching or self._departures):
@@ -148,7 +148,7 @@ class Tiers:
             if haul.kind in OF_STORE:
                 self._has_failed(haul.kind)
                 self._fetching.over(haul)
-            if haul.kind is Kind.GET:
+            if haul.kind is HaulKind.GET:
                 self._stored.forget(haul.keys)
         self._fetching.expire()
         self._departures.expire(now_us)
@@ -158,7 +158,7 @@ class Tiers:
         """Whatever ended may be what the next orders waited for; nobody waits for a store that is given up."""
         self._saving.put_some()
         self._fetching.get_some()
-        if self._hauls.breakers[Kind.PUT].is_open:
+        if self._hauls.breakers[HaulKind.PUT].is_open:
             self._departures.give_up()
         self._fetching.end_seeks()
 
@@ -169,16 +169,16 @@ class Tiers:
         if not haul.fencing:
             self._judge_driver(haul, event)
         match haul.kind:
-            case Kind.OUT:
+            case HaulKind.OUT:
                 self._saving.copied_out(haul, came)
-            case Kind.IN:
+            case HaulKind.IN:
                 self._loading.copied_in(haul, came)
-            case Kind.LOOK:
+            case HaulKind.LOOK:
                 if not haul.fencing:
                     self._fetching.looked(haul, came)
-            case Kind.GET:
+            case HaulKind.GET:
                 self._fetching.got(haul, came)
-            case Kind.PUT:
+            case HaulKind.PUT:
                 self._saving.has_put(haul, came)
         self._fetching.over(haul)
 
@@ -193,7 +193,7 @@ class Tiers:
             else:
                 self._hauls.breakers[haul.kind].succeeded()
 
-    def _has_failed(self, kind: Kind) -> None:
+    def _has_failed(self, kind: HaulKind) -> None:
         breaker = self._hauls.breakers[kind]
         breaker.failed(self._hauls.now_us)
         if breaker.is_open:

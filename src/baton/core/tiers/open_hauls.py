@@ -21,7 +21,7 @@ from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.transfers import FenceHaul, Haul, StorageEffect
 
 
-class Kind(Enum):
+class HaulKind(Enum):
     OUT = "copy to host"
     IN = "copy to device"
     LOOK = "look"
@@ -29,17 +29,17 @@ class Kind(Enum):
     PUT = "put"
 
 
-OF_STORE = (Kind.LOOK, Kind.GET, Kind.PUT)
-FILLS = (Kind.OUT, Kind.GET)
+OF_STORE = (HaulKind.LOOK, HaulKind.GET, HaulKind.PUT)
+FILLS = (HaulKind.OUT, HaulKind.GET)
 """Hauls that write rows."""
-READS = (Kind.IN, Kind.PUT)
+READS = (HaulKind.IN, HaulKind.PUT)
 """Hauls that read rows."""
 
 
 @dataclass(slots=True)
 class OpenHaul:
     haul: Haul
-    kind: Kind
+    kind: HaulKind
     keys: tuple[Key, ...]
     began_us: int
     deadline_us: int
@@ -81,13 +81,13 @@ class OpenHauls:
     def late(self) -> list[OpenHaul]:
         return [haul for haul in self if not haul.fencing and haul.deadline_us <= self.now_us]
 
-    def may_ask(self, kind: Kind) -> bool:
+    def may_ask(self, kind: HaulKind) -> bool:
         """Whether one more order of this kind may go to the store now."""
         return self._at_store[kind] < self.config.hauls_max and self.breakers[kind].allows(self.now_us)
 
     def begin(
         self,
-        kind: Kind,
+        kind: HaulKind,
         keys: tuple[Key, ...],
         limit_us: int,
         blocks: Int32s = NO_INT32S,
