@@ -136,7 +136,7 @@ class ArrivingRows:
         return requests
 
     def take_back(self, serial: Serial, *, prefills_here: bool, now_us: int) -> None:
-        """Nobody prefills it elsewhere: it waits in our own queue."""
+        """No peer prefills it: it waits in our own queue."""
         self._running.now_us = now_us
         self._bookings.cancel(serial)
         request = self._running.requests[serial]

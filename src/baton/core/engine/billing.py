@@ -60,7 +60,7 @@ class Billing:
         request.since_us = now_us
 
     def run(self, request: Request, known: int, computed: int, now_us: int) -> None:
-        """Close the stage that a running request is in; its row has so many tokens known and computed."""
+        """Close the stage that a running request is in, given the tokens that its row has known and computed."""
         bill, spent = request.bill, now_us - request.since_us
         first_since_start = known > request.tokens_at_start
         bill.decode_us += spent if first_since_start else 0

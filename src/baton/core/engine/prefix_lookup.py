@@ -51,7 +51,7 @@ class PrefixLookup:
         return int(self._slots.table[leader.slot, last // self._block_size])
 
     def blocks_to_take(self, tokens: int, hit: Hit) -> int:
-        """How many fewer are available once a request has a row with room for so many tokens."""
+        """By how much `pool.available` falls once a request has a row with room for `tokens`."""
         return blocks_for(tokens, self._block_size) - len(hit.blocks) + self._pool.unreferenced(hit.blocks)
 
     def keys_after(self, request: Request, hit: Hit) -> list[Key]:

@@ -71,7 +71,7 @@ class KvRestoring:
         self._tiers.load(request.serial, request.keys[first : first + len(rows)], rows, arriving, running.now_us)
 
     def loaded(self, serial: Serial, blocks: int) -> EndedRequest | int:
-        """So many blocks came, and nothing writes to its blocks any more. Answers its end, or the slot that may run."""
+        """The copy is over and brought `blocks` leading blocks. Answers how the request ends, or the slot that may run."""
         running, slots = self._running, self._running.slots
         request = running.requests[serial]
         slot = running.slot_of(request)

@@ -194,7 +194,7 @@ class Scheduler:
         return None
 
     def loaded(self, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
-        """So many blocks came from host memory, and nothing writes to its blocks any more. What is missing is computed."""
+        """The copy from host memory is over and brought `blocks` leading blocks. What is missing is computed."""
         self.running.now_us = now_us
         outcome = self._restoring.loaded(serial, blocks)
         if isinstance(outcome, EndedRequest):

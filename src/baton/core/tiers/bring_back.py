@@ -22,7 +22,7 @@ class BringBackRule:
         self._counts = counts
 
     def copies(self, blocks: int) -> bool:
-        """Whether so many blocks are to come from host memory rather than be computed; where not, that is counted."""
+        """Whether to copy `blocks` from host memory rather than compute them; a refusal is counted."""
         rates = self._rates
         if self._always or rates.copy_us_per_block < self._block_size * rates.prefill_us_per_token:
             return True
@@ -31,7 +31,7 @@ class BringBackRule:
         return False
 
     def fetches(self, blocks: int) -> bool:
-        """Whether so many blocks are to come from the store rather than be computed; where not, that is counted."""
+        """Whether to fetch `blocks` from the store rather than compute them; a refusal is counted."""
         if self._always:
             return True
         rates = self._rates

@@ -48,7 +48,7 @@ class Departures:
             self._depart_now(serial)
 
     def give_up(self) -> None:
-        """The store takes nothing any more: nobody waits."""
+        """The store takes nothing any more: end every wait."""
         for serial in list(self._departures):
             self._depart_now(serial)
 

@@ -101,7 +101,7 @@ class Tiers:
         self._departures.forget(serial)
 
     def brings_back(self, blocks: int) -> bool:
-        """Whether so many blocks are to come from host memory rather than be computed; where not, that is counted."""
+        """Whether to copy `blocks` from host memory rather than compute them; a refusal is counted."""
         return self._bring_back.copies(blocks)
 
     def seek(self, seeker: Hashable, keys: Sequence[Key], now_us: int) -> bool:
@@ -120,12 +120,12 @@ class Tiers:
         return self._stored.has(key, self._hauls.now_us)
 
     def load(self, serial: Serial, keys: Sequence[Key], rows: Int32s, blocks: Int32s, now_us: int) -> None:
-        """Copy these rows, which hold what the keys name, into blocks that nobody else has. Loaded comes when it is over."""
+        """Copy these rows, which hold what the keys name, into blocks of its own. Loaded comes when it is over."""
         self._hauls.now_us = now_us
         self._loading.load(serial, keys, rows, blocks)
 
     def give_up_load(self, serial: Serial) -> None:
-        """Nobody wants it any more. Loaded still comes, when nothing writes to the blocks."""
+        """Fence its copy. Loaded still comes, when nothing writes to the blocks."""
         self._loading.give_up(serial)
 
     # ── answers and time ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,7 +138,7 @@ class Tiers:
         self._go_on()
 
     def expire(self, now_us: int) -> None:
-        """Fence what is late; let go of who waited long enough."""
+        """Fence what is late, and end waits that have lasted long enough."""
         hauls = self._hauls
         hauls.now_us = now_us
         for haul in hauls.late():
@@ -155,7 +155,7 @@ class Tiers:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Whatever ended may be what the next orders waited for; nobody waits for a store that is given up."""
+        """Whatever ended may be what the next orders waited for; no request waits for a store that is given up."""
         self._saving.put_some()
         self._fetching.get_some()
         if self._hauls.breakers[HaulKind.PUT].is_open:
@@ -225,7 +225,7 @@ class NoTiers:
         return []
 
     def handle(self, event: StorageEvent, now_us: int) -> None:
-        """An answer that nobody waits for."""
+        """No order is open."""
 
     def expire(self, now_us: int) -> None:
         """Nothing is ever late."""
@@ -251,7 +251,7 @@ class NoTiers:
         return False
 
     def forget_seeker(self, seeker: Hashable) -> None:
-        """Nobody seeks."""
+        """Nothing is sought."""
 
     def load(self, serial: Serial, keys: Sequence[Key], rows: Int32s, blocks: Int32s, now_us: int) -> None:
         del keys, rows, blocks, now_us
@@ -265,7 +265,7 @@ class NoTiers:
         raise InvariantViolated(f"request {serial} was to wait for KV to be stored where there is no store")
 
     def forget_departure(self, serial: Serial) -> None:
-        """Nobody departs."""
+        """No request departs."""
 
 
 AnyTiers = Tiers | NoTiers

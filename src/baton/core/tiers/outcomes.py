@@ -9,7 +9,7 @@ from baton.core.engine.request import Serial
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A copy into a request's blocks is over: so many of them, from the first on, hold what they should."""
+    """A copy into a request's blocks is over: the first `blocks` of them hold what they should."""
 
     serial: Serial
     blocks: int
