@@ -14,9 +14,10 @@ import pytest
 
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.engine.blocks import BlockPool
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.plan import Int64s, StepResult
 from baton.core.engine.prefix_publisher import Namer
-from baton.core.engine.records import EndedRequest, Flight, Request
+from baton.core.engine.records import Flight, Request
 from baton.core.engine.request import Move
 from baton.core.engine.reserve import Promises
 from baton.core.engine.running_set import StepBuilder

@@ -17,6 +17,7 @@ import pytest
 
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason, frozen_tokens
+from baton.core.routing.events import Join
 from baton.node import router_membership as joining_module
 from baton.node.engine import monotonic_us
 from baton.node.router_membership import Fenced, Membership, RouterAt
@@ -38,7 +39,6 @@ from baton.wire.router_messages import (
     Beat,
     Forget,
     HeldGroup,
-    Join,
     Leaving,
     Neighbours,
     Settled,

@@ -23,7 +23,7 @@ from baton.api.settings import ApiSettings
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import Launch, StepDone, Tick, Worker
-from baton.core.routing.events import RouterConfig
+from baton.core.routing.events import Join, RouterConfig
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.sealed_connection import LineEnd, Stage
@@ -35,7 +35,7 @@ from baton.router.fleet_log import Chronicle
 from baton.router.instance_connections import Sessions, monotonic_us
 from baton.wire.engine_messages import AcceptedAs, Peers, RefusedWith, StepOutput
 from baton.wire.instance_sessions import Relay, RelayOut
-from baton.wire.router_messages import Join, decode_from_router, encode_membership
+from baton.wire.router_messages import decode_from_router, encode_membership
 from baton.wire.router_sessions import Switch
 from baton.wire.worker_messages import event_of, message_of
 from tests.api.conftest import Served, _ending
@@ -148,7 +148,7 @@ class MemoryMember:
                 self.executor.launch(effect.plan)
                 self._launched += 1
                 continue
-            message = message_of(effect, self.worker.gauges)
+            message = message_of(effect, self.worker)
             if isinstance(message, AcceptedAs | RefusedWith | StepOutput):
                 if isinstance(message, StepOutput):
                     self.given += len(message.tokens) // 4

@@ -23,10 +23,11 @@ from baton.core.engine import running_set as scheduling
 from baton.core.engine import scheduler as admitting
 from baton.core.engine import victims
 from baton.core.engine.blocks import BlockPool
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.plan import Copy, Int32s, Int64s, StepPlan, StepResult
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_publisher import Namer
-from baton.core.engine.records import EndedRequest, Flight, Hit, Request
+from baton.core.engine.records import Flight, Hit, Request
 from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.engine.reserve import Promises
 from baton.core.engine.running_set import StepBuilder
@@ -39,7 +40,7 @@ from baton.wire import engine_messages as messages
 from baton.wire import keyfile, link
 from baton.wire import request_table as desking
 from baton.wire import worker_messages as dispatch
-from baton.wire.engine_messages import Rows, StepOutput, Submit, WireEnded, WireSubmission
+from baton.wire.engine_messages import Rows, StepOutput
 from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
 from baton.wire.request_table import Desk, State
 
@@ -431,7 +432,7 @@ def leave_the_stop_token_out_of_the_usage(patch: Patch) -> None:
     def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
         end_then(self, request, reason, move, ended)
         if reason is FinishReason.STOP and move is Move.FINISH:
-            ended[-1] = replace(ended[-1], generated_tokens=ended[-1].generated_tokens - 1)
+            ended[-1] = msgspec.structs.replace(ended[-1], generated_tokens=ended[-1].generated_tokens - 1)
 
     patch.set(Scheduler, "_end", end)
 
@@ -869,7 +870,7 @@ def swap_the_choices_of_a_group(patch: Patch) -> None:
 def stumble_over_ends_of_a_former_session(patch: Patch) -> None:
     ends_then = Desk._ends
 
-    def ends(self: Desk, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
+    def ends(self: Desk, ended: tuple[EndedRequest, ...]) -> dict[int, EndedRequest]:
         before, self._first_serial = self._first_serial, 0
         try:
             return ends_then(self, ended)
@@ -920,15 +921,15 @@ def send_one_token_a_row(patch: Patch) -> None:
     patch.set(Rows, "__init__", init)
 
 
-def _altered(patch: Patch, alter: Callable[[WireSubmission], WireSubmission]) -> None:
+def _altered(patch: Patch, alter: Callable[[Submission], Submission]) -> None:
     """Let the codec change every submission on its way."""
-    wire_then = messages.wire_submission
-    patch.set(messages, "wire_submission", lambda item: alter(wire_then(item)))
+    left_out_then = messages.without_shared_prompts
+    patch.set(messages, "without_shared_prompts", lambda group: tuple(map(alter, left_out_then(group))))
 
 
 @wire("the seed is lost on the wire, and nobody gets the same answer twice")
 def lose_the_seed(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, seed=0))
 
     _altered(patch, alter)
@@ -936,7 +937,7 @@ def lose_the_seed(patch: Patch) -> None:
 
 @wire("all choices of a group are sampled as the first")
 def lose_the_choice(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, choice=0))
 
     _altered(patch, alter)
@@ -944,7 +945,7 @@ def lose_the_choice(patch: Patch) -> None:
 
 @wire("only one stop token travels with a request")
 def send_one_stop_token(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         only = item.sampling.stop_token_ids[:1]
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, stop_token_ids=only))
 
@@ -953,7 +954,7 @@ def send_one_stop_token(patch: Patch) -> None:
 
 @wire("min_tokens is lost on the wire")
 def lose_min_tokens(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, min_tokens=0))
 
     _altered(patch, alter)
@@ -966,35 +967,43 @@ def lose_the_salt(patch: Patch) -> None:
 
 @wire("followers find no prompt with their leader, and are refused")
 def lose_the_prompt_of_followers(patch: Patch) -> None:
-    submissions_then = messages.submissions
+    filled_in_then = messages.with_shared_prompts
 
-    def submissions(message: Submit) -> tuple[Submission, ...]:
+    def filled_in(group: tuple[Submission, ...]) -> tuple[Submission, ...]:
         return tuple(
-            item if item.leader is None else replace(item, prompt=item.prompt[:0]) for item in submissions_then(message)
+            item if item.leader is None else msgspec.structs.replace(item, prompt=item.prompt[:0])
+            for item in filled_in_then(group)
         )
 
-    patch.set(dispatch, "submissions", submissions)
+    patch.set(messages, "with_shared_prompts", filled_in)
+
+
+def _ends_altered(patch: Patch, alter: Callable[[EndedRequest], EndedRequest]) -> None:
+    """Let the codec change every end of a request on its way."""
+    encode_then = messages._encoder.encode
+
+    class Altering:
+        def encode(self, message: object) -> bytes:
+            if isinstance(message, StepOutput):
+                message = msgspec.structs.replace(message, ended=tuple(map(alter, message.ended)))
+            return encode_then(message)
+
+    patch.set(messages, "_encoder", Altering())
 
 
 @wire("the usage in the last message says the tokens of that step, not of the request")
 def count_only_the_last_step(patch: Patch) -> None:
-    wire_then = messages._wire_ended
-
-    def wire_ended(item: EndedRequest) -> WireEnded:
-        return msgspec.structs.replace(wire_then(item), generated_tokens=min(1, item.generated_tokens))
-
-    patch.set(messages, "_wire_ended", wire_ended)
+    _ends_altered(patch, lambda end: msgspec.structs.replace(end, generated_tokens=min(1, end.generated_tokens)))
 
 
 @wire("computed and recomputed tokens change places in the bill on the wire")
 def swap_columns_of_the_bill(patch: Patch) -> None:
-    bill_then = messages._wire_bill
+    def alter(end: EndedRequest) -> EndedRequest:
+        bill = end.bill
+        swapped = msgspec.structs.replace(bill, cached_tokens=bill.computed_tokens, computed_tokens=bill.cached_tokens)
+        return msgspec.structs.replace(end, bill=swapped)
 
-    def wire_bill(bill: Any) -> messages.WireBill:
-        made = bill_then(bill)
-        return msgspec.structs.replace(made, cached_tokens=made.computed_tokens, computed_tokens=made.cached_tokens)
-
-    patch.set(messages, "_wire_bill", wire_bill)
+    _ends_altered(patch, alter)
 
 
 @wire("a stop string is passed on one token too late")

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from baton.core.engine.blocks import BlockPool, Pin
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefill_scheduler import PrefillScheduler
 from baton.core.engine.prefix import Key
-from baton.core.engine.records import EndedRequest, Hit, Request
+from baton.core.engine.records import Hit, Request
 from baton.core.engine.request import FinishReason, Move, Phase, Serial
 from baton.core.engine.running_set import Board
 from baton.core.engine.scheduler import Scheduler

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.laws import audit
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.records import EndedRequest
 from baton.core.engine.request import RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.engine.worker import (
     Accepted,

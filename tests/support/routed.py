@@ -23,6 +23,7 @@ from baton.core.routing.events import (
     Declined,
     Delivered,
     FleetChanged,
+    Join,
     Noted,
     Opened,
     Orphan,
@@ -48,13 +49,7 @@ from baton.wire.engine_messages import (
     pulse,
 )
 from baton.wire.instance_sessions import Relay, RelayOut, Standing
-from baton.wire.router_messages import (
-    FromInstance,
-    Join,
-    decode_from_instance,
-    decode_from_router,
-    encode_membership,
-)
+from baton.wire.router_messages import FromInstance, decode_from_instance, decode_from_router, encode_membership
 from baton.wire.router_sessions import Act, Close, Say, Switch
 from baton.wire.worker_messages import event_of, message_of
 from tests.support.driver import VOCABULARY, shape_of
@@ -161,7 +156,7 @@ class Member:
                 self.executor.launch(effect.plan)
                 self.launched += 1
             else:
-                message = message_of(effect, self.worker.gauges)
+                message = message_of(effect, self.worker)
                 if message is not None:
                     self._front(decode_from_engine(encode_from_engine(message)))
 

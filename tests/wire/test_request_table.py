@@ -33,7 +33,6 @@ from baton.wire.engine_messages import (
     encode_from_engine,
     encode_to_engine,
     refused,
-    wire_gauges,
 )
 from baton.wire.request_table import (
     TRANSITIONS,
@@ -245,7 +244,7 @@ def test_orders_for_serials_that_never_were_are_none() -> None:
 
 def test_coming_and_last_words_are_news() -> None:
     desk = opened(7)
-    ready = Ready(WIRE_VERSION, 1, 2, 3, 4, 5, "", wire_gauges(GAUGES))
+    ready = Ready(WIRE_VERSION, 1, 2, 3, 4, 5, "", GAUGES)
     assert desk.take(ready) == Took([Came(ready)], [])
     assert desk.take(Failed("no memory")) == Took([Died("no memory")], [])
     assert desk.open_serials == 1  # whoever hears of it decides that it is lost
@@ -309,7 +308,7 @@ class Engine:
 
     def _tell(self, event: object) -> None:
         for effect in self.worker.handle(event, 0):  # type: ignore[arg-type]
-            message = message_of(effect, self.worker.gauges)
+            message = message_of(effect, self.worker)
             if isinstance(effect, Launch):
                 assert message is None
                 self.executor.launch(effect.plan)

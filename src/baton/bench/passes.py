@@ -37,8 +37,8 @@ from baton.bench.stats import median, percentile
 from baton.bench.turns import MeasurementFailed, Voice, notes_on_others, order
 from baton.bench.verdict import RatioSpread
 from baton.core.config import BringBack, ReservePolicy, TierConfig, WorkerConfig
+from baton.core.engine.gauges import SchedulerGauges, StoreTraffic
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.records import SchedulerGauges
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.engine.worker import Deliver, Effect, Event, Launch, Orphaned, StepDone, Submitted, Tick, Worker
 from baton.core.tiers.transfers import StorageEffect
@@ -52,7 +52,6 @@ from baton.node.engine_setup import PacedExecutor
 from baton.node.gc_pauses import spare_what_is_there
 from baton.node.inbox import Inbox
 from baton.node.kv_storage import Storage
-from baton.wire.engine_messages import StoreTraffic
 
 SCHEMA = 1
 SLOWER = 100.0

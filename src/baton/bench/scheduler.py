@@ -75,7 +75,7 @@ def one_step(worker: Worker) -> int:
             decoded = len(effect.plan.decode_slots)
             for delivered in worker.handle(StepDone(_sevens(worker, effect.plan)), 0):
                 if isinstance(delivered, Deliver):
-                    encode_from_engine(step_output(delivered.settled, worker.gauges()))
+                    encode_from_engine(step_output(delivered.settled, worker.gauges(), worker.scheduler.drafts()))
     return decoded
 
 

@@ -63,7 +63,6 @@ from baton.wire.engine_messages import (
     decode_to_engine,
     encode_from_engine,
     pulse,
-    wire_gauges,
 )
 from baton.wire.engine_messages import (
     Peers as PeersMessage,
@@ -227,7 +226,7 @@ class Instance:
                 blocks=config.blocks,
                 block_size=config.block_size,
                 details=f"{self.host.name}, simulated",
-                gauges=wire_gauges(worker.gauges()),
+                gauges=worker.gauges(),
             )
         )
 
@@ -361,7 +360,7 @@ class Instance:
                 if self.storage is not None:
                     self.storage.carry_out(cast("StorageEffect", effect))
             elif self._conversation is not None:
-                message = message_of(effect, worker.gauges)
+                message = message_of(effect, worker)
                 if message is not None:
                     self._say(message)
         if self.at_step is not None:

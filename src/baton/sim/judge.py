@@ -20,9 +20,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from baton.core.config import DECODE, PREFILL, WorkerConfig
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.laws import LAWS
 from baton.core.engine.prefix import Key, PrefixIndex
-from baton.core.engine.records import EndedRequest
 from baton.core.engine.request import FinishReason, Phase, RequestId, Serial, Submission
 from baton.core.engine.worker import (
     Accepted,
@@ -70,12 +70,11 @@ from baton.sim.laws import (
 )
 from baton.sim.leases import PeerBook
 from baton.sim.world import World
-from baton.wire.engine_messages import WireEnded
 from baton.wire.request_table import Lost
 
 AUDIT_EVERY = 32
 FOR_NOW = (RefusalCode.QUEUE_FULL, RefusalCode.DRAINING, RefusalCode.NO_INSTANCE, RefusalCode.RATE_LIMITED)
-Ended = WireEnded | Outcome
+Ended = EndedRequest | Outcome
 """How a choice ended, as an instance says it or as a router does."""
 
 State = TypeVar("State", bound=Enum)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.config import OnPreempt, WorkerConfig
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.plan import StepPlan
-from baton.core.engine.records import EndedRequest
 from baton.core.engine.request import FinishReason
 from baton.core.engine.worker import (
     Cancelled,
@@ -26,6 +26,7 @@ from baton.core.engine.worker import (
     Tick,
     Withdrawn,
 )
+from baton.core.handover.faults import PdCode, PdFault
 from baton.core.handover.messages import (
     Adopted,
     Arriving,
@@ -42,8 +43,6 @@ from baton.core.handover.messages import (
     Heard,
     Offer,
     OpenShip,
-    PdCode,
-    PdFault,
     PeerId,
     PeerLost,
     PeerMessage,

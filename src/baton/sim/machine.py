@@ -19,7 +19,7 @@ from baton.sim.device import Device
 from baton.sim.instance import InstanceSpec
 from baton.sim.records import PassMeter, StepSpan
 from baton.sim.world import Alarm, Host
-from baton.wire.engine_messages import WIRE_VERSION, Ready, ToWorker, decode_to_engine, encode_from_engine, wire_gauges
+from baton.wire.engine_messages import WIRE_VERSION, Ready, ToWorker, decode_to_engine, encode_from_engine
 from baton.wire.worker_messages import event_of, message_of
 
 SECRET = bytes(32)
@@ -66,7 +66,7 @@ class Machine:
             blocks=config.blocks,
             block_size=config.block_size,
             details=f"{self.host.name}, simulated",
-            gauges=wire_gauges(self.worker.gauges()),
+            gauges=self.worker.gauges(),
         )
         line.send(encode_from_engine(ready))
 
@@ -104,7 +104,7 @@ class Machine:
                 if self.carrier is None:
                     raise RuntimeError(f"{self.host.name} has no peers, and was ordered to {effect}")
                 self.carrier.carry(effect)
-            elif self._line is not None and (message := message_of(effect, self.worker.gauges)) is not None:
+            elif self._line is not None and (message := message_of(effect, self.worker)) is not None:
                 self._line.send(encode_from_engine(message))
 
     def _handle(self, event: Event) -> list[Effect]:

@@ -11,7 +11,19 @@ from typing import Protocol
 
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.core.routing.events import Body, Declined, Delivered, Noted, Outcome, Policy, RouterConfig, Session, Stage
+from baton.core.routing.events import (
+    Body,
+    Declined,
+    Delivered,
+    Instance,
+    Join,
+    Noted,
+    Outcome,
+    Policy,
+    RouterConfig,
+    Session,
+    Stage,
+)
 from baton.core.routing.router import Router
 from baton.sim.instance import PULSE_US
 from baton.sim.lines import PipeEnd
@@ -27,7 +39,7 @@ from baton.wire.engine_messages import (
     pulse,
 )
 from baton.wire.instance_sessions import Relay, RelayOut
-from baton.wire.router_messages import FromInstance, Join, decode_from_instance, decode_from_router, encode_membership
+from baton.wire.router_messages import FromInstance, decode_from_instance, decode_from_router, encode_membership
 from baton.wire.router_sessions import Act, Say, Switch
 
 FOR_EVER_US = 10**15
@@ -102,7 +114,7 @@ class _Stand:
         self._machine = machine
         self._relay = Relay(
             Join(
-                name=machine.host.name,
+                name=Instance(machine.host.name),
                 incarnation=1,
                 role=config.role.name,
                 fingerprint=machine.fingerprint,

@@ -5,9 +5,6 @@ Whoever drives a Worker translates here, be it the engine process or a simulator
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from baton.core.engine.records import SchedulerGauges
 from baton.core.engine.request import Serial
 from baton.core.engine.worker import (
     Accepted,
@@ -22,6 +19,7 @@ from baton.core.engine.worker import (
     StopFound,
     Submitted,
     Withdrawn,
+    Worker,
 )
 from baton.core.handover.messages import AttemptFailed, Expect, Fence, HandoverMade, OpenShip, Ship, Tell, Verify
 from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, Look, Put
@@ -37,14 +35,13 @@ from baton.wire.engine_messages import (
     ended_output,
     refused,
     step_output,
-    submissions,
 )
 
 
 def event_of(message: ToWorker) -> Event:
     match message:
         case Submit():
-            return Submitted(message.ticket, submissions(message))
+            return Submitted(message.ticket, message.group)
         case Cancel(serial):
             return Cancelled(Serial(serial))
         case StopAt(serial, keep):
@@ -55,11 +52,11 @@ def event_of(message: ToWorker) -> Event:
             return ChangesWanted()
 
 
-def message_of(effect: Effect, gauges: Callable[[], SchedulerGauges]) -> FromEngine | None:
-    """What the front end must hear; None for what others carry out. `gauges` is read only where they travel."""
+def message_of(effect: Effect, worker: Worker) -> FromEngine | None:
+    """What the front end must hear of an effect of this worker; None for what others carry out."""
     match effect:
         case Deliver(settled):
-            return step_output(settled, gauges())
+            return step_output(settled, worker.gauges(), worker.scheduler.drafts())
         case Launch():
             return None
         case Tell() | Expect() | Verify() | OpenShip() | Ship() | Fence() | AttemptFailed() | HandoverMade():
@@ -67,7 +64,7 @@ def message_of(effect: Effect, gauges: Callable[[], SchedulerGauges]) -> FromEng
         case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceHaul():
             return None
         case Withdrawn(ended):
-            return ended_output(ended, gauges())
+            return ended_output(ended, worker.gauges(), worker.scheduler.drafts())
         case Accepted(ticket, serials):
             return AcceptedAs(ticket, serials)
         case GroupRefused(ticket, refusal):

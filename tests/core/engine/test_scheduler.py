@@ -322,7 +322,7 @@ def test_an_executor_that_counts_differently_ends_that_request_and_no_other() ->
     known = result.known.copy()
     known[0] += 1
     driver.send(StepDone(replace(result, known=known)))
-    assert driver.worker.gauges().broken_rows == 1
+    assert driver.worker.scheduler.broken_rows == 1
     driver.run()
     assert driver.ended[bad].reason is FinishReason.ERROR
     assert driver.outputs[good] == expected([4, 5, 6], 9)
@@ -373,7 +373,7 @@ def test_a_slot_that_answers_its_stop_with_something_else_ends_that_request_only
     outcomes[0] = Outcome.NOTHING_EMPTY_SLOT
     driver.send(StepDone(replace(result, outcomes=outcomes)))
     driver.run()
-    assert driver.worker.gauges().broken_rows == 1
+    assert driver.worker.scheduler.broken_rows == 1
     assert driver.outputs[good] == expected([3, 4], 9)
     assert driver.worker.gauges().blocks.running == 0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +14,7 @@ from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import FinishReason, Sampling, Serial
 from baton.core.engine.worker import Cancelled, Deliver, DrainOrdered, Effect, Event, Orphaned, StepDone, StopFound, Tick
 from baton.core.handover.decode_side import ATTEMPTS_MAX, DECLINED_US
+from baton.core.handover.faults import PdCode
 from baton.core.handover.messages import (
     Adopted,
     Arriving,
@@ -26,7 +27,6 @@ from baton.core.handover.messages import (
     Handover,
     Heard,
     Offer,
-    PdCode,
     PeerId,
     PeerLost,
     PeerMessage,
@@ -76,7 +76,7 @@ def commit(handover: Handover, driver: Driver, prompt: Sequence[int], **changes:
         request=handover.request, attempt=handover.attempt, token=1, logprobs=None, cached_tokens=0, queue_us=0,
         prefill_us=0, prompt_digest=prompt_digest(submission(prompt), fingerprint), checks=b"",
     )  # fmt: skip
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(plain, **changes)  # type: ignore[arg-type]
 
 
 def prefilled(driver: Driver, prompt: Sequence[int]) -> list[PeerMessage]:

@@ -6,20 +6,11 @@ from collections import Counter
 
 import pytest
 
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import frozen_tokens
 from baton.core.errors import RefusalCode
-from baton.core.routing.events import (
-    Beaten,
-    Ledger,
-    Names,
-    Parted,
-    Policy,
-    RouterConfig,
-    Send,
-    Session,
-    Sign,
-)
+from baton.core.routing.events import Beaten, Names, Parted, Policy, RouterConfig, Send, Session, Sign
 from baton.core.routing.prefix_directory import ASSUMED_US, Holdings
 from baton.core.routing.rate_limits import TENANTS_MAX, Bucket, Quota
 from tests.support.routing import BLOCK_SIZE, SECRET, Bench, facts, submission
@@ -88,7 +79,9 @@ def test_a_pool_that_cannot_hold_it_is_avoided() -> None:
     for name in "ab":
         bench.join(facts(name))
     bench.named("a", *keys(7, 160)[:8])
-    bench.tell(Beaten(bench.sessions["a"], Sign(Ledger(free=0, evictable=1, used=255), 0, True)))
+    bench.tell(
+        Beaten(bench.sessions["a"], Sign(SchedulerGauges(free_blocks=0, evictable_blocks=1, running_blocks=255), 0, True))
+    )
     assert placed(bench, 7) == "b"
 
 

@@ -18,15 +18,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.engine.blocks import BlockPool, Pin
 from baton.core.engine.change_journal import PhaseNotes
+from baton.core.engine.ended import EndedRequest, StartedRequest
+from baton.core.engine.gauges import DraftGauges, HandoverGauges, SchedulerGauges, StorageGauges
 from baton.core.engine.plan import (
     NO_INT32S,
     Chunk,
@@ -42,24 +44,13 @@ from baton.core.engine.plan import (
 )
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_publisher import Namer
-from baton.core.engine.records import (
-    Crew,
-    EndedRequest,
-    Flight,
-    HandoverGauges,
-    Hit,
-    Request,
-    SchedulerGauges,
-    Settled,
-    StartedRequest,
-    StorageGauges,
-)
+from baton.core.engine.records import Crew, Flight, Hit, Request, Settled
 from baton.core.engine.request import TRANSITIONS, FinishReason, Move, Phase, Serial, Submission, Tokens, next_phase
 from baton.core.engine.reserve import blocks_for
 from baton.core.engine.slots import FINISHED, Slots
 from baton.core.engine.victims import Rates
 from baton.core.errors import InvariantViolated
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.tiers.offload import Tiers
 
 Bools = npt.NDArray[np.bool_]
@@ -141,7 +132,7 @@ class Board(ABC):
         self._next_serial = 0
         self._steps = 0
         self._stale_results = 0
-        self._broken_rows = 0
+        self.broken_rows = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._recomputed_tokens = 0
@@ -223,25 +214,27 @@ class Board(ABC):
         """For the laws: blocks that no unprotected growth may touch."""
         return 0
 
+    def drafts(self) -> DraftGauges:
+        return DraftGauges(self._draft_tokens, self._accepted_draft_tokens)
+
     def gauges(self) -> SchedulerGauges:
+        blocks = self.pool.gauges()
         return SchedulerGauges(
             running=self.slots.occupied,
             waiting=self.waiting,
-            blocks=self.pool.gauges(),
+            free_blocks=blocks.free,
+            evictable_blocks=blocks.evictable,
+            running_blocks=blocks.running,
+            leased_blocks=blocks.leased,
+            receiving_blocks=blocks.receiving,
+            leaving_blocks=blocks.leaving,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             stale_results=self._stale_results,
             steps=self._steps,
-            preemptions_for_others=0,
-            preemptions_of_self=0,
             recomputed_tokens=self._recomputed_tokens,
-            chunk_prefill_unsatisfied=0,
-            reserve_ratio=0.0,
-            broken_rows=self._broken_rows,
             handovers=HandoverGauges(preempted=self._rescheduled),
             storage=StorageGauges() if self.tiers is None else self.tiers.gauges(),
-            draft_tokens=self._draft_tokens,
-            accepted_draft_tokens=self._accepted_draft_tokens,
         )
 
     # ── intake ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -575,7 +568,7 @@ class Board(ABC):
         if _same(outcomes, expected) and _same(counts, allowed) and _same(known, agreed):
             return live, live[:0]  # every row yielded all it may, as in almost every step
         broken = (outcomes != expected) | (counts > allowed) | (counts < (allowed > 0)) | (known != agreed)
-        self._broken_rows += int(np.count_nonzero(broken))
+        self.broken_rows += int(np.count_nonzero(broken))
         return live[~broken], live[broken]
 
     def _append_all(self, result: StepResult, rows: Int64s, at: Int64s) -> tuple[Int32s, Bools]:
@@ -667,7 +660,7 @@ class Board(ABC):
         request = self._occupant(slot)
         if request.phase is Phase.PREEMPTING:
             agreed = result.outcomes[row] == Outcome.PREEMPTED and result.known[row] == self.slots.known[slot]
-            self._broken_rows += not agreed
+            self.broken_rows += not agreed
             if not agreed and request.ends_as is None:
                 request.ends_as = FinishReason.ERROR
             if request.ends_as is None and self.config.on_preempt is OnPreempt.RESCHEDULE:

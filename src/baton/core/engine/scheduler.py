@@ -15,14 +15,16 @@ How progress is assured when blocks run out:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.plan import Copy, Int64s
 from baton.core.engine.prefix import Key, PrefixIndex
-from baton.core.engine.records import Hit, Request, SchedulerGauges
+from baton.core.engine.records import Hit, Request
 from baton.core.engine.request import Move, Serial, Submission
 from baton.core.engine.reserve import Promises, blocks_for
 from baton.core.engine.running_set import Board, StepBuilder

@@ -10,15 +10,19 @@ rather than on arrival, so that a driver can hand in everything that has arrived
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from baton.core.config import PrefillPath, WorkerConfig
 from baton.core.engine.change_journal import KEYS_MAX, Changes, NamesChanged, PhaseNotes
 from baton.core.engine.decode_scheduler import DecodeScheduler
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, StepPlan, StepResult
 from baton.core.engine.prefill_scheduler import GeneralPrefillScheduler, PrefillScheduler
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.records import EndedRequest, SchedulerGauges, Settled
+from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, RequestId, Serial, Submission
 from baton.core.engine.running_set import Board
 from baton.core.engine.scheduler import Scheduler

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.engine.decode_scheduler import DecodeScheduler, Lease
-from baton.core.engine.records import HandoverGauges, Request
+from baton.core.engine.gauges import HandoverGauges
+from baton.core.engine.records import Request
 from baton.core.engine.request import FinishReason, Serial, Submission
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.handover.messages import (
     Adopted,
     Arriving,
@@ -27,9 +29,6 @@ from baton.core.handover.messages import (
     HandoverMade,
     Heard,
     Offer,
-    PdCode,
-    PdFault,
-    PdStage,
     PeerEvent,
     PeerId,
     PeerLost,

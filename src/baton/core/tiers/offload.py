@@ -22,9 +22,9 @@ import numpy as np
 
 from baton.core.config import BringBack, WorkerConfig
 from baton.core.engine.blocks import BlockPool
+from baton.core.engine.gauges import StorageGauges
 from baton.core.engine.plan import NO_INT32S, Int32s
 from baton.core.engine.prefix import Key
-from baton.core.engine.records import StorageGauges
 from baton.core.engine.request import Serial
 from baton.core.engine.victims import Rates
 from baton.core.tiers.circuit_breaker import Breaker
@@ -146,7 +146,7 @@ class Tiers:
         self._outcomes: list[Outcome] = []
         self._next_haul = 0
         self._now_us = 0
-        self._counts = dict.fromkeys(StorageGauges.__dataclass_fields__, 0)
+        self._counts = dict.fromkeys(StorageGauges.__struct_fields__, 0)
 
     # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
 
