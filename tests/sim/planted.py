@@ -40,7 +40,7 @@ from baton.wire import engine_messages as messages
 from baton.wire import keyfile, link
 from baton.wire import request_table as desking
 from baton.wire import worker_messages as dispatch
-from baton.wire.engine_messages import Rows, StepOutput
+from baton.wire.engine_messages import Rows, StepOutput, Submit
 from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
 from baton.wire.request_table import Desk, State
 
@@ -922,9 +922,8 @@ def send_one_token_a_row(patch: Patch) -> None:
 
 
 def _altered(patch: Patch, alter: Callable[[Submission], Submission]) -> None:
-    """Let the codec change every submission on its way."""
-    left_out_then = messages.without_shared_prompts
-    patch.set(messages, "without_shared_prompts", lambda group: tuple(map(alter, left_out_then(group))))
+    """Let the front end change every submission that it sends."""
+    patch.set(desking, "Submit", lambda ticket, group: Submit(ticket, tuple(map(alter, group))))
 
 
 @wire("the seed is lost on the wire, and nobody gets the same answer twice")
@@ -1023,7 +1022,7 @@ def cancel_the_neighbour(patch: Patch) -> None:
 
 @wire("the end of a request that was still waiting is not told")
 def keep_withdrawals_to_ourselves(patch: Patch) -> None:
-    patch.set(dispatch, "ended_output", lambda ended, gauges: None)
+    patch.set(dispatch, "ended_output", lambda ended, gauges, drafts: None)
 
 
 @wire("a refusal is answered to ticket 0")
