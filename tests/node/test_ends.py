@@ -12,13 +12,13 @@ from baton.api.engine import Ended
 from baton.core.engine.blocks import BlockGauges
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.gauges import DraftGauges, HandoverGauges, SchedulerGauges, StorageGauges, StoreTraffic
+from baton.core.engine.orders import AcceptedAs
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.node.engine_client import EngineClient
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    AcceptedAs,
     FromEngine,
     Ready,
     StepOutput,

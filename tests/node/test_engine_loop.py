@@ -13,6 +13,7 @@ import zmq
 
 from baton.core.config import DECODE, Role, TierConfig, WorkerConfig
 from baton.core.engine.gauges import PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.orders import AcceptedAs, Submit, TellNames
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import KEY_BYTES, PrefixIndex
 from baton.core.engine.worker import Worker
@@ -26,15 +27,12 @@ from baton.node.inbox import Broken, Inbox
 from baton.node.kv_storage import Storage
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import (
-    AcceptedAs,
     Failed,
     FromEngine,
     Peers,
     Pulse,
     Ready,
     StepOutput,
-    Submit,
-    TellNames,
     decode_from_engine,
     encode_to_engine,
 )

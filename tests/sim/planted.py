@@ -24,6 +24,7 @@ from baton.core.engine import scheduler as admitting
 from baton.core.engine import victims
 from baton.core.engine.blocks import BlockPool
 from baton.core.engine.ended import EndedRequest
+from baton.core.engine.orders import Cancel, Drain, StopAt, Submit
 from baton.core.engine.plan import Copy, Int32s, Int64s, StepPlan, StepResult
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_publisher import Namer
@@ -34,13 +35,13 @@ from baton.core.engine.running_set import StepBuilder
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.slots import Slots
 from baton.core.engine.waiting_queue import WaitingQueue
-from baton.core.engine.worker import Cancelled, DrainOrdered, Effect, Event, StopFound, Submitted, Worker
+from baton.core.engine.worker import Effect, Event, Worker
 from baton.core.errors import Refusal, RefusalCode
 from baton.wire import engine_messages as messages
 from baton.wire import keyfile, link
 from baton.wire import request_table as desking
 from baton.wire import worker_messages as dispatch
-from baton.wire.engine_messages import Rows, StepOutput, Submit
+from baton.wire.engine_messages import Rows, StepOutput
 from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
 from baton.wire.request_table import Desk, State
 
@@ -583,7 +584,7 @@ def kill_open_requests_in_a_drain(patch: Patch) -> None:
 
     def handle(self: Worker, event: Event, now_us: int) -> list[Effect]:
         effects = handle_then(self, event, now_us)
-        return effects + self._stop_all() if isinstance(event, DrainOrdered) else effects
+        return effects + self._stop_all() if isinstance(event, Drain) else effects
 
     patch.set(Worker, "handle", handle)
 
@@ -603,7 +604,7 @@ def ignore_the_bound_of_the_queue(patch: Patch) -> None:
 def refuse_half_a_group(patch: Patch) -> None:
     submit_then = Worker._submit
 
-    def submit(self: Worker, event: Submitted) -> Any:
+    def submit(self: Worker, event: Submit) -> Any:
         answer = submit_then(self, event)
         if getattr(answer, "refusal", None) is not None and answer.refusal.code == "queue_full":
             first = event.group[0]
@@ -1005,19 +1006,30 @@ def swap_columns_of_the_bill(patch: Patch) -> None:
     _ends_altered(patch, alter)
 
 
+def _orders_altered(patch: Patch, alter: Callable[[Any], Any]) -> None:
+    """Let the codec change every order on its way."""
+    decode_then = messages._to_engine.decode
+
+    class Altering:
+        def decode(self, frame: bytes) -> Any:
+            return alter(decode_then(frame))
+
+    patch.set(messages, "_to_engine", Altering())
+
+
 @wire("a stop string is passed on one token too late")
 def cut_one_token_too_late(patch: Patch) -> None:
-    patch.set(dispatch, "StopFound", lambda serial, keep: StopFound(serial, keep + 1))
+    _orders_altered(patch, lambda it: StopAt(it.serial, it.keep + 1) if isinstance(it, StopAt) else it)
 
 
 @wire("a cancel reaches the engine as a stop, and a client that left is billed for a finished answer")
 def dispatch_a_cancel_as_a_stop(patch: Patch) -> None:
-    patch.set(dispatch, "Cancelled", lambda serial: StopFound(serial, 0))
+    _orders_altered(patch, lambda it: StopAt(it.serial, 0) if isinstance(it, Cancel) else it)
 
 
 @wire("a cancel names the request after the one it means")
 def cancel_the_neighbour(patch: Patch) -> None:
-    patch.set(dispatch, "Cancelled", lambda serial: Cancelled(Serial(serial + 1)))
+    _orders_altered(patch, lambda it: Cancel(it.serial + 1) if isinstance(it, Cancel) else it)
 
 
 @wire("the end of a request that was still waiting is not told")

@@ -11,10 +11,11 @@ from typing import TypeVar
 import numpy as np
 
 from baton.core.engine.ended import EndedRequest
+from baton.core.engine.orders import AcceptedAs
 from baton.core.engine.request import RequestId, Sampling, Submission, Tokens, frozen_tokens
 from baton.core.routing.events import Join
 from baton.node.sealed_connection import Door, Line, LineEnd
-from baton.wire.engine_messages import AcceptedAs, Rows, StepOutput
+from baton.wire.engine_messages import Rows, StepOutput
 from baton.wire.router_messages import (
     Beat,
     FromInstance,

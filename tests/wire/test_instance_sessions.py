@@ -7,24 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit, TellNames
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.core.routing.events import Join
 from baton.wire import instance_sessions as relays
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    FromEngine,
-    Pulse,
-    Rows,
-    StopAt,
-    Submit,
-    TellNames,
-    WireError,
-    refused,
-)
+from baton.wire.engine_messages import FromEngine, Pulse, Rows, WireError, refused
 from baton.wire.instance_sessions import RELAY_TICKETS, Relay, RelayOut, Standing
 from baton.wire.router_messages import (
     KEYS_A_BEAT_MAX,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
@@ -19,13 +20,9 @@ from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    AcceptedAs,
-    Cancel,
-    Drain,
     Failed,
     FromEngine,
     Ready,
-    StopAt,
     ToEngine,
     WireError,
     decode_from_engine,
@@ -50,7 +47,7 @@ from baton.wire.request_table import (
     Took,
     next_state,
 )
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 from tests.support.driver import VOCABULARY, shape_of
 from tests.wire.steps import GAUGES, step
 
@@ -298,7 +295,7 @@ class Engine:
         self.launched = 0
 
     def hear(self, message: ToEngine) -> None:
-        self._tell(event_of(decode_to_engine(encode_to_engine(message))))
+        self._tell(decode_to_engine(encode_to_engine(message)))
 
     def turn(self) -> None:
         self._tell(Tick())

@@ -17,6 +17,7 @@ import pytest
 from baton.api.schema import PROMPTS_MAX
 from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
 from baton.core.engine.gauges import DraftGauges, SchedulerGauges
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.records import Settled as StepSettled
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
@@ -24,16 +25,7 @@ from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.events import Instance, Join
 from baton.wire import router_messages as membership
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    StepOutput,
-    StopAt,
-    WireError,
-    refused,
-    step_output,
-)
+from baton.wire.engine_messages import StepOutput, WireError, refused, step_output
 from baton.wire.membership_decoding import held_of, sign_of
 from baton.wire.router_messages import (
     Beat,

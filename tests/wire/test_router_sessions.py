@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.orders import AcceptedAs, Cancel, StopAt, Submit
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import FinishReason, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
@@ -38,7 +39,7 @@ from baton.core.routing.events import (
 )
 from baton.core.routing.router import Router
 from baton.wire import router_messages as membership
-from baton.wire.engine_messages import AcceptedAs, Cancel, StopAt, Submit, WireError, refused
+from baton.wire.engine_messages import WireError, refused
 from baton.wire.router_messages import (
     HELD_GROUPS_MAX,
     ORIGIN_BYTES_MAX,

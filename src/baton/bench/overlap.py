@@ -30,6 +30,7 @@ from baton.bench.stats import median
 from baton.bench.turns import Voice
 from baton.core.config import DECODE, PREFILL, Role, WorkerConfig
 from baton.core.engine.gauges import PeerTraffic
+from baton.core.engine.orders import Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
@@ -42,7 +43,7 @@ from baton.kv.transfer_contract import KvLayout, KvMemory
 from baton.node.engine import EngineLoop
 from baton.node.inbox import Broken, Inbox
 from baton.node.kv_transfers import TransferOrder, Transfers
-from baton.wire.engine_messages import StepOutput, Submit, decode_from_engine, encode_to_engine
+from baton.wire.engine_messages import StepOutput, decode_from_engine, encode_to_engine
 
 GIVER, TAKER = PeerId("giver"), PeerId("taker")
 BLOCK_SIZE = 16

@@ -29,6 +29,7 @@ import zmq
 
 from baton.core.config import BadConfig
 from baton.core.engine.gauges import PeerTraffic, StoreTraffic
+from baton.core.engine.orders import TellNames
 from baton.core.engine.plan import StepPlan
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import Effect, Event, Launch, StepDone, Tick, Worker
@@ -52,13 +53,12 @@ from baton.wire.engine_messages import (
     Peers,
     Ready,
     StepOutput,
-    TellNames,
     decode_to_engine,
     encode_from_engine,
     gauges_output,
     pulse,
 )
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 
 log = logging.getLogger("baton.engine")
 
@@ -200,7 +200,7 @@ class EngineLoop:
             if isinstance(message, Peers):
                 self._call(message.addresses)
                 continue
-            self._tell(event_of(message))
+            self._tell(message)
             if isinstance(message, TellNames):
                 self._pulse_us = self._now_us()
 

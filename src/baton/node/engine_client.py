@@ -28,6 +28,7 @@ from baton.api.engine import (
 )
 from baton.api.original_request import Origin
 from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.orders import AcceptedAs, Drain, Submit
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.node.engine import QUEUED_MESSAGES_MAX, monotonic_us
@@ -36,14 +37,11 @@ from baton.node.token_streams import Stream, ended_of, logprobs_of
 from baton.wire.engine_messages import (
     FRAME_BYTES_MAX,
     WIRE_VERSION,
-    AcceptedAs,
-    Drain,
     FromEngine,
     Pulse,
     Ready,
     RefusedWith,
     StepOutput,
-    Submit,
     ToEngine,
     decode_from_engine,
     encode_to_engine,

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from baton.core.engine.ended import EndedRequest
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.sim.laws import ENDS_AT_ONCE, LawBroken
 from baton.sim.lines import LinkEnd
-from baton.wire.engine_messages import AcceptedAs, Cancel, Drain, FromEngine, ToEngine, decode_from_engine, encode_to_engine
+from baton.wire.engine_messages import FromEngine, ToEngine, decode_from_engine, encode_to_engine
 from baton.wire.link import Link, LinkState
 from baton.wire.request_table import Came, Declined, Desk, Died, Lost, Opened, Step
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from baton.core.config import ROLES
 from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal, RefusalCode
@@ -49,7 +50,7 @@ from baton.sim.laws import (
     WAITS_IN_TIME,
     LawBroken,
 )
-from baton.wire.engine_messages import AcceptedAs, Cancel, Drain, RefusedWith, StepOutput, StopAt
+from baton.wire.engine_messages import RefusedWith, StepOutput
 from baton.wire.router_messages import Beat, Forget, FromInstance, FromRouter, HeldGroup, Leaving, Place, Settled, Welcome
 from baton.wire.router_sessions import Act, Close, Say
 

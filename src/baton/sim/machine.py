@@ -20,7 +20,7 @@ from baton.sim.instance import InstanceSpec
 from baton.sim.records import PassMeter, StepSpan
 from baton.sim.world import Alarm, Host
 from baton.wire.engine_messages import WIRE_VERSION, Ready, ToWorker, decode_to_engine, encode_from_engine
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 
 SECRET = bytes(32)
 PEER_EFFECTS = get_args(PeerEffect)
@@ -74,7 +74,7 @@ class Machine:
         for frame in frames:
             message = decode_to_engine(frame)
             if isinstance(message, ToWorker):
-                self._tell(event_of(message))
+                self._tell(message)
         self._pump()
 
     def hear(self, event: PeerEvent) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.core.config import Role
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain
 from baton.core.routing.events import Instance as InstanceName
 from baton.core.routing.events import Join
 from baton.sim.faults import Fault
@@ -19,9 +20,6 @@ from baton.sim.lines import initiator
 from baton.sim.network import Network
 from baton.sim.world import Alarm, Host
 from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
     Failed,
     Peers,
     Pulse,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from baton.core.engine.orders import AcceptedAs
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.core.routing.events import (
@@ -29,15 +30,7 @@ from baton.sim.instance import PULSE_US
 from baton.sim.lines import PipeEnd
 from baton.sim.machine import SECRET, Machine
 from baton.sim.world import Alarm, Host
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    RefusedWith,
-    StepOutput,
-    ToEngine,
-    decode_from_engine,
-    encode_to_engine,
-    pulse,
-)
+from baton.wire.engine_messages import RefusedWith, StepOutput, ToEngine, decode_from_engine, encode_to_engine, pulse
 from baton.wire.instance_sessions import Relay, RelayOut
 from baton.wire.router_messages import FromInstance, decode_from_instance, decode_from_router, encode_membership
 from baton.wire.router_sessions import Act, Say, Switch

@@ -10,6 +10,7 @@ import random
 from collections import deque
 
 from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.orders import AcceptedAs, Submit
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import Instance, Join
@@ -20,7 +21,7 @@ from baton.sim.lines import initiator
 from baton.sim.member import line_names
 from baton.sim.network import Network
 from baton.sim.world import Host, World
-from baton.wire.engine_messages import AcceptedAs, RefusedWith, StepOutput, Submit, refused
+from baton.wire.engine_messages import RefusedWith, StepOutput, refused
 from baton.wire.instance_sessions import NO_GAUGES, Relay, RelayOut
 from baton.wire.link import LinkConfig
 from baton.wire.router_messages import (

@@ -17,6 +17,7 @@ from baton.core.bounds import Long
 from baton.core.engine.change_journal import Changes
 from baton.core.engine.ended import EndedRequest, StartedRequest
 from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit, TellNames
 from baton.core.engine.plan import Float32s, Int32s, Logprobs
 from baton.core.engine.records import Settled
 from baton.core.engine.request import NO_TOKENS, Prompt, Submission, Tokens
@@ -31,28 +32,6 @@ FRAME_BYTES_MAX = 64 << 20
 
 class WireError(BatonError):
     """Bytes that are not a message of this version."""
-
-
-class Submit(msgspec.Struct, tag="submit", frozen=True):
-    ticket: Long
-    group: tuple[Submission, ...]
-
-
-class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    serial: Long
-
-
-class StopAt(msgspec.Struct, tag="stop", frozen=True):
-    serial: Long
-    keep: Long
-
-
-class Drain(msgspec.Struct, tag="drain", frozen=True):
-    pass
-
-
-class TellNames(msgspec.Struct, tag="tell_names", frozen=True):
-    """From now on send a Pulse ten times a second; the first of them begins with all names anew."""
 
 
 class Peers(msgspec.Struct, tag="peers", frozen=True):
@@ -85,11 +64,6 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     """The engine cannot go on; this is its last message."""
 
     reason: str
-
-
-class AcceptedAs(msgspec.Struct, tag="accepted", frozen=True):
-    ticket: Long
-    serials: tuple[Long, ...]
 
 
 class RefusedWith(msgspec.Struct, tag="refused", frozen=True):

@@ -41,25 +41,13 @@ import numpy as np
 
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit, TellNames
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import Submission
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.core.routing.events import Join
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    Pulse,
-    RefusedWith,
-    StepOutput,
-    StopAt,
-    Submit,
-    TellNames,
-    ToEngine,
-    WireError,
-    refused,
-)
+from baton.wire.engine_messages import Pulse, RefusedWith, StepOutput, ToEngine, WireError, refused
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,
     KEYS_A_BEAT_MAX,

@@ -30,11 +30,10 @@ import msgspec
 
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import PeerTraffic, StoreTraffic
+from baton.core.engine.orders import AcceptedAs, Cancel, StopAt, Submit
 from baton.core.engine.request import Submission
 from baton.core.errors import BatonError, IllegalTransition, Refusal
 from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
     Failed,
     FromEngine,
     LogprobLine,
@@ -43,8 +42,6 @@ from baton.wire.engine_messages import (
     RefusedWith,
     Rows,
     StepOutput,
-    StopAt,
-    Submit,
     ToEngine,
     WireError,
     refusal_of,

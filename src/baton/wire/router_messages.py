@@ -30,17 +30,14 @@ from baton.core.bounds import (
 )
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import Submission, Tokens, frozen_tokens
 from baton.core.routing.events import MEMBERSHIP_VERSION, Join
 from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
     RefusedWith,
     StepOutput,
-    StopAt,
     WireError,
     decoded,
     decoded_array,

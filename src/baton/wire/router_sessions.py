@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.bounds import REASON_CHARS_MAX
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
 from baton.core.engine.request import Submission
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.routing.events import (
@@ -67,7 +68,7 @@ from baton.core.routing.events import (
 from baton.core.routing.router import Router
 from baton.wire import request_table as desks
 from baton.wire import router_messages as membership
-from baton.wire.engine_messages import AcceptedAs, Cancel, Drain, RefusedWith, StepOutput, StopAt, ToEngine, WireError
+from baton.wire.engine_messages import RefusedWith, StepOutput, ToEngine, WireError
 from baton.wire.membership_decoding import (
     check_lines,
     held_of,
