@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from baton.core.engine.change_journal import NamesChanged
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
@@ -45,7 +46,6 @@ from baton.core.routing.events import (
     Leg,
     LegRefused,
     LegTaken,
-    Names,
     Neighbours,
     Opened,
     Orphan,
@@ -285,7 +285,7 @@ class World:
         for life in self.connected():
             if life.beats and life.session is not None:
                 keys = tuple(self.draws.randbytes(16) for _ in range(2))
-                names = Names(self.draws.random() < 0.1, keys, keys[:0])
+                names = NamesChanged(self.draws.random() < 0.1, keys, keys[:0])
                 ledger = SchedulerGauges(free_blocks=self.draws.randrange(40), steps=life.steps)
                 self.tell(Beaten(life.session, Sign(ledger, 0, False, names)))
 

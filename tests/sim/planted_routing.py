@@ -19,7 +19,7 @@ from baton.core.routing import adoption as adopting
 from baton.core.routing import placement
 from baton.core.routing import routed_requests as carrier
 from baton.core.routing.adoption import Adoption
-from baton.core.routing.events import Body, HeldChoice, Instance, LegRefused, Names, Neighbours, Session, Sign
+from baton.core.routing.events import Body, HeldChoice, Instance, LegRefused, Neighbours, Session, Sign
 from baton.core.routing.fleet_members import Fleet, Member, MemberMove, MemberState
 from baton.core.routing.placement import Placement
 from baton.core.routing.placement_queue import WaitingRoom
@@ -290,7 +290,7 @@ def remember_a_dead_cache(patch: Patch) -> None:
 def overlook_the_first_names(patch: Patch) -> None:
     hear_then = Holdings.hear
 
-    def hear(self: Holdings, session: Session, names: Names) -> None:
+    def hear(self: Holdings, session: Session, names: NamesChanged) -> None:
         hear_then(self, session, replace(names, named=()) if names.fresh else names)
 
     patch.set(Holdings, "hear", hear)

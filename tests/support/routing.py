@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from baton.core.engine.change_journal import NamesChanged
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
@@ -24,7 +25,6 @@ from baton.core.routing.events import (
     Joined,
     LegRefused,
     LegTaken,
-    Names,
     RouterConfig,
     RouterEffect,
     RouterEvent,
@@ -146,7 +146,7 @@ class Bench:
                 self.tell(Beaten(session, Sign(SchedulerGauges(free_blocks=256, steps=steps), silent_us, computing)))
 
     def named(self, name: str, *keys: bytes) -> None:
-        self.tell(Beaten(self.sessions[name], Sign(SchedulerGauges(free_blocks=256), 0, False, Names(False, keys))))
+        self.tell(Beaten(self.sessions[name], Sign(SchedulerGauges(free_blocks=256), 0, False, NamesChanged(False, keys))))
 
     def run_to(self, until_us: int, *silent: str) -> list[RouterEffect]:
         """Time passes; all but the silent ones give signs of life. Everything that was answered."""

@@ -27,7 +27,6 @@ MAY_IMPORT = {
 """Layer → the other layers of ours that it may import."""
 
 API_SEES_OF_CORE = {
-    "baton.core.engine.blocks",
     "baton.core.engine.ended",
     "baton.core.engine.gauges",
     "baton.core.engine.request",

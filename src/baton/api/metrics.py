@@ -15,8 +15,7 @@ from prometheus_client.registry import Collector
 
 from baton.api.engine import Engine, Gauges
 from baton.api.text_reader import Delta
-from baton.core.engine.blocks import BlockGauges
-from baton.core.engine.gauges import HandoverGauges, StorageGauges, StoreTraffic
+from baton.core.engine.gauges import HandoverGauges, SchedulerGauges, StorageGauges, StoreTraffic
 from baton.core.engine.request import FinishReason
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -37,7 +36,7 @@ class _EngineCollector(Collector):
         role = InfoMetricFamily("baton_role", "What this instance does", labels=["model_name"])
         role.add_metric([self._model], {"role": gauges.role})
         yield role
-        yield from self._of_blocks(now.blocks)
+        yield from self._of_blocks(now)
         yield from self._of_handovers(now.handovers)
         yield from self._of_host_memory(now.storage, gauges.store)
         yield from self._of_store(now.storage, gauges.store)
@@ -65,8 +64,8 @@ class _EngineCollector(Collector):
         yield self._count("draft_tokens", "Guessed tokens computed along with decodes", gauges.drafts.fed)
         yield self._count("accepted_draft_tokens", "Guessed tokens that proved right", gauges.drafts.accepted)
 
-    def _of_blocks(self, blocks: BlockGauges) -> Iterable[Metric]:
-        by_state = asdict(blocks)
+    def _of_blocks(self, gauges: SchedulerGauges) -> Iterable[Metric]:
+        by_state = asdict(gauges.blocks)
         family = GaugeMetricFamily("baton_kv_blocks", "KV blocks by state", labels=["model_name", "state"])
         for state, count in by_state.items():
             family.add_metric([self._model, state], count)

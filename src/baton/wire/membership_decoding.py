@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from baton.core.engine.change_journal import NamesChanged
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import Submission
-from baton.core.routing.events import HeldChoice, Join, Leg, Names, PhaseNote, Sign
+from baton.core.routing.events import HeldChoice, Join, Leg, PhaseNote, Sign
 from baton.wire.engine_messages import LogprobLine, WireError, logprob_lines, numbers, tokens_of
 from baton.wire.router_messages import Beat, HeldGroup, HeldLine, check_group, check_tokens
 
 
 def sign_of(beat: Beat, places: Mapping[int, tuple[Leg, int]]) -> Sign:
     """`places`: by serial, where a request is in the router's book; notes of others are left out."""
-    names = Names(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
+    names = NamesChanged(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
     notes = tuple(
         PhaseNote(*places[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in places
     )  # fmt: skip

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from baton.core.bounds import NAME_CHARS_MAX, Address, Count, Fingerprint, Incarnation, Message, Name, Positive
 from baton.core.config import BadConfig
+from baton.core.engine.change_journal import NO_NAMES_CHANGED, NamesChanged
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
@@ -132,16 +133,6 @@ class Join(Message, tag="join", frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """Changes in which prefixes an instance holds, by block key; each key in one of the two."""
-
-    fresh: bool = False
-    """What was known before is void."""
-    named: tuple[bytes, ...] = ()
-    forgotten: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class PhaseNote:
     """A request entered a phase at an instance. For the timeline; nothing is decided from it."""
 
@@ -163,7 +154,7 @@ class Sign:
     """How long ago the engine process last gave a sign of life to its front end."""
     computing: bool
     """Steps are in flight, so `ledger.steps` must grow."""
-    names: Names = Names()
+    names: NamesChanged = NO_NAMES_CHANGED
     notes: tuple[PhaseNote, ...] = ()
 
 
