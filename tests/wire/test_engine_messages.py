@@ -202,3 +202,29 @@ HANDOVER = Handover(PeerId("p"), 1, 1)
 def test_what_is_ordered_for_a_peer_is_no_message_to_the_front_end(effect: PeerEffect) -> None:
     nothing_to_read_from: Any = object()
     assert message_of(effect, nothing_to_read_from) is None
+
+
+@pytest.mark.parametrize(
+    "followers",
+    [
+        [("1", "0"), ("2", "1")],
+        [("1", "2"), ("2", None)],
+    ],
+    ids=["leads in turn", "comes first"],
+)
+def test_only_one_with_a_prompt_of_its_own_that_came_before_is_a_leader(followers: list[tuple[str, str | None]]) -> None:
+    group = [("0", None), *followers]
+    asked = tuple(
+        Submission(RequestId(name), frozen_tokens([1]), Sampling(seed=0), leader=None if of is None else RequestId(of))
+        for name, of in group
+    )
+    with pytest.raises(WireError, match="no prompt"):
+        messages.decode_to_engine(messages.encode_to_engine(messages.Submit(0, asked)))
+
+
+def test_a_follower_with_a_prompt_of_its_own_is_refused() -> None:
+    leader = Submission(RequestId("0"), frozen_tokens([1]), Sampling(seed=0))
+    follower = Submission(RequestId("1"), frozen_tokens([2]), Sampling(seed=0), leader=RequestId("0"))
+    frame = messages._encoder.encode(messages.Submit(0, (leader, follower)))
+    with pytest.raises(WireError):
+        messages.decode_to_engine(frame)

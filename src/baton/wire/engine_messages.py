@@ -1,5 +1,7 @@
 """Messages between the front end and its engine, and their bytes: msgpack through msgspec, tagged, versioned, bounded.
 
+Values of core travel as they are; here are the messages that pack them, and the encoding of their arrays.
+
 Numbers that come by the thousand (token ids, serials) travel as little-endian arrays in byte strings, so that a step
 with a thousand tokens is one message and not a thousand objects. Decoding checks types, sizes and that array lengths
 agree; anything else is a WireError, never a half-understood message.
@@ -146,17 +148,17 @@ def without_shared_prompts(group: tuple[Submission, ...]) -> tuple[Submission, .
 
 
 def with_shared_prompts(group: tuple[Submission, ...]) -> tuple[Submission, ...]:
-    """The group as it was before it was encoded; a WireError where a prompt is missing."""
-    prompts: dict[str | None, Tokens] = {}
+    """The group as it was before it was encoded; a WireError where a prompt is missing, or comes with a follower."""
+    prompts: dict[str, Prompt] = {}
     made = []
     for item in group:
-        if item.prompt is PROMPT_OF_LEADER:
-            prompt = prompts.get(item.leader)
-            if prompt is None:
-                raise WireError(f"submission {item.request_id!r} has no prompt, and neither has its leader {item.leader!r}")
-            item = msgspec.structs.replace(item, prompt=prompt)  # noqa: PLW2901
-        prompts[item.request_id] = item.prompt
-        made.append(item)
+        if item.leader is None and item.prompt is not PROMPT_OF_LEADER:
+            prompts[item.request_id] = item.prompt
+            made.append(item)
+        elif item.leader in prompts and item.prompt is PROMPT_OF_LEADER:
+            made.append(msgspec.structs.replace(item, prompt=prompts[item.leader]))
+        else:
+            raise WireError(f"submission {item.request_id!r} has no prompt, and neither has its leader {item.leader!r}")
     return tuple(made)
 
 

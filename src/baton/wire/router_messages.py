@@ -8,8 +8,9 @@
       AcceptedAs, RefusedWith, StepOutput ──────▶       as a front end hears them from its engine
       Leaving                            ───────▶       it takes nothing new
 
-Owns the shape and the bounds of all of it. Both sides hold the cluster key but may be of another version, broken or taken
-over, so everything is checked here: what does not pass is a WireError and never another exception.
+Owns the messages but for `Join` and what a front end also says to its engine, which are values of core. Both
+sides hold the cluster key but may be of another version, broken or taken over, so everything is checked here: what does not
+pass is a WireError and never another exception.
 """
 
 from __future__ import annotations
