@@ -1,9 +1,9 @@
 """What two instances say to each other, as bytes: a registration each way at the start of a session, then peer messages.
 
 Owns the registration, and the checks that the types of `core.handover.messages` cannot say. A peer holds the cluster key but
-may be of another version, broken or taken over, so everything that comes is checked here before the core sees it. What does not pass is
-a WireError and never another exception. Whether a message makes sense now is for `core.handover`; whether token ids are in
-the vocabulary and a layout fits ours, for the one who knows the model.
+may be of another version, broken or taken over, so everything that comes is checked here before the core sees it. What
+does not pass is a WireError and never another exception. Whether a message makes sense now is for `core.handover`; whether
+token ids are in the vocabulary and a layout fits ours, for the one who knows the model.
 """
 
 from __future__ import annotations
