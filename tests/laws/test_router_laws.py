@@ -10,15 +10,18 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from baton.core.engine.records import Bill
-from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.change_journal import NamesChanged
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.events import (
     Admit,
     Arrived,
@@ -26,7 +29,6 @@ from baton.core.routing.events import (
     Body,
     CallBack,
     Came,
-    ChoiceEnd,
     Claimed,
     Cut,
     CutShort,
@@ -34,18 +36,16 @@ from baton.core.routing.events import (
     Delivered,
     Drains,
     Due,
-    Facts,
     Forget,
     HangUp,
     HeldChoice,
     Instance,
+    Join,
     Joined,
-    Ledger,
     Left,
     Leg,
     LegRefused,
     LegTaken,
-    Names,
     Neighbours,
     Opened,
     Orphan,
@@ -59,7 +59,7 @@ from baton.core.routing.events import (
     Session,
     Sign,
     TurnAway,
-)  # fmt: skip
+)
 from baton.core.routing.fleet_members import TRANSITIONS as FLEET_TRANSITIONS
 from baton.core.routing.routed_request import TRANSITIONS, Carry, next_carry
 from baton.core.routing.router import Router
@@ -107,7 +107,7 @@ class Seat:
     body_choices: int
     origin: bytes
     made: list[int] = field(default_factory=list)
-    end: ChoiceEnd | None = None
+    end: EndedRequest | None = None
 
     @property
     def outputs(self) -> list[int]:
@@ -118,7 +118,7 @@ class Seat:
 class Life:
     """One life of an instance."""
 
-    facts: Facts
+    facts: Join
     session: Session | None = None
     asked: list[Send] = field(default_factory=list)
     """Legs without an answer."""
@@ -269,13 +269,15 @@ class World:
         if reason is not None and chance < 0.3:
             reason = None  # its last token came, and its end will
         if reason is not None:
-            seat.end = ChoiceEnd(reason, len(seat.outputs), BILL)
+            seat.end = EndedRequest(Serial(0), reason, len(seat.outputs), BILL)
         elif chance < 0.06:
-            seat.end = ChoiceEnd(FinishReason.RESCHEDULE, len(seat.outputs), BILL, self.draws.choice(PREEMPTIONS))
+            seat.end = EndedRequest(
+                Serial(0), FinishReason.RESCHEDULE, len(seat.outputs), BILL, self.draws.choice(PREEMPTIONS)
+            )
         elif chance < 0.09:
             fault = self.draws.choice(LOSSES)
             kind = FinishReason.ERROR if fault is None else FinishReason.RESCHEDULE
-            seat.end = ChoiceEnd(kind, len(seat.outputs), BILL, fault)
+            seat.end = EndedRequest(Serial(0), kind, len(seat.outputs), BILL, fault)
         if life.session is not None:  # else it computes for nobody, and keeps it
             self.tell(Came(life.session, seat.leg, seat.place, fresh, list(fresh), 0, seat.end))
 
@@ -283,8 +285,8 @@ class World:
         for life in self.connected():
             if life.beats and life.session is not None:
                 keys = tuple(self.draws.randbytes(16) for _ in range(2))
-                names = Names(self.draws.random() < 0.1, keys, keys[:0])
-                ledger = Ledger(free=self.draws.randrange(40), steps=life.steps)
+                names = NamesChanged(self.draws.random() < 0.1, keys, keys[:0])
+                ledger = SchedulerGauges(free_blocks=self.draws.randrange(40), steps=life.steps)
                 self.tell(Beaten(life.session, Sign(ledger, 0, False, names)))
 
     def pass_time(self) -> None:
@@ -307,7 +309,7 @@ class World:
     def begin(self, name: Instance) -> None:
         self.incarnations += 1
         role = self.draws.choice(["mixed", "decode", "decode", "prefill"])
-        facts = Facts(
+        facts = Join(
             name, self.incarnations, role, b"model", "", f"{name}:1" if role == "prefill" else "",
             self.draws.randrange(1, 4), 60, 4, self.draws.choice([80, 96]), VOCABULARY,
         )  # fmt: skip
@@ -356,7 +358,7 @@ class World:
         if self.connected():
             session = self.draws.choice(self.connected()).session
             assert session is not None
-            self.tell(Beaten(session, Sign(Ledger(), self.config.suspect_us, True)))
+            self.tell(Beaten(session, Sign(SchedulerGauges(), self.config.suspect_us, True)))
 
     def drain(self) -> None:
         if self.connected():
@@ -474,7 +476,7 @@ class World:
 
     def cut_short(self, life: Life, seat: Seat, keep: int) -> None:
         if seat.end is None and self.draws.random() < 0.7 and life.session is not None:
-            seat.end = ChoiceEnd(FinishReason.STOP, keep, BILL)
+            seat.end = EndedRequest(Serial(0), FinishReason.STOP, keep, BILL)
             self.tell(Came(life.session, seat.leg, seat.place, [], None, None, seat.end))
 
     def admitted(self, session: Session, keep: tuple[tuple[int, Leg, int], ...]) -> None:
@@ -584,7 +586,7 @@ class World:
             life.beats = True
         for name in ("h1", "h2"):
             self.incarnations += 1
-            facts = Facts(Instance(name), self.incarnations, "mixed", b"model", "", "", 8, 60, 4, 96, VOCABULARY)
+            facts = Join(Instance(name), self.incarnations, "mixed", b"model", "", "", 8, 60, 4, 96, VOCABULARY)
             self.lives[Instance(name)] = Life(facts)
             self.join(self.lives[Instance(name)])
         for _ in range(HEALING_BEATS_MAX):

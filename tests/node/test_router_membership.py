@@ -15,14 +15,16 @@ from collections.abc import AsyncIterator, Iterator
 import httpx2 as httpx
 import pytest
 
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, Submit, TellNames
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason, frozen_tokens
+from baton.core.routing.events import Join
 from baton.node import router_membership as joining_module
 from baton.node.engine import monotonic_us
 from baton.node.router_membership import Fenced, Membership, RouterAt
 from baton.node.sealed_connection import UNREAD_BYTES_MAX
 from baton.node.service import default_name
-from baton.wire.engine_messages import AcceptedAs, Cancel, Drain, Peers, Pulse, Submit, TellNames, ToEngine
+from baton.wire.engine_messages import Peers, Pulse, ToEngine
 from baton.wire.instance_sessions import (
     CHOICES_MAX,
     ENDED_BYTES_MAX,
@@ -38,7 +40,6 @@ from baton.wire.router_messages import (
     Beat,
     Forget,
     HeldGroup,
-    Join,
     Leaving,
     Neighbours,
     Settled,

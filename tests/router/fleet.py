@@ -21,9 +21,10 @@ from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
 from baton.core.config import OnPreempt, WorkerConfig
+from baton.core.engine.orders import AcceptedAs
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import Launch, StepDone, Tick, Worker
-from baton.core.routing.events import RouterConfig
+from baton.core.routing.events import Join, RouterConfig
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.sealed_connection import LineEnd, Stage
@@ -33,11 +34,11 @@ from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import Chronicle
 from baton.router.instance_connections import Sessions, monotonic_us
-from baton.wire.engine_messages import AcceptedAs, Peers, RefusedWith, StepOutput
+from baton.wire.engine_messages import Peers, RefusedWith, StepOutput
 from baton.wire.instance_sessions import Relay, RelayOut
-from baton.wire.router_messages import Join, decode_from_router, encode_membership
+from baton.wire.router_messages import decode_from_router, encode_membership
 from baton.wire.router_sessions import Switch
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 from tests.api.conftest import Served, _ending
 from tests.support.driver import shape_of
 
@@ -115,7 +116,7 @@ class MemoryMember:
         self.drained = self.drained or out.drain
         for order in out.orders:
             if not isinstance(order, Peers):
-                self._tell(event_of(order))
+                self._tell(order)
         for message in out.says:
             if self.line is not None and self.sessions is not None:
                 self.sessions.heard(self.line, encode_membership(message))  # type: ignore[arg-type]
@@ -148,7 +149,7 @@ class MemoryMember:
                 self.executor.launch(effect.plan)
                 self._launched += 1
                 continue
-            message = message_of(effect, self.worker.gauges)
+            message = message_of(effect, self.worker)
             if isinstance(message, AcceptedAs | RefusedWith | StepOutput):
                 if isinstance(message, StepOutput):
                     self.given += len(message.tokens) // 4

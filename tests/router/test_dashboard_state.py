@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from baton.api.original_request import Origin
-from baton.core.engine.records import Bill
+from baton.core.engine.ended import Bill
+from baton.core.engine.gauges import SchedulerGauges, StorageGauges
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import (
     Body,
     Declined,
     Delivered,
-    Facts,
     FleetChanged,
     Instance,
-    Ledger,
+    Join,
     Noted,
     Orphan,
     OrphanDropped,
@@ -37,19 +37,27 @@ from baton.router.timeline import Lane
 S = 1_000_000
 
 
-LEDGER = Ledger(free=90, evictable=4, used=3, leased=2, receiving=1, leaving=5, host_blocks=40, host_used=7)
+LEDGER = SchedulerGauges(
+    free_blocks=90,
+    evictable_blocks=4,
+    running_blocks=3,
+    leased_blocks=2,
+    receiving_blocks=1,
+    leaving_blocks=5,
+    storage=StorageGauges(host_rows=40, host_used=7),
+)
 
 
 @dataclass
 class View:
-    facts: Facts
-    ledger: Ledger = LEDGER
+    facts: Join
+    ledger: SchedulerGauges = LEDGER
     state: str = "ready"
     open: int = 0
 
 
 def view(name: str = "d1", incarnation: int = 1, **changes: Any) -> View:
-    facts = Facts(Instance(name), incarnation, "decode", b"", "http://127.0.0.1:1", "", 8, 100, 16, 1024, 257, 4321)
+    facts = Join(Instance(name), incarnation, "decode", b"", "http://127.0.0.1:1", "", 8, 100, 16, 1024, 257, 4321)
     return View(facts, **changes)
 
 

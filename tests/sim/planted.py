@@ -23,13 +23,15 @@ from baton.core.engine import admission, settling, victims
 from baton.core.engine.admission import Admission
 from baton.core.engine.billing import Billing
 from baton.core.engine.blocks import BlockPool
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.ending import RequestEnding
+from baton.core.engine.orders import Cancel, Drain, StopAt, Submit
 from baton.core.engine.plan import Copy, Int32s, Int64s, StepPlan, StepResult
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_lookup import PrefixLookup
 from baton.core.engine.prefix_publisher import PrefixPublisher
 from baton.core.engine.pressure import BlockPressure
-from baton.core.engine.records import EndedRequest, Hit, Request, Settled
+from baton.core.engine.records import Hit, Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.engine.reserve import Promises
 from baton.core.engine.running_set import RunningSet
@@ -39,13 +41,13 @@ from baton.core.engine.slots import Slots
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import InFlightStep
 from baton.core.engine.waiting_queue import WaitingQueue
-from baton.core.engine.worker import Cancelled, DrainOrdered, Effect, Event, StopFound, Submitted, Worker
+from baton.core.engine.worker import Effect, Event, Worker
 from baton.core.errors import Refusal, RefusalCode
 from baton.wire import engine_messages as messages
 from baton.wire import keyfile, link
 from baton.wire import request_table as desking
 from baton.wire import worker_messages as dispatch
-from baton.wire.engine_messages import Rows, StepOutput, Submit, WireEnded, WireSubmission
+from baton.wire.engine_messages import Rows, StepOutput
 from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
 from baton.wire.request_table import Desk, State
 
@@ -446,7 +448,7 @@ def leave_the_stop_token_out_of_the_usage(patch: Patch) -> None:
     def end(self: RequestEnding, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
         ended = end_then(self, request, reason, move)
         if reason is FinishReason.STOP and move is Move.FINISH:
-            return replace(ended, generated_tokens=ended.generated_tokens - 1)
+            return msgspec.structs.replace(ended, generated_tokens=ended.generated_tokens - 1)
         return ended
 
     patch.set(RequestEnding, "end", end)
@@ -601,7 +603,7 @@ def kill_open_requests_in_a_drain(patch: Patch) -> None:
 
     def handle(self: Worker, event: Event, now_us: int) -> list[Effect]:
         effects = handle_then(self, event, now_us)
-        return effects + self._stop_all() if isinstance(event, DrainOrdered) else effects
+        return effects + self._stop_all() if isinstance(event, Drain) else effects
 
     patch.set(Worker, "handle", handle)
 
@@ -621,7 +623,7 @@ def ignore_the_bound_of_the_queue(patch: Patch) -> None:
 def refuse_half_a_group(patch: Patch) -> None:
     submit_then = Worker._submit
 
-    def submit(self: Worker, event: Submitted) -> Any:
+    def submit(self: Worker, event: Submit) -> Any:
         answer = submit_then(self, event)
         if getattr(answer, "refusal", None) is not None and answer.refusal.code == "queue_full":
             first = event.group[0]
@@ -888,7 +890,7 @@ def swap_the_choices_of_a_group(patch: Patch) -> None:
 def stumble_over_ends_of_a_former_session(patch: Patch) -> None:
     ends_then = Desk._ends
 
-    def ends(self: Desk, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
+    def ends(self: Desk, ended: tuple[EndedRequest, ...]) -> dict[int, EndedRequest]:
         before, self._first_serial = self._first_serial, 0
         try:
             return ends_then(self, ended)
@@ -939,15 +941,14 @@ def send_one_token_a_row(patch: Patch) -> None:
     patch.set(Rows, "__init__", init)
 
 
-def _altered(patch: Patch, alter: Callable[[WireSubmission], WireSubmission]) -> None:
-    """Let the codec change every submission on its way."""
-    wire_then = messages.wire_submission
-    patch.set(messages, "wire_submission", lambda item: alter(wire_then(item)))
+def _altered(patch: Patch, alter: Callable[[Submission], Submission]) -> None:
+    """Let the front end change every submission that it sends."""
+    patch.set(desking, "Submit", lambda ticket, group: Submit(ticket, tuple(map(alter, group))))
 
 
 @wire("the seed is lost on the wire, and nobody gets the same answer twice")
 def lose_the_seed(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, seed=0))
 
     _altered(patch, alter)
@@ -955,7 +956,7 @@ def lose_the_seed(patch: Patch) -> None:
 
 @wire("all choices of a group are sampled as the first")
 def lose_the_choice(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, choice=0))
 
     _altered(patch, alter)
@@ -963,7 +964,7 @@ def lose_the_choice(patch: Patch) -> None:
 
 @wire("only one stop token travels with a request")
 def send_one_stop_token(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         only = item.sampling.stop_token_ids[:1]
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, stop_token_ids=only))
 
@@ -972,7 +973,7 @@ def send_one_stop_token(patch: Patch) -> None:
 
 @wire("min_tokens is lost on the wire")
 def lose_min_tokens(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, min_tokens=0))
 
     _altered(patch, alter)
@@ -985,55 +986,74 @@ def lose_the_salt(patch: Patch) -> None:
 
 @wire("followers find no prompt with their leader, and are refused")
 def lose_the_prompt_of_followers(patch: Patch) -> None:
-    submissions_then = messages.submissions
+    filled_in_then = messages.with_shared_prompts
 
-    def submissions(message: Submit) -> tuple[Submission, ...]:
+    def filled_in(group: tuple[Submission, ...]) -> tuple[Submission, ...]:
         return tuple(
-            item if item.leader is None else replace(item, prompt=item.prompt[:0]) for item in submissions_then(message)
+            item if item.leader is None else msgspec.structs.replace(item, prompt=item.prompt[:0])
+            for item in filled_in_then(group)
         )
 
-    patch.set(dispatch, "submissions", submissions)
+    patch.set(messages, "with_shared_prompts", filled_in)
+
+
+def _ends_altered(patch: Patch, alter: Callable[[EndedRequest], EndedRequest]) -> None:
+    """Let the codec change every end of a request on its way."""
+    encode_then = messages._encoder.encode
+
+    class Altering:
+        def encode(self, message: object) -> bytes:
+            if isinstance(message, StepOutput):
+                message = msgspec.structs.replace(message, ended=tuple(map(alter, message.ended)))
+            return encode_then(message)
+
+    patch.set(messages, "_encoder", Altering())
 
 
 @wire("the usage in the last message says the tokens of that step, not of the request")
 def count_only_the_last_step(patch: Patch) -> None:
-    wire_then = messages._wire_ended
-
-    def wire_ended(item: EndedRequest) -> WireEnded:
-        return msgspec.structs.replace(wire_then(item), generated_tokens=min(1, item.generated_tokens))
-
-    patch.set(messages, "_wire_ended", wire_ended)
+    _ends_altered(patch, lambda end: msgspec.structs.replace(end, generated_tokens=min(1, end.generated_tokens)))
 
 
 @wire("computed and recomputed tokens change places in the bill on the wire")
 def swap_columns_of_the_bill(patch: Patch) -> None:
-    bill_then = messages._wire_bill
+    def alter(end: EndedRequest) -> EndedRequest:
+        bill = end.bill
+        swapped = msgspec.structs.replace(bill, cached_tokens=bill.computed_tokens, computed_tokens=bill.cached_tokens)
+        return msgspec.structs.replace(end, bill=swapped)
 
-    def wire_bill(bill: Any) -> messages.WireBill:
-        made = bill_then(bill)
-        return msgspec.structs.replace(made, cached_tokens=made.computed_tokens, computed_tokens=made.cached_tokens)
+    _ends_altered(patch, alter)
 
-    patch.set(messages, "_wire_bill", wire_bill)
+
+def _orders_altered(patch: Patch, alter: Callable[[Any], Any]) -> None:
+    """Let the codec change every order on its way."""
+    decode_then = messages._to_engine.decode
+
+    class Altering:
+        def decode(self, frame: bytes) -> Any:
+            return alter(decode_then(frame))
+
+    patch.set(messages, "_to_engine", Altering())
 
 
 @wire("a stop string is passed on one token too late")
 def cut_one_token_too_late(patch: Patch) -> None:
-    patch.set(dispatch, "StopFound", lambda serial, keep: StopFound(serial, keep + 1))
+    _orders_altered(patch, lambda it: StopAt(it.serial, it.keep + 1) if isinstance(it, StopAt) else it)
 
 
 @wire("a cancel reaches the engine as a stop, and a client that left is billed for a finished answer")
 def dispatch_a_cancel_as_a_stop(patch: Patch) -> None:
-    patch.set(dispatch, "Cancelled", lambda serial: StopFound(serial, 0))
+    _orders_altered(patch, lambda it: StopAt(it.serial, 0) if isinstance(it, Cancel) else it)
 
 
 @wire("a cancel names the request after the one it means")
 def cancel_the_neighbour(patch: Patch) -> None:
-    patch.set(dispatch, "Cancelled", lambda serial: Cancelled(Serial(serial + 1)))
+    _orders_altered(patch, lambda it: Cancel(it.serial + 1) if isinstance(it, Cancel) else it)
 
 
 @wire("the end of a request that was still waiting is not told")
 def keep_withdrawals_to_ourselves(patch: Patch) -> None:
-    patch.set(dispatch, "ended_output", lambda ended, gauges: None)
+    patch.set(dispatch, "ended_output", lambda ended, gauges, drafts: None)
 
 
 @wire("a refusal is answered to ticket 0")

@@ -6,9 +6,11 @@ move, leases without an end, answers of an attempt that is over, releases that r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from baton.core.config import PrefillPath, WorkerConfig
@@ -24,24 +26,10 @@ from baton.core.engine.running_set import RunningSet
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.worker import Worker
 from baton.core.handover.decode_side import Taken, Taker, Taking
-from baton.core.handover.messages import (
-    Ask,
-    Commit,
-    Decline,
-    Expect,
-    Grant,
-    Handover,
-    Offer,
-    OpenShip,
-    PdCode,
-    PdFault,
-    PeerId,
-    Ship,
-    Tell,
-)
+from baton.core.handover.faults import PdCode, PdFault
+from baton.core.handover.messages import Ask, Commit, Decline, Expect, Grant, Handover, Offer, OpenShip, PeerId, Ship, Tell
 from baton.core.handover.prefill_side import Given, Giver, Giving
 from baton.core.handover.protocol import Acts
-from baton.wire import engine_messages as messages
 from baton.wire import peer_messages as peering
 from tests.sim.planted import BUGS, Patch, core, wire
 
@@ -219,7 +207,7 @@ def one_token_for_all(patch: Patch) -> None:
         grant_then(self, entry, lease)
         if entry.grant is None:
             return []
-        entry.grant = replace(entry.grant, token=b"open sesame")
+        entry.grant = msgspec.structs.replace(entry.grant, token=b"open sesame")
         expect = Expect(entry.handover, entry.grant.token, lease.first, lease.blocks)
         return [expect, Tell(entry.handover.peer, entry.grant)]
 
@@ -621,51 +609,42 @@ def prefill_what_was_stopped(patch: Patch) -> None:
 # ── wire ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _said_otherwise(patch: Patch, kind: type[Any], alter: Callable[[Any], Any]) -> None:
+    """Let the codec change every message of a kind on its way."""
+    sayable_then = peering._sayable
+    patch.set(peering, "_sayable", lambda message: sayable_then(alter(message) if isinstance(message, kind) else message))
+
+
+def _asked_otherwise(patch: Patch, alter: Callable[[Submission], Submission]) -> None:
+    _said_otherwise(patch, Ask, lambda ask: msgspec.structs.replace(ask, submission=alter(ask.submission)))
+
+
 @wire("an ask loses the tenant's salt")
 def ask_without_the_salt(patch: Patch) -> None:
-    wire_then = peering.wire_submission
-
-    def wire_submission(item: Submission) -> messages.WireSubmission:
-        return wire_then(replace(item, salt=b""))
-
-    patch.set(peering, "wire_submission", wire_submission)
+    _asked_otherwise(patch, lambda item: msgspec.structs.replace(item, salt=b""))
 
 
 @wire("an ask loses the seed, and P draws another first token")
 def ask_without_the_seed(patch: Patch) -> None:
-    wire_then = peering.wire_submission
+    def alter(item: Submission) -> Submission:
+        return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, seed=0))
 
-    def wire_submission(item: Submission) -> messages.WireSubmission:
-        return wire_then(replace(item, sampling=replace(item.sampling, seed=0)))
-
-    patch.set(peering, "wire_submission", wire_submission)
+    _asked_otherwise(patch, alter)
 
 
 @wire("a grant loses what D has already, and P sends everything")
 def grant_without_the_prefix(patch: Patch) -> None:
-    wire_then = peering._wire_of
-
-    def wire_of(message: Any) -> Any:
-        return wire_then(replace(message, cached_tokens=0) if isinstance(message, Grant) else message)
-
-    patch.set(peering, "_wire_of", wire_of)
+    _said_otherwise(patch, Grant, lambda grant: msgspec.structs.replace(grant, cached_tokens=0))
 
 
 @wire("of the checks of a commit only the first is sent")
 def send_one_check_only(patch: Patch) -> None:
-    commit_then = peering._wire_commit
-
-    def wire_commit(message: Commit) -> peering.WireCommit:
-        return commit_then(replace(message, checks=message.checks[:8]))
-
-    patch.set(peering, "_wire_commit", wire_commit)
+    _said_otherwise(patch, Commit, lambda commit: msgspec.structs.replace(commit, checks=commit.checks[:8]))
 
 
 @wire("D is told of one cached token more than P had")
 def count_one_cached_token_more(patch: Patch) -> None:
-    commit_then = peering._wire_commit
+    def alter(commit: Commit) -> Commit:
+        return msgspec.structs.replace(commit, cached_tokens=commit.cached_tokens + 1)
 
-    def wire_commit(message: Commit) -> peering.WireCommit:
-        return commit_then(replace(message, cached_tokens=message.cached_tokens + 1))
-
-    patch.set(peering, "_wire_commit", wire_commit)
+    _said_otherwise(patch, Commit, alter)

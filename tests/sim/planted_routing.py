@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from baton.core.engine.change_journal import NamesChanged, PrefixJournal
-from baton.core.engine.records import Bill
+from baton.core.engine.ended import Bill
 from baton.core.engine.request import NO_TOKENS, RequestId, Submission, frozen_tokens
 from baton.core.routing import adoption as adopting
 from baton.core.routing import placement
 from baton.core.routing import routed_requests as carrier
 from baton.core.routing.adoption import Adoption
-from baton.core.routing.events import Body, HeldChoice, Instance, LegRefused, Names, Neighbours, Session, Sign
+from baton.core.routing.events import Body, HeldChoice, Instance, LegRefused, Neighbours, Session, Sign
 from baton.core.routing.fleet_members import Fleet, Member, MemberMove, MemberState
 from baton.core.routing.placement import Placement
 from baton.core.routing.placement_queue import WaitingRoom
@@ -53,22 +55,22 @@ def _regrouped(patch: Patch, change: Any) -> None:
 
 @core("a leg starts from the beginning, and the client gets the whole answer again behind what it has")
 def forget_what_was_generated(patch: Patch) -> None:
-    _regrouped(patch, lambda item, _: replace(item, generated=NO_TOKENS))
+    _regrouped(patch, lambda item, _: msgspec.structs.replace(item, generated=NO_TOKENS))
 
 
 @core("the last delivered token is left out of a continuation, and comes twice")
 def repeat_the_last_token(patch: Patch) -> None:
-    _regrouped(patch, lambda item, _: replace(item, generated=frozen_tokens(item.generated[:-1])))
+    _regrouped(patch, lambda item, _: msgspec.structs.replace(item, generated=frozen_tokens(item.generated[:-1])))
 
 
 @core("choices that go on without their first sibling still name it, and have no prompt")
 def leave_the_leader_behind(patch: Patch) -> None:
-    _regrouped(patch, lambda item, asked: replace(item, leader=asked.leader))
+    _regrouped(patch, lambda item, asked: msgspec.structs.replace(item, leader=asked.leader))
 
 
 @core("a continuation may generate as many tokens as the whole answer, behind what there is already")
 def count_the_limit_anew(patch: Patch) -> None:
-    _regrouped(patch, lambda item, _: replace(item, max_tokens=(item.max_tokens or 0) + len(item.generated)))
+    _regrouped(patch, lambda item, _: msgspec.structs.replace(item, max_tokens=(item.max_tokens or 0) + len(item.generated)))
 
 
 @core("tokens that an instance held while nobody listened are delivered from the first, not from where the client was")
@@ -99,7 +101,9 @@ def go_on_after_the_last_token(patch: Patch) -> None:
 @core("only the last leg of a request is billed")
 def bill_the_last_leg(patch: Patch) -> None:
     def add_bill(choice: Choice, bill: Bill) -> None:
-        choice.bill = replace(bill, cached_tokens=bill.cached_tokens if choice.attempts <= 1 else choice.bill.cached_tokens)
+        choice.bill = msgspec.structs.replace(
+            bill, cached_tokens=bill.cached_tokens if choice.attempts <= 1 else choice.bill.cached_tokens
+        )
 
     patch.set(carrier, "add_bill", add_bill)
 
@@ -286,7 +290,7 @@ def remember_a_dead_cache(patch: Patch) -> None:
 def overlook_the_first_names(patch: Patch) -> None:
     hear_then = Holdings.hear
 
-    def hear(self: Holdings, session: Session, names: Names) -> None:
+    def hear(self: Holdings, session: Session, names: NamesChanged) -> None:
         hear_then(self, session, replace(names, named=()) if names.fresh else names)
 
     patch.set(Holdings, "hear", hear)

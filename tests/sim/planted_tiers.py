@@ -14,12 +14,13 @@ import numpy as np
 
 from baton.core.engine.blocks import BlockPool, Pin
 from baton.core.engine.departing import DepartingRequests
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.ending import RequestEnding
 from baton.core.engine.held_prefills import PrefillsWithBlocks
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 from baton.core.engine.prefix_lookup import PrefixLookup
-from baton.core.engine.records import EndedRequest, Hit, Request
+from baton.core.engine.records import Hit, Request
 from baton.core.engine.request import FinishReason, Move, Phase, Serial
 from baton.core.engine.restoring import KvRestoring, RestoredRows
 from baton.core.engine.scheduler import Scheduler

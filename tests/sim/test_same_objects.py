@@ -98,7 +98,7 @@ def test_only_the_judge_looks_behind_the_door() -> None:
         (Worker, "handle", 0),
         (Scheduler, "plan", 0),
         (Scheduler, "settle", 0),
-        (messages, "wire_submission", 0),
+        (messages, "without_shared_prompts", 0),
         (Router, "handle", 2),
         (Placement, "choose", 2),
         (Switch, "heard", 2),

@@ -6,25 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.laws import audit
+from baton.core.engine.orders import AcceptedAs, Cancel, StopAt, Submit
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.records import EndedRequest
 from baton.core.engine.request import RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.core.engine.worker import (
-    Accepted,
-    Cancelled,
-    Deliver,
-    Effect,
-    Event,
-    GroupRefused,
-    Launch,
-    StepDone,
-    StopFound,
-    Submitted,
-    Tick,
-    Withdrawn,
-    Worker,
-)
+from baton.core.engine.worker import Deliver, Effect, Event, GroupRefused, Launch, StepDone, Tick, Withdrawn, Worker
 from baton.core.errors import Refusal
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
@@ -62,14 +49,14 @@ class Driver:
 
     def submit(self, *group: Submission) -> tuple[Serial, ...]:
         self._tickets += 1
-        (answer,) = self.send(Submitted(self._tickets, group))
-        return answer.serials if isinstance(answer, Accepted) else ()
+        (answer,) = self.send(Submit(self._tickets, group))
+        return answer.serials if isinstance(answer, AcceptedAs) else ()
 
     def cancel(self, serial: Serial) -> None:
-        self.send(Cancelled(serial))
+        self.send(Cancel(serial))
 
     def stop_found(self, serial: Serial, keep: int) -> None:
-        self.send(StopFound(serial, keep))
+        self.send(StopAt(serial, keep))
 
     def tick(self) -> None:
         if self.is_due:
@@ -121,7 +108,7 @@ class Driver:
                 self._note_end(ended)
             case GroupRefused(_, refusal):
                 self.refusals.append(refusal)
-            case Accepted(_, serials):
+            case AcceptedAs(_, serials):
                 for serial in serials:
                     self.outputs[serial] = []
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.orders import AcceptedAs, TellNames
 from baton.core.engine.plan import Logprobs, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
@@ -23,6 +24,7 @@ from baton.core.routing.events import (
     Declined,
     Delivered,
     FleetChanged,
+    Join,
     Noted,
     Opened,
     Orphan,
@@ -34,12 +36,10 @@ from baton.core.routing.events import (
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.engine_messages import (
-    AcceptedAs,
     FromEngine,
     Peers,
     RefusedWith,
     StepOutput,
-    TellNames,
     ToEngine,
     decode_from_engine,
     decode_to_engine,
@@ -48,15 +48,9 @@ from baton.wire.engine_messages import (
     pulse,
 )
 from baton.wire.instance_sessions import Relay, RelayOut, Standing
-from baton.wire.router_messages import (
-    FromInstance,
-    Join,
-    decode_from_instance,
-    decode_from_router,
-    encode_membership,
-)
+from baton.wire.router_messages import FromInstance, decode_from_instance, decode_from_router, encode_membership
 from baton.wire.router_sessions import Act, Close, Say, Switch
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 from tests.support.driver import VOCABULARY, shape_of
 
 SECRET = b"secret"
@@ -142,7 +136,7 @@ class Member:
             return
         if isinstance(order, TellNames):
             self.pulse_at_us = self.world.now_us
-        self._tell(event_of(order))
+        self._tell(order)
 
     def compute(self) -> bool:
         """A step, if there is one to be had."""
@@ -161,7 +155,7 @@ class Member:
                 self.executor.launch(effect.plan)
                 self.launched += 1
             else:
-                message = message_of(effect, self.worker.gauges)
+                message = message_of(effect, self.worker)
                 if message is not None:
                     self._front(decode_from_engine(encode_from_engine(message)))
 

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeVar
 
-from baton.core.engine.records import Bill
-from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
+from msgspec.structs import replace
+
+from baton.core.engine.change_journal import NamesChanged
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.events import (
     Arrived,
     Beaten,
     Body,
     Came,
-    ChoiceEnd,
     Delivered,
     Due,
-    Facts,
     HeldChoice,
     Instance,
+    Join,
     Joined,
-    Ledger,
     LegRefused,
     LegTaken,
-    Names,
     RouterConfig,
     RouterEffect,
     RouterEvent,
@@ -42,9 +42,9 @@ BLOCK_SIZE = 16
 
 def facts(
     name: str, role: str = "mixed", incarnation: int = 1, *, slots: int = 4, context: int = 1024, blocks: int = 256
-) -> Facts:
+) -> Join:
     peer = f"{name}:7000" if role == "prefill" else ""
-    return Facts(Instance(name), incarnation, role, b"model", "", peer, slots, blocks, BLOCK_SIZE, context, 1000)
+    return Join(Instance(name), incarnation, role, b"model", "", peer, slots, blocks, BLOCK_SIZE, context, 1000)
 
 
 def submission(
@@ -67,13 +67,13 @@ def choices(name: str, count: int, **more: int) -> tuple[Submission, ...]:
 AS_MANY_AS_CAME = 1 << 20
 
 
-def ended(reason: FinishReason, fault: PdFault | None = None, bill: Bill | None = None) -> ChoiceEnd:
-    return ChoiceEnd(reason, AS_MANY_AS_CAME, bill or Bill(), fault)
+def ended(reason: FinishReason, fault: PdFault | None = None, bill: Bill | None = None) -> EndedRequest:
+    return EndedRequest(Serial(0), reason, AS_MANY_AS_CAME, bill or Bill(), fault)
 
 
 def held(
     serial: int, *tokens: int, origin: bytes = b"origin 1", choice: int = 0, of: int = 1, before: tuple[int, ...] = (),
-    end: ChoiceEnd | None = None,
+    end: EndedRequest | None = None,
 ) -> HeldChoice:  # fmt: skip
     asked = replace(choices("x", of)[choice], generated=frozen_tokens(before))
     return HeldChoice(serial, asked, choice, of, origin, tokens, tuple(f"lp{t}" for t in tokens), 16, end)
@@ -102,7 +102,7 @@ class Bench:
     def ever(self, kind: type[Kind]) -> list[Kind]:
         return [effect for effect in self.all if isinstance(effect, kind)]
 
-    def join(self, facts: Facts, *held: HeldChoice, draining: bool = False) -> Session:
+    def join(self, facts: Join, *held: HeldChoice, draining: bool = False) -> Session:
         self._numbers += 1
         session = self.sessions[facts.name] = Session(self._numbers)
         self.tell(Joined(session, facts, draining, held))
@@ -132,7 +132,7 @@ class Bench:
         self.tell(LegRefused(send.session, send.leg, Refusal(code, code.value)))
 
     def came(
-        self, send: Send, *tokens: int, place: int = 0, end: ChoiceEnd | None = None, cached: int | None = None
+        self, send: Send, *tokens: int, place: int = 0, end: EndedRequest | None = None, cached: int | None = None
     ) -> None:
         self.tell(Came(send.session, send.leg, place, list(tokens), None, cached, end))
 
@@ -143,10 +143,10 @@ class Bench:
     def beat(self, *left_out: str, computing: bool = False, steps: int = 0, silent_us: int = 0) -> None:
         for name, session in self.sessions.items():
             if name not in left_out and session in self.router.fleet.members:
-                self.tell(Beaten(session, Sign(Ledger(free=256, steps=steps), silent_us, computing)))
+                self.tell(Beaten(session, Sign(SchedulerGauges(free_blocks=256, steps=steps), silent_us, computing)))
 
     def named(self, name: str, *keys: bytes) -> None:
-        self.tell(Beaten(self.sessions[name], Sign(Ledger(free=256), 0, False, Names(False, keys))))
+        self.tell(Beaten(self.sessions[name], Sign(SchedulerGauges(free_blocks=256), 0, False, NamesChanged(False, keys))))
 
     def run_to(self, until_us: int, *silent: str) -> list[RouterEffect]:
         """Time passes; all but the silent ones give signs of life. Everything that was answered."""
@@ -158,7 +158,7 @@ class Bench:
             self.now_us = max(self.now_us, due_us)
             for name in self.sessions:
                 if name not in silent and self.sessions[name] in self.router.fleet.members:
-                    said += self.tell(Beaten(self.sessions[name], Sign(Ledger(free=256), 0, False)))
+                    said += self.tell(Beaten(self.sessions[name], Sign(SchedulerGauges(free_blocks=256), 0, False)))
             said += self.tell(Due())
         self.now_us = max(self.now_us, until_us)
         self.last = said

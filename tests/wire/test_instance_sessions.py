@@ -7,32 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit, TellNames
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
+from baton.core.routing.events import Join
 from baton.wire import instance_sessions as relays
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    FromEngine,
-    Pulse,
-    Rows,
-    StopAt,
-    Submit,
-    TellNames,
-    WireError,
-    refused,
-    wire_gauges,
-    wire_submission,
-)
+from baton.wire.engine_messages import FromEngine, Pulse, Rows, WireError, refused
 from baton.wire.instance_sessions import RELAY_TICKETS, Relay, RelayOut, Standing
 from baton.wire.router_messages import (
     KEYS_A_BEAT_MAX,
     Beat,
     Forget,
     HeldGroup,
-    Join,
     Leaving,
     Neighbours,
     Place,
@@ -40,6 +27,7 @@ from baton.wire.router_messages import (
     TurnedAway,
     Welcome,
     decode_from_instance,
+    decode_from_router,
     encode_membership,
 )
 from tests.wire.steps import GAUGES, step
@@ -57,7 +45,7 @@ def asks(*names: str, logprobs: int | None = None, prompt: Sequence[int] = (1, 2
 
 def place(ticket: int, group: list[Submission], origin: bytes = b"origin") -> Place:
     choices = tuple(range(len(group)))
-    return Place(ticket, tuple(wire_submission(item) for item in group), choices, len(group), origin)
+    return Place(ticket, tuple(group), choices, len(group), origin)
 
 
 def line(row: int, *values: float) -> Logprobs:
@@ -196,7 +184,7 @@ def test_two_places_under_one_ticket_are_an_error() -> None:
 def test_what_would_hurt_the_engine_never_reaches_it(group: list[Submission]) -> None:
     relay = serving()
     with pytest.raises(WireError):
-        relay.heard(place(0, group), 0)
+        relay.heard(decode_from_router(encode_membership(place(0, group))), 0)
     assert relay.open_requests == relay.held_choices == 0
 
 
@@ -344,8 +332,12 @@ def test_a_step_is_split_between_router_and_own_clients() -> None:
     mine, others = relay.split(mixed)
     assert mine is not None
     assert others is not None
-    assert mine == step([(2, [5, 6]), (4, [7])], ended=[4], started=[(2, 8)], logprobs=(line(0, -2.0, -3.0), line(1, -4.0)))
-    assert others == step([(1, [4]), (3, [])], ended=[1], started=[(1, 9)], logprobs=(line(0, -1.0),))
+    assert encode_membership(mine) == encode_membership(
+        step([(2, [5, 6]), (4, [7])], ended=[4], started=[(2, 8)], logprobs=(line(0, -2.0, -3.0), line(1, -4.0)))
+    )
+    assert encode_membership(others) == encode_membership(
+        step([(1, [4]), (3, [])], ended=[1], started=[(1, 9)], logprobs=(line(0, -1.0),))
+    )
     assert Rows(mine).tokens == [5, 6, 7]
     nothing = step()
     assert relay.split(nothing) == (None, nothing), "its gauges are for the own front end"
@@ -464,7 +456,7 @@ def pulse(
     notes: tuple[tuple[int, str, int], ...] = (),
 ) -> Pulse:
     said = (b"".join(key(number) for number in numbers) for numbers in (named, forgotten))
-    return Pulse(wire_gauges(GAUGES), True, fresh, *said, notes)
+    return Pulse(GAUGES, True, fresh, *said, notes)
 
 
 def names(beat: Beat | None) -> tuple[bool, list[int], list[int]]:
@@ -510,7 +502,7 @@ def test_a_beat_says_how_the_engine_is_and_notes_of_the_routers_requests_only() 
     relay.feel(pulse(notes=((1, "waiting", 10), (2, "waiting", 10))), 1_000)
     beat = relay.beat(None, 7, 1_500)
     assert beat is not None
-    assert (beat.gauges, beat.computing, beat.engine_silent_us) == (wire_gauges(GAUGES), True, 7)
+    assert (beat.gauges, beat.computing, beat.engine_silent_us) == (GAUGES, True, 7)
     assert beat.notes == ((1, "waiting", 510),)
     again = relay.beat(None, 0, 1_600)
     assert again is not None

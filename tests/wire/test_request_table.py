@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
@@ -19,13 +20,9 @@ from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    AcceptedAs,
-    Cancel,
-    Drain,
     Failed,
     FromEngine,
     Ready,
-    StopAt,
     ToEngine,
     WireError,
     decode_from_engine,
@@ -33,7 +30,6 @@ from baton.wire.engine_messages import (
     encode_from_engine,
     encode_to_engine,
     refused,
-    wire_gauges,
 )
 from baton.wire.request_table import (
     TRANSITIONS,
@@ -51,7 +47,7 @@ from baton.wire.request_table import (
     Took,
     next_state,
 )
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 from tests.support.driver import VOCABULARY, shape_of
 from tests.wire.steps import GAUGES, step
 
@@ -245,7 +241,7 @@ def test_orders_for_serials_that_never_were_are_none() -> None:
 
 def test_coming_and_last_words_are_news() -> None:
     desk = opened(7)
-    ready = Ready(WIRE_VERSION, 1, 2, 3, 4, 5, "", wire_gauges(GAUGES))
+    ready = Ready(WIRE_VERSION, 1, 2, 3, 4, 5, "", GAUGES)
     assert desk.take(ready) == Took([Came(ready)], [])
     assert desk.take(Failed("no memory")) == Took([Died("no memory")], [])
     assert desk.open_serials == 1  # whoever hears of it decides that it is lost
@@ -299,7 +295,7 @@ class Engine:
         self.launched = 0
 
     def hear(self, message: ToEngine) -> None:
-        self._tell(event_of(decode_to_engine(encode_to_engine(message))))
+        self._tell(decode_to_engine(encode_to_engine(message)))
 
     def turn(self) -> None:
         self._tell(Tick())
@@ -309,7 +305,7 @@ class Engine:
 
     def _tell(self, event: object) -> None:
         for effect in self.worker.handle(event, 0):  # type: ignore[arg-type]
-            message = message_of(effect, self.worker.gauges)
+            message = message_of(effect, self.worker)
             if isinstance(effect, Launch):
                 assert message is None
                 self.executor.launch(effect.plan)

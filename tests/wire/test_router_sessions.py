@@ -9,16 +9,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.orders import AcceptedAs, Cancel, StopAt, Submit
 from baton.core.engine.plan import Logprobs
-from baton.core.engine.records import Bill
-from baton.core.engine.request import FinishReason, Submission, frozen_tokens
+from baton.core.engine.request import FinishReason, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import (
     Admit,
     Beaten,
     CallBack,
     Came,
-    ChoiceEnd,
     CutShort,
     Declined,
     Delivered,
@@ -39,7 +39,7 @@ from baton.core.routing.events import (
 )
 from baton.core.routing.router import Router
 from baton.wire import router_messages as membership
-from baton.wire.engine_messages import AcceptedAs, Cancel, StopAt, Submit, WireError, refused, wire_gauges, wire_submission
+from baton.wire.engine_messages import WireError, refused
 from baton.wire.router_messages import (
     HELD_GROUPS_MAX,
     ORIGIN_BYTES_MAX,
@@ -52,6 +52,7 @@ from baton.wire.router_messages import (
     Settled,
     TurnedAway,
     Welcome,
+    decode_from_instance,
     encode_membership,
     held_bytes,
 )
@@ -251,7 +252,7 @@ def test_what_no_instance_could_take_is_declined_here() -> None:
 def test_what_its_own_clients_asked_of_an_instance_stays_there() -> None:
     world = World()
     (member,) = world.members
-    member.order(Submit(3, tuple(wire_submission(item) for item in body("own", 1, 6))))
+    member.order(Submit(3, tuple(body("own", 1, 6))))
     world.ask(body("abc", 2))
     world.run()
     world.judge()
@@ -328,7 +329,7 @@ class Hand:
     def hear(self, message: FromInstance, *effects: RouterEffect) -> list[object]:
         """What is said, and told to clients, after this."""
         self.router.says += effects
-        return self._plain(self.switch.heard(self.session, message, 0))
+        return self._plain(self.switch.heard(self.session, decode_from_instance(encode_membership(message)), 0))
 
     def want(self, *effects: RouterEffect) -> list[object]:
         self.router.says += effects
@@ -361,7 +362,7 @@ def held_group(*serials: int, ended: Sequence[int] = ()) -> HeldGroup:
                  next(iter(step(ended=[serial]).ended)) if serial in ended else None)
         for place, serial in enumerate(serials)
     )  # fmt: skip
-    return HeldGroup(tuple(wire_submission(item) for item in group), tuple(range(len(group))), len(group), b"origin", lines)
+    return HeldGroup(tuple(group), tuple(range(len(group))), len(group), b"origin", lines)
 
 
 def test_a_leg_is_placed_answered_and_heard_of() -> None:
@@ -369,18 +370,18 @@ def test_a_leg_is_placed_answered_and_heard_of() -> None:
     assert hand.said == [Welcome("router", RouterConfig().beat_us, RouterConfig().orphan_grace_us)]
     group = body("abc", 2)
     place = hand.send(5, group)
-    assert place == Place(0, tuple(wire_submission(item) for item in group), (0, 1), 2, b"origin")
+    assert place == Place(0, tuple(group), (0, 1), 2, b"origin")
     hand.hear(AcceptedAs(0, (8, 9)))
     hand.hear(step([(8, [1]), (9, [2, 3])], started=[(8, 4)]))
     hand.hear(step([(8, [5])], ended=[8, 9]))
-    end = ChoiceEnd(FinishReason.LENGTH, 1, Bill(), None)
+    eight, nine = (EndedRequest(Serial(serial), FinishReason.LENGTH, 1, Bill()) for serial in (8, 9))
     five = Leg(5)
     assert hand.news() == [
         LegTaken(hand.session, five),
         Came(hand.session, five, 0, [1], None, 4, None),
         Came(hand.session, five, 1, [2, 3], None, None, None),
-        Came(hand.session, five, 0, [5], None, None, end),
-        Came(hand.session, five, 1, [], None, None, end),
+        Came(hand.session, five, 0, [5], None, None, eight),
+        Came(hand.session, five, 1, [], None, None, nine),
     ]
 
 
@@ -468,12 +469,12 @@ def test_the_router_hears_what_was_held_and_is_told_of_phases_by_leg() -> None:
     assert isinstance(joined, Joined)
     assert [(choice.serial, choice.choice, choice.tokens) for choice in joined.held] == [(3, 0, (7,)), (4, 1, (7,))]
     notes = ((3, "WAITING", 1), (4, "RUNNING_DECODE", 2), (5, "WAITING", 3))
-    switch.heard(session, Beat(wire_gauges(GAUGES), 0, True, True, b"k" * 32, b"", notes), 0)
+    switch.heard(session, Beat(GAUGES, 0, True, True, b"k" * 32, b"", notes), 0)
     beaten = router.heard[-1]
     assert isinstance(beaten, Beaten)
     assert beaten.sign.notes == (PhaseNote(Leg(2), 1, "RUNNING_DECODE", 2),)
     assert beaten.sign.names.named == (b"k" * 16, b"k" * 16)
-    assert (beaten.sign.ledger.running, beaten.sign.ledger.free) == (1, 3)
+    assert (beaten.sign.ledger.running, beaten.sign.ledger.free_blocks) == (1, 3)
 
 
 def test_who_is_turned_away_is_told_why_and_not_heard_any_more() -> None:
@@ -510,7 +511,7 @@ def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
     [
         [Settled()],
         [held_group(3)],
-        [Beat(wire_gauges(GAUGES), 0, True, False, b"", b"", ())],
+        [Beat(GAUGES, 0, True, False, b"", b"", ())],
         [step([(1, [1])])],
         [JOIN, JOIN],
         [JOIN, AcceptedAs(0, (1,))],
@@ -602,7 +603,7 @@ NEGATIVE = msgspec.structs.replace(step(ended=[8]).ended[0], generated_tokens=-1
         msgspec.structs.replace(step([(8, [1]), (9, [])]), counts=np.array([2, -1], "<i4").tobytes()),
         msgspec.structs.replace(step([(8, [1])]), serials=b"12345"),
         msgspec.structs.replace(step(), ended=(NEGATIVE,)),
-        Beat(msgspec.structs.replace(wire_gauges(GAUGES), running=-1), 0, True, False, b"", b"", ()),
+        Beat(msgspec.structs.replace(GAUGES, running=-1), 0, True, False, b"", b"", ()),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -658,7 +659,7 @@ def test_where_a_request_was_is_remembered_for_its_last_notes_but_not_for_ever(m
         hand.hear(step(ended=[serial]))
         hand.news()
     notes = tuple((serial, "FINISHED", 1) for serial in range(3))
-    hand.hear(Beat(wire_gauges(GAUGES), 0, True, False, b"", b"", notes))
+    hand.hear(Beat(GAUGES, 0, True, False, b"", b"", notes))
     (beaten,) = hand.news()
     assert isinstance(beaten, Beaten)
     assert [note.leg for note in beaten.sign.notes] == [1, 2]

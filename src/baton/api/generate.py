@@ -23,7 +23,7 @@ from baton.api.logs import Finished, access
 from baton.api.metrics import AnswerTimes, Metrics
 from baton.api.open_requests import OpenRequests
 from baton.api.prepare import Prepared
-from baton.api.responses import DONE, Choice, bill_of, places_of, sse, usage_of
+from baton.api.responses import DONE, Choice, bill_fields, bill_of, places_of, sse, usage_of
 from baton.api.stream_resume import CutStream, Events, Marks, NumberedEvents, Orphanage, PlainEvents, fresh_marks
 from baton.api.text_reader import Delta
 from baton.core.engine.request import FinishReason
@@ -141,7 +141,7 @@ class Run:
 
     def usage(self) -> dict[str, object]:
         usage = usage_of(self.prepared.prompt_ids, self.prepared.readers)
-        return usage | {"baton": bill_of(self.prepared.readers)} if self.prepared.baton_usage else usage
+        return usage | {"baton": bill_fields(bill_of(self.prepared.readers))} if self.prepared.baton_usage else usage
 
     def finished(self, status: int, gauges: Gauges) -> Finished:
         prepared, readers = self.prepared, self.prepared.readers

@@ -20,22 +20,12 @@ import numpy as np
 
 from baton.bench.gpu_steps import Shared, stream
 from baton.core.config import WorkerConfig
+from baton.core.engine.orders import AcceptedAs, Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Settled
 from baton.core.engine.request import RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.core.engine.worker import (
-    Accepted,
-    Deliver,
-    Effect,
-    Event,
-    GroupRefused,
-    Launch,
-    StepDone,
-    Submitted,
-    Tick,
-    Worker,
-)
+from baton.core.engine.worker import Deliver, Effect, Event, GroupRefused, Launch, StepDone, Tick, Worker
 from baton.core.errors import InvariantViolated
 
 DEPTH = 2
@@ -149,7 +139,7 @@ class ClosedLoop:
         self._open += 1
         sampling = Sampling(seed=number, temperature=self._load.temperature)
         prompt = frozen_tokens(self._prompts[number])
-        self._tell(Submitted(number, (Submission(RequestId(str(number)), prompt, sampling, self._load.output_tokens),)))
+        self._tell(Submit(number, (Submission(RequestId(str(number)), prompt, sampling, self._load.output_tokens),)))
 
     def _take(self, done: Future[StepResult]) -> None:
         self._in_flight -= 1
@@ -174,8 +164,8 @@ class ClosedLoop:
                 self._open -= len(settled.ended)
                 for _ in range(min(len(settled.ended), self._load.requests - self._sent)):
                     self._send()
-            case Accepted(_, serials):
-                self._served.order += serials
+            case AcceptedAs(_, serials):
+                self._served.order += map(Serial, serials)
             case GroupRefused(_, refusal):
                 raise InvariantViolated(f"the engine refused a request of the benchmark: {refusal}")
             case _:

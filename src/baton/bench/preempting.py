@@ -22,9 +22,10 @@ import numpy as np
 from baton.bench.scheduler import one_step
 from baton.bench.stats import median
 from baton.core.config import WorkerConfig
+from baton.core.engine.orders import Submit
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Submitted, Worker
+from baton.core.engine.worker import Worker
 from baton.core.errors import InvariantViolated
 
 BLOCK_SIZE = 16
@@ -125,7 +126,7 @@ def _loaded_worker(rows: int, *, is_full: bool) -> Worker:
     sampling = Sampling(seed=0, temperature=0.0, stop_token_ids=(2,))
     for number, length in enumerate(lengths):
         prompt = frozen_tokens(draws.integers(1000, size=length))
-        worker.handle(Submitted(number, (Submission(RequestId(str(number)), prompt, sampling, ANSWER_TOKENS),)), 0)
+        worker.handle(Submit(number, (Submission(RequestId(str(number)), prompt, sampling, ANSWER_TOKENS),)), 0)
     one_step(worker)
     if worker.gauges().waiting:
         raise InvariantViolated(f"{worker.gauges().waiting} requests did not fit the pool that was made for them")

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.orders import Submit
 from baton.core.engine.plan import Outcome, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Deliver, Launch, StepDone, Submitted, Tick, Worker
+from baton.core.engine.worker import Deliver, Launch, StepDone, Tick, Worker
 from baton.core.errors import InvariantViolated
 from baton.wire.engine_messages import encode_from_engine, step_output
 
@@ -61,7 +62,7 @@ def _loaded_worker(rows: int, blocks: int, block_size: int) -> Worker:
     for number in range(rows):
         prompt = frozen_tokens([draws.randrange(1000) for _ in range(PROMPT_TOKENS)])
         sampling = Sampling(seed=0, temperature=0.0, stop_token_ids=(2,))
-        worker.handle(Submitted(number, (Submission(RequestId(str(number)), prompt, sampling, 1984),)), 0)
+        worker.handle(Submit(number, (Submission(RequestId(str(number)), prompt, sampling, 1984),)), 0)
     while worker.gauges().waiting:
         one_step(worker)
     return worker
@@ -75,7 +76,7 @@ def one_step(worker: Worker) -> int:
             decoded = len(effect.plan.decode_slots)
             for delivered in worker.handle(StepDone(_sevens(worker, effect.plan)), 0):
                 if isinstance(delivered, Deliver):
-                    encode_from_engine(step_output(delivered.settled, worker.gauges()))
+                    encode_from_engine(step_output(delivered.settled, worker.gauges(), worker.scheduler.drafts()))
     return decoded
 
 

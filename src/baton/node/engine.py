@@ -28,6 +28,8 @@ import msgspec
 import zmq
 
 from baton.core.config import BadConfig
+from baton.core.engine.gauges import PeerTraffic, StoreTraffic
+from baton.core.engine.orders import TellNames
 from baton.core.engine.plan import StepPlan
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import Effect, Event, Launch, StepDone, Tick, Worker
@@ -49,18 +51,14 @@ from baton.wire.engine_messages import (
     Failed,
     FromEngine,
     Peers,
-    PeerTraffic,
     Ready,
     StepOutput,
-    StoreTraffic,
-    TellNames,
     decode_to_engine,
     encode_from_engine,
     gauges_output,
     pulse,
-    wire_gauges,
 )
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 
 log = logging.getLogger("baton.engine")
 
@@ -181,7 +179,7 @@ class EngineLoop:
     def _report(self, now_us: int) -> None:
         self._report_us = now_us + TRAFFIC_US
         if self._gauges_changed:
-            self._send(gauges_output(self._worker.gauges()))
+            self._send(gauges_output(self._worker.gauges(), self._worker.scheduler.drafts()))
         for others in (self._handovers, self._storage):
             if others is not None and (traffic := others.traffic()) != self._traffic[type(traffic)]:
                 self._traffic[type(traffic)] = traffic
@@ -202,7 +200,7 @@ class EngineLoop:
             if isinstance(message, Peers):
                 self._call(message.addresses)
                 continue
-            self._tell(event_of(message))
+            self._tell(message)
             if isinstance(message, TellNames):
                 self._pulse_us = self._now_us()
 
@@ -232,7 +230,7 @@ class EngineLoop:
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Launch):
             self._launch(effect.plan)
-        elif (message := message_of(effect, self._worker.gauges)) is not None:
+        elif (message := message_of(effect, self._worker)) is not None:
             self._send(message)
         elif self._handovers is not None and isinstance(effect, _PEER_EFFECTS):
             self._handovers.carry_out(effect)
@@ -278,7 +276,7 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
         blocks=config.blocks,
         block_size=config.block_size,
         details=details if handovers is None else f"{details}, {handovers.details}",
-        gauges=wire_gauges(worker.gauges()),
+        gauges=worker.gauges(),
         fingerprint=executor.fingerprint,
         peer_address="" if handovers is None else handovers.address,
     )

@@ -12,7 +12,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -25,12 +24,12 @@ from baton.api.engine import (
     EngineDead,
     EngineInfo,
     Gauges,
-    Handovers,
-    Storage,
     TokenStream,
 )
 from baton.api.original_request import Origin
-from baton.core.engine.request import FinishReason, Submission
+from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.orders import AcceptedAs, Drain, Submit
+from baton.core.engine.request import Submission
 from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.node.engine import QUEUED_MESSAGES_MAX, monotonic_us
 from baton.node.settings import EngineSettings
@@ -38,23 +37,14 @@ from baton.node.token_streams import Stream, ended_of, logprobs_of
 from baton.wire.engine_messages import (
     FRAME_BYTES_MAX,
     WIRE_VERSION,
-    AcceptedAs,
-    Drain,
     FromEngine,
-    PeerTraffic,
     Pulse,
     Ready,
     RefusedWith,
     StepOutput,
-    StoreTraffic,
-    Submit,
     ToEngine,
-    WireGauges,
-    WireHandovers,
-    WireStorage,
     decode_from_engine,
     encode_to_engine,
-    fault_of,
     refused,
 )
 from baton.wire.request_table import Came, Declined, Desk, Died, News, Opened, Progress, Step
@@ -105,12 +95,11 @@ class EngineClient:
         self._last_words: str | None = None
         self._draining = False
         self._stopping = False
-        self._gauges = Gauges()
+        self._gauges = SchedulerGauges()
         self.tokens_made = 0
         """Since the start, for whomever."""
-        self._drafts = 0, 0
-        """Fed, and proved right, since the start."""
-        self._traffic = PeerTraffic({}, 0)
+        self._drafts = DraftGauges()
+        self._traffic = PeerTraffic()
         self._store_traffic = StoreTraffic()
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
@@ -222,25 +211,13 @@ class EngineClient:
 
     @property
     def gauges(self) -> Gauges:
-        peers, store = self._traffic, self._store_traffic
-        storage = replace(
-            self._gauges.storage,
-            missing=store.missing_blocks,
-            bad=store.bad_blocks,
-            errors=store.errors,
-            saved_bytes=store.saved_bytes,
-            loaded_bytes=store.loaded_bytes,
-            stored_bytes=store.stored_bytes,
-            fetched_bytes=store.fetched_bytes,
-        )
-        drafted, accepted = self._drafts
-        return replace(
+        return Gauges(
             self._gauges,
-            storage=storage,
-            refused_connections=peers.refused,
-            arrived_bytes=peers.arrived_bytes,
-            draft_tokens=drafted,
-            accepted_draft_tokens=accepted,
+            self._drafts,
+            self._traffic,
+            self._store_traffic,
+            role=self._settings.role,
+            victim_policy=self._settings.victims,
         )
 
     @property
@@ -254,7 +231,7 @@ class EngineClient:
 
     async def wait_idle(self) -> None:
         """Until no request is open, nor a hand-over to a peer, and what is being kept of KV is where it should be."""
-        while self.open_requests or self._gauges.handovers.open or self._gauges.storage.open:
+        while self.open_requests or self._gauges.handovers.open or self._gauges.storage.hauls:
             self._fewer.clear()
             await self._fewer.wait()
 
@@ -336,9 +313,9 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
             self.tokens_made += len(message.tokens) // 4  # each has four bytes
-            self._drafts = message.draft_tokens, message.accepted_draft_tokens
+            self._drafts = DraftGauges(message.draft_tokens, message.accepted_draft_tokens)
         if isinstance(message, StepOutput | Pulse):
-            self._gauges = _gauges_of(message.gauges, self._settings)
+            self._gauges = message.gauges
         elif isinstance(message, PeerTraffic):
             self._traffic = message
         elif isinstance(message, StoreTraffic):
@@ -374,7 +351,7 @@ class EngineClient:
                 self._answers.pop(ticket).set_exception(Refused(refusal))
             case Came(ready):
                 # Now, not when somebody asks whether it is ready: newer ones may have come by then.
-                self._gauges = _gauges_of(ready.gauges, self._settings)
+                self._gauges = ready.gauges
                 self._ready.set_result(ready)
             case Died(reason):
                 self._last_words = reason
@@ -401,64 +378,5 @@ def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
 
 def _burst_of(news: Progress) -> Burst:
     tokens = tuple(news.tokens)
-    end = news.ended
-    ended = None if end is None else ended_of(FinishReason(end.reason), end.bill, fault_of(end.fault))
+    ended = None if news.ended is None else ended_of(news.ended)
     return Burst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
-
-
-def _gauges_of(item: WireGauges, settings: EngineSettings) -> Gauges:
-    return Gauges(
-        running=item.running,
-        waiting=item.waiting,
-        blocks={
-            "free": item.free_blocks,
-            "evictable": item.evictable_blocks,
-            "running": item.running_blocks,
-            "leased": item.leased_blocks,
-            "receiving": item.receiving_blocks,
-            "leaving": item.leaving_blocks,
-        },
-        prefix_queries=item.prefix_queries,
-        prefix_hits=item.prefix_hits,
-        stale_results=item.stale_results,
-        steps=item.steps,
-        preemptions={"growth": item.preemptions_for_others, "self": item.preemptions_of_self},
-        victim_policy=settings.victims,
-        role=settings.role,
-        recomputed_tokens=item.recomputed_tokens,
-        chunk_prefill_unsatisfied=item.chunk_prefill_unsatisfied,
-        reserve_ratio=item.reserve_ratio,
-        handovers=_handovers_of(item.handovers),
-        storage=_storage_of(item.storage),
-    )
-
-
-def _storage_of(item: WireStorage) -> Storage:
-    return Storage(
-        host_blocks=item.host_rows,
-        host_used=item.host_used,
-        open=item.hauls,
-        saved=item.saved,
-        unsaved=item.unsaved,
-        loaded=item.loaded,
-        stored=item.stored,
-        unstored=item.unstored,
-        fetched=item.fetched,
-        recompute_cheaper=item.recompute_cheaper,
-        failed=item.failed,
-        late=item.late,
-        breaker_open=item.breaker_open,
-        breaker_opened=item.breaker_opened,
-    )
-
-
-def _handovers_of(item: WireHandovers) -> Handovers:
-    return Handovers(
-        peers=item.peers,
-        open=item.open,
-        made=item.made,
-        refused=item.refused,
-        not_delivered=item.not_delivered,
-        preempted=item.preempted,
-        timed_out=item.timed_out,
-    )

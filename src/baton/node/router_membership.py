@@ -18,10 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.core.engine.orders import AcceptedAs
 from baton.core.errors import BatonError
 from baton.node.engine import monotonic_us
 from baton.node.sealed_connection import Line, LineEnd, call
-from baton.wire.engine_messages import AcceptedAs, Peers, Pulse, RefusedWith, StepOutput, ToEngine
+from baton.wire.engine_messages import Peers, Pulse, RefusedWith, StepOutput, ToEngine
 from baton.wire.instance_sessions import Relay, RelayOut
 from baton.wire.router_messages import FromInstance, Welcome, decode_from_router, encode_membership
 

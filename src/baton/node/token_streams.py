@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from baton.api.engine import Bill, Burst, Ended, EngineDead, Fault, Sink, TokenLogprob
-from baton.core.engine.records import Bill as CoreBill
-from baton.core.engine.request import FinishReason
-from baton.core.handover.messages import PdFault
-from baton.wire.engine_messages import LogprobLine, WireBill
+from baton.api.engine import Burst, Ended, EngineDead, Sink, TokenLogprob
+from baton.core.engine.ended import EndedRequest
+from baton.core.routing.events import Outcome
+from baton.wire.engine_messages import LogprobLine
 
 
 class Source(Protocol):
@@ -82,22 +81,6 @@ def logprobs_of(tokens: Sequence[int], lines: Sequence[LogprobLine] | None) -> t
     return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))
 
 
-def ended_of(reason: FinishReason, bill: CoreBill | WireBill, fault: PdFault | None) -> Ended:
+def ended_of(end: EndedRequest | Outcome) -> Ended:
     """An end as whoever reads the stream hears of it."""
-    return Ended(
-        reason,
-        bill.cached_tokens,
-        Bill(
-            cached_tokens=bill.cached_tokens,
-            computed_tokens=bill.computed_tokens,
-            recomputed_tokens=bill.recomputed_tokens,
-            restored_tokens=bill.restored_tokens,
-            preemptions=bill.preemptions,
-            attempts=bill.attempts,
-            queue_ms=bill.queue_us / 1000,
-            prefill_ms=bill.prefill_us / 1000,
-            transfer_ms=bill.transfer_us / 1000,
-            decode_ms=bill.decode_us / 1000,
-        ),
-        None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message),
-    )
+    return Ended(end.reason, end.bill.cached_tokens, end.bill, end.fault)

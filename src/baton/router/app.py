@@ -7,7 +7,7 @@ GET    /v1/requests/{id}/stream     go on with an answer whose router was lost
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
@@ -20,6 +20,7 @@ from baton.api.model_text import ModelText
 from baton.api.responses import encode
 from baton.api.settings import ApiSettings
 from baton.core.config import ROLES
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.fleet_members import InstanceView
 from baton.router.admin_auth import Operators
 from baton.router.dashboard import OPEN_PATHS, Dashboard
@@ -95,7 +96,28 @@ def shown(view: InstanceView) -> dict[str, object]:
         "context_tokens": facts.context_tokens,
         "open": view.open,
         "heard_ago_ms": view.heard_ago_us / 1000,
-        "ledger": asdict(view.ledger),
+        "ledger": ledger_fields(view.ledger),
+    }
+
+
+def ledger_fields(gauges: SchedulerGauges) -> dict[str, int]:
+    """The gauges of an instance, as operators are shown them."""
+    return {
+        "running": gauges.running,
+        "waiting": gauges.waiting,
+        "free": gauges.free_blocks,
+        "evictable": gauges.evictable_blocks,
+        "used": gauges.running_blocks,
+        "leased": gauges.leased_blocks,
+        "receiving": gauges.receiving_blocks,
+        "leaving": gauges.leaving_blocks,
+        "host_blocks": gauges.storage.host_rows,
+        "host_used": gauges.storage.host_used,
+        "steps": gauges.steps,
+        "preemptions": gauges.preemptions,
+        "handovers": gauges.handovers.made,
+        "prefix_queries": gauges.prefix_queries,
+        "prefix_hits": gauges.prefix_hits,
     }
 
 

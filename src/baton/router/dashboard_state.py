@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from baton.api.original_request import BadOrigin, decode_origin
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.events import (
     Body,
     Declined,
     Delivered,
-    Facts,
     FleetChanged,
-    Ledger,
+    Join,
     Noted,
     Orphan,
     OrphanDropped,
@@ -48,9 +48,9 @@ class InstanceView(Protocol):
     """What the router knows of an instance that is in session."""
 
     @property
-    def facts(self) -> Facts: ...
+    def facts(self) -> Join: ...
     @property
-    def ledger(self) -> Ledger: ...
+    def ledger(self) -> SchedulerGauges: ...
     @property
     def state(self) -> str: ...
     @property
@@ -86,8 +86,8 @@ class _Request:
 class _Seen:
     """An instance, over all of its lives."""
 
-    facts: Facts
-    ledger: Ledger
+    facts: Join
+    ledger: SchedulerGauges
     state: str
     open: int
     lives: int
@@ -113,10 +113,10 @@ class _Seen:
             "running": ledger.running,
             "waiting": ledger.waiting,
             "ledger": _blocks(ledger),
-            "host_blocks": ledger.host_blocks,
-            "host_used": ledger.host_used,
+            "host_blocks": ledger.storage.host_rows,
+            "host_used": ledger.storage.host_used,
             "preemptions": ledger.preemptions,
-            "handovers": ledger.handovers,
+            "handovers": ledger.handovers.made,
             "prefix_queries": ledger.prefix_queries,
             "prefix_hits": ledger.prefix_hits,
         }
@@ -329,8 +329,15 @@ def _lanes(choices: int) -> list[Lane]:
     return [Lane() for _ in range(min(choices, LANES_MAX))]
 
 
-def _blocks(ledger: Ledger) -> list[int]:
-    return [ledger.free, ledger.evictable, ledger.used, ledger.leased, ledger.receiving, ledger.leaving]
+def _blocks(ledger: SchedulerGauges) -> list[int]:
+    return [
+        ledger.free_blocks,
+        ledger.evictable_blocks,
+        ledger.running_blocks,
+        ledger.leased_blocks,
+        ledger.receiving_blocks,
+        ledger.leaving_blocks,
+    ]
 
 
 def _after(ring: Iterable[tuple[int, T]], since: int) -> list[T]:

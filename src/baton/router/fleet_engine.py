@@ -12,11 +12,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, Burst, Ended, EngineInfo, Gauges, Handovers, TokenStream
+from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, Burst, Ended, EngineInfo, Gauges, TokenStream
 from baton.api.original_request import BadOrigin, Origin, decode_origin
 from baton.api.stream_resume import Orphan as FoundOrphan
 from baton.api.submissions import Asker
 from baton.core.config import ROLES
+from baton.core.engine.gauges import HandoverGauges, SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode, Refused
 from baton.core.routing.events import (
@@ -102,22 +103,22 @@ class FleetEngine:
         router, views = self._sessions.switch.router, self.look()
         ledgers = [view.ledger for view in views]
         return Gauges(
-            running=sum(one.running for one in ledgers),
-            waiting=sum(one.waiting for one in ledgers) + router.waiting,
-            blocks={
-                "free": sum(one.free for one in ledgers),
-                "evictable": sum(one.evictable for one in ledgers),
-                "running": sum(one.used for one in ledgers),
-                "leased": sum(one.leased for one in ledgers),
-                "receiving": sum(one.receiving for one in ledgers),
-                "leaving": sum(one.leaving for one in ledgers),
-            },
-            prefix_queries=self._totals.of("prefix_queries"),
-            prefix_hits=self._totals.of("prefix_hits"),
-            steps=self._totals.of("steps"),
-            preemptions={"any": self._totals.of("preemptions")},
+            SchedulerGauges(
+                running=sum(one.running for one in ledgers),
+                waiting=sum(one.waiting for one in ledgers) + router.waiting,
+                free_blocks=sum(one.free_blocks for one in ledgers),
+                evictable_blocks=sum(one.evictable_blocks for one in ledgers),
+                running_blocks=sum(one.running_blocks for one in ledgers),
+                leased_blocks=sum(one.leased_blocks for one in ledgers),
+                receiving_blocks=sum(one.receiving_blocks for one in ledgers),
+                leaving_blocks=sum(one.leaving_blocks for one in ledgers),
+                prefix_queries=self._totals.of("prefix_queries"),
+                prefix_hits=self._totals.of("prefix_hits"),
+                steps=self._totals.of("steps"),
+                handovers=HandoverGauges(made=self._totals.of("handovers")),
+            ),
             role=ROUTER,
-            handovers=Handovers(made=self._totals.of("handovers")),
+            fleet_preemptions=self._totals.of("preemptions"),
         )
 
     async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
@@ -360,7 +361,7 @@ def bursts_of(
     tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: Outcome | None
 ) -> list[Burst]:
     """Usually one. Tokens whose log-probabilities are not known any more come before and apart from those with."""
-    ended = None if outcome is None else ended_of(outcome.reason, outcome.bill, outcome.fault)
+    ended = None if outcome is None else ended_of(outcome)
     bare = 0 if lines is None else len(tokens) - len(lines)
     rest = Burst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
     return [Burst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from baton.core.config import DECODE, PREFILL, WorkerConfig
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.request import RequestId, Sampling, Submission, Tokens
 from baton.core.errors import BatonError, Refusal
 from baton.core.handover.messages import PeerId
@@ -32,7 +33,6 @@ from baton.sim.machine import Machine
 from baton.sim.records import Handed, Journey, Look, Outcome, PassMeter, RunRecord, StepSpan
 from baton.sim.spreader import Spreader
 from baton.sim.world import Host, World
-from baton.wire.engine_messages import WireEnded
 from baton.wire.request_table import Lost
 
 PREFIX_ID_TOKENS = 512
@@ -377,7 +377,7 @@ class _Client:
         begin: int,
         end: int,
         cached: int | None,
-        ended: WireEnded | routing.Outcome | None,
+        ended: EndedRequest | routing.Outcome | None,
     ) -> None:
         journey = self._journey
         if journey.first_us is None and end > begin:
@@ -390,7 +390,7 @@ class _Client:
             journey.recomputed_tokens, journey.preemptions = bill.recomputed_tokens, bill.preemptions
             journey.queue_us, journey.prefill_us, journey.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
             journey.transfer_us = bill.transfer_us
-            journey.attempts = bill.attempts if isinstance(ended, WireEnded) else bill.attempts - 1
+            journey.attempts = bill.attempts if isinstance(ended, EndedRequest) else bill.attempts - 1
             self._end(Outcome(ended.reason))
 
     def lost(self, _place: int | None, end: Lost) -> None:

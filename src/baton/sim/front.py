@@ -10,20 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.sim.laws import ENDS_AT_ONCE, LawBroken
 from baton.sim.lines import LinkEnd
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    FromEngine,
-    ToEngine,
-    WireEnded,
-    decode_from_engine,
-    encode_to_engine,
-)
+from baton.wire.engine_messages import FromEngine, ToEngine, decode_from_engine, encode_to_engine
 from baton.wire.link import Link, LinkState
 from baton.wire.request_table import Came, Declined, Desk, Died, Lost, Opened, Step
 
@@ -36,7 +29,7 @@ class Caller(Protocol):
     def declined(self, refusal: Refusal) -> None: ...
 
     def progress(
-        self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: WireEnded | None
+        self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: EndedRequest | None
     ) -> None:
         """The tokens from `begin` to `end` are for this choice."""
 

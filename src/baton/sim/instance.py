@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Protocol, cast, get_args
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.orders import AcceptedAs, TellNames
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import (
-    Accepted,
     Deliver,
     Effect,
     Event,
@@ -58,17 +58,15 @@ from baton.wire.engine_messages import (
     Failed,
     FromEngine,
     Ready,
-    TellNames,
     ToEngine,
     decode_to_engine,
     encode_from_engine,
     pulse,
-    wire_gauges,
 )
 from baton.wire.engine_messages import (
     Peers as PeersMessage,
 )
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 
 KEY_FILE = "prefix.key"
 PULSE_US = 100_000
@@ -227,7 +225,7 @@ class Instance:
                 blocks=config.blocks,
                 block_size=config.block_size,
                 details=f"{self.host.name}, simulated",
-                gauges=wire_gauges(worker.gauges()),
+                gauges=worker.gauges(),
             )
         )
 
@@ -309,7 +307,7 @@ class Instance:
             if self.peers is not None:
                 self.peers.meet(order.addresses)
             return
-        self._tell(event_of(order))
+        self._tell(order)
         if isinstance(order, TellNames):
             self._pulse()
 
@@ -361,7 +359,7 @@ class Instance:
                 if self.storage is not None:
                     self.storage.carry_out(cast("StorageEffect", effect))
             elif self._conversation is not None:
-                message = message_of(effect, worker.gauges)
+                message = message_of(effect, worker)
                 if message is not None:
                     self._say(message)
         if self.at_step is not None:
@@ -380,7 +378,7 @@ class Instance:
             case Deliver(settled):
                 ends = [(ended.serial, ended.reason.value) for ended in settled.ended]
                 what = f"settles: {settled.counts.tolist()} tokens for {settled.serials.tolist()}, ends {ends}"
-            case Accepted(ticket, serials):
+            case AcceptedAs(ticket, serials):
                 what = f"accepts ticket {ticket} as {list(serials)}"
             case GroupRefused(ticket, refusal):
                 what = f"refuses ticket {ticket}: {refusal.code}"

@@ -11,15 +11,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.core.config import ROLES
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.handover.messages import PdCode
+from baton.core.handover.faults import PdCode
 from baton.core.routing.events import (
     Body,
     Declined,
     Delivered,
     FleetChanged,
+    Join,
     Orphan,
     OrphanDropped,
     Outcome,
@@ -47,30 +50,8 @@ from baton.sim.laws import (
     WAITS_IN_TIME,
     LawBroken,
 )
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    RefusedWith,
-    StepOutput,
-    StopAt,
-    WireBill,
-    WireEnded,
-    WireSubmission,
-    wire_submission,
-)
-from baton.wire.router_messages import (
-    Beat,
-    Forget,
-    FromInstance,
-    FromRouter,
-    HeldGroup,
-    Join,
-    Leaving,
-    Place,
-    Settled,
-    Welcome,
-)
+from baton.wire.engine_messages import RefusedWith, StepOutput
+from baton.wire.router_messages import Beat, Forget, FromInstance, FromRouter, HeldGroup, Leaving, Place, Settled, Welcome
 from baton.wire.router_sessions import Act, Close, Say
 
 SLACK_US = 5_000
@@ -113,7 +94,7 @@ class _Hop:
     session: _Session
     leg: _Leg
     serial: int | None = None
-    ended: WireEnded | None = None
+    ended: EndedRequest | None = None
     opened_us: int = 0
     """When the instance said that it had taken it."""
     called_back: bool = False
@@ -177,7 +158,7 @@ class _Session:
 class _Choice:
     index: int
     name: str
-    asked: WireSubmission | None
+    asked: Submission | None
     """As its client did; None: a router before this one was asked."""
     prompt: bytes = b""
     delivered: list[int] = field(default_factory=list)
@@ -191,7 +172,7 @@ class _Choice:
     """Who refused it last, or was lost with it."""
     no_room_us: int | None = None
     max_tokens: int | None = None
-    bills: list[WireBill] = field(default_factory=list)
+    bills: list[Bill] = field(default_factory=list)
     outcome: Outcome | None = None
     cut: bool = False
     """Its client has everything it wants of it."""
@@ -261,8 +242,7 @@ class LegBook:
     def asked(self, body: Body, group: Sequence[Submission], origin: bytes, now_us: int) -> None:
         choices = []
         for index, item in enumerate(group):
-            asked = wire_submission(item)
-            choices.append(_Choice(index, item.request_id, asked, item.prompt.tobytes(), max_tokens=item.max_tokens))
+            choices.append(_Choice(index, item.request_id, item, item.prompt.tobytes(), max_tokens=item.max_tokens))
         self._bodies[body] = self._origins[origin] = _Body(body, origin, now_us, choices)
 
     def left(self, body: Body) -> None:
@@ -342,7 +322,7 @@ class LegBook:
         session.said.difference_update(_keys(beat.forgotten))
         session.said.update(_keys(beat.named))
 
-    def _ended(self, session: _Session, ended: WireEnded, now_us: int) -> None:
+    def _ended(self, session: _Session, ended: EndedRequest, now_us: int) -> None:
         hop = session.serials.get(ended.serial)
         if hop is None:
             return
@@ -442,13 +422,9 @@ class LegBook:
         if session.join is not None and len(session.open_hops()) >= self._config.ahead * session.join.slots:
             raise LawBroken(RIGHT_PLACE, f"{len(session.open_hops())} choices are open at {session.name}, and more come")
         leg = session.tickets[place.ticket] = _Leg()
-        leaders: dict[str, bytes] = {}
         for item, index in zip(place.group, place.choices, strict=True):
             choice = body.choices[index]
-            prompt = item.prompt if item.leader is None else leaders.get(item.leader)
-            if item.prompt is not None:
-                leaders[item.request_id] = item.prompt
-            self._same_request(choice, item, prompt)
+            self._same_request(choice, item)
             if item.prefill_at:
                 self._gives(item.prefill_at)
             self._may_be_placed(body, choice, session, now_us)
@@ -460,14 +436,14 @@ class LegBook:
             leg.hops.append(hop)
             body.hops.append(hop)
 
-    def _same_request(self, choice: _Choice, item: WireSubmission, prompt: bytes | None) -> None:
-        generated = [int.from_bytes(item.generated[at : at + 4], "little") for at in range(0, len(item.generated), 4)]
+    def _same_request(self, choice: _Choice, item: Submission) -> None:
+        generated = item.generated.tolist()
         if generated != choice.delivered:
             raise LawBroken(GOES_ON, f"{choice.name} had {choice.delivered}, and its leg goes on after {generated}")
         asked = choice.asked
         if asked is None:
             return
-        if prompt != choice.prompt or (asked.request_id, asked.sampling, asked.salt, asked.priority) != (
+        if item.prompt.tobytes() != choice.prompt or (asked.request_id, asked.sampling, asked.salt, asked.priority) != (
             item.request_id, item.sampling, item.salt, item.priority,
         ):  # fmt: skip
             raise LawBroken(GOES_ON, f"{choice.name} asked for {asked}, and its leg for {item}")

@@ -19,8 +19,8 @@ from baton.sim.device import Device
 from baton.sim.instance import InstanceSpec
 from baton.sim.records import PassMeter, StepSpan
 from baton.sim.world import Alarm, Host
-from baton.wire.engine_messages import WIRE_VERSION, Ready, ToWorker, decode_to_engine, encode_from_engine, wire_gauges
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.engine_messages import WIRE_VERSION, Ready, ToWorker, decode_to_engine, encode_from_engine
+from baton.wire.worker_messages import message_of
 
 SECRET = bytes(32)
 PEER_EFFECTS = get_args(PeerEffect)
@@ -66,7 +66,7 @@ class Machine:
             blocks=config.blocks,
             block_size=config.block_size,
             details=f"{self.host.name}, simulated",
-            gauges=wire_gauges(self.worker.gauges()),
+            gauges=self.worker.gauges(),
         )
         line.send(encode_from_engine(ready))
 
@@ -74,7 +74,7 @@ class Machine:
         for frame in frames:
             message = decode_to_engine(frame)
             if isinstance(message, ToWorker):
-                self._tell(event_of(message))
+                self._tell(message)
         self._pump()
 
     def hear(self, event: PeerEvent) -> None:
@@ -104,7 +104,7 @@ class Machine:
                 if self.carrier is None:
                     raise RuntimeError(f"{self.host.name} has no peers, and was ordered to {effect}")
                 self.carrier.carry(effect)
-            elif self._line is not None and (message := message_of(effect, self.worker.gauges)) is not None:
+            elif self._line is not None and (message := message_of(effect, self.worker)) is not None:
                 self._line.send(encode_from_engine(message))
 
     def _handle(self, event: Event) -> list[Effect]:

@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.core.config import Role
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain
+from baton.core.routing.events import Instance as InstanceName
+from baton.core.routing.events import Join
 from baton.sim.faults import Fault
 from baton.sim.instance import Instance
 from baton.sim.laws import ENDS_AT_ONCE, FORGOTTEN, LINE_BOUND, LawBroken
@@ -17,9 +20,6 @@ from baton.sim.lines import initiator
 from baton.sim.network import Network
 from baton.sim.world import Alarm, Host
 from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
     Failed,
     Peers,
     Pulse,
@@ -31,7 +31,7 @@ from baton.wire.engine_messages import (
 )
 from baton.wire.instance_sessions import Relay, RelayOut, Standing
 from baton.wire.link import LinkConfig
-from baton.wire.router_messages import FromInstance, Join, decode_from_router, encode_membership
+from baton.wire.router_messages import FromInstance, decode_from_router, encode_membership
 
 ROUTER = "router"
 OUTBOX_MAX = 2_000
@@ -51,7 +51,7 @@ def line_names(number: int) -> tuple[str, str]:
 def join_of(life: Instance, role: Role, draining: bool = False) -> Join:
     worker, config = life.require_worker(), life.spec.config
     return Join(
-        name=life.host.name,
+        name=InstanceName(life.host.name),
         incarnation=life.life + 2,  # so that there can always have been one before it
         role=role.name,
         fingerprint=life.fingerprint,

@@ -9,25 +9,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from baton.core.engine.orders import AcceptedAs
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.core.routing.events import Body, Declined, Delivered, Noted, Outcome, Policy, RouterConfig, Session, Stage
+from baton.core.routing.events import (
+    Body,
+    Declined,
+    Delivered,
+    Instance,
+    Join,
+    Noted,
+    Outcome,
+    Policy,
+    RouterConfig,
+    Session,
+    Stage,
+)
 from baton.core.routing.router import Router
 from baton.sim.instance import PULSE_US
 from baton.sim.lines import PipeEnd
 from baton.sim.machine import SECRET, Machine
 from baton.sim.world import Alarm, Host
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    RefusedWith,
-    StepOutput,
-    ToEngine,
-    decode_from_engine,
-    encode_to_engine,
-    pulse,
-)
+from baton.wire.engine_messages import RefusedWith, StepOutput, ToEngine, decode_from_engine, encode_to_engine, pulse
 from baton.wire.instance_sessions import Relay, RelayOut
-from baton.wire.router_messages import FromInstance, Join, decode_from_instance, decode_from_router, encode_membership
+from baton.wire.router_messages import FromInstance, decode_from_instance, decode_from_router, encode_membership
 from baton.wire.router_sessions import Act, Say, Switch
 
 FOR_EVER_US = 10**15
@@ -102,7 +107,7 @@ class _Stand:
         self._machine = machine
         self._relay = Relay(
             Join(
-                name=machine.host.name,
+                name=Instance(machine.host.name),
                 incarnation=1,
                 role=config.role.name,
                 fingerprint=machine.fingerprint,

@@ -9,7 +9,11 @@ from __future__ import annotations
 import random
 from collections import deque
 
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.orders import AcceptedAs, Submit
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
+from baton.core.routing.events import Instance, Join
 from baton.sim.faults import Fault
 from baton.sim.gate import Gate
 from baton.sim.laws import FENCED, LawBroken
@@ -17,17 +21,7 @@ from baton.sim.lines import initiator
 from baton.sim.member import line_names
 from baton.sim.network import Network
 from baton.sim.world import Host, World
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    RefusedWith,
-    StepOutput,
-    Submit,
-    WireBill,
-    WireEnded,
-    WireSampling,
-    WireSubmission,
-    refused,
-)
+from baton.wire.engine_messages import RefusedWith, StepOutput, refused
 from baton.wire.instance_sessions import NO_GAUGES, Relay, RelayOut
 from baton.wire.link import LinkConfig
 from baton.wire.router_messages import (
@@ -35,7 +29,6 @@ from baton.wire.router_messages import (
     FromInstance,
     HeldGroup,
     HeldLine,
-    Join,
     Leaving,
     Settled,
     decode_from_router,
@@ -104,7 +97,7 @@ class OldLife:
 
 # ── frames that nobody should send ───────────────────────────────────────────────────────────────────────────────────────
 
-BILL = WireBill(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+BILL = Bill()
 NOBODYS = 999_999
 """A serial and a ticket that nobody has."""
 
@@ -115,12 +108,12 @@ def _tokens_for_nobody(count: int = 1) -> StepOutput:
 
 
 def _end_of_nobody() -> StepOutput:
-    return StepOutput(b"", b"", b"", (), (), (WireEnded(NOBODYS, "stop", 3, BILL, None),), NO_GAUGES)  # type: ignore[arg-type]
+    return StepOutput(b"", b"", b"", (), (), (EndedRequest(Serial(NOBODYS), FinishReason.STOP, 3, BILL),), NO_GAUGES)
 
 
 def _held(origin: bytes, choice: int = 0, body_choices: int = 1, serial: int = 1, counts: bytes = b"") -> HeldGroup:
-    sampling = WireSampling(1, choice, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), (), 0, None)
-    asked = WireSubmission("stranger", b"\1\0\0\0", sampling, 4, b"", 0, None)
+    sampling = Sampling(1, choice, 0.0)
+    asked = Submission(RequestId("stranger"), frozen_tokens([1]), sampling, 4)
     return HeldGroup((asked,), (choice,), body_choices, origin, (HeldLine(0, serial, counts, b"", (), None, None),))
 
 
@@ -168,6 +161,6 @@ def forged(stream: random.Random, known: Join) -> list[bytes]:
 
 def _like(known: Join, name: str, incarnation: int, role: str, fingerprint: bytes) -> Join:
     return Join(
-        name, incarnation, role, fingerprint, "", "", known.slots, known.blocks, known.block_size, known.context_tokens,
-        known.vocabulary, 0, False,
+        Instance(name), incarnation, role, fingerprint, "", "", known.slots, known.blocks, known.block_size,
+        known.context_tokens, known.vocabulary,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from baton.core.routing.events import Join
 from baton.sim.faults import Fault, Rates, log_uniform_us
 from baton.sim.gate import Gate
 from baton.sim.laws import FENCED, LawBroken
@@ -18,7 +19,6 @@ from baton.sim.strangers import OldLife, forged, forged_by_a_member
 from baton.sim.world import World
 from baton.wire.instance_sessions import Relay, RelayOut
 from baton.wire.link import LinkConfig
-from baton.wire.router_messages import Join
 
 BY_MEMBER_SHARE = 0.3
 BY_ROUTER_SHARE = 0.5

@@ -39,27 +39,15 @@ from enum import Enum
 import msgspec
 import numpy as np
 
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit, TellNames
+from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import KEY_BYTES
+from baton.core.engine.request import Submission
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    Pulse,
-    RefusedWith,
-    StepOutput,
-    StopAt,
-    Submit,
-    TellNames,
-    ToEngine,
-    WireEnded,
-    WireError,
-    WireGauges,
-    WireHandovers,
-    WireLogprobs,
-    WireSubmission,
-    refused,
-)
+from baton.core.routing.events import Join
+from baton.wire.engine_messages import Pulse, RefusedWith, StepOutput, ToEngine, WireError, refused
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,
     KEYS_A_BEAT_MAX,
@@ -70,7 +58,6 @@ from baton.wire.router_messages import (
     FromRouter,
     HeldGroup,
     HeldLine,
-    Join,
     Leaving,
     Neighbours,
     Place,
@@ -78,8 +65,10 @@ from baton.wire.router_messages import (
     TurnedAway,
     UnknownToken,
     Welcome,
-    checked_group,
+    check_group,
     held_bytes,
+    logprob_bytes,
+    prompt_bytes,
 )
 
 RELAY_TICKETS = 1 << 40
@@ -92,7 +81,7 @@ ENDED_BYTES_MAX = 64 << 20
 GROUP_BYTES_MAX = 32 << 20
 """A held group must travel as one frame."""
 
-NO_GAUGES = WireGauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, WireHandovers(0, 0, 0, 0, 0, 0, 0))
+NO_GAUGES = SchedulerGauges()
 
 
 class Standing(Enum):
@@ -205,20 +194,20 @@ class _Line:
     tokens: bytearray = field(default_factory=bytearray)
     counts: array[int] | None = None
     """Of each row; kept only where log-probabilities were asked for: they come by row."""
-    logprobs: list[WireLogprobs] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
     cached_tokens: int | None = None
-    ended: WireEnded | None = None
+    ended: EndedRequest | None = None
 
     @property
-    def asked(self) -> WireSubmission:
+    def asked(self) -> Submission:
         return self.group.place.group[self.at]
 
-    def note(self, item: WireLogprobs) -> None:
+    def note(self, item: Logprobs) -> None:
         if self.counts is not None:
-            self.logprobs.append(WireLogprobs(len(self.counts) - 1, item.chosen, item.top_ids, item.top))
+            self.logprobs.append(msgspec.structs.replace(item, row=len(self.counts) - 1))
 
     def history_bytes(self) -> int:
-        logprobs = sum(len(item.chosen) + len(item.top_ids) + len(item.top) for item in self.logprobs)
+        logprobs = sum(map(logprob_bytes, self.logprobs))
         return len(self.tokens) + logprobs
 
     def held(self) -> HeldLine:
@@ -230,7 +219,7 @@ class _Line:
 
 
 def _place_bytes(place: Place) -> int:
-    prompts = sum(len(item.prompt or b"") + len(item.generated) for item in place.group)
+    prompts = sum(map(prompt_bytes, place.group))
     return len(place.origin) + prompts + 512 * len(place.group)
 
 
@@ -456,7 +445,7 @@ class Relay:
         if any(group.ticket == place.ticket and group.session == self._session for group in self._asked.values()):
             raise WireError(f"ticket {place.ticket} waits for its answer already")
         try:
-            checked_group(place.group, self._join.vocabulary)
+            check_group(place.group, self._join.vocabulary)
         except UnknownToken as error:
             return RelayOut(says=[refused(place.ticket, Refusal(RefusalCode.NOT_IN_VOCABULARY, str(error)))])
         if self.open_requests + len(place.group) > CHOICES_MAX:
@@ -597,13 +586,13 @@ class Relay:
                 line.counts.append(count)
         for item in output.logprobs:
             lines[serials[item.row]].note(item)
-        for serial, cached in output.started:
-            if serial in lines:
-                lines[serial].cached_tokens = cached
+        for start in output.started:
+            if start.serial in lines:
+                lines[start.serial].cached_tokens = start.cached_tokens
         for end in output.ended:
             self._end(lines.pop(end.serial), end)
 
-    def _end(self, line: _Line, end: WireEnded) -> None:
+    def _end(self, line: _Line, end: EndedRequest) -> None:
         if line.session != self._session:
             self._mute -= 1
         if self._move(line, Move.END) is State.GONE:
@@ -649,7 +638,7 @@ def _serials(output: StepOutput) -> list[int]:
     return serials
 
 
-def _part(output: StepOutput, serials: list[int], rows: list[bool], ended: list[WireEnded]) -> StepOutput:
+def _part(output: StepOutput, serials: list[int], rows: list[bool], ended: list[EndedRequest]) -> StepOutput:
     """Some of the rows of a step, and these ends."""
     mask = np.array(rows, dtype=bool)
     counts = np.frombuffer(output.counts, dtype="<i4")
@@ -660,12 +649,8 @@ def _part(output: StepOutput, serials: list[int], rows: list[bool], ended: list[
         np.frombuffer(output.serials, dtype="<i8")[mask].tobytes(),
         counts[mask].tobytes(),
         tokens.tobytes(),
-        tuple(
-            WireLogprobs(int(places[item.row]), item.chosen, item.top_ids, item.top)
-            for item in output.logprobs
-            if rows[item.row]
-        ),
-        tuple((serial, cached) for serial, cached in output.started if serial in taken),
+        tuple(msgspec.structs.replace(item, row=int(places[item.row])) for item in output.logprobs if rows[item.row]),
+        tuple(start for start in output.started if start.serial in taken),
         tuple(ended),
         output.gauges,
     )

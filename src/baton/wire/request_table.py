@@ -28,28 +28,23 @@ from itertools import accumulate
 
 import msgspec
 
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.gauges import PeerTraffic, StoreTraffic
+from baton.core.engine.orders import AcceptedAs, Cancel, StopAt, Submit
 from baton.core.engine.request import Submission
 from baton.core.errors import BatonError, IllegalTransition, Refusal
 from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
     Failed,
     FromEngine,
     LogprobLine,
-    PeerTraffic,
     Pulse,
     Ready,
     RefusedWith,
     Rows,
     StepOutput,
-    StopAt,
-    StoreTraffic,
-    Submit,
     ToEngine,
-    WireEnded,
     WireError,
     refusal_of,
-    submit,
 )
 
 
@@ -130,7 +125,7 @@ class Progress(msgspec.Struct, frozen=True):
     """One for each token where they were asked for."""
     cached_tokens: int | None
     """Prompt tokens that the prefix cache had; known from the first token on and said with it."""
-    ended: WireEnded | None
+    ended: EndedRequest | None
 
 
 class Came(msgspec.Struct, frozen=True):
@@ -162,7 +157,7 @@ class Step(msgspec.Struct, frozen=True):
     """By row, where they were asked for."""
     cached: dict[int, int]
     """By serial, with its first token."""
-    ended: dict[int, WireEnded]
+    ended: dict[int, EndedRequest]
     """By serial."""
 
     def rows(self) -> Iterator[Progress]:
@@ -230,7 +225,7 @@ class Desk:
     def submit(self, group: Sequence[Submission]) -> Submit:
         if self._lost is not None:
             raise DeskClosed(f"the engine is gone: {self._lost}")
-        message = submit(self._next_ticket, group)
+        message = Submit(self._next_ticket, tuple(group))
         self._tickets[message.ticket] = State.SUBMITTED
         self._next_ticket += 1
         return message
@@ -326,9 +321,8 @@ class Desk:
                 raise WireError(f"tokens for serial {serial}, which is not open")
         ended = self._ends(output.ended)
         self.late += len(unheard)
-        step = _columns(
-            rows, unheard, dict(output.started), {key: end for key, end in ended.items() if serials[key] in HEARD}
-        )
+        cached: dict[int, int] = {start.serial: start.cached_tokens for start in output.started}
+        step = _columns(rows, unheard, cached, {key: end for key, end in ended.items() if serials[key] in HEARD})
         for serial in ended:
             self._move(serials, serial, Move.END)
         return Took([], [], step if step.serials or step.ended else None)
@@ -346,8 +340,8 @@ class Desk:
         else:
             book[key] = after
 
-    def _ends(self, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
-        by_serial: dict[int, WireEnded] = {}
+    def _ends(self, ended: tuple[EndedRequest, ...]) -> dict[int, EndedRequest]:
+        by_serial: dict[int, EndedRequest] = {}
         for end in ended:
             if self._is_of_before(end.serial):
                 self.late += 1
@@ -358,7 +352,7 @@ class Desk:
         return by_serial
 
 
-def _columns(rows: Rows, unheard: list[int], cached: dict[int, int], ended: dict[int, WireEnded]) -> Step:
+def _columns(rows: Rows, unheard: list[int], cached: dict[int, int], ended: dict[int, EndedRequest]) -> Step:
     ends = list(accumulate(rows.counts))
     begins = [end - count for end, count in zip(ends, rows.counts, strict=True)]
     if not unheard:  # almost always

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.core.bounds import REASON_CHARS_MAX
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
 from baton.core.engine.request import Submission
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.routing.events import (
@@ -44,6 +46,7 @@ from baton.core.routing.events import (
     HangUp,
     HeldChoice,
     Instance,
+    Join,
     Joined,
     Left,
     Leg,
@@ -65,13 +68,9 @@ from baton.core.routing.events import (
 from baton.core.routing.router import Router
 from baton.wire import request_table as desks
 from baton.wire import router_messages as membership
-from baton.wire.bounds import REASON_CHARS_MAX
-from baton.wire.engine_messages import AcceptedAs, Cancel, Drain, RefusedWith, StepOutput, StopAt, ToEngine, WireError
+from baton.wire.engine_messages import RefusedWith, StepOutput, ToEngine, WireError
 from baton.wire.membership_decoding import (
     check_lines,
-    checked_cached,
-    end_of,
-    facts_of,
     held_of,
     sign_of,
     tokens_left,
@@ -88,7 +87,6 @@ from baton.wire.router_messages import (
     FromInstance,
     FromRouter,
     HeldGroup,
-    Join,
     Leaving,
     Place,
     Settled,
@@ -255,7 +253,7 @@ class Switch:
 
     def _settled(self, seat: _Seat, now_us: int) -> list[Act]:
         join = seat.joined()
-        acts = self._told(Joined(seat.session, facts_of(join), join.draining, tuple(seat.held.values())), now_us)
+        acts = self._told(Joined(seat.session, join, join.draining, tuple(seat.held.values())), now_us)
         if seat.standing is Standing.JOINING:
             raise InvariantViolated(f"the router neither admitted session {seat.session} nor turned it away")
         return acts
@@ -451,7 +449,7 @@ def _news(seat: _Seat, step: Step) -> list[Came]:
         raise WireError(f"a token that is none of a vocabulary of {vocabulary}")
     if len(frozenset(serials)) != len(serials):
         raise WireError("two rows of one request in one step")
-    ends = {serial: end_of(end) for serial, end in step.ended.items()}
+    ends = dict(step.ended)
     extras, cached = step.logprobs, step.cached
     news: list[Came] = []
     for row, (serial, begin, end) in enumerate(zip(serials, step.begins, step.ends, strict=True)):
@@ -463,7 +461,7 @@ def _news(seat: _Seat, step: Step) -> list[Came]:
         if lines is not None:  # an executor may have none
             check_lines(lines, end - begin, vocabulary)
         if run.heard:
-            hit = checked_cached(cached[serial]) if serial in cached else None
+            hit = cached.get(serial)
             news.append(Came(session, run.trip.leg, run.place, tokens[begin:end], lines, hit, ends.pop(serial, None)))
         else:
             ends.pop(serial, None)

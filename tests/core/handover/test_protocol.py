@@ -13,7 +13,8 @@ from baton.core.engine.request import FinishReason, Phase, Sampling, Serial
 from baton.core.engine.scheduler import prefill_scheduler
 from baton.core.errors import IllegalTransition, RefusalCode
 from baton.core.handover.decode_side import BELIEF_HALVES_US, TAKER, Taking
-from baton.core.handover.messages import Offer, PdCode, PeerId, Release
+from baton.core.handover.faults import PdCode
+from baton.core.handover.messages import Offer, PeerId, Release
 from baton.core.handover.prefill_side import GIVER, Giving
 from baton.core.handover.protocol import next_state
 from baton.executor.scripted import undisturbed

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from baton.core.engine.records import Bill
-from baton.core.engine.request import FinishReason
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.request import FinishReason, Serial
 from baton.core.routing import adoption as adopting
 from baton.core.routing.events import (
     Admit,
     Body,
     CallBack,
-    ChoiceEnd,
     Claimed,
     Delivered,
     Forget,
@@ -65,7 +65,7 @@ def test_an_end_after_fewer_tokens_than_came_is_the_cut_of_a_client_whose_router
     bench.tell(Parted(session, "reset"))
     bench.join(facts("a"), held(41, 5, 6, 7, 8))
     ((_, leg, _),) = admitted(bench).keep
-    end = replace(ended(FinishReason.STOP), generated_tokens=3)
+    end = msgspec.structs.replace(ended(FinishReason.STOP), generated_tokens=3)
     bench.came(replace(send, session=bench.sessions["a"], leg=leg), end=end)
     outcomes = [item.outcome for item in bench.of(Delivered) if item.outcome is not None]
     assert [outcome.generated_tokens for outcome in outcomes] == [3]
@@ -91,7 +91,7 @@ def test_what_ended_meanwhile_is_delivered_with_its_end() -> None:
     body, send = bench.open(*choices("x", 1))
     bench.came(send, 5)
     bench.tell(Parted(session, "reset"))
-    bench.join(facts("a"), held(41, 5, 6, end=ChoiceEnd(FinishReason.STOP, 2, Bill(computed_tokens=42))))
+    bench.join(facts("a"), held(41, 5, 6, end=EndedRequest(Serial(0), FinishReason.STOP, 2, Bill(computed_tokens=42))))
     (last,) = bench.of(Delivered)
     assert (last.tokens, last.outcome and last.outcome.reason) == ([6], FinishReason.STOP)
     assert last.outcome is not None

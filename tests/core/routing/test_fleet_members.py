@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from baton.core.config import BadConfig
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason
 from baton.core.routing.events import (
     Admit,
@@ -19,7 +19,6 @@ from baton.core.routing.events import (
     HangUp,
     Instance,
     Joined,
-    Ledger,
     Neighbours,
     OrderDrain,
     Parted,
@@ -223,9 +222,9 @@ def test_what_the_router_slept_through_is_nobodys_silence() -> None:
 def test_a_silent_engine_behind_a_living_front_end_is_found() -> None:
     bench = Bench()
     session = bench.join(facts("a"))
-    bench.tell(Beaten(session, Sign(Ledger(), 599_999, False)))
+    bench.tell(Beaten(session, Sign(SchedulerGauges(), 599_999, False)))
     assert not bench.of(HangUp)
-    bench.tell(Beaten(session, Sign(Ledger(), 600_000, False)))
+    bench.tell(Beaten(session, Sign(SchedulerGauges(), 600_000, False)))
     assert bench.of(HangUp)
     assert changes(bench) == [("a", "suspected")]
 
@@ -236,7 +235,7 @@ def test_an_engine_that_computes_and_finishes_no_step_is_stuck() -> None:
 
     def beat(computing: bool, steps: int) -> list[tuple[str, str]]:
         bench.now_us += 200_000
-        bench.tell(Beaten(session, Sign(Ledger(steps=steps), 0, computing)))
+        bench.tell(Beaten(session, Sign(SchedulerGauges(steps=steps), 0, computing)))
         return changes(bench)
 
     assert not any(beat(computing=False, steps=5) for _ in range(30)), "it has nothing to do"

@@ -6,20 +6,12 @@ from collections import Counter
 
 import pytest
 
+from baton.core.engine.change_journal import NamesChanged
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import frozen_tokens
 from baton.core.errors import RefusalCode
-from baton.core.routing.events import (
-    Beaten,
-    Ledger,
-    Names,
-    Parted,
-    Policy,
-    RouterConfig,
-    Send,
-    Session,
-    Sign,
-)
+from baton.core.routing.events import Beaten, Parted, Policy, RouterConfig, Send, Session, Sign
 from baton.core.routing.prefix_directory import ASSUMED_US, Holdings
 from baton.core.routing.rate_limits import TENANTS_MAX, Bucket, Quota
 from tests.support.routing import BLOCK_SIZE, SECRET, Bench, facts, submission
@@ -88,7 +80,9 @@ def test_a_pool_that_cannot_hold_it_is_avoided() -> None:
     for name in "ab":
         bench.join(facts(name))
     bench.named("a", *keys(7, 160)[:8])
-    bench.tell(Beaten(bench.sessions["a"], Sign(Ledger(free=0, evictable=1, used=255), 0, True)))
+    bench.tell(
+        Beaten(bench.sessions["a"], Sign(SchedulerGauges(free_blocks=0, evictable_blocks=1, running_blocks=255), 0, True))
+    )
     assert placed(bench, 7) == "b"
 
 
@@ -191,9 +185,9 @@ def holdings(*sessions: Session, blocks: int = 100) -> Holdings:
 
 def test_one_walk_finds_the_longest_prefix_of_everybody() -> None:
     held, names = holdings(A, B, C), [bytes([n]) for n in range(6)]
-    held.hear(A, Names(named=tuple(names[:4])))
-    held.hear(B, Names(named=(names[0], names[1], names[3])))
-    held.hear(C, Names(named=(names[1],)))
+    held.hear(A, NamesChanged(named=tuple(names[:4])))
+    held.hear(B, NamesChanged(named=(names[0], names[1], names[3])))
+    held.hear(C, NamesChanged(named=(names[1],)))
     assert held.longest(names) == {A: 4, B: 2}
     assert held.longest(names[:2]) == {A: 2, B: 2}
     assert held.longest([]) == {}
@@ -202,11 +196,11 @@ def test_one_walk_finds_the_longest_prefix_of_everybody() -> None:
 
 def test_what_is_forgotten_said_afresh_or_of_an_ended_session_is_not_believed() -> None:
     held, names = holdings(A, B), [bytes([n]) for n in range(4)]
-    held.hear(A, Names(named=tuple(names)))
-    held.hear(B, Names(named=tuple(names)))
-    held.hear(A, Names(forgotten=(names[2], b"never said")))
+    held.hear(A, NamesChanged(named=tuple(names)))
+    held.hear(B, NamesChanged(named=tuple(names)))
+    held.hear(A, NamesChanged(forgotten=(names[2], b"never said")))
     assert held.longest(names) == {A: 2, B: 4}
-    held.hear(B, Names(fresh=True, named=(names[0],)))
+    held.hear(B, NamesChanged(fresh=True, named=(names[0],)))
     assert held.longest(names) == {A: 2, B: 1}
     held.close(A)
     assert held.longest(names) == {B: 1}
@@ -218,7 +212,7 @@ def test_what_is_forgotten_said_afresh_or_of_an_ended_session_is_not_believed() 
 
 def test_an_instance_is_believed_to_hold_no_more_than_its_pool() -> None:
     held, names = holdings(A, blocks=3), [bytes([n]) for n in range(5)]
-    held.hear(A, Names(named=tuple(names)))
+    held.hear(A, NamesChanged(named=tuple(names)))
     assert len(held) == 3
     assert [bool(held.longest([name])) for name in names] == [False, False, True, True, True]
     held.assume(A, names, 0)
@@ -232,7 +226,7 @@ def test_an_assumption_is_over_in_time_unless_it_was_made_again() -> None:
     held.assume(A, names, 0)
     held.assume(B, names[:2], 0)
     held.assume(A, names[:1], 500)
-    held.hear(B, Names(named=(names[0],)))
+    held.hear(B, NamesChanged(named=(names[0],)))
     held.expire(ASSUMED_US - 1)
     assert held.longest(names) == {A: 3, B: 2}
     held.expire(ASSUMED_US)

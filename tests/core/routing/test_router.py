@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.engine.records import Bill
+from baton.core.engine.ended import Bill
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason
 from baton.core.errors import InvariantViolated, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.events import (
+    Beaten,
     CallBack,
     Came,
     Cut,
@@ -26,6 +28,7 @@ from baton.core.routing.events import (
     RouterConfig,
     Send,
     Session,
+    Sign,
     Stage,
 )
 from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, held, submission
@@ -592,15 +595,13 @@ def test_bills_of_all_legs_are_summed_and_what_is_computed_again_says_so() -> No
 
 
 def test_phases_come_to_the_timeline_also_when_the_leg_is_over() -> None:
-    from baton.core.routing.events import Beaten, Ledger, Sign
-
     bench = Bench()
     bench.join(facts("d", "decode"))
     bench.join(facts("p", "prefill"))
     body, send = bench.open(submission("x"))
 
     def note(phase: str, ago_us: int) -> list[tuple[Stage, str | None, int, str]]:
-        bench.tell(Beaten(send.session, Sign(Ledger(), 0, True, notes=(PhaseNote(send.leg, 0, phase, ago_us),))))
+        bench.tell(Beaten(send.session, Sign(SchedulerGauges(), 0, True, notes=(PhaseNote(send.leg, 0, phase, ago_us),))))
         return [(item.stage, item.where, bench.now_us - item.at_us, item.why) for item in bench.of(Noted)]
 
     assert note("WAITING", 5) == []

@@ -17,17 +17,19 @@ import numpy as np
 from baton.core.engine.admission import Admission
 from baton.core.engine.billing import Billing
 from baton.core.engine.blocks import Pin
+from baton.core.engine.ended import EndedRequest, StartedRequest
 from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, Int32s, Logprobs
 from baton.core.engine.prefix_lookup import PrefixLookup
-from baton.core.engine.records import EndedRequest, Hit, Request, Settled, StartedRequest
+from baton.core.engine.records import Hit, Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Serial
 from baton.core.engine.reserve import blocks_for
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.waiting_queue import WaitingQueue
 from baton.core.errors import InvariantViolated
-from baton.core.handover.messages import Commit, PdFault
+from baton.core.handover.faults import PdFault
+from baton.core.handover.messages import Commit
 from baton.core.tiers.offload import AnyTiers
 
 

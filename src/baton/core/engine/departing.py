@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from msgspec.structs import replace
+
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.prefix import Key
-from baton.core.engine.records import EndedRequest
 from baton.core.engine.request import FinishReason, Serial
 from baton.core.tiers.offload import AnyTiers
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from baton.core.engine.billing import Billing
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.prefix import Key
 from baton.core.engine.prefix_lookup import PrefixLookup
-from baton.core.engine.records import EndedRequest, Request
+from baton.core.engine.records import Request
 from baton.core.engine.request import FinishReason, Move, Phase, Serial
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.waiting_queue import WaitingQueue

@@ -11,10 +11,11 @@ import numpy as np
 
 from baton.core.engine.billing import Billing
 from baton.core.engine.blocks import Pin
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import NO_INT32S, Int32s
 from baton.core.engine.prefix_lookup import PrefixLookup
-from baton.core.engine.records import EndedRequest, Hit, Request
+from baton.core.engine.records import Hit, Request
 from baton.core.engine.request import FinishReason, Move, Serial
 from baton.core.engine.reserve import blocks_for
 from baton.core.engine.running_set import RunningSet

@@ -29,7 +29,9 @@ from baton.core.engine.arriving_rows import ArrivingRows
 from baton.core.engine.billing import Billing
 from baton.core.engine.change_journal import PhaseNotes
 from baton.core.engine.departing import DepartingRequests
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.ending import RequestEnding
+from baton.core.engine.gauges import DraftGauges, HandoverGauges, SchedulerGauges
 from baton.core.engine.held_prefills import HeldPrefills, PrefillsForQueue, PrefillsWithBlocks
 from baton.core.engine.passes import GeneralPass, PlanningPass, ShortPrefillPass
 from baton.core.engine.plan import StepPlan, StepResult
@@ -38,7 +40,7 @@ from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_lookup import PrefixLookup
 from baton.core.engine.pressure import BlockPressure
 from baton.core.engine.queued_requests import QueuedRequests
-from baton.core.engine.records import EndedRequest, HandoverGauges, Request, SchedulerGauges, Settled
+from baton.core.engine.records import Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.engine.reserve import Promises
 from baton.core.engine.restoring import KvRestoring, RestoredRows
@@ -47,7 +49,7 @@ from baton.core.engine.running_set import RunningSet
 from baton.core.engine.settling import StepSettling
 from baton.core.engine.victims import Rates
 from baton.core.engine.waiting_queue import NoQueue, WaitingQueue
-from baton.core.handover.messages import PdFault
+from baton.core.handover.faults import PdFault
 from baton.core.tiers.offload import tiers_of
 
 
@@ -272,12 +274,26 @@ class Scheduler:
         """For the laws: blocks that no unprotected growth may touch."""
         return self._pass.promised()
 
+    @property
+    def broken_rows(self) -> int:
+        """Rows on which scheduler and executor disagreed. Each ended its request with an error."""
+        return self._settling.broken_rows
+
+    def drafts(self) -> DraftGauges:
+        return DraftGauges(self._settling.draft_tokens, self._settling.accepted_draft_tokens)
+
     def gauges(self) -> SchedulerGauges:
         settling, billing, pressure = self._settling, self._billing, self._pass.pressure()
+        blocks = self.pool.gauges()
         return SchedulerGauges(
             running=self.slots.occupied,
             waiting=self._pass.waiting,
-            blocks=self.pool.gauges(),
+            free_blocks=blocks.free,
+            evictable_blocks=blocks.evictable,
+            running_blocks=blocks.running,
+            leased_blocks=blocks.leased,
+            receiving_blocks=blocks.receiving,
+            leaving_blocks=blocks.leaving,
             prefix_queries=billing.prefix_queries,
             prefix_hits=billing.prefix_hits,
             stale_results=settling.stale_results,
@@ -287,9 +303,6 @@ class Scheduler:
             recomputed_tokens=billing.recomputed_tokens,
             chunk_prefill_unsatisfied=pressure.chunk_prefill_unsatisfied,
             reserve_ratio=pressure.reserve_ratio,
-            broken_rows=settling.broken_rows,
             handovers=HandoverGauges(preempted=settling.rescheduled),
             storage=self.tiers.gauges(),
-            draft_tokens=settling.draft_tokens,
-            accepted_draft_tokens=settling.accepted_draft_tokens,
         )

@@ -12,15 +12,16 @@ import numpy.typing as npt
 from baton.core.config import OnPreempt
 from baton.core.engine.billing import Billing
 from baton.core.engine.departing import DepartingRequests
+from baton.core.engine.ended import EndedRequest, StartedRequest
 from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import Int32s, Int64s, Logprobs, Outcome, StepResult
-from baton.core.engine.records import EndedRequest, Request, Settled, StartedRequest
+from baton.core.engine.records import Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Tokens
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.slots import FINISHED
 from baton.core.engine.step_rows import InFlightStep, same
 from baton.core.engine.waiting_queue import WaitingQueue
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 
 Bools = npt.NDArray[np.bool_]
 Delivery = tuple[Int64s, Int32s, Tokens, tuple[Logprobs, ...]]

@@ -10,13 +10,18 @@ rather than on arrival, so that a driver can hand in everything that has arrived
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.change_journal import KEYS_MAX, Changes, NamesChanged
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit, TellNames
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.records import EndedRequest, SchedulerGauges, Settled
+from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, RequestId, Serial, Submission
 from baton.core.engine.scheduler import Scheduler, decode_scheduler, mixed_scheduler, prefill_scheduler
 from baton.core.engine.submission_checks import refuse_group
@@ -41,42 +46,8 @@ RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
-    """All choices and prompts of one body; accepted or refused together."""
-
-    ticket: int
-    """The sender's number for this group, given back in the answer."""
-    group: tuple[Submission, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The client is gone."""
-
-    serial: Serial
-
-
-@dataclass(frozen=True, slots=True)
-class StopFound:
-    """The front end found a stop string: the answer ends after `keep` outputs."""
-
-    serial: Serial
-    keep: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepDone:
     result: StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class DrainOrdered:
-    """Accept nothing more; finish what is open."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChangesWanted:
-    """Keep what changes, for `Worker.changes`; the first of them say everything anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +60,7 @@ class Tick:
     """`next_deadline` has come."""
 
 
-Event = (
-    Submitted | Cancelled | StopFound | StepDone | DrainOrdered | ChangesWanted | Orphaned | Tick | PeerEvent | StorageEvent
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    ticket: int
-    serials: tuple[Serial, ...]
+Event = Submit | Cancel | StopAt | StepDone | Drain | TellNames | Orphaned | Tick | PeerEvent | StorageEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +90,7 @@ class Withdrawn:
     ended: EndedRequest
 
 
-Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn | PeerEffect | StorageEffect
+Effect = AcceptedAs | GroupRefused | Launch | Deliver | Withdrawn | PeerEffect | StorageEffect
 
 
 NOTHING = Settled(NO_INT64S, NO_INT32S, NO_INT32S, (), (), ())
@@ -187,15 +150,15 @@ class Worker:
                 effects, idle_pass = self._pass()
             case StepDone(result):
                 effects = self._settle(result)
-            case Submitted():
+            case Submit():
                 effects = [self._submit(event)]
-            case Cancelled(serial):
-                effects = self._stop(serial, FinishReason.ABORT, None)
-            case StopFound(serial, keep):
-                effects = self._stop(serial, FinishReason.STOP, keep)
-            case DrainOrdered():
+            case Cancel(serial):
+                effects = self._stop(Serial(serial), FinishReason.ABORT, None)
+            case StopAt(serial, keep):
+                effects = self._stop(Serial(serial), FinishReason.STOP, keep)
+            case Drain():
                 self._drain()
-            case ChangesWanted():
+            case TellNames():
                 self._keep_changes()
             case Orphaned():
                 effects = self._stop_all()
@@ -227,7 +190,7 @@ class Worker:
         return replace(gauges, waiting=waiting, handovers=handovers)
 
     def changes(self, now_us: int) -> Changes:
-        """What happened since the last call, as far as `ChangesWanted` asked to keep it. Not more than fits a message."""
+        """What happened since the last call, as far as `TellNames` asked to keep it. Not more than fits a message."""
         journal, notes = self.scheduler.pool.prefix.journal, self.scheduler.notes
         names = NamesChanged() if journal is None else journal.take(KEYS_MAX)
         return Changes(names, () if notes is None else notes.take(now_us))
@@ -301,9 +264,9 @@ class Worker:
 
     def _stop_all(self) -> list[Effect]:
         serials = [*(request.serial for request in self.scheduler.requests()), *self.scheduler.departing()]
-        return [effect for serial in serials for effect in self._stop(serial, FinishReason.ABORT, None)]
+        return [effect for serial in serials for effect in self._stop(Serial(serial), FinishReason.ABORT, None)]
 
-    def _submit(self, event: Submitted) -> Accepted | GroupRefused:
+    def _submit(self, event: Submit) -> AcceptedAs | GroupRefused:
         if not self.config.role.serves:
             text = "this instance only prefills for others"
             return GroupRefused(event.ticket, Refusal(RefusalCode.WRONG_ROLE, text))
@@ -316,7 +279,7 @@ class Worker:
             serials[submission.request_id] = self.scheduler.enqueue(
                 submission, self._limit(submission), self._now_us, leader
             )
-        return Accepted(event.ticket, tuple(serials.values()))
+        return AcceptedAs(event.ticket, tuple(serials.values()))
 
     def _limit(self, submission: Submission) -> int:
         """How long the sequence may become; an absent `max_tokens` is cut to what fits."""

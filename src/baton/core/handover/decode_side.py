@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.engine.arriving_rows import ArrivingRows, Lease
-from baton.core.engine.records import HandoverGauges, Request
+from baton.core.engine.gauges import HandoverGauges
+from baton.core.engine.records import Request
 from baton.core.engine.request import FinishReason, Serial, Submission
 from baton.core.engine.scheduler import Scheduler
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.handover.messages import (
     Adopted,
     Arriving,
@@ -28,9 +30,6 @@ from baton.core.handover.messages import (
     HandoverMade,
     Heard,
     Offer,
-    PdCode,
-    PdFault,
-    PdStage,
     PeerEvent,
     PeerId,
     PeerLost,

@@ -8,14 +8,17 @@ from enum import Enum
 from itertools import islice
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.gauges import HandoverGauges
 from baton.core.engine.held_prefills import HeldPrefills
 from baton.core.engine.plan import Chunk, Logprobs, StepPlan
 from baton.core.engine.prefix import Key
 from baton.core.engine.queued_requests import SOUGHT_AHEAD
-from baton.core.engine.records import EndedRequest, HandoverGauges, Settled
+from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, Serial, Submission
 from baton.core.engine.scheduler import Scheduler
 from baton.core.errors import InvariantViolated
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.handover.messages import (
     Adopted,
     Ask,
@@ -29,9 +32,6 @@ from baton.core.handover.messages import (
     Heard,
     Offer,
     OpenShip,
-    PdCode,
-    PdFault,
-    PdStage,
     PeerEvent,
     PeerId,
     PeerLost,

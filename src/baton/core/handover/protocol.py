@@ -20,10 +20,13 @@ from collections import Counter
 from enum import Enum
 from typing import TypeVar
 
-from baton.core.engine.records import EndedRequest, HandoverGauges, Settled
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.gauges import HandoverGauges
+from baton.core.engine.records import Settled
 from baton.core.engine.request import Submission
 from baton.core.errors import IllegalTransition
-from baton.core.handover.messages import PdCode, PeerEffect
+from baton.core.handover.faults import PdCode
+from baton.core.handover.messages import PeerEffect
 
 Acts = list[PeerEffect | Settled | EndedRequest]
 """Orders for the driver, and news for the front end."""

@@ -8,12 +8,12 @@ over. Several instances may hold the same choice, because it moved: the longest 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from baton.core.engine.request import NO_TOKENS, FinishReason, Submission
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.events import Body, Claimed, Delivered, HeldChoice, Leg, Orphan, Stage
 from baton.core.routing.fleet_members import Member
 from baton.core.routing.routed_request import Carried, Carry, CarryMove, Choice, Journey, add_bill, finished_as, leads

@@ -12,13 +12,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
 
+from msgspec import Meta
+
+from baton.core.bounds import NAME_CHARS_MAX, Address, Count, Fingerprint, Incarnation, Message, Name, Positive
 from baton.core.config import BadConfig
-from baton.core.engine.records import Bill
+from baton.core.engine.change_journal import NO_NAMES_CHANGED, NamesChanged
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal
-from baton.core.handover.messages import PdFault
+from baton.core.handover.faults import PdFault
+
+MEMBERSHIP_VERSION = 1
+"""Of the messages between routers and instances."""
 
 Body = NewType("Body", int)
 Session = NewType("Session", int)
@@ -100,62 +108,28 @@ class RouterConfig:
 # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What an instance says of itself as it joins; true for its whole life."""
+class Join(Message, tag="join", frozen=True):
+    """What an instance says of itself as it joins; true for its whole life. The first frame of a session."""
 
-    name: Instance
-    incarnation: int
-    role: str
-    fingerprint: bytes
+    name: Annotated[Instance, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+    incarnation: Incarnation
+    role: Name
+    fingerprint: Fingerprint
     """Of the model: instances of one router have the same."""
-    url: str
+    url: Address
     """Its own HTTP address, for people."""
-    peer_address: str
-    """Where instances that decode ask it to prefill; empty where nobody can."""
-    slots: int
-    blocks: int
-    block_size: int
-    context_tokens: int
+    peer_address: Address
+    """Where instances that decode ask it to prefill; empty where none can."""
+    slots: Positive
+    blocks: Positive
+    block_size: Positive
+    context_tokens: Positive
     """Longest sequence that could ever run there."""
-    vocabulary: int
-    pid: int = 0
+    vocabulary: Positive
+    pid: Count = 0
     """On its own machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ledger:
-    """An instance's own gauges, as of its last sign of life."""
-
-    running: int = 0
-    waiting: int = 0
-    free: int = 0
-    evictable: int = 0
-    used: int = 0
-    """Blocks of running requests."""
-    leased: int = 0
-    receiving: int = 0
-    leaving: int = 0
-    """Blocks that are being copied to host memory."""
-    host_blocks: int = 0
-    """Room for so many in host memory."""
-    host_used: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    handovers: int = 0
-    """Made."""
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Changes in which prefixes an instance holds, by block key; each key in one of the two."""
-
-    fresh: bool = False
-    """What was known before is void."""
-    named: tuple[bytes, ...] = ()
-    forgotten: tuple[bytes, ...] = ()
+    draining: bool = False
+    version: int = MEMBERSHIP_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +149,12 @@ class PhaseNote:
 class Sign:
     """A sign of life. Sent every `beat_us`, whether or not anything has changed."""
 
-    ledger: Ledger
+    ledger: SchedulerGauges
     engine_silent_us: int
     """How long ago the engine process last gave a sign of life to its front end."""
     computing: bool
     """Steps are in flight, so `ledger.steps` must grow."""
-    names: Names = Names()
+    names: NamesChanged = NO_NAMES_CHANGED
     notes: tuple[PhaseNote, ...] = ()
 
 
@@ -202,7 +176,7 @@ class HeldChoice:
     extras: tuple[object, ...]
     """One for each of `tokens` where log-probabilities were asked for, else empty."""
     cached_tokens: int | None
-    end: ChoiceEnd | None
+    end: EndedRequest | None
     """How it ended there meanwhile."""
 
 
@@ -212,7 +186,7 @@ class HeldChoice:
 @dataclass(frozen=True, slots=True)
 class Joined:
     session: Session
-    facts: Facts
+    facts: Join
     draining: bool = False
     held: tuple[HeldChoice, ...] = ()
 
@@ -287,16 +261,6 @@ class LegRefused:
     refusal: Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceEnd:
-    """How an instance says that a choice ended there."""
-
-    reason: FinishReason
-    generated_tokens: int
-    bill: Bill
-    fault: PdFault | None = None
-
-
 class Came(NamedTuple):
     """Tokens of a choice, or its end, or both. A tuple: one is made for each row of each step."""
 
@@ -308,7 +272,7 @@ class Came(NamedTuple):
     extras: object = None
     """Travels to the client with the tokens (their log-probabilities); not looked at."""
     cached_tokens: int | None = None
-    end: ChoiceEnd | None = None
+    end: EndedRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)

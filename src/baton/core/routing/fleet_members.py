@@ -17,8 +17,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from baton.core.config import ROLES, Role
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.errors import IllegalTransition
-from baton.core.routing.events import Facts, Instance, Ledger, RouterConfig, Session, Sign
+from baton.core.routing.events import Instance, Join, RouterConfig, Session, Sign
 
 if TYPE_CHECKING:
     from baton.core.routing.routed_request import Choice
@@ -57,14 +58,14 @@ TRANSITIONS: dict[tuple[MemberState, MemberMove], MemberState] = {
 @dataclass(slots=True, eq=False)
 class Member:
     session: Session
-    facts: Facts
+    facts: Join
     role: Role
     state: MemberState
     heard_us: int
     """When it last gave a sign of life, as far as the router was awake to hear it."""
     progress_us: int
     """When its engine last finished a step, or had none to compute."""
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: SchedulerGauges = field(default_factory=SchedulerGauges)
     aboard: dict[tuple[int, int], Choice] = field(default_factory=dict)
     """Choices that are there, by (body, choice)."""
     prefill_tokens: int = 0
@@ -119,10 +120,10 @@ class Suspicion:
 class InstanceView:
     """An instance, for people."""
 
-    facts: Facts
+    facts: Join
     state: str
     """ready or draining"""
-    ledger: Ledger
+    ledger: SchedulerGauges
     open: int
     """Choices that are there."""
     prefill_tokens: int
@@ -141,7 +142,7 @@ class Fleet:
         """Those who prefill for others now, by name."""
         self.known_givers: list[Member] = []
         """The same, and those who drain: they still hand over what they were asked for."""
-        self.model: Facts | None = None
+        self.model: Join | None = None
         """Whose fingerprint, vocabulary and block size all others must have."""
         self._lives: dict[Instance, _Life] = {}
         self._moves = dict.fromkeys(TRANSITIONS, 0)
@@ -151,7 +152,7 @@ class Fleet:
 
     # ── coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def objection(self, facts: Facts, now_us: int) -> Objection | None:
+    def objection(self, facts: Join, now_us: int) -> Objection | None:
         life = self._lives.get(facts.name)
         if life is not None and facts.incarnation < life.incarnation and self._is_fresh(facts.name, life, now_us):
             newer = f"incarnation {life.incarnation} has joined"
@@ -184,7 +185,7 @@ class Fleet:
     def _is_fresh(self, name: Instance, life: _Life, now_us: int) -> bool:
         return name in self.by_name or now_us < life.heard_us + FENCE_US
 
-    def _living_holder(self, facts: Facts, now_us: int) -> Member | None:
+    def _living_holder(self, facts: Join, now_us: int) -> Member | None:
         """Another process that has this name and was heard lately: rather a mistake than an earlier life.
 
         An earlier life is found to be gone soon, and the newcomer calls again.
@@ -199,7 +200,7 @@ class Fleet:
         if not self.members:
             self.model = None
 
-    def admit(self, session: Session, facts: Facts, draining: bool, now_us: int) -> Member:
+    def admit(self, session: Session, facts: Join, draining: bool, now_us: int) -> Member:
         life = self._lives.pop(facts.name, None)
         if life is None or life.incarnation != facts.incarnation:
             life = _Life(facts.incarnation, now_us)

@@ -138,9 +138,9 @@ def _missing(prompt: Prompt, member: Member, giver: Member, found: dict[Session,
 
 def _short(member: Member, missing_tokens: int) -> int:
     size, ledger = member.facts.block_size, member.ledger
-    if not (ledger.free or ledger.evictable or ledger.used or ledger.leased or ledger.receiving or ledger.leaving):
+    if not ledger.total_blocks:
         return 0  # it has said nothing of its pool yet
-    short = -(-missing_tokens // size) + member.promised_blocks - ledger.free - ledger.evictable
+    short = -(-missing_tokens // size) + member.promised_blocks - ledger.free_blocks - ledger.evictable_blocks
     return POOL_TOKENS + short * size if short > 0 else 0
 
 

@@ -6,9 +6,9 @@ Also settles what the client left open, once, so that it is the same wherever a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Submission, frozen_tokens

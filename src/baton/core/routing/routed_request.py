@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.core.engine.records import Bill
+from msgspec.structs import replace
+
+from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.request import FinishReason, RequestId, Submission, frozen_tokens
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
-from baton.core.routing.events import Body, ChoiceEnd, Instance, Leg, Outcome, RouterConfig
+from baton.core.handover.faults import PdCode, PdFault, PdStage
+from baton.core.routing.events import Body, Instance, Leg, Outcome, RouterConfig
 from baton.core.routing.fleet_members import Member
 
 
@@ -196,11 +198,11 @@ def jittered_us(config: RouterConfig, seed: int, body: Body, nth: int) -> int:
     return full_us - full_us * int.from_bytes(digest, "little") // (2 << 32)
 
 
-def is_preemption(end: ChoiceEnd) -> bool:
+def is_preemption(end: EndedRequest) -> bool:
     return end.fault is not None and end.fault.code in NO_ROOM
 
 
-def fault_of(end: ChoiceEnd, where: Instance) -> PdFault:
+def fault_of(end: EndedRequest, where: Instance) -> PdFault:
     if end.fault is not None:
         return end.fault
     return PdFault(PdCode.NOT_DELIVERED, PdStage.DECODE, f"{where} ended it with {end.reason.value!r}")

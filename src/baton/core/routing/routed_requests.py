@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.request import FinishReason
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.events import (
     Arrived,
     Body,
     CallBack,
     Came,
-    ChoiceEnd,
     Cut,
     CutShort,
     Declined,
@@ -293,7 +293,7 @@ class Carrier:
     def noted(self, member: Member, notes: Sequence[PhaseNote]) -> None:
         self.effects += self._phases.noted(member, notes, self._legs, self.now_us)
 
-    def _came_after_cut(self, choice: Choice, end: ChoiceEnd | None) -> None:
+    def _came_after_cut(self, choice: Choice, end: EndedRequest | None) -> None:
         """Tokens mean nothing any more; the end brings the bill."""
         if choice.state is Carry.CUT and end is not None:
             add_bill(choice, end.bill)

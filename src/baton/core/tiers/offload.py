@@ -14,9 +14,9 @@ from collections.abc import Hashable, Sequence
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.blocks import BlockPool
+from baton.core.engine.gauges import StorageGauges
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
-from baton.core.engine.records import StorageGauges
 from baton.core.engine.request import Serial
 from baton.core.engine.victims import Rates
 from baton.core.errors import InvariantViolated
