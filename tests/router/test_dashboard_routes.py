@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from baton.core.routing.identity import RequestNumber
 from fastapi import FastAPI
 from msgspec.structs import replace
 from starlette.testclient import TestClient
 
 from baton.api.errors import ApiError
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.routing.events import Body, Instance, Join
+from baton.core.routing.events import Instance, Join
 from baton.node.peer_options import is_loopback
 from baton.router.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard
 from baton.router.dashboard_state import RouterState
@@ -40,7 +41,7 @@ class Site:
 
     def __init__(self, facts: Join = FACTS, demo: bool = True, client: str = "127.0.0.1") -> None:
         state = RouterState(0)
-        state.asked(Body(1), "</script><img src=x onerror=alert(1)>", "/v1/completions", 3, 1, 0)
+        state.asked(RequestNumber(1), "</script><img src=x onerror=alert(1)>", "/v1/completions", 3, 1, 0)
         state.sample([View(facts, SchedulerGauges())], 0, 1)
         app = FastAPI()
         app.exception_handler(ApiError)(lambda _, error: error.response())

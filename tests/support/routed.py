@@ -1,4 +1,4 @@
-"""A router and instances in one thread: Switch ↔ bytes ↔ Relay ↔ a real Worker with the scripted executor, in virtual time.
+"""A router and instances in one thread: RouterSessions ↔ bytes ↔ InstanceSessions ↔ a real Worker with the scripted executor, in virtual time.
 
 Lines between them are queues of frames in either direction. A test can break any of them at any message, kill the router
 and start another, stop an instance for good; clients compare what they got with the undisturbed run.
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from baton.core.routing.identity import RequestNumber
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.orders import AcceptedAs, TellNames
@@ -20,7 +21,6 @@ from baton.core.engine.request import FinishReason, RequestId, Sampling, Submiss
 from baton.core.engine.worker import Launch, StepDone, Tick, Worker
 from baton.core.errors import Refusal
 from baton.core.routing.events import (
-    Body,
     Declined,
     Delivered,
     FleetChanged,
@@ -47,9 +47,9 @@ from baton.wire.engine_messages import (
     encode_to_engine,
     pulse,
 )
-from baton.wire.instance_sessions import Relay, RelayOut, Standing
+from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import FromInstance, decode_from_instance, decode_from_router, encode_membership
-from baton.wire.router_sessions import Act, Close, Say, Switch
+from baton.wire.router_sessions import Act, Close, RouterSessions, Say
 from baton.wire.worker_messages import message_of
 from tests.support.driver import VOCABULARY, shape_of
 
@@ -117,7 +117,7 @@ class Member:
             name, 1, config.role.name, self.executor.fingerprint[:64], f"http://{name}", "", config.slots, config.blocks,
             config.block_size, config.context_tokens, VOCABULARY, 0, False,
         )  # fmt: skip
-        self.relay = Relay(join)
+        self.relay = InstanceSessions(join)
         self.line: Line | None = None
         self.dial_at_us = 0
         self.launched = 0
@@ -175,7 +175,7 @@ class Member:
                 if ours is not None:
                     self.act(self.relay.take(ours, self.world.now_us))
 
-    def act(self, out: RelayOut) -> None:
+    def act(self, out: SessionEffects) -> None:
         self.fenced = self.fenced or out.fenced
         for order in out.orders:
             self.order(order)
@@ -214,7 +214,7 @@ class Asked:
 
     group: list[Submission]
     origin: bytes
-    body: Body
+    body: RequestNumber
     tokens: list[list[int]]
     extras: list[list[object]]
     outcomes: list[Outcome | None]
@@ -240,7 +240,7 @@ class World:
         self.lines: list[Line] = []
         self.switch = self._router()
         self.members = [Member(self, f"d{number}", worker) for number in range(members)]
-        self.asked: dict[Body, Asked] = {}
+        self.asked: dict[RequestNumber, Asked] = {}
         self.orphans: dict[bytes, Asked] = {}
         self.noted: list[Noted] = []
         self.changed: list[FleetChanged] = []
@@ -253,8 +253,8 @@ class World:
         self._waiting: list[Asked] = []
         """Clients of a router that is gone."""
 
-    def _router(self) -> Switch:
-        return Switch(Router(self.config, SECRET, seed=1), "router")
+    def _router(self) -> RouterSessions:
+        return RouterSessions(Router(self.config, SECRET, seed=1), "router")
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -262,7 +262,13 @@ class World:
         origin = origin or group[0].request_id.encode()
         size = range(len(group))
         asked = Asked(
-            list(group), origin, Body(0), [[] for _ in size], [[] for _ in size], [None for _ in size], [None for _ in size]
+            list(group),
+            origin,
+            RequestNumber(0),
+            [[] for _ in size],
+            [[] for _ in size],
+            [None for _ in size],
+            [None for _ in size],
         )
         self._submit(asked)
         return asked
@@ -444,7 +450,7 @@ class World:
     def go_on(self) -> None:
         if not self.turn():
             self._sleep()
-        elif self._waiting and all(m.relay.standing is Standing.SERVING for m in self.members if not m.dead):
+        elif self._waiting and all(m.relay.standing is InstanceSessionState.SERVING for m in self.members if not m.dead):
             self._claim_all()
         self.now_us += TURN_US
 

@@ -1,6 +1,6 @@
 """The front end's side of an engine process: starts it, submits to it, hands tokens to the streams that wait for them.
 
-Implements `api.engine.Engine`. All methods run on one event loop. What is open, and what a message means to it, the Desk
+Implements `api.engine.Engine`. All methods run on one event loop. What is open, and what a message means to it, the RequestTable
 knows; here are the process, the socket and those who wait. When the process dies, every open stream and every pending
 submission ends with EngineDead and the reason.
 """
@@ -47,7 +47,16 @@ from baton.wire.engine_messages import (
     encode_to_engine,
     refused,
 )
-from baton.wire.request_table import Came, Declined, Desk, Died, News, Opened, Progress, Step
+from baton.wire.request_table import (
+    EngineFailed,
+    EngineReady,
+    GroupAccepted,
+    GroupDeclined,
+    News,
+    Progress,
+    RequestTable,
+    StepColumns,
+)
 
 KILL_AFTER_S = 5.0
 BEHIND = Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1)
@@ -78,7 +87,7 @@ class EngineClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(QUEUED_MESSAGES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._desk = Desk()
+        self._table = RequestTable()
         self._sharer: Sharer | None = None
         self._heard_us = monotonic_us()
         """When the engine last said anything."""
@@ -189,7 +198,7 @@ class EngineClient:
         if self._death is not None:
             return
         self._death = reason
-        for lost in self._desk.lose(reason):
+        for lost in self._table.lose(reason):
             if lost.ticket is not None:
                 self._answers.pop(lost.ticket).set_exception(EngineDead(reason))
             elif lost.serial is not None:
@@ -222,7 +231,7 @@ class EngineClient:
 
     @property
     def open_requests(self) -> int:
-        return self._desk.open_requests + (0 if self._sharer is None else self._sharer.open_requests)
+        return self._table.open_requests + (0 if self._sharer is None else self._sharer.open_requests)
 
     @property
     def silent_us(self) -> int:
@@ -239,7 +248,7 @@ class EngineClient:
         self._refuse_if_dead()
         if self._is_behind:
             raise Refused(BEHIND)
-        message = self._desk.submit(group)
+        message = self._table.submit(group)
         answer = self._answers[message.ticket] = asyncio.get_running_loop().create_future()
         self._send_or_refuse(message)
         try:
@@ -259,17 +268,17 @@ class EngineClient:
     def _abandon(self, ticket: int, answer: asyncio.Future[list[Stream]]) -> None:
         """The client left before it had its streams: what the engine accepts must not run on for nobody."""
         if not answer.done():
-            self._desk.abandon(ticket)
+            self._table.abandon(ticket)
             del self._answers[ticket]
         elif answer.exception() is None:
             for stream in answer.result():
                 stream.abort()
 
     def stop(self, serial: int, keep: int) -> None:
-        self.post(self._desk.stop(serial, keep))
+        self.post(self._table.stop(serial, keep))
 
     def abort(self, serial: int) -> None:
-        self.post(self._desk.cancel(serial))
+        self.post(self._table.cancel(serial))
 
     def drain(self) -> None:
         self._draining = True
@@ -326,7 +335,7 @@ class EngineClient:
         self._fewer.set()
 
     def _take_own(self, message: FromEngine) -> None:
-        took = self._desk.take(message)
+        took = self._table.take(message)
         for order in took.orders:
             self.post(order)
         for news in took.news:
@@ -334,7 +343,7 @@ class EngineClient:
         if took.step is not None:
             self._deliver(took.step)
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: StepColumns) -> None:
         for row in step.rows():
             self._streams[row.serial].push(_burst_of(row))
             if row.ended is not None:
@@ -342,18 +351,18 @@ class EngineClient:
 
     def _tell(self, news: News) -> None:
         match news:
-            case Opened(ticket, serials):
+            case GroupAccepted(ticket, serials):
                 # Made here, not by the submitter: a short answer may be over before the submitter wakes up.
                 streams = [Stream(self, serial) for serial in serials]
                 self._streams.update(zip(serials, streams, strict=True))
                 self._answers.pop(ticket).set_result(streams)
-            case Declined(ticket, refusal):
+            case GroupDeclined(ticket, refusal):
                 self._answers.pop(ticket).set_exception(Refused(refusal))
-            case Came(ready):
+            case EngineReady(ready):
                 # Now, not when somebody asks whether it is ready: newer ones may have come by then.
                 self._gauges = ready.gauges
                 self._ready.set_result(ready)
-            case Died(reason):
+            case EngineFailed(reason):
                 self._last_words = reason
                 self._die(reason)
 

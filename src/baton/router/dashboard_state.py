@@ -13,17 +13,8 @@ from typing import Protocol, TypeVar
 
 from baton.api.original_request import BadOrigin, decode_origin
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.routing.events import (
-    Body,
-    Declined,
-    Delivered,
-    FleetChanged,
-    Join,
-    Noted,
-    Orphan,
-    OrphanDropped,
-    Stage,
-)
+from baton.core.routing.events import Declined, Delivered, FleetChanged, Join, Noted, Orphan, OrphanDropped, Stage
+from baton.core.routing.identity import RequestNumber
 from baton.router.quantiles import Window
 from baton.router.timeline import Lane
 
@@ -59,7 +50,7 @@ class InstanceView(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    body: Body
+    body: RequestNumber
     request_id: str
     path: str
     prompt_tokens: int | None
@@ -130,8 +121,8 @@ class RouterState:
     def __init__(self, started_us: int, window_s: int = 60) -> None:
         self._started_us = started_us
         self._rev = 0
-        self._requests: dict[Body, _Request] = {}
-        self._ended: deque[Body] = deque()
+        self._requests: dict[RequestNumber, _Request] = {}
+        self._ended: deque[RequestNumber] = deque()
         self._instances: dict[str, _Seen] = {}
         self._events: deque[tuple[int, dict[str, object]]] = deque(maxlen=EVENTS_MAX)
         self._fleet: deque[tuple[int, list[int | None]]] = deque(maxlen=SAMPLES)
@@ -143,13 +134,13 @@ class RouterState:
 
     # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def asked(self, body: Body, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
+    def asked(self, body: RequestNumber, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
         """A client's request became this body."""
         self._totals["requests"] += 1
         self._follow(_Request(body, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
 
     def take(self, act: object, now_us: int) -> None:
-        """Everything that a switch wants done comes by here; what is not to be shown is passed over."""
+        """Everything that the router wants done comes by here; what is not to be shown is passed over."""
         match act:
             case Delivered():
                 self._delivered(act, now_us)
@@ -276,7 +267,7 @@ class RouterState:
         if note.stage is Stage.ENDED:
             self._lane_ended(request)
 
-    def _end_all(self, body: Body, finish: str, now_us: int) -> None:
+    def _end_all(self, body: RequestNumber, finish: str, now_us: int) -> None:
         request = self._requests.get(body)
         if request is None:
             return
