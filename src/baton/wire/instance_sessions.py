@@ -40,7 +40,8 @@ import msgspec
 import numpy as np
 
 from baton.core.engine.prefix import KEY_BYTES
-from baton.core.errors import IllegalTransition, Refusal, RefusalCode
+from baton.core.errors import Refusal, RefusalCode
+from baton.core.state_machine import StateMachine
 from baton.wire.engine_messages import (
     AcceptedAs,
     Cancel,
@@ -285,8 +286,8 @@ class Relay:
         self._join = join
         self._grace_us = grace_us
         self._standing = Standing.AWAY
-        self._moves = dict.fromkeys(TRANSITIONS, 0)
-        self._turns = dict.fromkeys(STANDINGS, 0)
+        self._states = StateMachine(TRANSITIONS, "a choice")
+        self._standings = StateMachine(STANDINGS, "a session")
         self._session = 0
         self._lost_us: int | None = None
         """Since when no router has known of what is held; None while one does."""
@@ -321,11 +322,11 @@ class Relay:
 
     def moves(self) -> dict[tuple[State, Move], int]:
         """How often each transition of a choice was taken."""
-        return dict(self._moves)
+        return self._states.moves()
 
     def turns(self) -> dict[tuple[Standing, Turn], int]:
         """How often each transition of the session was taken."""
-        return dict(self._turns)
+        return self._standings.moves()
 
     @property
     def open_requests(self) -> int:
@@ -393,20 +394,10 @@ class Relay:
         return [Leaving()] if not said and self._standing in TELLING else []
 
     def _turn(self, turn: Turn) -> None:
-        before = self._standing
-        try:
-            self._standing = STANDINGS[before, turn]
-        except KeyError:
-            raise IllegalTransition(f"a session in {before.name} cannot take the turn {turn.name}") from None
-        self._turns[before, turn] += 1
+        self._standing = self._standings.after(self._standing, turn)
 
     def _move(self, line: _Line, move: Move) -> State:
-        before = line.state
-        try:
-            line.state = TRANSITIONS[before, move]
-        except KeyError:
-            raise IllegalTransition(f"a choice in {before.name} cannot take the move {move.name}") from None
-        self._moves[before, move] += 1
+        line.state = self._states.after(line.state, move)
         return line.state
 
     def _flushed(self) -> list[ToEngine]:
@@ -487,7 +478,7 @@ class Relay:
         orders: list[ToEngine] = []
         for line in lines:
             before = line.state
-            if (before, Move.DROP) not in TRANSITIONS:
+            if not self._states.allows(before, Move.DROP):
                 continue  # it is on its way out already
             after = self._move(line, Move.DROP)
             if self._named.get(line.asked.request_id) is line:

@@ -29,7 +29,8 @@ from itertools import accumulate
 import msgspec
 
 from baton.core.engine.request import Submission
-from baton.core.errors import BatonError, IllegalTransition, Refusal
+from baton.core.errors import BatonError, Refusal
+from baton.core.state_machine import StateMachine
 from baton.wire.engine_messages import (
     AcceptedAs,
     Cancel,
@@ -98,13 +99,6 @@ TRANSITIONS: dict[tuple[State, Move], State] = {
 
 HEARD = (State.OPEN, State.STOPPING, State.SUBMITTED)
 """States of what somebody waits for. The commonest comes first: this is looked up once a row."""
-
-
-def next_state(state: State, move: Move) -> State:
-    try:
-        return TRANSITIONS[state, move]
-    except KeyError:
-        raise IllegalTransition(f"an entry in {state.name} cannot take the move {move.name}") from None
 
 
 # ── what `take` and `lose` say ───────────────────────────────────────────────────────────────────────────────────────────
@@ -202,7 +196,7 @@ class Desk:
         self._next_ticket = 0
         self._tickets: dict[int, State] = {}
         self._serials: dict[int, State] = {}
-        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self._states = StateMachine(TRANSITIONS, "an entry")
         self._first_serial: int | None = None
         """Engines number requests upwards: what is below was accepted in an earlier conversation and is nobody's here."""
         self._lost: str | None = None
@@ -225,7 +219,7 @@ class Desk:
 
     def moves(self) -> dict[tuple[State, Move], int]:
         """How often each transition was taken."""
-        return dict(self._moves)
+        return self._states.moves()
 
     def submit(self, group: Sequence[Submission]) -> Submit:
         if self._lost is not None:
@@ -302,15 +296,14 @@ class Desk:
         return state
 
     def _accepted(self, ticket: int, serials: tuple[int, ...]) -> Took:
-        state = next_state(self._state_of(ticket), Move.ACCEPT)
-        opened = dict.fromkeys(serials, state)
-        known = [serial for serial in opened if serial in self._serials]
-        if known or len(opened) != len(serials):
+        before, known = self._state_of(ticket), [serial for serial in serials if serial in self._serials]
+        if known or len(frozenset(serials)) != len(serials):
             raise WireError(
                 f"ticket {ticket} was accepted as {serials}, of which {known} are open already or some are equal"
             )
-        self._moves[self._tickets.pop(ticket), Move.ACCEPT] += 1
-        self._serials.update(opened)
+        state = self._states.after(before, Move.ACCEPT)
+        del self._tickets[ticket]
+        self._serials.update(dict.fromkeys(serials, state))
         if self._first_serial is None:
             self._first_serial = min(serials, default=None)
         if state is State.UNWANTED:
@@ -338,9 +331,7 @@ class Desk:
         return self._first_serial is None or serial < self._first_serial
 
     def _move(self, book: dict[int, State], key: int, move: Move) -> None:
-        state = book[key]
-        after = next_state(state, move)
-        self._moves[state, move] += 1
+        after = self._states.after(book[key], move)
         if after is State.GONE:
             del book[key]
         else:

@@ -63,6 +63,7 @@ from baton.core.routing.events import (
     TurnAway,
 )
 from baton.core.routing.router import Router
+from baton.core.state_machine import StateMachine
 from baton.wire import request_table as desks
 from baton.wire import router_messages as membership
 from baton.wire.bounds import REASON_CHARS_MAX
@@ -124,6 +125,23 @@ class Standing(Enum):
     JOINING = "joining"
     ADMITTED = "admitted"
     OVER = "over"
+
+
+class Turn(Enum):
+    """What can happen to a session."""
+
+    JOIN = "join"
+    ADMIT = "admitted"
+    CLOSE = "closed or lost"
+
+
+STANDINGS: dict[tuple[Standing, Turn], Standing] = {
+    (Standing.NEW, Turn.JOIN): Standing.JOINING,
+    (Standing.NEW, Turn.CLOSE): Standing.OVER,
+    (Standing.JOINING, Turn.ADMIT): Standing.ADMITTED,
+    (Standing.JOINING, Turn.CLOSE): Standing.OVER,
+    (Standing.ADMITTED, Turn.CLOSE): Standing.OVER,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +211,14 @@ class Switch:
         self._seats: dict[Session, _Seat] = {}
         self._sessions = 0
         self._bodies = 0
+        self._standings = StateMachine(STANDINGS, "a session")
+
+    def turns(self) -> dict[tuple[Standing, Turn], int]:
+        """How often each transition of a session was taken."""
+        return self._standings.moves()
+
+    def _turn(self, seat: _Seat, turn: Turn) -> None:
+        seat.standing = self._standings.after(seat.standing, turn)
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -206,7 +232,8 @@ class Switch:
         seat = self._seats.pop(session, None)
         if seat is None:
             return []
-        known, seat.standing = seat.standing is Standing.ADMITTED, Standing.OVER
+        known = seat.standing is Standing.ADMITTED
+        self._turn(seat, Turn.CLOSE)
         return self._told(Parted(session, reason), now_us) if known else []
 
     def heard(self, session: Session, message: FromInstance, now_us: int) -> list[Act]:
@@ -233,7 +260,8 @@ class Switch:
     def _joins(self, seat: _Seat, message: FromInstance, now_us: int) -> list[Act]:
         match seat.standing, message:
             case Standing.NEW, Join():
-                seat.standing, seat.join = Standing.JOINING, message
+                self._turn(seat, Turn.JOIN)
+                seat.join = message
                 return []
             case Standing.JOINING, HeldGroup():
                 self._holds(seat, message)
@@ -388,7 +416,7 @@ class Switch:
 
     def _close(self, seat: _Seat, reason: str) -> Close:
         del self._seats[seat.session]
-        seat.standing = Standing.OVER
+        self._turn(seat, Turn.CLOSE)
         return Close(seat.session, reason)
 
     def _place(self, seat: _Seat, send: Send) -> Say:
@@ -402,7 +430,7 @@ class Switch:
 
     def _admit(self, seat: _Seat, admit: Admit) -> list[Act]:
         config, context = self.router.config, seat.joined().context_tokens
-        seat.standing = Standing.ADMITTED
+        self._turn(seat, Turn.ADMIT)
         acts: list[Act] = [Say(seat.session, Welcome(self._name, config.beat_us, config.orphan_grace_us))]
         for serial, leg, place in admit.keep:
             choice = seat.held.pop(serial)

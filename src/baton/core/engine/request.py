@@ -39,8 +39,6 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.errors import IllegalTransition
-
 RequestId = NewType("RequestId", str)
 Serial = NewType("Serial", int)
 """A worker's own number for an accepted request; never reused while the worker lives."""
@@ -101,13 +99,6 @@ TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
     (Phase.PREEMPTING, Move.ACK_PREEMPTION): Phase.WAITING,
     (Phase.PREEMPTING, Move.ACK_END): Phase.FINISHED,
 }
-
-
-def next_phase(phase: Phase, move: Move) -> Phase:
-    try:
-        return TRANSITIONS[phase, move]
-    except KeyError:
-        raise IllegalTransition(f"a request in {phase.name} cannot take the move {move.name}") from None
 
 
 class FinishReason(StrEnum):

@@ -54,12 +54,13 @@ from baton.core.engine.records import (
     StartedRequest,
     StorageGauges,
 )
-from baton.core.engine.request import TRANSITIONS, FinishReason, Move, Phase, Serial, Submission, Tokens, next_phase
+from baton.core.engine.request import TRANSITIONS, FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.engine.reserve import blocks_for
 from baton.core.engine.slots import FINISHED, Slots
 from baton.core.engine.victims import Rates
 from baton.core.errors import InvariantViolated
 from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.state_machine import StateMachine
 from baton.core.tiers.offload import Tiers
 
 Bools = npt.NDArray[np.bool_]
@@ -134,7 +135,7 @@ class Board(ABC):
         self._flights: deque[Flight] = deque()
         self._crew: Crew | None = None
         """Every row that decodes, remembered from one plan to the next; a move makes it forgotten."""
-        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self._phases = StateMachine(TRANSITIONS, "a request")
         self.notes: PhaseNotes | None = None
         """Set where somebody is told of phases."""
         self._now_us = 0
@@ -217,7 +218,7 @@ class Board(ABC):
 
     def moves(self) -> dict[tuple[Phase, Move], int]:
         """How often each transition of the table was taken; a copy, for reports."""
-        return dict(self._moves)
+        return self._phases.moves()
 
     def promised(self) -> int:
         """For the laws: blocks that no unprotected growth may touch."""
@@ -840,13 +841,11 @@ class Board(ABC):
     def _move(self, request: Request, move: Move) -> None:
         """The only place where a phase changes."""
         self._crew = None
-        phase = next_phase(request.phase, move)
-        self._moves[request.phase, move] += 1
-        request.phase = phase
+        request.phase = phase = self._phases.after(request.phase, move)
         if self.notes is not None:
             self.notes.note(request.serial, phase, self._now_us)
         if request.slot is not None:
-            self.slots.phase[request.slot] = request.phase
+            self.slots.phase[request.slot] = phase
 
 
 def _kept(request: Request, generated: int) -> int:

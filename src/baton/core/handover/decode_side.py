@@ -42,7 +42,8 @@ from baton.core.handover.messages import (
     Verified,
     Verify,
 )
-from baton.core.handover.protocol import DIGEST_BYTES, Acts, gauges_of, next_state, prompt_digest
+from baton.core.handover.protocol import DIGEST_BYTES, Acts, gauges_of, prompt_digest
+from baton.core.state_machine import StateMachine
 
 ATTEMPTS_MAX = 3
 """After so many asks that nobody took up, or offers for which there was no room, a taker prefills a request itself."""
@@ -133,7 +134,7 @@ class Taker:
         self._declined_us: dict[PeerId, int] = {}
         """When each of them last did not take what it was asked for."""
         self._open: dict[Serial, Taken] = {}
-        self._moves = dict.fromkeys(TAKER, 0)
+        self._states = StateMachine(TAKER, "a hand-over")
         self._failed: Counter[PdCode] = Counter()
         self._made = 0
         self._now_us = 0
@@ -145,7 +146,7 @@ class Taker:
         return tuple(self._open.values())
 
     def moves(self) -> dict[tuple[Taking, TakerMove], int]:
-        return dict(self._moves)
+        return self._states.moves()
 
     def gauges(self) -> HandoverGauges:
         return gauges_of(len(self._peers), len(self._open), self._made, self._failed)
@@ -420,7 +421,6 @@ class Taker:
         return f"nothing was heard of it for {self._config.lease_us // 1000} ms"
 
     def _move(self, entry: Taken, move: TakerMove) -> None:
-        before, entry.state = entry.state, next_state(TAKER, entry.state, move)
-        self._moves[before, move] += 1
+        entry.state = self._states.after(entry.state, move)
         if entry.state is Taking.OVER:
             del self._open[entry.serial]

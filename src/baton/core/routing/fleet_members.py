@@ -17,8 +17,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from baton.core.config import ROLES, Role
-from baton.core.errors import IllegalTransition
 from baton.core.routing.events import Facts, Instance, Ledger, RouterConfig, Session, Sign
+from baton.core.state_machine import StateMachine
 
 if TYPE_CHECKING:
     from baton.core.routing.routed_request import Choice
@@ -144,10 +144,10 @@ class Fleet:
         self.model: Facts | None = None
         """Whose fingerprint, vocabulary and block size all others must have."""
         self._lives: dict[Instance, _Life] = {}
-        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self._states = StateMachine(TRANSITIONS, "an instance")
 
     def moves(self) -> dict[tuple[MemberState, MemberMove], int]:
-        return dict(self._moves)
+        return self._states.moves()
 
     # ── coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -240,11 +240,7 @@ class Fleet:
         self.givers = [member for member in self.known_givers if member.state is MemberState.JOINED]
 
     def _move(self, member: Member, move: MemberMove) -> None:
-        edge = (member.state, move)
-        if edge not in TRANSITIONS:
-            raise IllegalTransition(f"{member.name}, {member.state.name}, cannot take the move {move.name}")
-        self._moves[edge] += 1
-        member.state = TRANSITIONS[edge]
+        member.state = self._states.after(member.state, move)
 
     # ── signs of life ────────────────────────────────────────────────────────────────────────────────────────────────────
 

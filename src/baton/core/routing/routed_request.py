@@ -26,7 +26,7 @@ from enum import Enum
 
 from baton.core.engine.records import Bill
 from baton.core.engine.request import FinishReason, RequestId, Submission, frozen_tokens
-from baton.core.errors import IllegalTransition, Refusal, RefusalCode
+from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.messages import PdCode, PdFault, PdStage
 from baton.core.routing.events import Body, ChoiceEnd, Instance, Leg, Outcome, RouterConfig
 from baton.core.routing.fleet_members import Member
@@ -75,13 +75,6 @@ TRANSITIONS: dict[tuple[Carry, CarryMove], Carry] = {
 ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
 """Refusals that another instance, or the same one a little later, need not share."""
 NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
-
-
-def next_carry(state: Carry, move: CarryMove) -> Carry:
-    try:
-        return TRANSITIONS[state, move]
-    except KeyError:
-        raise IllegalTransition(f"a choice that is {state.name} cannot take the move {move.name}") from None
 
 
 # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -64,9 +64,9 @@ from baton.core.routing.routed_request import (
     jittered_us,
     leads,
     loss_of,
-    next_carry,
     outcome_of,
 )  # fmt: skip
+from baton.core.state_machine import StateMachine
 
 PASSED_OVER_MAX = 16
 """Bodies at the head of the line that find no room, before those behind them are not tried any more."""
@@ -138,7 +138,7 @@ class Carrier:
         self._budget = RetryBudget(config)
         self._seed = seed
         self._legs: dict[Leg, Journey] = {}
-        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self._states = StateMachine(TRANSITIONS, "a choice")
         self._arrivals = 0
         self._legs_made = 0
         self._absent_since_us: int | None = None
@@ -147,7 +147,7 @@ class Carrier:
         """When the first who waits for somebody to serve has waited long enough."""
 
     def moves(self) -> dict[tuple[Carry, CarryMove], int]:
-        return dict(self._moves)
+        return self._states.moves()
 
     def next_deadline(self) -> int | None:
         due_us = sooner(self.room.next_due(), self._absent_due_us)
@@ -473,8 +473,7 @@ class Carrier:
 
     def move(self, choice: Choice, move: CarryMove) -> None:
         before = choice.state
-        choice.state = next_carry(before, move)
-        self._moves[before, move] += 1
+        choice.state = self._states.after(before, move)
         if before is Carry.WAITING:
             self.room.leave(choice)
             choice.keys = None
