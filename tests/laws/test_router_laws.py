@@ -23,8 +23,9 @@ from baton.core.handover.messages import PdCode, PdFault, PdStage
 from baton.core.routing.events import (
     Admit,
     Arrived,
+    AttemptAccepted,
+    AttemptRefused,
     Beaten,
-    Body,
     CallBack,
     Came,
     ChoiceEnd,
@@ -44,8 +45,6 @@ from baton.core.routing.events import (
     Ledger,
     Left,
     Leg,
-    LegRefused,
-    LegTaken,
     Names,
     Neighbours,
     Opened,
@@ -54,6 +53,7 @@ from baton.core.routing.events import (
     Outcome,
     Parted,
     Policy,
+    RequestNumber,
     RouterConfig,
     RouterEvent,
     Send,
@@ -62,7 +62,7 @@ from baton.core.routing.events import (
     TurnAway,
 )  # fmt: skip
 from baton.core.routing.fleet_members import TRANSITIONS as FLEET_TRANSITIONS
-from baton.core.routing.routed_request import TRANSITIONS, Carry, CarryMove
+from baton.core.routing.routed_request import TRANSITIONS, ChoiceMove, ChoiceState
 from baton.core.routing.router import Router
 from baton.core.state_machine import StateMachine
 
@@ -153,7 +153,7 @@ class Client:
     origin: bytes
     tokens: list[list[int]]
     outcomes: list[Outcome | None]
-    body: Body
+    body: RequestNumber
     opened: int = 0
     declined: Refusal | None = None
     left: bool = False
@@ -178,7 +178,7 @@ class World:
         self.ghosts: list[Life] = []
         """Earlier lives that may come back."""
         self.clients: list[Client] = []
-        self.by_body: dict[Body, Client] = {}
+        self.by_body: dict[RequestNumber, Client] = {}
         self.old_events: list[RouterEvent] = []
         self.sessions = 0
         self.bodies = 0
@@ -204,7 +204,7 @@ class World:
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def tell(self, event: RouterEvent) -> None:
-        if isinstance(event, Came | LegTaken | LegRefused | Beaten) and self.draws.random() < 0.1:
+        if isinstance(event, Came | AttemptAccepted | AttemptRefused | Beaten) and self.draws.random() < 0.1:
             self.old_events.append(event)
         self.now_us += self.draws.randrange(0, 2000)
         before = self.router.waiting
@@ -227,7 +227,7 @@ class World:
             )
             for choice in range(choices)
         )  # fmt: skip
-        body = Body(number)
+        body = RequestNumber(number)
         client = Client(group, f"origin {number}".encode(), [[] for _ in group], [None] * choices, body)
         client.limits = [submission.max_tokens for submission in group]
         self.clients.append(client)
@@ -250,10 +250,10 @@ class World:
             code = RefusalCode.CONTEXT_EXCEEDED if longest > life.facts.context_tokens else self.draws.choice(TURNED_DOWN)
             self.seen["refusals"] += 1
             life.legs.remove(send.leg)
-            self.tell(LegRefused(session, send.leg, Refusal(code, "not here, or not now")))
+            self.tell(AttemptRefused(session, send.leg, Refusal(code, "not here, or not now")))
         else:
             life.take(send)
-            self.tell(LegTaken(session, send.leg))
+            self.tell(AttemptAccepted(session, send.leg))
 
     def step(self) -> None:
         running = [(life, s) for life in self.lives.values() for s in life.seats.values() if s.end is None]
@@ -389,7 +389,7 @@ class World:
         """Of sessions and legs that are over, and some that are not: those are left out, for their lines keep order."""
         live = [life.session for life in self.connected()]
         for event in self.old_events[-3:]:
-            if isinstance(event, Came | LegTaken | LegRefused | Beaten) and event.session not in live:
+            if isinstance(event, Came | AttemptAccepted | AttemptRefused | Beaten) and event.session not in live:
                 late = self.router.counts.late
                 assert self.router.handle(event, self.now_us) == []
                 assert self.router.counts.late == late + 1
@@ -563,12 +563,12 @@ class World:
         prefill: Counter[Session] = Counter()
         waiting = 0
         for body in router.carried():
-            assert body.open_choices == sum(choice.state is not Carry.ENDED for choice in body.choices)
+            assert body.open_choices == sum(choice.state is not ChoiceState.ENDED for choice in body.choices)
             assert body.open_choices or body.orphan
             for choice in body.choices:
-                waiting += choice.state is Carry.WAITING
-                assert (choice.leg is not None) == (choice.state in (Carry.SENT, Carry.OPEN, Carry.CUT))
-                assert choice.preemptions <= self.config.preempt_retry_count or choice.state is Carry.ENDED
+                waiting += choice.state is ChoiceState.WAITING
+                assert (choice.leg is not None) == (choice.state in (ChoiceState.SENT, ChoiceState.OPEN, ChoiceState.CUT))
+                assert choice.preemptions <= self.config.preempt_retry_count or choice.state is ChoiceState.ENDED
                 if choice.leg is not None:
                     aboard[choice.leg.member.session] += 1
                 if choice.prefill is not None:
@@ -659,8 +659,8 @@ def test_whatever_happens_to_a_fleet_each_client_gets_its_tokens_once_and_one_en
 
 def test_what_is_not_in_the_table_is_a_bug() -> None:
     machine = StateMachine(TRANSITIONS, "a choice")
-    for state in Carry:
-        for move in CarryMove:
+    for state in ChoiceState:
+        for move in ChoiceMove:
             if (state, move) in TRANSITIONS:
                 assert machine.after(state, move) is TRANSITIONS[state, move]
             else:

@@ -1,6 +1,6 @@
 """A router with its HTTP surface, and instances, in one thread beside the test: everything real but processes and sockets.
 
-Instances are a Relay, a real Worker and the scripted executor; the bytes between them and the router are those of the wire.
+Instances are an InstanceSessions, a real Worker and the scripted executor; bytes between them and the router are the wire's.
 An instance computes as fast as it can up to as many tokens as a test allows it, so that a test can do something to it in the
 middle of an answer and nothing depends on time.
 """
@@ -34,9 +34,9 @@ from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import Chronicle
 from baton.router.instance_connections import Sessions, monotonic_us
 from baton.wire.engine_messages import AcceptedAs, Peers, RefusedWith, StepOutput
-from baton.wire.instance_sessions import Relay, RelayOut
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import Join, decode_from_router, encode_membership
-from baton.wire.router_sessions import Switch
+from baton.wire.router_sessions import RouterSessions
 from baton.wire.worker_messages import event_of, message_of
 from tests.api.conftest import Served, _ending
 from tests.support.driver import shape_of
@@ -74,7 +74,7 @@ class MemoryMember:
         self.name = name
         self.executor = ScriptedExecutor(shape_of(config), text.vocabulary)
         self.worker = Worker(config, PrefixIndex(SECRET, self.executor.fingerprint, config.blocks))
-        self.relay = Relay(
+        self.relay = InstanceSessions(
             Join(
                 name, incarnation, config.role.name, self.executor.fingerprint[:64], f"http://{name}", "", config.slots,
                 config.blocks, config.block_size, config.context_tokens, text.vocabulary, 0, False,
@@ -94,7 +94,7 @@ class MemoryMember:
     def join(self, sessions: Sessions) -> None:
         self.sessions, self.line = sessions, MemoryLine(self)
         sessions.opened(self.line)  # type: ignore[arg-type]
-        self._act(RelayOut(says=self.relay.opened(monotonic_us())))
+        self._act(SessionEffects(says=self.relay.opened(monotonic_us())))
 
     def hear(self, frame: bytes) -> None:
         self._act(self.relay.heard(decode_from_router(frame), monotonic_us()))
@@ -111,7 +111,7 @@ class MemoryMember:
             line.is_over = True
             self.sessions.ended(line, LineEnd(Stage.OPEN, None, "the connection was closed"))  # type: ignore[arg-type]
 
-    def _act(self, out: RelayOut) -> None:
+    def _act(self, out: SessionEffects) -> None:
         self.drained = self.drained or out.drain
         for order in out.orders:
             if not isinstance(order, Peers):
@@ -130,7 +130,7 @@ class MemoryMember:
             if now_s - beaten_s > BEAT_S and self.line is not None:
                 beaten_s = now_s
                 beat = self.relay.beat(None, 0, monotonic_us())
-                self._act(RelayOut(says=[] if beat is None else [beat]))
+                self._act(SessionEffects(says=[] if beat is None else [beat]))
 
     def _compute(self) -> bool:
         deadline_us = self.worker.next_deadline()
@@ -194,7 +194,7 @@ class Fleet:
 
     def _start(self, sock: socket.socket) -> None:
         self.router = Router(self._config, SECRET, seed=1)
-        self.sessions = Sessions(Switch(self.router, "router"), bytes(32), "router")
+        self.sessions = Sessions(RouterSessions(self.router, "router"), bytes(32), "router")
         state = RouterState(monotonic_us())
         self.engine = FleetEngine(self.sessions, state, self._text.vocabulary)
         self.metrics = Metrics(self.engine, "tiny")

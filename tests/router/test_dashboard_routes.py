@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from baton.api.errors import ApiError
-from baton.core.routing.events import Body, Facts, Instance, Ledger
+from baton.core.routing.events import Facts, Instance, Ledger, RequestNumber
 from baton.node.peer_options import is_loopback
 from baton.router.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard
 from baton.router.dashboard_state import RouterState
@@ -38,7 +38,7 @@ class Site:
 
     def __init__(self, facts: Facts = FACTS, demo: bool = True, client: str = "127.0.0.1") -> None:
         state = RouterState(0)
-        state.asked(Body(1), "</script><img src=x onerror=alert(1)>", "/v1/completions", 3, 1, 0)
+        state.asked(RequestNumber(1), "</script><img src=x onerror=alert(1)>", "/v1/completions", 3, 1, 0)
         state.sample([View(facts, Ledger())], 0, 1)
         app = FastAPI()
         app.exception_handler(ApiError)(lambda _, error: error.response())

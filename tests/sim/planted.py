@@ -41,7 +41,7 @@ from baton.wire import request_table as desking
 from baton.wire import worker_messages as dispatch
 from baton.wire.engine_messages import Rows, StepOutput, Submit, WireEnded, WireSubmission
 from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
-from baton.wire.request_table import Desk, State
+from baton.wire.request_table import EntryState, RequestTable
 
 CATCHES = Path(__file__).with_name("catches.json")
 
@@ -813,25 +813,25 @@ def drop_what_finds_the_window_full(patch: Patch) -> None:
 
 @wire("an end that comes together with tokens is lost")
 def lose_an_end_that_comes_with_tokens(patch: Patch) -> None:
-    step_then = Desk._step
+    step_then = RequestTable._step
 
-    def step(self: Desk, output: StepOutput) -> Any:
+    def step(self: RequestTable, output: StepOutput) -> Any:
         heard = set(Rows(output).serials)
         return step_then(
             self, msgspec.structs.replace(output, ended=tuple(e for e in output.ended if e.serial not in heard))
         )
 
-    patch.set(Desk, "_step", step)
+    patch.set(RequestTable, "_step", step)
 
 
 @wire("what was accepted for a client that had left is not cancelled")
 def cancel_nothing_for_abandoned_tickets(patch: Patch) -> None:
-    accepted_then = Desk._accepted
+    accepted_then = RequestTable._accepted
 
-    def accepted(self: Desk, ticket: int, serials: tuple[int, ...]) -> desking.Took:
+    def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> desking.Took:
         return desking.Took(accepted_then(self, ticket, serials).news, [])
 
-    patch.set(Desk, "_accepted", accepted)
+    patch.set(RequestTable, "_accepted", accepted)
 
 
 @wire("clients that left are told of the loss of their instance, though they have ended")
@@ -843,54 +843,54 @@ def tell_the_loss_to_those_who_left(patch: Patch) -> None:
 def forget_stopping_requests_at_a_loss(patch: Patch) -> None:
     heard_then = desking._heard
 
-    def heard(book: dict[int, State]) -> list[int]:
-        return [key for key in heard_then(book) if book[key] is not State.STOPPING]
+    def heard(book: dict[int, EntryState]) -> list[int]:
+        return [key for key in heard_then(book) if book[key] is not EntryState.STOPPING]
 
     patch.set(desking, "_heard", heard)
 
 
 @wire("groups that wait for their answer are forgotten when their instance is lost")
 def forget_tickets_at_a_loss(patch: Patch) -> None:
-    lose_then = Desk.lose
-    patch.set(Desk, "lose", lambda self, reason: [end for end in lose_then(self, reason) if end.ticket is None])
+    lose_then = RequestTable.lose
+    patch.set(RequestTable, "lose", lambda self, reason: [end for end in lose_then(self, reason) if end.ticket is None])
 
 
 @wire("the choices of a group change places when it is accepted")
 def swap_the_choices_of_a_group(patch: Patch) -> None:
-    accepted_then = Desk._accepted
+    accepted_then = RequestTable._accepted
 
-    def accepted(self: Desk, ticket: int, serials: tuple[int, ...]) -> desking.Took:
+    def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> desking.Took:
         return accepted_then(self, ticket, serials[::-1])
 
-    patch.set(Desk, "_accepted", accepted)
+    patch.set(RequestTable, "_accepted", accepted)
 
 
 @wire("an end of a request from before the reconnection is taken for a breach of protocol")
 def stumble_over_ends_of_a_former_session(patch: Patch) -> None:
-    ends_then = Desk._ends
+    ends_then = RequestTable._ends
 
-    def ends(self: Desk, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
+    def ends(self: RequestTable, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
         before, self._first_serial = self._first_serial, 0
         try:
             return ends_then(self, ended)
         finally:
             self._first_serial = before
 
-    patch.set(Desk, "_ends", ends)
+    patch.set(RequestTable, "_ends", ends)
 
 
 @wire("a client that has stopped reading its answer hears nothing more of it, not even the end")
 def hear_nothing_after_a_stop(patch: Patch) -> None:
-    step_then = Desk._step
+    step_then = RequestTable._step
 
-    def step(self: Desk, output: StepOutput) -> Any:
-        stopping = [serial for serial, state in self._serials.items() if state is State.STOPPING]
+    def step(self: RequestTable, output: StepOutput) -> Any:
+        stopping = [serial for serial, state in self._serials.items() if state is EntryState.STOPPING]
         took = step_then(self, output)
         for serial in stopping if took.step is not None else ():
             took.step.ended.pop(serial, None)
         return took
 
-    patch.set(Desk, "_step", step)
+    patch.set(RequestTable, "_step", step)
 
 
 # ── wire: messages and dispatch ──────────────────────────────────────────────────────────────────────────────────────────
@@ -1040,14 +1040,14 @@ def take_one_session_only(patch: Patch) -> None:
 
 @wire("an instance that has served before is never taken for ready again")
 def believe_only_the_first_ready(patch: Patch) -> None:
-    take_then = Desk.take
+    take_then = RequestTable.take
 
-    def take(self: Desk, message: Any) -> Any:
+    def take(self: RequestTable, message: Any) -> Any:
         if isinstance(message, messages.Ready) and message.gauges.steps:
             return desking.Took([], [])
         return take_then(self, message)
 
-    patch.set(Desk, "take", take)
+    patch.set(RequestTable, "take", take)
 
 
 @core("an answer that drew a stop token ends as `length`, one that ran to its limit as `stop`")
@@ -1085,13 +1085,13 @@ def believe_any_key(patch: Patch) -> None:
 
 @wire("of an abandoned group only the first choice is cancelled; the others run on for nobody")
 def cancel_the_first_choice_only(patch: Patch) -> None:
-    accepted_then = Desk._accepted
+    accepted_then = RequestTable._accepted
 
-    def accepted(self: Desk, ticket: int, serials: tuple[int, ...]) -> Any:
+    def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> Any:
         took = accepted_then(self, ticket, serials)
         return desking.Took(took.news, took.orders[:1])
 
-    patch.set(Desk, "_accepted", accepted)
+    patch.set(RequestTable, "_accepted", accepted)
 
 
 @core("when the front end is gone, what runs runs on")

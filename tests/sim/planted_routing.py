@@ -17,19 +17,19 @@ from baton.core.routing import adoption as adopting
 from baton.core.routing import placement
 from baton.core.routing import routed_requests as carrier
 from baton.core.routing.adoption import Adoption
-from baton.core.routing.events import Body, HeldChoice, Instance, LegRefused, Names, Neighbours, Session, Sign
-from baton.core.routing.fleet_members import Fleet, Member, MemberMove, MemberState
+from baton.core.routing.events import AttemptRefused, HeldChoice, Instance, Names, Neighbours, RequestNumber, Session, Sign
+from baton.core.routing.fleet_members import FleetMember, FleetMembers, MemberMove, MemberState
 from baton.core.routing.placement import Placement
-from baton.core.routing.placement_queue import WaitingRoom
-from baton.core.routing.prefix_directory import Holdings
-from baton.core.routing.rate_limits import Quota
-from baton.core.routing.routed_request import Carried, Choice
+from baton.core.routing.placement_queue import PlacementQueue
+from baton.core.routing.prefix_directory import PrefixDirectory
+from baton.core.routing.rate_limits import RateLimits
+from baton.core.routing.routed_request import RoutedChoice, RoutedRequest
 from baton.core.routing.routed_requests import Carrier, Cause
 from baton.core.routing.router import Router
 from baton.wire import router_sessions as switch
 from baton.wire.engine_messages import StepOutput
-from baton.wire.instance_sessions import Relay, RelayOut, State
-from baton.wire.request_table import Desk
+from baton.wire.instance_sessions import HeldState, InstanceSessions, SessionEffects
+from baton.wire.request_table import RequestTable
 from baton.wire.router_messages import FromInstance
 from tests.sim.planted import Patch, core, wire
 from tests.sim.planted_peers import BUGS
@@ -45,7 +45,9 @@ LONG_US = 10**12
 def _regrouped(patch: Patch, change: Any) -> None:
     group_then = carrier.group_of
 
-    def group_of(choices: Sequence[tuple[Choice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
+    def group_of(
+        choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]
+    ) -> tuple[Submission, ...]:
         return tuple(change(item, asked) for item, (_, asked) in zip(group_then(choices, prefill_at), choices, strict=True))
 
     patch.set(carrier, "group_of", group_of)
@@ -75,7 +77,7 @@ def count_the_limit_anew(patch: Patch) -> None:
 def deliver_held_tokens_from_the_first(patch: Patch) -> None:
     take_over_then = Adoption._take_over
 
-    def take_over(self: Adoption, choice: Choice, item: HeldChoice, member: Member) -> Any:
+    def take_over(self: Adoption, choice: RoutedChoice, item: HeldChoice, member: FleetMember) -> Any:
         if choice.delivered and not choice.body.orphan:
             choice.delivered = choice.delivered[:-1]
         return take_over_then(self, choice, item, member)
@@ -85,7 +87,7 @@ def deliver_held_tokens_from_the_first(patch: Patch) -> None:
 
 @core("a choice is resumed at an instance that knows less of it than its client")
 def resume_a_shorter_history(patch: Patch) -> None:
-    def wanted(choice: Choice, item: HeldChoice) -> bool:
+    def wanted(choice: RoutedChoice, item: HeldChoice) -> bool:
         return choice.outcome is None
 
     patch.set(adopting, "_wanted", wanted)
@@ -98,7 +100,7 @@ def go_on_after_the_last_token(patch: Patch) -> None:
 
 @core("only the last leg of a request is billed")
 def bill_the_last_leg(patch: Patch) -> None:
-    def add_bill(choice: Choice, bill: Bill) -> None:
+    def add_bill(choice: RoutedChoice, bill: Bill) -> None:
         choice.bill = replace(bill, cached_tokens=bill.cached_tokens if choice.attempts <= 1 else choice.bill.cached_tokens)
 
     patch.set(carrier, "add_bill", add_bill)
@@ -111,7 +113,7 @@ def bill_the_last_leg(patch: Patch) -> None:
 def count_no_retries(patch: Patch) -> None:
     may_then = Carrier._may_go_on
 
-    def may_go_on(self: Carrier, choice: Choice, cause: Cause, where: Instance | None) -> bool:
+    def may_go_on(self: Carrier, choice: RoutedChoice, cause: Cause, where: Instance | None) -> bool:
         return may_then(self, choice, cause, where) or True
 
     patch.set(Carrier, "_may_go_on", may_go_on)
@@ -121,7 +123,7 @@ def count_no_retries(patch: Patch) -> None:
 def give_up_at_the_first_loss(patch: Patch) -> None:
     may_then = Carrier._may_go_on
 
-    def may_go_on(self: Carrier, choice: Choice, cause: Cause, where: Instance | None) -> bool:
+    def may_go_on(self: Carrier, choice: RoutedChoice, cause: Cause, where: Instance | None) -> bool:
         return may_then(self, choice, cause, where) and cause is not Cause.LOST
 
     patch.set(Carrier, "_may_go_on", may_go_on)
@@ -129,12 +131,12 @@ def give_up_at_the_first_loss(patch: Patch) -> None:
 
 @core("what backs off never comes back")
 def back_off_for_ever(patch: Patch) -> None:
-    enter_then = WaitingRoom.enter
+    enter_then = PlacementQueue.enter
 
-    def enter(self: WaitingRoom, choice: Choice, due_us: int) -> None:
+    def enter(self: PlacementQueue, choice: RoutedChoice, due_us: int) -> None:
         enter_then(self, choice, due_us + (LONG_US if choice.attempts else 0))
 
-    patch.set(WaitingRoom, "enter", enter)
+    patch.set(PlacementQueue, "enter", enter)
 
 
 @core("a leg that was refused is tried again at once, at the same full instance")
@@ -149,7 +151,7 @@ def go_back_to_who_had_no_room(patch: Patch) -> None:
 
 @core("the answer that a leg was refused is forgotten, and its choices wait for an answer for ever")
 def forget_a_refusal(patch: Patch) -> None:
-    def refused(self: Carrier, event: LegRefused) -> None:
+    def refused(self: Carrier, event: AttemptRefused) -> None:
         self.counts.late += 1
 
     patch.set(Carrier, "refused", refused)
@@ -157,7 +159,7 @@ def forget_a_refusal(patch: Patch) -> None:
 
 @core("choices that found no room are not put back in line")
 def lose_who_was_passed_over(patch: Patch) -> None:
-    patch.set(WaitingRoom, "put_back", lambda self, party: None)
+    patch.set(PlacementQueue, "put_back", lambda self, party: None)
 
 
 @core("an instance gets more than it has room for, and refuses it")
@@ -169,7 +171,7 @@ def send_beyond_the_limit(patch: Patch) -> None:
 def wait_beyond_the_deadline(patch: Patch) -> None:
     open_then = Carrier.open_body
 
-    def open_body(self: Carrier, number: Body, tenant: str | None, origin: bytes, choices: int) -> Carried:
+    def open_body(self: Carrier, number: RequestNumber, tenant: str | None, origin: bytes, choices: int) -> RoutedRequest:
         body = open_then(self, number, tenant, origin, choices)
         body.deadline_us += LONG_US
         return body
@@ -187,7 +189,7 @@ def wait_for_an_instance_for_ever(patch: Patch) -> None:
 
 @core("what a tenant has open is never taken off its account")
 def never_close_an_account(patch: Patch) -> None:
-    patch.set(Quota, "close", lambda self, tenant, generated_tokens, now_us: None)
+    patch.set(RateLimits, "close", lambda self, tenant, generated_tokens, now_us: None)
 
 
 # ── members ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,42 +197,42 @@ def never_close_an_account(patch: Patch) -> None:
 
 @core("an older life of an instance joins beside, and instead of, the newer one")
 def welcome_an_old_life(patch: Patch) -> None:
-    objection_then = Fleet.objection
+    objection_then = FleetMembers.objection
 
-    def objection(self: Fleet, *given: Any) -> Any:
+    def objection(self: FleetMembers, *given: Any) -> Any:
         made = objection_then(self, *given)
         return None if made is not None and made.fenced else made
 
-    patch.set(Fleet, "objection", objection)
+    patch.set(FleetMembers, "objection", objection)
 
 
 @core("a silent instance is never suspected: its requests wait for the connection to break")
 def suspect_nobody(patch: Patch) -> None:
-    patch.set(Fleet, "silent", lambda self, now_us: [])
+    patch.set(FleetMembers, "silent", lambda self, now_us: [])
 
 
 @core("an engine that stands still is not noticed behind a front end that does not")
 def overlook_a_silent_engine(patch: Patch) -> None:
-    beaten_then = Fleet.beaten
+    beaten_then = FleetMembers.beaten
 
-    def beaten(self: Fleet, member: Member, sign: Sign, now_us: int) -> Any:
+    def beaten(self: FleetMembers, member: FleetMember, sign: Sign, now_us: int) -> Any:
         return beaten_then(self, member, replace(sign, engine_silent_us=0), now_us)
 
-    patch.set(Fleet, "beaten", beaten)
+    patch.set(FleetMembers, "beaten", beaten)
 
 
 @core("a router that slept takes its own silence for that of its instances")
 def count_own_lateness(patch: Patch) -> None:
-    patch.set(Fleet, "excuse", lambda self, late_us: None)
+    patch.set(FleetMembers, "excuse", lambda self, late_us: None)
 
 
 @core("an instance that drains still gets requests")
 def go_on_placing_where_it_drains(patch: Patch) -> None:
-    def drain(self: Fleet, member: Member, now_us: int) -> None:
+    def drain(self: FleetMembers, member: FleetMember, now_us: int) -> None:
         self._move(member, MemberMove.DRAIN)
         member.drain_by_us = now_us + self._config.drain_us
 
-    patch.set(Fleet, "drain", drain)
+    patch.set(FleetMembers, "drain", drain)
 
 
 @core("what an instance that drains has open stays there, however long that takes")
@@ -240,14 +242,14 @@ def never_clear_out(patch: Patch) -> None:
 
 @core("an instance that is gone still counts as one that can prefill")
 def send_to_a_giver_that_is_gone(patch: Patch) -> None:
-    list_then = Fleet._list
+    list_then = FleetMembers._list
 
-    def make_lists(self: Fleet) -> None:
+    def make_lists(self: FleetMembers) -> None:
         before = self.givers
         list_then(self)
         self.givers = [*self.givers, *(m for m in before if m.state is MemberState.GONE and m not in self.givers)]
 
-    patch.set(Fleet, "_list", make_lists)
+    patch.set(FleetMembers, "_list", make_lists)
 
 
 @core("instances that decode are not told of a new one that prefills")
@@ -276,20 +278,20 @@ def keep_the_former_session(patch: Patch) -> None:
 
 @core("the prefixes of an instance that is gone are credited to the next that takes its place")
 def remember_a_dead_cache(patch: Patch) -> None:
-    def close(self: Holdings, session: Session) -> None:
+    def close(self: PrefixDirectory, session: Session) -> None:
         del self._by_bit[self._holders.pop(session).bit]
 
-    patch.set(Holdings, "close", close)
+    patch.set(PrefixDirectory, "close", close)
 
 
 @core("names that come with an instance's first sign of life are not taken in")
 def overlook_the_first_names(patch: Patch) -> None:
-    hear_then = Holdings.hear
+    hear_then = PrefixDirectory.hear
 
-    def hear(self: Holdings, session: Session, names: Names) -> None:
+    def hear(self: PrefixDirectory, session: Session, names: Names) -> None:
         hear_then(self, session, replace(names, named=()) if names.fresh else names)
 
-    patch.set(Holdings, "hear", hear)
+    patch.set(PrefixDirectory, "hear", hear)
 
 
 @core("an instance does not tell which prefixes it has dropped")
@@ -314,7 +316,7 @@ def never_call_back(patch: Patch) -> None:
 def keep_orphans(patch: Patch) -> None:
     body_then = Adoption._body_of
 
-    def body_of(self: Adoption, item: HeldChoice) -> Carried | None:
+    def body_of(self: Adoption, item: HeldChoice) -> RoutedRequest | None:
         body = body_then(self, item)
         if body is not None and body.grace_us is not None:
             body.grace_us = LONG_US
@@ -330,7 +332,7 @@ def ignore_a_claim(patch: Patch) -> None:
 
 @core("what instances have kept for a lost router is thrown away when they join the next")
 def throw_away_what_was_kept(patch: Patch) -> None:
-    def adopt(self: Adoption, member: Member, held: Sequence[HeldChoice]) -> Any:
+    def adopt(self: Adoption, member: FleetMember, held: Sequence[HeldChoice]) -> Any:
         return (), tuple(item.serial for item in held)
 
     patch.set(Adoption, "adopt", adopt)
@@ -340,7 +342,7 @@ def throw_away_what_was_kept(patch: Patch) -> None:
 def find_what_is_over(patch: Patch) -> None:
     close_then = Carrier.close_body
 
-    def close_body(self: Carrier, body: Carried) -> None:
+    def close_body(self: Carrier, body: RoutedRequest) -> None:
         close_then(self, body)
         self.over.clear()
 
@@ -358,12 +360,12 @@ def overlook_an_end_that_was_held(patch: Patch) -> None:
 
 @wire("the choices of a leg are taken for each other")
 def mix_up_the_choices_of_a_leg(patch: Patch) -> None:
-    open_then = switch.Switch._open
+    open_then = switch.RouterSessions._open
 
-    def opened(self: switch.Switch, seat: Any, trip: Any, serials: tuple[int, ...], now_us: int) -> Any:
+    def opened(self: switch.RouterSessions, seat: Any, trip: Any, serials: tuple[int, ...], now_us: int) -> Any:
         return open_then(self, seat, trip, tuple(reversed(serials)), now_us)
 
-    patch.set(switch.Switch, "_open", opened)
+    patch.set(switch.RouterSessions, "_open", opened)
 
 
 @wire("instances are never told to forget what is over")
@@ -379,7 +381,7 @@ def never_say_forget(patch: Patch) -> None:
 
 @wire("a leg that was called back before its answer is computed to the end, for nobody")
 def forget_what_was_abandoned(patch: Patch) -> None:
-    patch.set(Desk, "abandon", lambda self, ticket: None)
+    patch.set(RequestTable, "abandon", lambda self, ticket: None)
 
 
 @wire("that a client has found its stop string is not passed on")
@@ -389,7 +391,7 @@ def never_pass_on_a_cut(patch: Patch) -> None:
 
 @wire("what an instance has held is not admitted to its session, and its next tokens break the rules")
 def forget_to_take_up_what_was_held(patch: Patch) -> None:
-    patch.set(Desk, "adopt", lambda self, serial, wanted=True: None)
+    patch.set(RequestTable, "adopt", lambda self, serial, wanted=True: None)
 
 
 # ── wire: the instance's end ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -397,14 +399,14 @@ def forget_to_take_up_what_was_held(patch: Patch) -> None:
 
 @wire("an instance keeps what it had for a lost router for ever")
 def keep_beyond_the_grace(patch: Patch) -> None:
-    patch.set(Relay, "next_deadline", lambda self: None)
+    patch.set(InstanceSessions, "next_deadline", lambda self: None)
 
 
 @wire("of the rows that come while no router is there, the first is not written down")
 def lose_a_row_of_history(patch: Patch) -> None:
-    write_then = Relay._write_down
+    write_then = InstanceSessions._write_down
 
-    def write_down(self: Relay, output: StepOutput, serials: list[int]) -> None:
+    def write_down(self: InstanceSessions, output: StepOutput, serials: list[int]) -> None:
         before = {serial: bytes(self._open[serial].tokens) for serial in serials}
         lines = {serial: self._open[serial] for serial in serials}
         write_then(self, output, serials)
@@ -412,52 +414,52 @@ def lose_a_row_of_history(patch: Patch) -> None:
             if len(before[serial]) == 4:  # its second row
                 line.tokens[:] = before[serial]
 
-    patch.set(Relay, "_write_down", write_down)
+    patch.set(InstanceSessions, "_write_down", write_down)
 
 
 @wire("what the engine had not answered when the router was lost is computed for nobody, for ever unforgotten")
 def keep_what_was_never_answered(patch: Patch) -> None:
-    def opened(self: Relay, now_us: int) -> list[FromInstance]:
+    def opened(self: InstanceSessions, now_us: int) -> list[FromInstance]:
         asked, self._asked = self._asked, {}
         try:
             return opened_then(self, now_us)
         finally:
             self._asked = asked
 
-    opened_then = Relay.opened
-    patch.set(Relay, "opened", opened)
+    opened_then = InstanceSessions.opened
+    patch.set(InstanceSessions, "opened", opened)
 
 
 @wire("a router's order to cancel is not passed on to the engine")
 def never_pass_on_a_cancel(patch: Patch) -> None:
-    dropped_then = Relay._dropped
+    dropped_then = InstanceSessions._dropped
 
-    def dropped(self: Relay, serials: Any) -> Any:
+    def dropped(self: InstanceSessions, serials: Any) -> Any:
         dropped_then(self, serials)
         return []
 
-    patch.set(Relay, "_dropped", dropped)
+    patch.set(InstanceSessions, "_dropped", dropped)
 
 
 @wire("the welcome does not order the engine to tell what it has cached")
 def never_ask_for_names(patch: Patch) -> None:
-    welcomed_then = Relay._welcomed
+    welcomed_then = InstanceSessions._welcomed
 
-    def welcomed(self: Relay, message: Any) -> RelayOut:
+    def welcomed(self: InstanceSessions, message: Any) -> SessionEffects:
         out = welcomed_then(self, message)
         out.orders = out.orders[:-1]
         return out
 
-    patch.set(Relay, "_welcomed", welcomed)
+    patch.set(InstanceSessions, "_welcomed", welcomed)
 
 
 @wire("the history of a choice that has ended is dropped at once")
 def forget_ended_choices_early(patch: Patch) -> None:
-    end_then = Relay._end
+    end_then = InstanceSessions._end
 
-    def end(self: Relay, line: Any, ended: Any) -> None:
+    def end(self: InstanceSessions, line: Any, ended: Any) -> None:
         end_then(self, line, ended)
-        if line.state is State.ENDED:
+        if line.state is HeldState.ENDED:
             self._drop_all([line])
 
-    patch.set(Relay, "_end", end)
+    patch.set(InstanceSessions, "_end", end)

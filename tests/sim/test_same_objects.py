@@ -15,8 +15,8 @@ from baton.core.routing.router import Router
 from baton.sim.laws import OWN_CHECKS
 from baton.sim.scenario import run_seed
 from baton.wire import engine_messages as messages
-from baton.wire.instance_sessions import Relay
-from baton.wire.router_sessions import Switch
+from baton.wire.instance_sessions import InstanceSessions
+from baton.wire.router_sessions import RouterSessions
 
 SIM = Path(__file__).parents[2] / "src" / "baton" / "sim"
 
@@ -101,8 +101,8 @@ def test_only_the_judge_looks_behind_the_door() -> None:
         (messages, "wire_submission", 0),
         (Router, "handle", 2),
         (Placement, "choose", 2),
-        (Switch, "heard", 2),
-        (Relay, "take", 2),
+        (RouterSessions, "heard", 2),
+        (InstanceSessions, "take", 2),
     ],
 )
 def test_a_world_stands_still_without_the_production_code(

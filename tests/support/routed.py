@@ -1,4 +1,4 @@
-"""A router and instances in one thread: Switch ↔ bytes ↔ Relay ↔ a real Worker with the scripted executor, in virtual time.
+"""A router and instances in one thread, in virtual time: RouterSessions ↔ bytes ↔ InstanceSessions ↔ a Worker that is scripted.
 
 Lines between them are queues of frames in either direction. A test can break any of them at any message, kill the router
 and start another, stop an instance for good; clients compare what they got with the undisturbed run.
@@ -19,7 +19,6 @@ from baton.core.engine.request import FinishReason, RequestId, Sampling, Submiss
 from baton.core.engine.worker import Launch, StepDone, Tick, Worker
 from baton.core.errors import Refusal
 from baton.core.routing.events import (
-    Body,
     Declined,
     Delivered,
     FleetChanged,
@@ -28,6 +27,7 @@ from baton.core.routing.events import (
     Orphan,
     OrphanDropped,
     Outcome,
+    RequestNumber,
     RouterConfig,
     Session,
 )
@@ -47,7 +47,7 @@ from baton.wire.engine_messages import (
     encode_to_engine,
     pulse,
 )
-from baton.wire.instance_sessions import Relay, RelayOut, Standing
+from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import (
     FromInstance,
     Join,
@@ -55,7 +55,7 @@ from baton.wire.router_messages import (
     decode_from_router,
     encode_membership,
 )
-from baton.wire.router_sessions import Act, Close, Say, Switch
+from baton.wire.router_sessions import Act, Close, RouterSessions, Say
 from baton.wire.worker_messages import event_of, message_of
 from tests.support.driver import VOCABULARY, shape_of
 
@@ -123,7 +123,7 @@ class Member:
             name, 1, config.role.name, self.executor.fingerprint[:64], f"http://{name}", "", config.slots, config.blocks,
             config.block_size, config.context_tokens, VOCABULARY, 0, False,
         )  # fmt: skip
-        self.relay = Relay(join)
+        self.relay = InstanceSessions(join)
         self.line: Line | None = None
         self.dial_at_us = 0
         self.launched = 0
@@ -181,7 +181,7 @@ class Member:
                 if ours is not None:
                     self.act(self.relay.take(ours, self.world.now_us))
 
-    def act(self, out: RelayOut) -> None:
+    def act(self, out: SessionEffects) -> None:
         self.fenced = self.fenced or out.fenced
         for order in out.orders:
             self.order(order)
@@ -220,7 +220,7 @@ class Asked:
 
     group: list[Submission]
     origin: bytes
-    body: Body
+    body: RequestNumber
     tokens: list[list[int]]
     extras: list[list[object]]
     outcomes: list[Outcome | None]
@@ -246,7 +246,7 @@ class World:
         self.lines: list[Line] = []
         self.switch = self._router()
         self.members = [Member(self, f"d{number}", worker) for number in range(members)]
-        self.asked: dict[Body, Asked] = {}
+        self.asked: dict[RequestNumber, Asked] = {}
         self.orphans: dict[bytes, Asked] = {}
         self.noted: list[Noted] = []
         self.changed: list[FleetChanged] = []
@@ -259,8 +259,8 @@ class World:
         self._waiting: list[Asked] = []
         """Clients of a router that is gone."""
 
-    def _router(self) -> Switch:
-        return Switch(Router(self.config, SECRET, seed=1), "router")
+    def _router(self) -> RouterSessions:
+        return RouterSessions(Router(self.config, SECRET, seed=1), "router")
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -268,7 +268,13 @@ class World:
         origin = origin or group[0].request_id.encode()
         size = range(len(group))
         asked = Asked(
-            list(group), origin, Body(0), [[] for _ in size], [[] for _ in size], [None for _ in size], [None for _ in size]
+            list(group),
+            origin,
+            RequestNumber(0),
+            [[] for _ in size],
+            [[] for _ in size],
+            [None for _ in size],
+            [None for _ in size],
         )
         self._submit(asked)
         return asked
@@ -450,7 +456,7 @@ class World:
     def go_on(self) -> None:
         if not self.turn():
             self._sleep()
-        elif self._waiting and all(m.relay.standing is Standing.SERVING for m in self.members if not m.dead):
+        elif self._waiting and all(m.relay.standing is InstanceSessionState.SERVING for m in self.members if not m.dead):
             self._claim_all()
         self.now_us += TURN_US
 

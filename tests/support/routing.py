@@ -11,8 +11,9 @@ from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.messages import PdCode, PdFault, PdStage
 from baton.core.routing.events import (
     Arrived,
+    AttemptAccepted,
+    AttemptRefused,
     Beaten,
-    Body,
     Came,
     ChoiceEnd,
     Delivered,
@@ -22,9 +23,8 @@ from baton.core.routing.events import (
     Instance,
     Joined,
     Ledger,
-    LegRefused,
-    LegTaken,
     Names,
+    RequestNumber,
     RouterConfig,
     RouterEffect,
     RouterEvent,
@@ -108,9 +108,9 @@ class Bench:
         self.tell(Joined(session, facts, draining, held))
         return session
 
-    def arrive(self, *group: Submission, tenant: str = "t", origin: bytes | None = None) -> Body:
+    def arrive(self, *group: Submission, tenant: str = "t", origin: bytes | None = None) -> RequestNumber:
         self._bodies += 1
-        body = Body(self._bodies)
+        body = RequestNumber(self._bodies)
         self.tell(Arrived(body, tenant, group, f"origin {body}".encode() if origin is None else origin))
         return body
 
@@ -119,24 +119,24 @@ class Bench:
         (send,) = self.of(Send)
         return send
 
-    def open(self, *group: Submission) -> tuple[Body, Send]:
+    def open(self, *group: Submission) -> tuple[RequestNumber, Send]:
         body = self.arrive(*group)
         send = self.sent()
         self.take(send)
         return body, send
 
     def take(self, send: Send) -> None:
-        self.tell(LegTaken(send.session, send.leg))
+        self.tell(AttemptAccepted(send.session, send.leg))
 
     def refuse(self, send: Send, code: RefusalCode) -> None:
-        self.tell(LegRefused(send.session, send.leg, Refusal(code, code.value)))
+        self.tell(AttemptRefused(send.session, send.leg, Refusal(code, code.value)))
 
     def came(
         self, send: Send, *tokens: int, place: int = 0, end: ChoiceEnd | None = None, cached: int | None = None
     ) -> None:
         self.tell(Came(send.session, send.leg, place, list(tokens), None, cached, end))
 
-    def delivered(self, body: Body, choice: int = 0) -> list[int]:
+    def delivered(self, body: RequestNumber, choice: int = 0) -> list[int]:
         rows = [item for item in self.ever(Delivered) if (item.body, item.choice) == (body, choice)]
         return [token for row in rows for token in row.tokens]
 

@@ -15,6 +15,8 @@ from baton.core.engine.request import FinishReason, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import (
     Admit,
+    AttemptAccepted,
+    AttemptRefused,
     Beaten,
     CallBack,
     Came,
@@ -26,8 +28,6 @@ from baton.core.routing.events import (
     HangUp,
     Joined,
     Leg,
-    LegRefused,
-    LegTaken,
     Parted,
     PhaseNote,
     RouterConfig,
@@ -55,7 +55,7 @@ from baton.wire.router_messages import (
     encode_membership,
     held_bytes,
 )
-from baton.wire.router_sessions import JOIN_US, Close, Say, Switch
+from baton.wire.router_sessions import JOIN_US, Close, RouterSessions, Say
 from tests.support.routed import World, body
 from tests.wire.test_instance_sessions import GAUGES, JOIN, asks, line, open_as, serving, step
 
@@ -317,7 +317,7 @@ class Hand:
 
     def __init__(self, *held: HeldGroup, keep: Sequence[tuple[int, int, int]] = ()) -> None:
         self.router = Script()
-        self.switch = Switch(self.router, "router")  # type: ignore[arg-type]
+        self.switch = RouterSessions(self.router, "router")  # type: ignore[arg-type]
         self.session = self.switch.connected(0)
         for message in (JOIN, *held):
             assert self.hear(message) == []
@@ -345,7 +345,7 @@ class Hand:
     def open_as(self, leg: int, group: list[Submission], *serials: int) -> None:
         place = self.send(leg, group)
         assert self.hear(AcceptedAs(place.ticket, serials)) == []
-        assert self.news() == [LegTaken(self.session, Leg(leg))]
+        assert self.news() == [AttemptAccepted(self.session, Leg(leg))]
 
     def news(self) -> list[RouterEvent]:
         """What the router heard since the last time; its ticks aside."""
@@ -376,7 +376,7 @@ def test_a_leg_is_placed_answered_and_heard_of() -> None:
     end = ChoiceEnd(FinishReason.LENGTH, 1, Bill(), None)
     five = Leg(5)
     assert hand.news() == [
-        LegTaken(hand.session, five),
+        AttemptAccepted(hand.session, five),
         Came(hand.session, five, 0, [1], None, 4, None),
         Came(hand.session, five, 1, [2, 3], None, None, None),
         Came(hand.session, five, 0, [5], None, None, end),
@@ -388,7 +388,7 @@ def test_a_refused_leg_is_over() -> None:
     hand = Hand()
     hand.send(5, body("abc"))
     hand.hear(refused(0, FULL))
-    assert hand.news() == [LegRefused(hand.session, Leg(5), FULL)]
+    assert hand.news() == [AttemptRefused(hand.session, Leg(5), FULL)]
     assert hand.want(CallBack(hand.session, Leg(5), (0,)), Forget(hand.session, Leg(5))) == []
 
 
@@ -407,7 +407,7 @@ def test_a_leg_called_back_in_part_before_its_answer_goes_on_with_the_rest() -> 
     assert hand.want(CallBack(hand.session, Leg(5), (1,))) == []
     assert hand.hear(AcceptedAs(0, (8, 9))) == [Cancel(9)]
     hand.hear(step([(8, [1]), (9, [2])], ended=[9]))
-    assert hand.news() == [LegTaken(hand.session, Leg(5)), Came(hand.session, Leg(5), 0, [1], None, None, None)]
+    assert hand.news() == [AttemptAccepted(hand.session, Leg(5)), Came(hand.session, Leg(5), 0, [1], None, None, None)]
     assert hand.want(Forget(hand.session, Leg(5))) == []
     assert hand.hear(step(ended=[8])) == [membership.Forget((8,))], "what was cancelled is not kept there anyway"
 
@@ -458,7 +458,7 @@ def test_of_what_was_held_the_kept_goes_on_and_the_rest_is_ended_or_forgotten() 
 
 def test_the_router_hears_what_was_held_and_is_told_of_phases_by_leg() -> None:
     router = Script()
-    switch = Switch(router, "router")  # type: ignore[arg-type]
+    switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
     for message in (JOIN, held_group(3, 4)):
         switch.heard(session, message, 0)
@@ -478,7 +478,7 @@ def test_the_router_hears_what_was_held_and_is_told_of_phases_by_leg() -> None:
 
 def test_who_is_turned_away_is_told_why_and_not_heard_any_more() -> None:
     router = Script()
-    switch = Switch(router, "router")  # type: ignore[arg-type]
+    switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
     switch.heard(session, JOIN, 0)
     router.says.append(TurnAway(session, "another model", False))
@@ -520,7 +520,7 @@ def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
 )
 def test_a_session_that_does_not_begin_as_it_should_is_an_error(said: list[FromInstance]) -> None:
     router = Script()
-    switch = Switch(router, "router")  # type: ignore[arg-type]
+    switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
     for message in said[:-1]:
         switch.heard(session, message, 0)
@@ -531,7 +531,7 @@ def test_a_session_that_does_not_begin_as_it_should_is_an_error(said: list[FromI
 
 
 def test_who_does_not_join_in_time_is_closed() -> None:
-    switch = Switch(Script(), "router")  # type: ignore[arg-type]
+    switch = RouterSessions(Script(), "router")  # type: ignore[arg-type]
     silent, joined = switch.connected(5), Hand()
     due_us = switch.next_deadline()
     assert due_us == 5 + JOIN_US
@@ -546,7 +546,7 @@ def test_more_held_groups_than_may_be_are_an_error(monkeypatch: pytest.MonkeyPat
     for name, value in (("HELD_GROUPS_MAX", 1), ("HELD_BYTES_MAX", held_bytes(held_group(3)))):
         with monkeypatch.context() as patch:
             patch.setattr(f"baton.wire.router_sessions.{name}", value)
-            switch = Switch(Script(), "router")  # type: ignore[arg-type]
+            switch = RouterSessions(Script(), "router")  # type: ignore[arg-type]
             session = switch.connected(0)
             switch.heard(session, JOIN, 0)
             switch.heard(session, held_group(3), 0)
@@ -691,7 +691,7 @@ def test_log_probabilities_come_with_their_tokens_and_name_tokens_only() -> None
 
 def test_what_a_broken_instance_had_goes_on_elsewhere() -> None:
     """The real router: after the error and the loss that follows it, the other instance gets what the first had."""
-    switch = Switch(Router(RouterConfig(), b"secret", 1), "router")
+    switch = RouterSessions(Router(RouterConfig(), b"secret", 1), "router")
     sessions: list[Session] = []
     for name in ("d0", "d1"):
         sessions.append(switch.connected(0))
@@ -713,7 +713,7 @@ def test_what_a_broken_instance_had_goes_on_elsewhere() -> None:
 
 
 def test_a_declined_body_is_told_with_its_number() -> None:
-    switch = Switch(Router(RouterConfig(waiting_max=1, absent_us=1), b"secret", 1), "router")
+    switch = RouterSessions(Router(RouterConfig(waiting_max=1, absent_us=1), b"secret", 1), "router")
     first, _ = switch.submit("tenant", body("abc"), b"a", 0)
     second, acts = switch.submit("tenant", body("xyz", 2), b"b", 0)
     declined = [act for act in acts if isinstance(act, Declined)]

@@ -37,7 +37,7 @@ from baton.api.request_ids import HEADER, Edge, asker_of
 from baton.api.responses import encode
 from baton.api.schema import DetokenizeBody, TokenizeBody, check_tokenize, parse
 from baton.api.settings import ApiSettings
-from baton.api.stream_resume import LAST_EVENT_ID, Orphanage, check_reach, parse_marks
+from baton.api.stream_resume import LAST_EVENT_ID, UnclaimedRequests, check_reach, parse_marks
 from baton.api.submissions import Asker, Policy
 
 SMALL_BODY_BYTES = 2048
@@ -48,7 +48,7 @@ SMALL_BODY_BYTES = 2048
 class Extras:
     """What a router has beyond the surface of one engine."""
 
-    orphanage: Orphanage | None = None
+    orphanage: UnclaimedRequests | None = None
     missing: Callable[[], str | None] = lambda: None
     """What it lacks to be ready."""
     inner: tuple[Middleware, ...] = ()

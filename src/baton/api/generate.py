@@ -24,7 +24,7 @@ from baton.api.metrics import AnswerTimes, Metrics
 from baton.api.open_requests import OpenRequests
 from baton.api.prepare import Prepared
 from baton.api.responses import DONE, Choice, bill_of, places_of, sse, usage_of
-from baton.api.stream_resume import CutStream, Events, Marks, NumberedEvents, Orphanage, PlainEvents, fresh_marks
+from baton.api.stream_resume import CutStream, Events, Marks, NumberedEvents, PlainEvents, UnclaimedRequests, fresh_marks
 from baton.api.text_reader import Delta
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refused
@@ -58,7 +58,7 @@ class Server:
         times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.group))
         return Run(prepared, answer, times, marks, self._ended)
 
-    async def resume(self, prepared: Prepared, marks: Marks, orphanage: Orphanage, receive: ReceiveMessage) -> Run:
+    async def resume(self, prepared: Prepared, marks: Marks, orphanage: UnclaimedRequests, receive: ReceiveMessage) -> Run:
         """Go on with an orphan after what its client has of it."""
         self.open.check_unread(prepared.asker)
         answer = Answer(prepared.readers, carried=True)
@@ -92,7 +92,7 @@ async def _log_late(finished: Finished, run: Run) -> None:
     finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
 
 
-async def _claimed(prepared: Prepared, marks: Marks, orphanage: Orphanage) -> list[TokenStream]:
+async def _claimed(prepared: Prepared, marks: Marks, orphanage: UnclaimedRequests) -> list[TokenStream]:
     streams = orphanage.claim(prepared.asker, prepared.group)
     return [CutStream(stream, mark) for stream, mark in zip(streams, marks.choices, strict=True)]
 

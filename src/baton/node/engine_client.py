@@ -1,8 +1,8 @@
 """The front end's side of an engine process: starts it, submits to it, hands tokens to the streams that wait for them.
 
-Implements `api.engine.Engine`. All methods run on one event loop. What is open, and what a message means to it, the Desk
-knows; here are the process, the socket and those who wait. When the process dies, every open stream and every pending
-submission ends with EngineDead and the reason.
+Implements `api.engine.Engine`. All methods run on one event loop. The RequestTable knows what is
+open and what a message means to it; here are the process, the socket and those who wait. When the process dies, every open
+stream and every pending submission ends with EngineDead and the reason.
 """
 
 from __future__ import annotations
@@ -57,7 +57,16 @@ from baton.wire.engine_messages import (
     fault_of,
     refused,
 )
-from baton.wire.request_table import Came, Declined, Desk, Died, News, Opened, Progress, Step
+from baton.wire.request_table import (
+    EngineFailed,
+    EngineReady,
+    GroupAccepted,
+    GroupDeclined,
+    News,
+    Progress,
+    RequestTable,
+    StepColumns,
+)
 
 KILL_AFTER_S = 5.0
 BEHIND = Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1)
@@ -88,7 +97,7 @@ class EngineClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(QUEUED_MESSAGES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._desk = Desk()
+        self._desk = RequestTable()
         self._sharer: Sharer | None = None
         self._heard_us = monotonic_us()
         """When the engine last said anything."""
@@ -357,7 +366,7 @@ class EngineClient:
         if took.step is not None:
             self._deliver(took.step)
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: StepColumns) -> None:
         for row in step.rows():
             self._streams[row.serial].push(_burst_of(row))
             if row.ended is not None:
@@ -365,18 +374,18 @@ class EngineClient:
 
     def _tell(self, news: News) -> None:
         match news:
-            case Opened(ticket, serials):
+            case GroupAccepted(ticket, serials):
                 # Made here, not by the submitter: a short answer may be over before the submitter wakes up.
                 streams = [Stream(self, serial) for serial in serials]
                 self._streams.update(zip(serials, streams, strict=True))
                 self._answers.pop(ticket).set_result(streams)
-            case Declined(ticket, refusal):
+            case GroupDeclined(ticket, refusal):
                 self._answers.pop(ticket).set_exception(Refused(refusal))
-            case Came(ready):
+            case EngineReady(ready):
                 # Now, not when somebody asks whether it is ready: newer ones may have come by then.
                 self._gauges = _gauges_of(ready.gauges, self._settings)
                 self._ready.set_result(ready)
-            case Died(reason):
+            case EngineFailed(reason):
                 self._last_words = reason
                 self._die(reason)
 

@@ -2,7 +2,7 @@
 
     router ── Line ── Membership ── EngineClient ── engine process
                           │
-                       wire.relay.Relay   knows what is whose, what is held, and what may be said when
+                       wire.instance_sessions.InstanceSessions   knows what is whose, what is held, and what may be said when
 
 Owns the connection, its rhythm and the calling again; decides nothing about requests. A router that is away is called for
 ever, with short pauses: one that was started again shall have its instances back at once. Each change is logged, not each
@@ -22,7 +22,7 @@ from baton.core.errors import BatonError
 from baton.node.engine import monotonic_us
 from baton.node.sealed_connection import Line, LineEnd, call
 from baton.wire.engine_messages import AcceptedAs, Peers, Pulse, RefusedWith, StepOutput, ToEngine
-from baton.wire.instance_sessions import Relay, RelayOut
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import FromInstance, Welcome, decode_from_router, encode_membership
 
 log = logging.getLogger("baton.joining")
@@ -67,7 +67,9 @@ class RouterAt:
 
 
 class Membership:
-    def __init__(self, name: str, at: RouterAt, relay: Relay, engine: Engine, on_drain: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, at: RouterAt, relay: InstanceSessions, engine: Engine, on_drain: Callable[[], None]
+    ) -> None:
         """`on_drain` is called when the router wants this instance to finish and go."""
         self._name = name
         self._at = at
@@ -148,7 +150,7 @@ class Membership:
 
     # ── both ways ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _carry_out(self, out: RelayOut) -> None:
+    def _carry_out(self, out: SessionEffects) -> None:
         for order in out.orders:
             self._engine.forward(order)
         self._say(out.says)

@@ -48,7 +48,7 @@ from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
 from baton.node.settings import EngineSettings
 from baton.node.torch_import import leave_torch_out
-from baton.wire.instance_sessions import Relay
+from baton.wire.instance_sessions import InstanceSessions
 from baton.wire.router_messages import Join
 
 HOST_CHARS_MAX = 32
@@ -230,7 +230,7 @@ class _Instance:
             draining=False,
         )
         at = RouterAt(*split_address("--router", settings.router), settings.cluster_key)
-        membership = Membership(name, at, Relay(join), engine, self._signals.stop.set)
+        membership = Membership(name, at, InstanceSessions(join), engine, self._signals.stop.set)
         engine.share(membership)
         return membership
 

@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 
 from baton.api.original_request import BadOrigin, decode_origin
 from baton.core.routing.events import (
-    Body,
     Declined,
     Delivered,
     Facts,
@@ -22,6 +21,7 @@ from baton.core.routing.events import (
     Noted,
     Orphan,
     OrphanDropped,
+    RequestNumber,
     Stage,
 )
 from baton.router.quantiles import Window
@@ -59,7 +59,7 @@ class InstanceView(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    body: Body
+    body: RequestNumber
     request_id: str
     path: str
     prompt_tokens: int | None
@@ -130,8 +130,8 @@ class RouterState:
     def __init__(self, started_us: int, window_s: int = 60) -> None:
         self._started_us = started_us
         self._rev = 0
-        self._requests: dict[Body, _Request] = {}
-        self._ended: deque[Body] = deque()
+        self._requests: dict[RequestNumber, _Request] = {}
+        self._ended: deque[RequestNumber] = deque()
         self._instances: dict[str, _Seen] = {}
         self._events: deque[tuple[int, dict[str, object]]] = deque(maxlen=EVENTS_MAX)
         self._fleet: deque[tuple[int, list[int | None]]] = deque(maxlen=SAMPLES)
@@ -143,7 +143,7 @@ class RouterState:
 
     # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def asked(self, body: Body, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
+    def asked(self, body: RequestNumber, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
         """A client's request became this body."""
         self._totals["requests"] += 1
         self._follow(_Request(body, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
@@ -276,7 +276,7 @@ class RouterState:
         if note.stage is Stage.ENDED:
             self._lane_ended(request)
 
-    def _end_all(self, body: Body, finish: str, now_us: int) -> None:
+    def _end_all(self, body: RequestNumber, finish: str, now_us: int) -> None:
         request = self._requests.get(body)
         if request is None:
             return

@@ -1,8 +1,8 @@
 """A whole fleet as one engine: what the HTTP surface submits is carried by whichever instances there are.
 
-Implements `api.engine.Engine` and `api.resuming.Orphanage`. Owns the bodies of clients of this router, each with one stream
-a choice, and the orphans of a router before it. Where a choice runs and what becomes of it when an instance is lost, the
-switch and its router decide: here tokens become bursts, and wishes of clients become orders. All on one event loop.
+Implements `api.engine.Engine` and `api.stream_resume.UnclaimedRequests`. Owns the requests of clients of this router, each
+with one stream a choice, and the orphans of an earlier router. The router decides where a choice runs and what becomes of it
+when an instance is lost; here tokens become bursts, and wishes of clients become orders. All on one event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from baton.core.config import ROLES
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode, Refused
 from baton.core.routing.events import (
-    Body,
     Declined,
     Delivered,
     FleetChanged,
@@ -29,6 +28,7 @@ from baton.core.routing.events import (
     Orphan,
     OrphanDropped,
     Outcome,
+    RequestNumber,
     Stage,
 )
 from baton.core.routing.fleet_members import InstanceView
@@ -47,7 +47,7 @@ log = logging.getLogger("baton.router")
 class _Open:
     """A body that is not over."""
 
-    body: Body
+    body: RequestNumber
     asker: Asker
     first: int
     """Number of its first stream; the others follow."""
@@ -70,7 +70,7 @@ class _Orphaned:
 
 @dataclass(slots=True)
 class _Books:
-    by_body: dict[Body, _Open] = field(default_factory=dict)
+    by_body: dict[RequestNumber, _Open] = field(default_factory=dict)
     by_number: dict[int, tuple[_Open, int]] = field(default_factory=dict)
     """By a stream's number: its body and its choice."""
     orphans: dict[Asker, _Orphaned] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class FleetEngine:
         opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         made: list[_Open] = []
 
-        def told(body: Body, now_us: int) -> None:
+        def told(body: RequestNumber, now_us: int) -> None:
             made.append(self._begin(body, asker, len(group), opening))
             prompt_tokens = sum(len(one.prompt) for one in group if one.leader is None)
             self._state.asked(body, origin.request_id, origin.path, prompt_tokens, len(group), now_us)
@@ -204,7 +204,7 @@ class FleetEngine:
             case _:
                 pass
 
-    def _begin(self, body: Body, asker: Asker, choices: int, opening: asyncio.Future[None] | None) -> _Open:
+    def _begin(self, body: RequestNumber, asker: Asker, choices: int, opening: asyncio.Future[None] | None) -> _Open:
         first, self._numbers = self._numbers, self._numbers + choices
         streams = [Stream(self, first + choice) for choice in range(choices)]
         entry = _Open(body, asker, first, streams, opening, [None] * choices, [False] * choices, [()] * choices)
@@ -237,7 +237,7 @@ class FleetEngine:
             if all(entry.over) and orphan is None:
                 self._close(entry)
 
-    def _declined(self, body: Body, refusal: Refusal) -> None:
+    def _declined(self, body: RequestNumber, refusal: Refusal) -> None:
         entry = self._books.by_body.get(body)
         if entry is None or entry.opening is None:
             return
@@ -245,7 +245,7 @@ class FleetEngine:
         if not entry.opening.done():
             entry.opening.set_exception(Refused(refusal))
 
-    # ── the Orphanage protocol ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── the UnclaimedRequests protocol ───────────────────────────────────────────────────────────────────────────────────
 
     async def find(self, asker: Asker) -> FoundOrphan | None:
         while asker not in self._books.orphans:
@@ -296,7 +296,7 @@ class FleetEngine:
         self._books.orphans[asker] = _Orphaned(entry, FoundOrphan(origin, _logprobs_from(act)))
         self._found.set()
 
-    def _orphan_dropped(self, body: Body) -> None:
+    def _orphan_dropped(self, body: RequestNumber) -> None:
         entry = self._books.by_body.get(body)
         if entry is not None:
             self._books.orphans.pop(entry.asker, None)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.core.engine.request import Submission
-from baton.core.routing.events import Body, FleetChanged, Session
+from baton.core.routing.events import FleetChanged, RequestNumber, Session
 from baton.node.sealed_connection import Door, Line, LineEnd
 from baton.wire.router_messages import TurnedAway, decode_from_instance, encode_membership
-from baton.wire.router_sessions import Act, Close, Say, Switch
+from baton.wire.router_sessions import Act, Close, RouterSessions, Say
 
 log = logging.getLogger("baton.router")
 
@@ -42,7 +42,9 @@ class _Lost:
 
 
 class Sessions:
-    def __init__(self, switch: Switch, cluster_key: bytes, name: str, clock_us: Callable[[], int] = monotonic_us) -> None:
+    def __init__(
+        self, switch: RouterSessions, cluster_key: bytes, name: str, clock_us: Callable[[], int] = monotonic_us
+    ) -> None:
         self.switch = switch
         self.clock_us = clock_us
         self.door = Door(cluster_key, f"router {name}", self)
@@ -78,7 +80,9 @@ class Sessions:
 
     # ── what clients ask ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, tenant: str, group: Sequence[Submission], origin: bytes, told: Callable[[Body, int], None]) -> Body:
+    def submit(
+        self, tenant: str, group: Sequence[Submission], origin: bytes, told: Callable[[RequestNumber, int], None]
+    ) -> RequestNumber:
         """`told` hears of the body's number before anything else of it happens."""
         now_us = self.clock_us()
         body, acts = self.switch.submit(tenant, group, origin, now_us)
@@ -86,15 +90,15 @@ class Sessions:
         self._perform(acts, now_us)
         return body
 
-    def leave(self, body: Body) -> None:
+    def leave(self, body: RequestNumber) -> None:
         now_us = self.clock_us()
         self._perform(self.switch.leave(body, now_us), now_us)
 
-    def cut(self, body: Body, choice: int, keep: int) -> None:
+    def cut(self, body: RequestNumber, choice: int, keep: int) -> None:
         now_us = self.clock_us()
         self._perform(self.switch.cut(body, choice, keep, now_us), now_us)
 
-    def claim(self, body: Body, group: Sequence[Submission]) -> None:
+    def claim(self, body: RequestNumber, group: Sequence[Submission]) -> None:
         now_us = self.clock_us()
         self._perform(self.switch.claim(body, now_us, group), now_us)
 

@@ -47,7 +47,7 @@ from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import Chronicle
 from baton.router.instance_connections import Sessions, monotonic_us
-from baton.wire.router_sessions import Switch
+from baton.wire.router_sessions import RouterSessions
 
 log = logging.getLogger("baton.router")
 
@@ -129,7 +129,7 @@ class _Process:
         config = await asyncio.to_thread(self._config, text_folder)
         router = Router(config, shared_prefix_secret(self._key), secrets.randbits(63))
         name = f"{address_of(instances)}"
-        sessions = Sessions(Switch(router, name), self._key, name)
+        sessions = Sessions(RouterSessions(router, name), self._key, name)
         state = RouterState(monotonic_us())
         engine = FleetEngine(sessions, state, text.vocabulary)
         metrics = Metrics(engine, self._settings.names[0])

@@ -20,7 +20,7 @@ from baton.sim.gate import Found, Gate, Passage
 from baton.sim.judge import Ended, Judge
 from baton.sim.laws import ENDS_ONCE, SAME_TOKENS, LawBroken
 from baton.sim.world import Host
-from baton.wire.request_table import Lost
+from baton.wire.request_table import LostEntry
 
 RETRY_US = 30_000
 """A user whom nobody could serve asks the next thing a little later."""
@@ -149,7 +149,7 @@ class Client:
             self.host.world.fire(Fault.SLOW_READER, self.name)
             self.host.after(self.ask.reads_every_us, self._read_next)
 
-    def lost(self, place: int | None, end: Lost) -> None:
+    def lost(self, place: int | None, end: LostEntry) -> None:
         while self._unread:
             self._read(*self._unread.popleft())
         self._note(f"loses its instance: {end.reason}")

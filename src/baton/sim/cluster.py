@@ -33,7 +33,7 @@ from baton.sim.records import Handed, Journey, Look, Outcome, PassMeter, RunReco
 from baton.sim.spreader import Spreader
 from baton.sim.world import Host, World
 from baton.wire.engine_messages import WireEnded
-from baton.wire.request_table import Lost
+from baton.wire.request_table import LostEntry
 
 PREFIX_ID_TOKENS = 512
 """Prompt tokens that one prefix id stands for."""
@@ -393,7 +393,7 @@ class _Client:
             journey.attempts = bill.attempts if isinstance(ended, WireEnded) else bill.attempts - 1
             self._end(Outcome(ended.reason))
 
-    def lost(self, _place: int | None, end: Lost) -> None:
+    def lost(self, _place: int | None, end: LostEntry) -> None:
         raise RunFailed(f"an instance was lost where none can be: {end.reason}")
 
     def _end(self, outcome: Outcome) -> None:

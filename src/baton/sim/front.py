@@ -25,7 +25,15 @@ from baton.wire.engine_messages import (
     encode_to_engine,
 )
 from baton.wire.link import Link, LinkState
-from baton.wire.request_table import Came, Declined, Desk, Died, Lost, Opened, Step
+from baton.wire.request_table import (
+    EngineFailed,
+    EngineReady,
+    GroupAccepted,
+    GroupDeclined,
+    LostEntry,
+    RequestTable,
+    StepColumns,
+)
 
 
 class Caller(Protocol):
@@ -40,7 +48,7 @@ class Caller(Protocol):
     ) -> None:
         """The tokens from `begin` to `end` are for this choice."""
 
-    def lost(self, place: int | None, end: Lost) -> None:
+    def lost(self, place: int | None, end: LostEntry) -> None:
         """The instance is gone; None: before it had answered the submission."""
 
 
@@ -90,11 +98,11 @@ class Counter:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.desk = Desk()
+        self.desk = RequestTable()
         self.serves = False
         """Whether the instance has said that it is ready, and is not known to be gone."""
         self.line: Line | None = None
-        self.former_desks: list[Desk] = []
+        self.former_desks: list[RequestTable] = []
         """Of sessions that were lost."""
         self._pending: dict[int, tuple[Caller, Booking]] = {}
         self._callers: dict[int, tuple[Caller, int]] = {}
@@ -109,7 +117,7 @@ class Counter:
         self.order(message)
         return booking
 
-    def forget(self, ticket: int, desk: Desk) -> None:
+    def forget(self, ticket: int, desk: RequestTable) -> None:
         """The caller left before the answer."""
         desk.abandon(ticket)
         if desk is self.desk:
@@ -151,7 +159,7 @@ class Counter:
         self.serves = False
         self._outbox.clear()
         self._abandoned.clear()
-        gone, self.desk = self.desk, Desk()
+        gone, self.desk = self.desk, RequestTable()
         pending, self._pending = self._pending, {}
         callers, self._callers = self._callers, {}
         for end in gone.lose(reason):
@@ -174,16 +182,16 @@ class Counter:
                 self._deliver(took.step)
             for news in took.news:
                 match news:
-                    case Opened(ticket, serials):
+                    case GroupAccepted(ticket, serials):
                         caller, booking = self._pending.pop(ticket)
                         self._callers.update({serial: (caller, place) for place, serial in enumerate(serials)})
                         booking.serials = serials
                         caller.opened()
-                    case Declined(ticket, refusal):
+                    case GroupDeclined(ticket, refusal):
                         self._pending.pop(ticket)[0].declined(refusal)
-                    case Came():
+                    case EngineReady():
                         self.serves = True
-                    case Died(reason):
+                    case EngineFailed(reason):
                         self.lost(reason)
 
     def _check_the_abandoned(self, message: FromEngine, orders: list[ToEngine]) -> None:
@@ -193,7 +201,7 @@ class Counter:
             if orders != [Cancel(serial) for serial in message.serials]:
                 raise LawBroken(ENDS_AT_ONCE, f"{message} came for a client that had left, and only {orders} went back")
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: StepColumns) -> None:
         """Each caller gets its part of the step's tokens by where it begins and ends: no copies are made."""
         callers, ended, tokens = self._callers, dict(step.ended), step.tokens
         for serial, begin, end in zip(step.serials, step.begins, step.ends, strict=True):

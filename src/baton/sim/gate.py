@@ -1,4 +1,4 @@
-"""The router's host: the production Switch and Router, behind one line for each instance, in front of all clients.
+"""The router's host: the production RouterSessions and Router, behind one line for each instance, in front of all clients.
 
 Owns the lives of the router and who waits for which body. A life begins with nothing: what its predecessor knew is gone,
 less what instances have kept of it. Clients are on machines of their own: they notice a crash at once, and may come back for
@@ -15,7 +15,6 @@ from typing import Protocol
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.core.routing.events import (
-    Body,
     Declined,
     Delivered,
     FleetChanged,
@@ -24,6 +23,7 @@ from baton.core.routing.events import (
     Orphan,
     OrphanDropped,
     Outcome,
+    RequestNumber,
     RouterConfig,
     Session,
     Stage,
@@ -38,7 +38,7 @@ from baton.sim.world import Alarm, Host, World
 from baton.wire.engine_messages import WireError
 from baton.wire.link import LinkConfig
 from baton.wire.router_messages import FromRouter, decode_from_instance, encode_membership
-from baton.wire.router_sessions import Act, Close, Say, Switch
+from baton.wire.router_sessions import Act, Close, RouterSessions, Say
 
 TOLD = (Stage.PLACED, Stage.PREEMPTED, Stage.MOVED, Stage.ENDED)
 """What the story says of a choice; the rest is in what its instance and its client do."""
@@ -65,7 +65,7 @@ class Asker(Protocol):
 class Found:
     """An orphaned body, as it is known by now."""
 
-    body: Body
+    body: RequestNumber
     origin: bytes
     tokens: list[list[int] | None]
     """By choice; None: nothing is known of it."""
@@ -77,7 +77,7 @@ class Passage:
     """A body, as its client holds it: of one life of the router, and of no use after that."""
 
     def __init__(self, gate: Gate, asker: Asker) -> None:
-        self.body: Body | None = None
+        self.body: RequestNumber | None = None
         """None until the router has looked at it."""
         self.asker = asker
         self.is_early = True
@@ -121,10 +121,10 @@ class Gate:
         self.config = config
         self.book = book
         self._secret = secret
-        self.switch: Switch
+        self.switch: RouterSessions
         self.lines: list[LinkEnd] = []
         """Of all lives."""
-        self.former: list[Switch] = []
+        self.former: list[RouterSessions] = []
         self.found: dict[bytes, Found] = {}
         """Orphans that nobody has come for, by their origin."""
         self.doors: list[Door] = []
@@ -137,8 +137,8 @@ class Gate:
         self._lines = lines
         self._unseen: list[Passage] = []
         """What came while the router slept."""
-        self._passages: dict[Body, Passage] = {}
-        self._orphans: dict[Body, Found] = {}
+        self._passages: dict[RequestNumber, Passage] = {}
+        self._orphans: dict[RequestNumber, Found] = {}
         self._by_session: dict[Session, Door] = {}
         self._acts: deque[Act] = deque()
         self._acting = False
@@ -153,7 +153,7 @@ class Gate:
             self._begin()
 
     def _begin(self) -> None:
-        self.switch = Switch(Router(self.config, self._secret, self.host.lives), ROUTER)
+        self.switch = RouterSessions(Router(self.config, self._secret, self.host.lives), ROUTER)
         self.book.begin(self.host.world.now_us)
         self._alarm = Alarm(self.host, self._tick)
         self.doors = [Door(self, number, self._network, self._link) for number in range(self._lines)]
@@ -363,7 +363,9 @@ class Gate:
                 if stage in TOLD:
                     self._note(f"body {body}.{choice} {stage.value} {where or ''} {why}")
 
-    def _deliver(self, body: Body, choice: int, tokens: list[int], cached: int | None, outcome: Outcome | None) -> None:
+    def _deliver(
+        self, body: RequestNumber, choice: int, tokens: list[int], cached: int | None, outcome: Outcome | None
+    ) -> None:
         passage, found = self._passages.get(body), self._orphans.get(body)
         if passage is not None and passage.is_there:
             passage.asker.progress(choice, tokens, 0, len(tokens), cached, outcome)

@@ -71,7 +71,7 @@ from baton.sim.laws import (
 from baton.sim.leases import PeerBook
 from baton.sim.world import World
 from baton.wire.engine_messages import WireEnded
-from baton.wire.request_table import Lost
+from baton.wire.request_table import LostEntry
 
 AUDIT_EVERY = 32
 FOR_NOW = (RefusalCode.QUEUE_FULL, RefusalCode.DRAINING, RefusalCode.NO_INSTANCE, RefusalCode.RATE_LIMITED)
@@ -477,7 +477,7 @@ class Judge:
         if instead if impossible else not for_now:
             raise LawBroken(DESERVED_REFUSAL, f"{name}: {refusal}")
 
-    def lost(self, name: str, instance: int, end: Lost) -> None:
+    def lost(self, name: str, instance: int, end: LostEntry) -> None:
         self.ends["lost"] += 1
         if self.calm or not self._causes.may_be_lost(instance, accepted=end.serial is not None):
             raise LawBroken(DESERVED_LOSS, f"{name} at instance {instance}: {end.reason}")

@@ -16,13 +16,13 @@ from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.messages import PdCode
 from baton.core.routing.events import (
-    Body,
     Declined,
     Delivered,
     FleetChanged,
     Orphan,
     OrphanDropped,
     Outcome,
+    RequestNumber,
     RouterConfig,
     Session,
 )
@@ -199,7 +199,7 @@ class _Choice:
 
 @dataclass(slots=True, eq=False)
 class _Body:
-    body: Body | None
+    body: RequestNumber | None
     origin: bytes
     arrived_us: int
     choices: list[_Choice]
@@ -225,7 +225,7 @@ class LegBook:
         """A new life, which knows nothing."""
         self._began_us = now_us
         self._sessions: dict[Session, _Session] = {}
-        self._bodies: dict[Body, _Body] = {}
+        self._bodies: dict[RequestNumber, _Body] = {}
         self._origins: dict[bytes, _Body] = {}
         self._touched: dict[bytes, _Body] = {}
         self._dead: list[_Session] = []
@@ -258,22 +258,22 @@ class LegBook:
     def connected(self, session: Session, instance: int) -> None:
         self._sessions[session] = _Session(session, instance)
 
-    def asked(self, body: Body, group: Sequence[Submission], origin: bytes, now_us: int) -> None:
+    def asked(self, body: RequestNumber, group: Sequence[Submission], origin: bytes, now_us: int) -> None:
         choices = []
         for index, item in enumerate(group):
             asked = wire_submission(item)
             choices.append(_Choice(index, item.request_id, asked, item.prompt.tobytes(), max_tokens=item.max_tokens))
         self._bodies[body] = self._origins[origin] = _Body(body, origin, now_us, choices)
 
-    def left(self, body: Body) -> None:
+    def left(self, body: RequestNumber) -> None:
         self._bodies[body].left = True
         self._over(self._bodies[body])
 
-    def cut(self, body: Body, choice: int) -> None:
+    def cut(self, body: RequestNumber, choice: int) -> None:
         self._bodies[body].choices[choice].cut = True
         self._touched[self._bodies[body].origin] = self._bodies[body]
 
-    def claimed(self, body: Body) -> None:
+    def claimed(self, body: RequestNumber) -> None:
         self._bodies[body].claimed = True
         self._perhaps_over(self._bodies[body])
 

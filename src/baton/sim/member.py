@@ -1,4 +1,4 @@
-"""The front-end process of an instance that serves a router: the production Relay between the line and the engine.
+"""The front-end process of an instance that serves a router: production InstanceSessions between the line and the engine.
 
 Owns one life of it: its session with the router, what waits for the line, and its beats. The engine beside it is a process
 of its own that can stand still while this one goes on. It carries out what the relay says, and decides nothing.
@@ -29,7 +29,7 @@ from baton.wire.engine_messages import (
     decode_from_engine,
     encode_to_engine,
 )
-from baton.wire.instance_sessions import Relay, RelayOut, Standing
+from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.link import LinkConfig
 from baton.wire.router_messages import FromInstance, Join, decode_from_router, encode_membership
 
@@ -70,11 +70,11 @@ def join_of(life: Instance, role: Role, draining: bool = False) -> Join:
 class Member:
     def __init__(self, front: Host, network: Network, life: Instance, link: LinkConfig, grace_us: int) -> None:
         self.life = life
-        self.relay = Relay(join_of(life, life.spec.config.role), grace_us)
+        self.relay = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
         self.serves = False
         """The router has welcomed it in the session under way."""
         self.drains = False
-        self.when_told: Callable[[RelayOut], None] | None = None
+        self.when_told: Callable[[SessionEffects], None] | None = None
         self._front = front
         ends = line_names(life.spec.number)
         self.line = initiator(front, network, *ends, self, link, life.life * SESSIONS_A_LIFE + 1)
@@ -162,7 +162,7 @@ class Member:
 
     def _keeps_nothing(self, away_us: int) -> None:
         """No router has been there for so long that nobody will ask for what was open."""
-        if self._away_us == away_us and self.relay.kept_choices and self.relay.standing is Standing.AWAY:
+        if self._away_us == away_us and self.relay.kept_choices and self.relay.standing is InstanceSessionState.AWAY:
             raise LawBroken(FORGOTTEN, f"{self.life.host.name} keeps {self.relay.kept_choices} choices for a lost router")
 
     def took(self, frames: list[bytes]) -> None:
@@ -176,7 +176,7 @@ class Member:
         if self.life.is_leaving:
             self.life.host.run(self.life.take, [])
 
-    def _carry_out(self, out: RelayOut) -> None:
+    def _carry_out(self, out: SessionEffects) -> None:
         if out.welcomed is not None:
             self.serves = True
             self._away_us = None

@@ -20,7 +20,7 @@ from baton.sim.network import Network
 from baton.sim.porters import Depot, Porter
 from baton.sim.transfer import Fabric
 from baton.sim.world import Host, World
-from baton.wire.instance_sessions import Relay, RelayOut
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.link import LinkConfig
 
 FRONT = "front"
@@ -62,7 +62,7 @@ class Seat:
         self.counter = counter
         self.member: Member | None = None
         """The front end of the present life, under a router."""
-        self.relays: list[Relay] = []
+        self.relays: list[InstanceSessions] = []
         """Of all lives."""
         self.host = Host(world, self.name)
         self.front = Host(world, f"front of {spec.number}")
@@ -87,7 +87,7 @@ class Seat:
         """Called when the present life has taken up a session."""
         self.when_cut_off: Callable[[Seat, int | None], None] | None = None
         """Called when a life is over, with the session that it was in."""
-        self.when_told: Callable[[Seat, RelayOut], None] | None = None
+        self.when_told: Callable[[Seat, SessionEffects], None] | None = None
         """Called with what its relay makes of what it hears."""
         self.disagreement = 0.0
         self.slowness = 1.0
@@ -229,7 +229,7 @@ class Seat:
         member.when_told = self._told
         self.front.run(member.start)
 
-    def _told(self, out: RelayOut) -> None:
+    def _told(self, out: SessionEffects) -> None:
         if self.when_told is not None:
             self.when_told(self, out)
 

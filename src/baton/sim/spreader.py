@@ -1,4 +1,4 @@
-"""A router in front of machines that nothing happens to: the production Switch, Router and Relays over pipes with a delay.
+"""A router in front of machines that nothing happens to: production sessions and Router over pipes with a delay.
 
 What `gate` and `member` are to worlds with faults, this is to measurements. Instances say every tenth of a second what they
 have cached and how full they are, as they do in service, so the router knows as much, and as late, as it would there.
@@ -11,7 +11,17 @@ from typing import Protocol
 
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.core.routing.events import Body, Declined, Delivered, Noted, Outcome, Policy, RouterConfig, Session, Stage
+from baton.core.routing.events import (
+    Declined,
+    Delivered,
+    Noted,
+    Outcome,
+    Policy,
+    RequestNumber,
+    RouterConfig,
+    Session,
+    Stage,
+)
 from baton.core.routing.router import Router
 from baton.sim.instance import PULSE_US
 from baton.sim.lines import PipeEnd
@@ -26,9 +36,9 @@ from baton.wire.engine_messages import (
     encode_to_engine,
     pulse,
 )
-from baton.wire.instance_sessions import Relay, RelayOut
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import FromInstance, Join, decode_from_instance, decode_from_router, encode_membership
-from baton.wire.router_sessions import Act, Say, Switch
+from baton.wire.router_sessions import Act, RouterSessions, Say
 
 FOR_EVER_US = 10**15
 ANY_TOKEN = 2**31 - 1
@@ -51,10 +61,10 @@ class Spreader:
         config = RouterConfig(policy=policy, deadline_us=FOR_EVER_US, absent_us=FOR_EVER_US, waiting_max=FOR_EVER_US)
         self._host = host
         self._network_us = network_us
-        self._switch = Switch(Router(config, SECRET, seed), "router")
+        self._switch = RouterSessions(Router(config, SECRET, seed), "router")
         self._pipes: dict[Session, PipeEnd] = {}
         self._numbers: dict[str, int] = {}
-        self._callers: dict[Body, Caller] = {}
+        self._callers: dict[RequestNumber, Caller] = {}
         self._alarm = Alarm(host, self._tick)
 
     def connect(self, machine: Machine, peer_address: str) -> None:
@@ -100,7 +110,7 @@ class _Stand:
     def __init__(self, machine: Machine, peer_address: str) -> None:
         config = machine.spec.config
         self._machine = machine
-        self._relay = Relay(
+        self._relay = InstanceSessions(
             Join(
                 name=machine.host.name,
                 incarnation=1,
@@ -135,7 +145,7 @@ class _Stand:
         if isinstance(message, AcceptedAs | RefusedWith | StepOutput):
             self._carry_out(self._relay.take(message, self._machine.host.world.now_us))
 
-    def _carry_out(self, out: RelayOut) -> None:
+    def _carry_out(self, out: SessionEffects) -> None:
         for order in out.orders:
             self._order(order)
         self._say(out.says)

@@ -28,7 +28,7 @@ from baton.wire.engine_messages import (
     WireSubmission,
     refused,
 )
-from baton.wire.instance_sessions import NO_GAUGES, Relay, RelayOut
+from baton.wire.instance_sessions import NO_GAUGES, InstanceSessions, SessionEffects
 from baton.wire.link import LinkConfig
 from baton.wire.router_messages import (
     Beat,
@@ -52,7 +52,7 @@ class OldLife:
         self.host = Host(world, f"old life {number}")
         self._gate = gate
         self._join = join
-        self.relay = Relay(join)
+        self.relay = InstanceSessions(join)
         self._outbox: deque[bytes] = deque()
         self.line = initiator(self.host, network, *line_names(number), self, link)
 
@@ -76,7 +76,7 @@ class OldLife:
             self._carry_out(self.relay.heard(decode_from_router(frame), self.host.world.now_us))
         self._post()
 
-    def _carry_out(self, out: RelayOut) -> None:
+    def _carry_out(self, out: SessionEffects) -> None:
         now_us = self.host.world.now_us
         if out.fenced is not None:
             self.host.world.fire(Fault.OUTLIVED, self.host.name)

@@ -16,7 +16,7 @@ from baton.sim.network import Network
 from baton.sim.seats import Seat
 from baton.sim.strangers import OldLife, forged, forged_by_a_member
 from baton.sim.world import World
-from baton.wire.instance_sessions import Relay, RelayOut
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.link import LinkConfig
 from baton.wire.router_messages import Join
 
@@ -71,7 +71,7 @@ class Upheaval:
             else:
                 seat.boot()
 
-    def relays(self) -> list[Relay]:
+    def relays(self) -> list[InstanceSessions]:
         return [old.relay for old in self._old_lives]
 
     def heal(self) -> None:
@@ -89,7 +89,7 @@ class Upheaval:
             self._world.fire(Fault.LATE_JOIN, seat.name)
             seat.boot()
 
-    def _told(self, seat: Seat, out: RelayOut) -> None:
+    def _told(self, seat: Seat, out: SessionEffects) -> None:
         if out.fenced is not None:
             raise LawBroken(FENCED, f"{seat.name} was fenced, and no later life of it has ever been: {out.fenced}")
         if out.drain:

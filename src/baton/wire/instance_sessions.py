@@ -83,7 +83,7 @@ from baton.wire.router_messages import (
     held_bytes,
 )
 
-RELAY_TICKETS = 1 << 40
+FIRST_ROUTED_TICKET = 1 << 40
 """Its tickets start here; those of the front end's own desk are below."""
 CHOICES_MAX = 1 << 14
 """That a router may have open here; the engine's own queue is shorter."""
@@ -96,7 +96,7 @@ GROUP_BYTES_MAX = 32 << 20
 NO_GAUGES = WireGauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, WireHandovers(0, 0, 0, 0, 0, 0, 0))
 
 
-class Standing(Enum):
+class InstanceSessionState(Enum):
     """Of the session."""
 
     AWAY = "no session"
@@ -105,28 +105,28 @@ class Standing(Enum):
     TURNED_AWAY = "turned away"
 
 
-class Turn(Enum):
+class InstanceSessionMove(Enum):
     OPEN = "opened"
     WELCOME = "welcomed"
     TURN_AWAY = "turned away"
     LOSE = "lost"
 
 
-STANDINGS: dict[tuple[Standing, Turn], Standing] = {
-    (Standing.AWAY, Turn.OPEN): Standing.JOINING,
-    (Standing.AWAY, Turn.LOSE): Standing.AWAY,
-    (Standing.JOINING, Turn.WELCOME): Standing.SERVING,
-    (Standing.JOINING, Turn.TURN_AWAY): Standing.TURNED_AWAY,
-    (Standing.JOINING, Turn.LOSE): Standing.AWAY,
-    (Standing.SERVING, Turn.LOSE): Standing.AWAY,
-    (Standing.TURNED_AWAY, Turn.LOSE): Standing.AWAY,
+SESSION_TRANSITIONS: dict[tuple[InstanceSessionState, InstanceSessionMove], InstanceSessionState] = {
+    (InstanceSessionState.AWAY, InstanceSessionMove.OPEN): InstanceSessionState.JOINING,
+    (InstanceSessionState.AWAY, InstanceSessionMove.LOSE): InstanceSessionState.AWAY,
+    (InstanceSessionState.JOINING, InstanceSessionMove.WELCOME): InstanceSessionState.SERVING,
+    (InstanceSessionState.JOINING, InstanceSessionMove.TURN_AWAY): InstanceSessionState.TURNED_AWAY,
+    (InstanceSessionState.JOINING, InstanceSessionMove.LOSE): InstanceSessionState.AWAY,
+    (InstanceSessionState.SERVING, InstanceSessionMove.LOSE): InstanceSessionState.AWAY,
+    (InstanceSessionState.TURNED_AWAY, InstanceSessionMove.LOSE): InstanceSessionState.AWAY,
 }
 
-TELLING = (Standing.SERVING, Standing.JOINING)
+TELLING = (InstanceSessionState.SERVING, InstanceSessionState.JOINING)
 """What comes after the held groups were said follows them, whether or not the answer is there yet."""
 
 
-class State(Enum):
+class HeldState(Enum):
     """Of a choice."""
 
     ASKED = "asked"
@@ -139,30 +139,30 @@ class State(Enum):
     GONE = "gone"
 
 
-class Move(Enum):
+class HeldMove(Enum):
     ACCEPT = "accepted"
     REFUSE = "refused"
     END = "ended"
     DROP = "dropped"
 
 
-TRANSITIONS: dict[tuple[State, Move], State] = {
-    (State.ASKED, Move.ACCEPT): State.OPEN,
-    (State.ASKED, Move.REFUSE): State.GONE,
-    (State.ASKED, Move.DROP): State.DROPPED,
-    (State.DROPPED, Move.ACCEPT): State.UNWANTED,
-    (State.DROPPED, Move.REFUSE): State.GONE,
-    (State.OPEN, Move.END): State.ENDED,
-    (State.OPEN, Move.DROP): State.UNWANTED,
-    (State.UNWANTED, Move.END): State.GONE,
-    (State.ENDED, Move.DROP): State.GONE,
+TRANSITIONS: dict[tuple[HeldState, HeldMove], HeldState] = {
+    (HeldState.ASKED, HeldMove.ACCEPT): HeldState.OPEN,
+    (HeldState.ASKED, HeldMove.REFUSE): HeldState.GONE,
+    (HeldState.ASKED, HeldMove.DROP): HeldState.DROPPED,
+    (HeldState.DROPPED, HeldMove.ACCEPT): HeldState.UNWANTED,
+    (HeldState.DROPPED, HeldMove.REFUSE): HeldState.GONE,
+    (HeldState.OPEN, HeldMove.END): HeldState.ENDED,
+    (HeldState.OPEN, HeldMove.DROP): HeldState.UNWANTED,
+    (HeldState.UNWANTED, HeldMove.END): HeldState.GONE,
+    (HeldState.ENDED, HeldMove.DROP): HeldState.GONE,
 }
 
-KEPT = (State.OPEN, State.ENDED)
+KEPT = (HeldState.OPEN, HeldState.ENDED)
 
 
 @dataclass(slots=True)
-class RelayOut:
+class SessionEffects:
     """What is to be done, in this order of fields."""
 
     orders: list[ToEngine] = field(default_factory=list)
@@ -200,7 +200,7 @@ class _Line:
     """Its place in the group."""
     session: int
     """The last one in which the router knew of it."""
-    state: State = State.ASKED
+    state: HeldState = HeldState.ASKED
     serial: int = -1
     """The engine's, once it is accepted."""
     tokens: bytearray = field(default_factory=bytearray)
@@ -281,18 +281,18 @@ def _taken(keys: dict[bytes, None]) -> bytes:
     return b"".join(taken)
 
 
-class Relay:
+class InstanceSessions:
     def __init__(self, join: Join, grace_us: int = 10_000_000) -> None:
         self._join = join
         self._grace_us = grace_us
-        self._standing = Standing.AWAY
+        self._standing = InstanceSessionState.AWAY
         self._states = StateMachine(TRANSITIONS, "a choice")
-        self._standings = StateMachine(STANDINGS, "a session")
+        self._standings = StateMachine(SESSION_TRANSITIONS, "a session")
         self._session = 0
         self._lost_us: int | None = None
         """Since when no router has known of what is held; None while one does."""
         self._draining = join.draining
-        self._next_ticket = RELAY_TICKETS
+        self._next_ticket = FIRST_ROUTED_TICKET
         self._asked: dict[int, _Group] = {}
         """By our ticket: what the engine has not answered."""
         self._groups: dict[int, _Group] = {}
@@ -317,14 +317,14 @@ class Relay:
     # ── the session ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> InstanceSessionState:
         return self._standing
 
-    def moves(self) -> dict[tuple[State, Move], int]:
+    def moves(self) -> dict[tuple[HeldState, HeldMove], int]:
         """How often each transition of a choice was taken."""
         return self._states.moves()
 
-    def turns(self) -> dict[tuple[Standing, Turn], int]:
+    def turns(self) -> dict[tuple[InstanceSessionState, InstanceSessionMove], int]:
         """How often each transition of the session was taken."""
         return self._standings.moves()
 
@@ -345,7 +345,7 @@ class Relay:
 
     def opened(self, now_us: int) -> list[FromInstance]:  # noqa: ARG002
         """The first messages of a session. Everything that `take` says from here on comes after them."""
-        self._turn(Turn.OPEN)
+        self._turn(InstanceSessionMove.OPEN)
         self._session += 1
         for group in self._asked.values():
             self._drop_all(group.lines)
@@ -369,34 +369,34 @@ class Relay:
 
     def lost(self, reason: str, now_us: int) -> None:  # noqa: ARG002
         """The session is over. A second loss, or one before the welcome, does not make the grace longer."""
-        self._turn(Turn.LOSE)
+        self._turn(InstanceSessionMove.LOSE)
         self._names.void()
         self._notes.clear()
         if self._lost_us is None:
             self._lost_us = now_us
 
     def next_deadline(self) -> int | None:
-        if self._standing is not Standing.AWAY or self._lost_us is None or not self._groups:
+        if self._standing is not InstanceSessionState.AWAY or self._lost_us is None or not self._groups:
             return None
         return self._lost_us + self._grace_us
 
-    def tick(self, now_us: int) -> RelayOut:
+    def tick(self, now_us: int) -> SessionEffects:
         deadline = self.next_deadline()
         if deadline is None or now_us < deadline:
-            return RelayOut()
+            return SessionEffects()
         self._lost_us = None
         lines = [line for group in self._groups.values() for line in group.lines]
-        return RelayOut(orders=[*self._flushed(), *self._drop_all(lines)])
+        return SessionEffects(orders=[*self._flushed(), *self._drop_all(lines)])
 
     def leave(self) -> list[FromInstance]:
         """This instance was told to stop: nothing new, please."""
         said, self._draining = self._draining, True
         return [Leaving()] if not said and self._standing in TELLING else []
 
-    def _turn(self, turn: Turn) -> None:
+    def _turn(self, turn: InstanceSessionMove) -> None:
         self._standing = self._standings.after(self._standing, turn)
 
-    def _move(self, line: _Line, move: Move) -> State:
+    def _move(self, line: _Line, move: HeldMove) -> HeldState:
         line.state = self._states.after(line.state, move)
         return line.state
 
@@ -406,53 +406,53 @@ class Relay:
 
     # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def heard(self, message: FromRouter, now_us: int) -> RelayOut:  # noqa: ARG002
+    def heard(self, message: FromRouter, now_us: int) -> SessionEffects:  # noqa: ARG002
         """A WireError means that the router broke the rules; the book is then as it was."""
         match message:
             case Welcome():
                 return self._welcomed(message)
             case TurnedAway(reason, fenced):
                 return self._turned_away(reason, fenced)
-            case _ if self._standing is not Standing.SERVING:
+            case _ if self._standing is not InstanceSessionState.SERVING:
                 raise WireError(f"{type(message).__name__} to an instance that is {self._standing.value}")
             case Place():
                 return self._place(message)
             case Cancel(serial):
-                return RelayOut(orders=self._dropped([serial]))
+                return SessionEffects(orders=self._dropped([serial]))
             case Forget(serials):
-                return RelayOut(orders=self._dropped(serials))
+                return SessionEffects(orders=self._dropped(serials))
             case StopAt(serial):
-                return RelayOut(orders=[message] if self._is_wanted(serial) else [])
+                return SessionEffects(orders=[message] if self._is_wanted(serial) else [])
             case Neighbours(addresses):
-                return RelayOut(neighbours=addresses)
+                return SessionEffects(neighbours=addresses)
             case Drain():
                 self._draining = True
-                return RelayOut(drain=True)
+                return SessionEffects(drain=True)
 
-    def _welcomed(self, message: Welcome) -> RelayOut:
-        if self._standing is not Standing.JOINING:
+    def _welcomed(self, message: Welcome) -> SessionEffects:
+        if self._standing is not InstanceSessionState.JOINING:
             raise WireError(f"a welcome to an instance that is {self._standing.value}")
-        self._turn(Turn.WELCOME)
+        self._turn(InstanceSessionMove.WELCOME)
         self._grace_us = message.orphan_grace_us
         self._lost_us = None
-        return RelayOut(orders=[*self._flushed(), TellNames()], welcomed=message)
+        return SessionEffects(orders=[*self._flushed(), TellNames()], welcomed=message)
 
-    def _turned_away(self, reason: str, fenced: bool) -> RelayOut:
-        if self._standing is not Standing.JOINING:
+    def _turned_away(self, reason: str, fenced: bool) -> SessionEffects:
+        if self._standing is not InstanceSessionState.JOINING:
             raise WireError(f"an instance that is {self._standing.value} was turned away")
-        self._turn(Turn.TURN_AWAY)
-        return RelayOut(orders=self._flushed(), turned_away=reason, fenced=reason if fenced else None)
+        self._turn(InstanceSessionMove.TURN_AWAY)
+        return SessionEffects(orders=self._flushed(), turned_away=reason, fenced=reason if fenced else None)
 
-    def _place(self, place: Place) -> RelayOut:
+    def _place(self, place: Place) -> SessionEffects:
         if any(group.ticket == place.ticket and group.session == self._session for group in self._asked.values()):
             raise WireError(f"ticket {place.ticket} waits for its answer already")
         try:
             checked_group(place.group, self._join.vocabulary)
         except UnknownToken as error:
-            return RelayOut(says=[refused(place.ticket, Refusal(RefusalCode.NOT_IN_VOCABULARY, str(error)))])
+            return SessionEffects(says=[refused(place.ticket, Refusal(RefusalCode.NOT_IN_VOCABULARY, str(error)))])
         if self.open_requests + len(place.group) > CHOICES_MAX:
             refusal = Refusal(RefusalCode.QUEUE_FULL, f"{CHOICES_MAX} choices of this router are open here", 1)
-            return RelayOut(says=[refused(place.ticket, refusal)])
+            return SessionEffects(says=[refused(place.ticket, refusal)])
         older = [line for item in place.group if (line := self._named.get(item.request_id)) is not None]
         orders = self._drop_all(older)
         group = _Group(self._next_ticket, place.ticket, place, self._session, left=len(place.group))
@@ -462,11 +462,11 @@ class Relay:
             line = self._named[item.request_id] = _Line(group, at, self._session, counts=counts)
             group.lines.append(line)
         self._asked[group.order] = self._groups[group.order] = group
-        return RelayOut(orders=[*orders, Submit(group.order, place.group)])
+        return SessionEffects(orders=[*orders, Submit(group.order, place.group)])
 
     def _is_wanted(self, serial: int) -> bool:
         line = self._open.get(serial)
-        return line is not None and line.state is State.OPEN
+        return line is not None and line.state is HeldState.OPEN
 
     def _dropped(self, serials: Iterable[int]) -> list[ToEngine]:
         """Of serials that are not here any more, or never were a router's, nothing comes."""
@@ -478,16 +478,16 @@ class Relay:
         orders: list[ToEngine] = []
         for line in lines:
             before = line.state
-            if not self._states.allows(before, Move.DROP):
+            if not self._states.allows(before, HeldMove.DROP):
                 continue  # it is on its way out already
-            after = self._move(line, Move.DROP)
+            after = self._move(line, HeldMove.DROP)
             if self._named.get(line.asked.request_id) is line:
                 del self._named[line.asked.request_id]
-            if after is State.UNWANTED:
+            if after is HeldState.UNWANTED:
                 orders.append(Cancel(line.serial))
-            if before is State.ENDED:
+            if before is HeldState.ENDED:
                 self._ended_bytes -= self._weight(self._ended.pop(line.serial))
-            if after is State.GONE:
+            if after is HeldState.GONE:
                 self._gone(line)
         return orders
 
@@ -500,7 +500,7 @@ class Relay:
     # ── what the engine says ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def owns_ticket(self, ticket: int) -> bool:
-        return ticket >= RELAY_TICKETS
+        return ticket >= FIRST_ROUTED_TICKET
 
     def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
         """What is a router's, and what is the own desk's: almost always all of it is the one or the other."""
@@ -520,7 +520,7 @@ class Relay:
             _part(output, serials, theirs, [end for end in output.ended if end.serial not in ours]),
         )
 
-    def take(self, message: AcceptedAs | RefusedWith | StepOutput, now_us: int) -> RelayOut:  # noqa: ARG002
+    def take(self, message: AcceptedAs | RefusedWith | StepOutput, now_us: int) -> SessionEffects:  # noqa: ARG002
         match message:
             case StepOutput():
                 return self._came(message)
@@ -535,40 +535,40 @@ class Relay:
             raise WireError(f"the engine answered ticket {ticket}, which waits for no answer")
         return group
 
-    def _accepted(self, group: _Group, serials: tuple[int, ...]) -> RelayOut:
+    def _accepted(self, group: _Group, serials: tuple[int, ...]) -> SessionEffects:
         if len(serials) != len(group.lines):
             raise WireError(f"{len(group.lines)} choices were accepted as {len(serials)} requests")
         orders: list[ToEngine] = []
         for line, serial in zip(group.lines, serials, strict=True):
             line.serial = serial
             self._open[serial] = line
-            if self._move(line, Move.ACCEPT) is State.UNWANTED:
+            if self._move(line, HeldMove.ACCEPT) is HeldState.UNWANTED:
                 orders.append(Cancel(serial))
         if group.session != self._session:
             self._mute += len(group.lines)
-        return RelayOut(orders, [AcceptedAs(group.ticket, serials)] if self._knows(group) else [])
+        return SessionEffects(orders, [AcceptedAs(group.ticket, serials)] if self._knows(group) else [])
 
-    def _refused(self, group: _Group, answer: RefusedWith) -> RelayOut:
+    def _refused(self, group: _Group, answer: RefusedWith) -> SessionEffects:
         for line in group.lines:
-            self._move(line, Move.REFUSE)
+            self._move(line, HeldMove.REFUSE)
             if self._named.get(line.asked.request_id) is line:
                 del self._named[line.asked.request_id]
             self._gone(line)
         knows = self._knows(group)
-        return RelayOut(says=[msgspec.structs.replace(answer, ticket=group.ticket)] if knows else [])
+        return SessionEffects(says=[msgspec.structs.replace(answer, ticket=group.ticket)] if knows else [])
 
     def _knows(self, group: _Group) -> bool:
         """Whether the router of this session waits for the answer."""
         return self._standing in TELLING and group.session == self._session
 
-    def _came(self, output: StepOutput) -> RelayOut:
+    def _came(self, output: StepOutput) -> SessionEffects:
         serials = _serials(output)
         said: list[FromInstance] = []
         if self._standing in TELLING:
             told = output if not self._mute else self._audible(output, serials)
             said = [] if told is None else [told]
         self._write_down(output, serials)
-        return RelayOut(says=said)
+        return SessionEffects(says=said)
 
     def _audible(self, output: StepOutput, serials: list[int]) -> StepOutput | None:
         """What the router of this session knows of."""
@@ -597,7 +597,7 @@ class Relay:
     def _end(self, line: _Line, end: WireEnded) -> None:
         if line.session != self._session:
             self._mute -= 1
-        if self._move(line, Move.END) is State.GONE:
+        if self._move(line, HeldMove.END) is HeldState.GONE:
             self._gone(line)
             return
         line.ended = end
@@ -614,7 +614,7 @@ class Relay:
     def feel(self, pulse: Pulse, now_us: int) -> None:
         """The engine's pulse, once for each: the next beat says it."""
         self._gauges, self._computing = pulse.gauges, pulse.computing
-        if self._standing is not Standing.SERVING:
+        if self._standing is not InstanceSessionState.SERVING:
             return
         self._names.add(pulse)
         self._notes += [(serial, phase, now_us - ago) for serial, phase, ago in pulse.notes if self._has(serial)]
@@ -624,7 +624,7 @@ class Relay:
         """A sign of life for the router; None where there is none. `pulse` is one that was not given before."""
         if pulse is not None:
             self.feel(pulse, now_us)
-        if self._standing is not Standing.SERVING:
+        if self._standing is not InstanceSessionState.SERVING:
             return None
         fresh, named, forgotten = self._names.take()
         notes = tuple((serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._notes)

@@ -4,7 +4,7 @@
     acts    = switch.heard(session, message, now)        what it said: messages to send, news for clients
     acts    = switch.submit(tenant, group, origin, now)  … and leave, cut, claim, drain, tick
 
-The router decides; the switch translates. For each session it has one `Desk` and the legs that travelled there:
+The router decides; the switch translates. For each session it has one `RequestTable` and the legs that travelled there:
 
     NEW ── Join ──▶ JOINING ── HeldGroup … Settled ──▶ ADMITTED    or turned away, and closed
 
@@ -28,8 +28,9 @@ from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.routing.events import (
     Admit,
     Arrived,
+    AttemptAccepted,
+    AttemptRefused,
     Beaten,
-    Body,
     CallBack,
     Came,
     Claimed,
@@ -47,8 +48,6 @@ from baton.core.routing.events import (
     Joined,
     Left,
     Leg,
-    LegRefused,
-    LegTaken,
     Neighbours,
     Noted,
     Opened,
@@ -56,6 +55,7 @@ from baton.core.routing.events import (
     Orphan,
     OrphanDropped,
     Parted,
+    RequestNumber,
     RouterEffect,
     RouterEvent,
     Send,
@@ -77,7 +77,7 @@ from baton.wire.membership_decoding import (
     sign_of,
     tokens_left,
 )
-from baton.wire.request_table import Desk, Step
+from baton.wire.request_table import RequestTable, StepColumns
 from baton.wire.router_messages import (
     ADDRESSES_MAX,
     GROUP_MAX,
@@ -120,14 +120,14 @@ NEWS = (Delivered, Noted, Opened, Declined, FleetChanged, Orphan, OrphanDropped)
 """Effects that are acts as they are; the commonest first."""
 
 
-class Standing(Enum):
+class RouterSessionState(Enum):
     NEW = "new"
     JOINING = "joining"
     ADMITTED = "admitted"
     OVER = "over"
 
 
-class Turn(Enum):
+class RouterSessionMove(Enum):
     """What can happen to a session."""
 
     JOIN = "join"
@@ -135,12 +135,12 @@ class Turn(Enum):
     CLOSE = "closed or lost"
 
 
-STANDINGS: dict[tuple[Standing, Turn], Standing] = {
-    (Standing.NEW, Turn.JOIN): Standing.JOINING,
-    (Standing.NEW, Turn.CLOSE): Standing.OVER,
-    (Standing.JOINING, Turn.ADMIT): Standing.ADMITTED,
-    (Standing.JOINING, Turn.CLOSE): Standing.OVER,
-    (Standing.ADMITTED, Turn.CLOSE): Standing.OVER,
+SESSION_TRANSITIONS: dict[tuple[RouterSessionState, RouterSessionMove], RouterSessionState] = {
+    (RouterSessionState.NEW, RouterSessionMove.JOIN): RouterSessionState.JOINING,
+    (RouterSessionState.NEW, RouterSessionMove.CLOSE): RouterSessionState.OVER,
+    (RouterSessionState.JOINING, RouterSessionMove.ADMIT): RouterSessionState.ADMITTED,
+    (RouterSessionState.JOINING, RouterSessionMove.CLOSE): RouterSessionState.OVER,
+    (RouterSessionState.ADMITTED, RouterSessionMove.CLOSE): RouterSessionState.OVER,
 }
 
 
@@ -183,8 +183,8 @@ class _Seat:
     session: Session
     due_us: int
     """By when it must have joined."""
-    standing: Standing = Standing.NEW
-    desk: Desk = field(default_factory=Desk)
+    standing: RouterSessionState = RouterSessionState.NEW
+    desk: RequestTable = field(default_factory=RequestTable)
     join: Join | None = None
     held: dict[int, HeldChoice] = field(default_factory=dict)
     """By serial, until it is admitted."""
@@ -204,20 +204,20 @@ class _Seat:
         return self.join
 
 
-class Switch:
+class RouterSessions:
     def __init__(self, router: Router, name: str) -> None:
         self.router = router
         self._name = name
         self._seats: dict[Session, _Seat] = {}
         self._sessions = 0
         self._bodies = 0
-        self._standings = StateMachine(STANDINGS, "a session")
+        self._standings = StateMachine(SESSION_TRANSITIONS, "a session")
 
-    def turns(self) -> dict[tuple[Standing, Turn], int]:
+    def turns(self) -> dict[tuple[RouterSessionState, RouterSessionMove], int]:
         """How often each transition of a session was taken."""
         return self._standings.moves()
 
-    def _turn(self, seat: _Seat, turn: Turn) -> None:
+    def _turn(self, seat: _Seat, turn: RouterSessionMove) -> None:
         seat.standing = self._standings.after(seat.standing, turn)
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -232,8 +232,8 @@ class Switch:
         seat = self._seats.pop(session, None)
         if seat is None:
             return []
-        known = seat.standing is Standing.ADMITTED
-        self._turn(seat, Turn.CLOSE)
+        known = seat.standing is RouterSessionState.ADMITTED
+        self._turn(seat, RouterSessionMove.CLOSE)
         return self._told(Parted(session, reason), now_us) if known else []
 
     def heard(self, session: Session, message: FromInstance, now_us: int) -> list[Act]:
@@ -241,7 +241,7 @@ class Switch:
         seat = self._seats.get(session)
         if seat is None:
             return []
-        if seat.standing is not Standing.ADMITTED:
+        if seat.standing is not RouterSessionState.ADMITTED:
             return self._joins(seat, message, now_us)
         match message:
             case StepOutput():
@@ -259,14 +259,14 @@ class Switch:
 
     def _joins(self, seat: _Seat, message: FromInstance, now_us: int) -> list[Act]:
         match seat.standing, message:
-            case Standing.NEW, Join():
-                self._turn(seat, Turn.JOIN)
+            case RouterSessionState.NEW, Join():
+                self._turn(seat, RouterSessionMove.JOIN)
                 seat.join = message
                 return []
-            case Standing.JOINING, HeldGroup():
+            case RouterSessionState.JOINING, HeldGroup():
                 self._holds(seat, message)
                 return []
-            case Standing.JOINING, Settled():
+            case RouterSessionState.JOINING, Settled():
                 return self._settled(seat, now_us)
             case _:
                 raise WireError(f"{type(message).__name__} from an instance that is {seat.standing.value}")
@@ -284,28 +284,30 @@ class Switch:
     def _settled(self, seat: _Seat, now_us: int) -> list[Act]:
         join = seat.joined()
         acts = self._told(Joined(seat.session, facts_of(join), join.draining, tuple(seat.held.values())), now_us)
-        if seat.standing is Standing.JOINING:
+        if seat.standing is RouterSessionState.JOINING:
             raise InvariantViolated(f"the router neither admitted session {seat.session} nor turned it away")
         return acts
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, tenant: str, group: Sequence[Submission], origin: bytes, now_us: int) -> tuple[Body, list[Act]]:
+    def submit(
+        self, tenant: str, group: Sequence[Submission], origin: bytes, now_us: int
+    ) -> tuple[RequestNumber, list[Act]]:
         self._bodies += 1
-        body = Body(self._bodies)
+        body = RequestNumber(self._bodies)
         # What no instance could take must not be offered to one after the other: each would end its session over it.
         refusal = _too_large(group, origin)
         if refusal is not None:
             return body, [Declined(body, refusal)]
         return body, self._told(Arrived(body, tenant, tuple(group), origin), now_us)
 
-    def leave(self, body: Body, now_us: int) -> list[Act]:
+    def leave(self, body: RequestNumber, now_us: int) -> list[Act]:
         return self._told(Left(body), now_us)
 
-    def cut(self, body: Body, choice: int, keep: int, now_us: int) -> list[Act]:
+    def cut(self, body: RequestNumber, choice: int, keep: int, now_us: int) -> list[Act]:
         return self._told(Cut(body, choice, keep), now_us)
 
-    def claim(self, body: Body, now_us: int, group: Sequence[Submission] = ()) -> list[Act]:
+    def claim(self, body: RequestNumber, now_us: int, group: Sequence[Submission] = ()) -> list[Act]:
         """`group`: all choices as they were asked for, where that is known: those that nobody holds begin anew."""
         return self._told(Claimed(body, tuple(group)), now_us)
 
@@ -316,12 +318,12 @@ class Switch:
         return [*self._told(Due(), now_us), *self._close_strangers(now_us)]
 
     def next_deadline(self) -> int | None:
-        times = [seat.due_us for seat in self._seats.values() if seat.standing is not Standing.ADMITTED]
+        times = [seat.due_us for seat in self._seats.values() if seat.standing is not RouterSessionState.ADMITTED]
         return min((time for time in (*times, self.router.next_deadline()) if time is not None), default=None)
 
     def _close_strangers(self, now_us: int) -> list[Act]:
         """Whoever has not joined in time."""
-        strangers = [seat for seat in self._seats.values() if seat.standing is not Standing.ADMITTED]
+        strangers = [seat for seat in self._seats.values() if seat.standing is not RouterSessionState.ADMITTED]
         late = [seat for seat in strangers if seat.due_us <= now_us]
         return [self._close(seat, f"it has not joined within {JOIN_US // 1_000_000} s") for seat in late]
 
@@ -334,7 +336,7 @@ class Switch:
         took = seat.desk.take(message)
         acts = _says(seat, took.orders)
         for news in took.news:
-            if isinstance(news, desks.Opened) and trip is not None:
+            if isinstance(news, desks.GroupAccepted) and trip is not None:
                 acts += self._open(seat, trip, news.serials, now_us)
         return acts
 
@@ -347,15 +349,15 @@ class Switch:
                 acts += _cancel(seat, run)
             elif run.keep is not None:
                 acts += _says(seat, [seat.desk.stop(serial, run.keep)])
-        return acts + self._told(LegTaken(seat.session, trip.leg), now_us)
+        return acts + self._told(AttemptAccepted(seat.session, trip.leg), now_us)
 
     def _refused(self, seat: _Seat, message: RefusedWith, now_us: int) -> list[Act]:
         acts: list[Act] = []
         for news in seat.desk.take(message).news:
-            if isinstance(news, desks.Declined):
+            if isinstance(news, desks.GroupDeclined):
                 trip = seat.tickets.pop(news.ticket)
                 del seat.trips[trip.leg]
-                acts += self._told(LegRefused(seat.session, trip.leg, news.refusal), now_us)
+                acts += self._told(AttemptRefused(seat.session, trip.leg, news.refusal), now_us)
         return acts
 
     def _stepped(self, seat: _Seat, output: StepOutput, now_us: int) -> list[Act]:
@@ -370,7 +372,7 @@ class Switch:
             acts += _let_go(seat, run.trip)
         handle = self.router.handle
         for event in news:
-            if seat.standing is Standing.OVER:
+            if seat.standing is RouterSessionState.OVER:
                 break  # by what came of the rows before
             for effect in handle(event, now_us):
                 if type(effect) is Delivered:
@@ -416,7 +418,7 @@ class Switch:
 
     def _close(self, seat: _Seat, reason: str) -> Close:
         del self._seats[seat.session]
-        self._turn(seat, Turn.CLOSE)
+        self._turn(seat, RouterSessionMove.CLOSE)
         return Close(seat.session, reason)
 
     def _place(self, seat: _Seat, send: Send) -> Say:
@@ -430,7 +432,7 @@ class Switch:
 
     def _admit(self, seat: _Seat, admit: Admit) -> list[Act]:
         config, context = self.router.config, seat.joined().context_tokens
-        self._turn(seat, Turn.ADMIT)
+        self._turn(seat, RouterSessionMove.ADMIT)
         acts: list[Act] = [Say(seat.session, Welcome(self._name, config.beat_us, config.orphan_grace_us))]
         for serial, leg, place in admit.keep:
             choice = seat.held.pop(serial)
@@ -471,7 +473,7 @@ def _begin(seat: _Seat, run: _Run, serial: int) -> None:
         del seat.recent[next(iter(seat.recent))]
 
 
-def _news(seat: _Seat, step: Step) -> list[Came]:
+def _news(seat: _Seat, step: StepColumns) -> list[Came]:
     """What a step brought to those of whom the router hears; a WireError where it cannot be."""
     session, vocabulary, runs = seat.session, seat.joined().vocabulary, seat.runs
     serials, tokens = step.serials, step.tokens

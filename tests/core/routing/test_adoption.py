@@ -11,18 +11,18 @@ from baton.core.engine.request import FinishReason
 from baton.core.routing import adoption as adopting
 from baton.core.routing.events import (
     Admit,
-    Body,
+    AttemptAccepted,
     CallBack,
     ChoiceEnd,
     Claimed,
     Delivered,
     Forget,
     Left,
-    LegTaken,
     Opened,
     Orphan,
     OrphanDropped,
     Parted,
+    RequestNumber,
     RouterConfig,
     Send,
 )
@@ -228,7 +228,7 @@ def test_choices_that_no_instance_holds_begin_anew_when_it_is_known_what_was_ask
     bench.pass_us(1_100_000)
     send = bench.sent()
     assert (send.choices, send.group[0].generated.tolist(), send.group[0].leader) == ((1,), [], None)
-    bench.tell(LegTaken(send.session, send.leg))
+    bench.tell(AttemptAccepted(send.session, send.leg))
     bench.came(send, 8)
     assert bench.of(Delivered)[0].body == orphan.body
 
@@ -253,5 +253,5 @@ def test_what_makes_no_sense_is_not_kept() -> None:
 def test_numbers_of_orphans_are_nobodys() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5), held(2, 5, origin=b"origin 9"))
-    assert [item.body for item in bench.of(Orphan)] == [Body(-1), Body(-2)]
-    assert bench.arrive(submission("y"), origin=b"new") == Body(1)
+    assert [item.body for item in bench.of(Orphan)] == [RequestNumber(-1), RequestNumber(-2)]
+    assert bench.arrive(submission("y"), origin=b"new") == RequestNumber(1)

@@ -29,7 +29,7 @@ from baton.core.routing.events import (
     Sign,
     TurnAway,
 )
-from baton.core.routing.fleet_members import FENCE_US, Fleet, MemberMove
+from baton.core.routing.fleet_members import FENCE_US, FleetMembers, MemberMove
 from baton.core.routing.router import SETTLE_US
 from tests.support.routing import Bench, ended, facts, held, submission
 
@@ -167,7 +167,7 @@ def test_a_session_is_replaced_by_a_newer_one_of_the_same_life() -> None:
 
 
 def test_names_of_the_past_are_bounded() -> None:
-    fleet = Fleet(RouterConfig())
+    fleet = FleetMembers(RouterConfig())
     for number in range(5000):
         member = fleet.admit(Session(number), facts(f"i{number}", incarnation=9), draining=False, now_us=0)
         if number:

@@ -20,8 +20,8 @@ from baton.core.routing.events import (
     Session,
     Sign,
 )
-from baton.core.routing.prefix_directory import ASSUMED_US, Holdings
-from baton.core.routing.rate_limits import TENANTS_MAX, Bucket, Quota
+from baton.core.routing.prefix_directory import ASSUMED_US, PrefixDirectory
+from baton.core.routing.rate_limits import TENANTS_MAX, Bucket, RateLimits
 from tests.support.routing import BLOCK_SIZE, SECRET, Bench, facts, submission
 
 A, B, C = Session(1), Session(2), Session(3)
@@ -182,8 +182,8 @@ def test_a_body_that_fits_nowhere_yet_does_not_hold_up_those_behind_it() -> None
 # ── holdings ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def holdings(*sessions: Session, blocks: int = 100) -> Holdings:
-    held = Holdings()
+def holdings(*sessions: Session, blocks: int = 100) -> PrefixDirectory:
+    held = PrefixDirectory()
     for session in sessions:
         held.open(session, blocks)
     return held
@@ -256,7 +256,7 @@ def test_a_bucket_may_be_overdrawn_and_is_paid_back_by_waiting() -> None:
 
 
 def test_a_declined_body_is_not_charged() -> None:
-    quota = Quota(RouterConfig(key_tokens_per_minute=100))
+    quota = RateLimits(RouterConfig(key_tokens_per_minute=100))
     assert quota.admit("t", 1, 100, 0) is None
     refusal = quota.admit("t", 1, 1, 0)
     assert refusal is not None
@@ -268,10 +268,10 @@ def test_a_declined_body_is_not_charged() -> None:
 
 
 def test_tenants_without_limits_are_not_remembered_and_others_are_bounded() -> None:
-    free = Quota(RouterConfig())
+    free = RateLimits(RouterConfig())
     assert free.admit("t", 99, 10**9, 0) is None
     assert free.open_of("t") == 0
-    bound = Quota(RouterConfig(key_concurrency=1))
+    bound = RateLimits(RouterConfig(key_concurrency=1))
     for number in range(TENANTS_MAX + 100):
         assert bound.admit(f"t{number}", 1, 1, 0) is None
         if number:

@@ -9,6 +9,7 @@ from baton.core.engine.request import FinishReason
 from baton.core.errors import InvariantViolated, RefusalCode
 from baton.core.handover.messages import PdCode, PdFault, PdStage
 from baton.core.routing.events import (
+    AttemptAccepted,
     CallBack,
     Came,
     Cut,
@@ -18,7 +19,6 @@ from baton.core.routing.events import (
     Drains,
     Forget,
     Left,
-    LegTaken,
     Noted,
     Opened,
     Parted,
@@ -624,7 +624,7 @@ def test_what_is_late_is_counted_and_means_nothing() -> None:
     again = bench.sent()
     late = [
         Came(send.session, send.leg, 0, [1]), Came(again.session, send.leg, 0, [1]), Came(again.session, again.leg, 5, [1]),
-        Came(again.session, again.leg, 0, [1]), LegTaken(send.session, send.leg), Parted(send.session, "again"),
+        Came(again.session, again.leg, 0, [1]), AttemptAccepted(send.session, send.leg), Parted(send.session, "again"),
         Left(type(body)(99)), Cut(type(body)(99), 0, 1), Cut(body, 7, 1),
     ]  # fmt: skip
     for event in late:

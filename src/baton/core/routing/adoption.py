@@ -14,9 +14,18 @@ import numpy as np
 
 from baton.core.engine.request import NO_TOKENS, FinishReason, Submission
 from baton.core.handover.messages import PdCode, PdFault, PdStage
-from baton.core.routing.events import Body, Claimed, Delivered, HeldChoice, Leg, Orphan, Stage
-from baton.core.routing.fleet_members import Member
-from baton.core.routing.routed_request import Carried, Carry, CarryMove, Choice, Journey, add_bill, finished_as, leads
+from baton.core.routing.events import Claimed, Delivered, HeldChoice, Leg, Orphan, RequestNumber, Stage
+from baton.core.routing.fleet_members import FleetMember
+from baton.core.routing.routed_request import (
+    Attempt,
+    ChoiceMove,
+    ChoiceState,
+    RoutedChoice,
+    RoutedRequest,
+    add_bill,
+    finished_as,
+    leads,
+)
 from baton.core.routing.routed_requests import Carrier, digest_of
 
 Kept = tuple[int, Leg, int]
@@ -27,7 +36,7 @@ OVER = (FinishReason.STOP, FinishReason.LENGTH)
 class Adoption:
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._pending: dict[Body, Carried] = {}
+        self._pending: dict[RequestNumber, RoutedRequest] = {}
         """Those that nobody has claimed, or of which a choice is still missing; in order of their grace."""
         self._made = 0
 
@@ -36,10 +45,10 @@ class Adoption:
 
     # ── joins ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def adopt(self, member: Member, held: Sequence[HeldChoice]) -> tuple[Kept, ...]:
+    def adopt(self, member: FleetMember, held: Sequence[HeldChoice]) -> tuple[Kept, ...]:
         """Which serials the instance goes on with; nobody wants the others."""
         keep: list[Kept] = []
-        extras: dict[Body, dict[int, tuple[object, ...]]] = {}
+        extras: dict[RequestNumber, dict[int, tuple[object, ...]]] = {}
         """Of the orphans that are found in this join."""
         furthest = _furthest(held)
         digests: dict[bytes, bytes] = {}
@@ -60,23 +69,23 @@ class Adoption:
             self._announce(self._pending[number], known)
         return tuple(keep)
 
-    def _body_of(self, item: HeldChoice, digest: bytes) -> Carried | None:
+    def _body_of(self, item: HeldChoice, digest: bytes) -> RoutedRequest | None:
         carrier = self._carrier
         if not item.origin or not 0 <= item.choice < item.body_choices or digest in carrier.over:
             return None
         body = carrier.by_origin.get(digest)
         if body is None:
             self._made += 1
-            body = carrier.open_body(Body(-self._made), None, item.origin, item.body_choices)
+            body = carrier.open_body(RequestNumber(-self._made), None, item.origin, item.body_choices)
             body.orphan, body.grace_us = True, carrier.now_us + carrier.config.orphan_grace_us
             body.priority = item.submission.priority
             for choice in body.choices:
-                choice.state = Carry.ABSENT
+                choice.state = ChoiceState.ABSENT
             self._pending[body.body] = body
             carrier.counts.orphans += 1
         return body if len(body.choices) == item.body_choices else None
 
-    def _take_over(self, choice: Choice, item: HeldChoice, member: Member) -> Leg:
+    def _take_over(self, choice: RoutedChoice, item: HeldChoice, member: FleetMember) -> Leg:
         """The choice goes on where it is held, or from what is known of it there."""
         carrier = self._carrier
         self._make_wait(choice, item)
@@ -108,38 +117,38 @@ class Adoption:
             self._resume(choice, journey)
         return journey.leg
 
-    def _make_wait(self, choice: Choice, item: HeldChoice) -> None:
+    def _make_wait(self, choice: RoutedChoice, item: HeldChoice) -> None:
         carrier = self._carrier
         # Not at once: another instance may be about to tell that it is further with it.
         soon_us = carrier.now_us + carrier.config.backoff_us_max
-        if choice.state is Carry.ABSENT:
+        if choice.state is ChoiceState.ABSENT:
             choice.submission = _asked(choice.body, item.submission)
             choice.attempts = 2 if len(item.submission.generated) else 1
-            carrier.move(choice, CarryMove.FIND)
+            carrier.move(choice, ChoiceMove.FIND)
             carrier.room.enter(choice, soon_us)
-        elif choice.state is not Carry.WAITING:
+        elif choice.state is not ChoiceState.WAITING:
             carrier.call_back([choice])
             carrier.leave(choice)
-            carrier.move(choice, CarryMove.LOSE)
+            carrier.move(choice, ChoiceMove.LOSE)
             carrier.room.enter(choice, soon_us)
 
-    def _resume(self, choice: Choice, journey: Journey) -> None:
+    def _resume(self, choice: RoutedChoice, journey: Attempt) -> None:
         """It was not lost after all."""
         carrier = self._carrier
         journey.taken = True
-        carrier.move(choice, CarryMove.RESUME)
+        carrier.move(choice, ChoiceMove.RESUME)
         carrier.board(choice, journey, 0)
         choice.losses, choice.fruitless = max(0, choice.losses - 1), max(0, choice.fruitless - 1)
         choice.turned_down_by = None
         carrier.note(choice, Stage.RESUMED, journey.member.name)
 
-    def _announce(self, body: Carried, extras: dict[int, tuple[object, ...]]) -> None:
+    def _announce(self, body: RoutedRequest, extras: dict[int, tuple[object, ...]]) -> None:
         choices, body.opened = body.choices, True
         self._carrier.effects.append(
             Orphan(
                 body.body,
                 body.origin,
-                tuple(None if choice.state is Carry.ABSENT else tuple(choice.delivered) for choice in choices),
+                tuple(None if choice.state is ChoiceState.ABSENT else tuple(choice.delivered) for choice in choices),
                 tuple(extras.get(choice.index, ()) for choice in choices),
                 tuple(choice.cached_tokens for choice in choices),
                 tuple(choice.outcome for choice in choices),
@@ -160,15 +169,15 @@ class Adoption:
             carrier.close_body(body)
         self._sift()
 
-    def _ask_again(self, body: Carried, event: Claimed) -> None:
+    def _ask_again(self, body: RoutedRequest, event: Claimed) -> None:
         """What no instance has told of begins anew: its tokens depend on nothing but its submission."""
         carrier = self._carrier
         limits = {len(c.submission.prompt): c.submission.max_tokens for c in body.choices if c.submission is not None}
         for choice, asked in zip(body.choices, event.group, strict=True):
-            if choice.state is Carry.ABSENT:
+            if choice.state is ChoiceState.ABSENT:
                 limit = limits.get(len(asked.prompt)) if asked.max_tokens is None else asked.max_tokens
                 choice.submission = _asked(body, replace(asked, max_tokens=limit))
-                carrier.move(choice, CarryMove.FIND)
+                carrier.move(choice, ChoiceMove.FIND)
                 carrier.room.enter(choice, max(carrier.now_us, body.arrived_us + carrier.config.backoff_us_max))
         carrier.stirred = True
 
@@ -185,18 +194,18 @@ class Adoption:
                 PdCode.NOT_DELIVERED, PdStage.DECODE, "the instance that had it was lost together with its router"
             )
             for choice in body.choices:
-                if choice.state is Carry.ABSENT:
+                if choice.state is ChoiceState.ABSENT:
                     carrier.end(choice, FinishReason.RESCHEDULE, fault)
 
     def _sift(self) -> None:
         self._pending = {
             number: body
             for number, body in self._pending.items()
-            if number in self._carrier.bodies and (body.orphan or any(c.state is Carry.ABSENT for c in body.choices))
+            if number in self._carrier.bodies and (body.orphan or any(c.state is ChoiceState.ABSENT for c in body.choices))
         }
 
 
-def _asked(body: Carried, submission: Submission) -> Submission:
+def _asked(body: RoutedRequest, submission: Submission) -> Submission:
     """As the client asked for it. Who led it was another on each leg: whoever is known with the same prompt does now."""
     known = (choice.submission for choice in body.choices if choice.submission is not None)
     leader = next((leads(other) for other in known if np.array_equal(other.prompt, submission.prompt)), None)
@@ -219,11 +228,11 @@ def _furthest(held: Sequence[HeldChoice]) -> set[int]:
     return {serial for _, serial in best.values()}
 
 
-def _wanted(choice: Choice, item: HeldChoice) -> bool:
+def _wanted(choice: RoutedChoice, item: HeldChoice) -> bool:
     delivered, history = choice.delivered, _history(item)
     if history[: len(delivered)] != delivered:
         return False
-    if choice.state in (Carry.ABSENT, Carry.WAITING):
+    if choice.state in (ChoiceState.ABSENT, ChoiceState.WAITING):
         return True
     # Elsewhere somebody works on it by now. One of ours stays there; of an orphan it may be the shorter of two histories.
-    return choice.body.orphan and choice.state in (Carry.SENT, Carry.OPEN) and len(history) > len(delivered)
+    return choice.body.orphan and choice.state in (ChoiceState.SENT, ChoiceState.OPEN) and len(history) > len(delivered)

@@ -20,7 +20,7 @@ from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal
 from baton.core.handover.messages import PdFault
 
-Body = NewType("Body", int)
+RequestNumber = NewType("RequestNumber", int)
 Session = NewType("Session", int)
 Leg = NewType("Leg", int)
 Instance = NewType("Instance", str)
@@ -242,7 +242,7 @@ class Drains:
 class Arrived:
     """A body of a client. All of its choices share one prompt or each has its own; `leader` says which."""
 
-    body: Body
+    body: RequestNumber
     tenant: str
     group: tuple[Submission, ...]
     origin: bytes
@@ -253,14 +253,14 @@ class Arrived:
 class Left:
     """The client is gone, or took the body back."""
 
-    body: Body
+    body: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A stop string was found: the choice ends after `keep` tokens."""
 
-    body: Body
+    body: RequestNumber
     choice: int
     keep: int
 
@@ -269,19 +269,19 @@ class Cut:
 class Claimed:
     """A client has come for an orphaned body."""
 
-    body: Body
+    body: RequestNumber
     group: tuple[Submission, ...] = ()
     """All of its choices as they were asked for, where that is known: those that no instance holds begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class LegTaken:
+class AttemptAccepted:
     session: Session
     leg: Leg
 
 
 @dataclass(frozen=True, slots=True)
-class LegRefused:
+class AttemptRefused:
     session: Session
     leg: Leg
     refusal: Refusal
@@ -316,7 +316,9 @@ class Due:
     """`next_deadline` has come."""
 
 
-RouterEvent = Joined | Beaten | Parted | Drains | Arrived | Left | Cut | Claimed | LegTaken | LegRefused | Came | Due
+RouterEvent = (
+    Joined | Beaten | Parted | Drains | Arrived | Left | Cut | Claimed | AttemptAccepted | AttemptRefused | Came | Due
+)
 
 
 # ── effects ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -405,14 +407,14 @@ class Forget:
 class Opened:
     """To the client: the body was accepted by an instance, for the first time."""
 
-    body: Body
+    body: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
     """To the client: the body was not accepted. Nothing of it was delivered."""
 
-    body: Body
+    body: RequestNumber
     refusal: Refusal
 
 
@@ -431,7 +433,7 @@ class Outcome:
 class Delivered(NamedTuple):
     """To the client: tokens in order, none twice, none missing; and the end, once. A tuple, as Came is."""
 
-    body: Body
+    body: RequestNumber
     choice: int
     tokens: list[int]
     extras: object
@@ -443,7 +445,7 @@ class Delivered(NamedTuple):
 class Orphan:
     """A body of a router that was lost has been found: everything that is known of it. A client may claim it."""
 
-    body: Body
+    body: RequestNumber
     origin: bytes
     delivered: tuple[tuple[int, ...] | None, ...]
     """By choice: all of its tokens so far. None: nothing is known of it."""
@@ -455,7 +457,7 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class OrphanDropped:
-    body: Body
+    body: RequestNumber
 
 
 class Stage(Enum):
@@ -476,7 +478,7 @@ class Stage(Enum):
 class Noted:
     """For the log, the metrics and the timeline: something happened to a choice."""
 
-    body: Body
+    body: RequestNumber
     choice: int
     stage: Stage
     where: Instance | None

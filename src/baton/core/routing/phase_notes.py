@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.engine.request import Phase
-from baton.core.routing.events import Body, Instance, Leg, Noted, PhaseNote, Session, Stage
-from baton.core.routing.fleet_members import Member
-from baton.core.routing.routed_request import Journey
+from baton.core.routing.events import Instance, Leg, Noted, PhaseNote, RequestNumber, Session, Stage
+from baton.core.routing.fleet_members import FleetMember
+from baton.core.routing.routed_request import Attempt
 
 RECENT_MAX = 1024
 STAGES = {
@@ -29,7 +29,7 @@ class _Trace:
     """What is remembered of a leg."""
 
     session: Session
-    body: Body
+    body: RequestNumber
     choices: tuple[int, ...]
     began: list[int]
     """Places that the instance has begun with."""
@@ -37,18 +37,18 @@ class _Trace:
     """By place: who was chosen to prefill it."""
 
 
-class Phases:
+class PhaseTimeline:
     def __init__(self) -> None:
         self._traces: OrderedDict[Leg, _Trace] = OrderedDict()
         """Of legs that are over."""
 
-    def over(self, legs: Sequence[Journey]) -> None:
+    def over(self, legs: Sequence[Attempt]) -> None:
         for journey in legs:
             self._traces[journey.leg] = _trace(journey)
         while len(self._traces) > RECENT_MAX:
             self._traces.popitem(last=False)
 
-    def noted(self, member: Member, notes: Sequence[PhaseNote], legs: dict[Leg, Journey], now_us: int) -> list[Noted]:
+    def noted(self, member: FleetMember, notes: Sequence[PhaseNote], legs: dict[Leg, Attempt], now_us: int) -> list[Noted]:
         made = []
         for note in notes:
             journey = legs.get(note.leg)
@@ -63,7 +63,7 @@ class Phases:
         return made
 
 
-def _trace(journey: Journey) -> _Trace:
+def _trace(journey: Attempt) -> _Trace:
     choices = tuple(choice.index for choice in journey.choices)
     return _Trace(journey.member.session, journey.body.body, choices, journey.began, journey.givers)
 

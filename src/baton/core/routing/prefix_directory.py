@@ -26,7 +26,7 @@ class _Holder:
     """Key → until when."""
 
 
-class Holdings:
+class PrefixDirectory:
     def __init__(self) -> None:
         self._holders: dict[Session, _Holder] = {}
         self._by_bit: dict[int, Session] = {}

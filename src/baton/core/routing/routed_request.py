@@ -28,11 +28,11 @@ from baton.core.engine.records import Bill
 from baton.core.engine.request import FinishReason, RequestId, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.messages import PdCode, PdFault, PdStage
-from baton.core.routing.events import Body, ChoiceEnd, Instance, Leg, Outcome, RouterConfig
-from baton.core.routing.fleet_members import Member
+from baton.core.routing.events import ChoiceEnd, Instance, Leg, Outcome, RequestNumber, RouterConfig
+from baton.core.routing.fleet_members import FleetMember
 
 
-class Carry(Enum):
+class ChoiceState(Enum):
     ABSENT = "absent"
     WAITING = "waiting"
     SENT = "sent"
@@ -41,7 +41,7 @@ class Carry(Enum):
     ENDED = "ended"
 
 
-class CarryMove(Enum):
+class ChoiceMove(Enum):
     FIND = "an instance has told of it"
     PLACE = "place"
     TAKE = "taken"
@@ -54,22 +54,22 @@ class CarryMove(Enum):
     END = "end"
 
 
-TRANSITIONS: dict[tuple[Carry, CarryMove], Carry] = {
-    (Carry.ABSENT, CarryMove.FIND): Carry.WAITING,
-    (Carry.ABSENT, CarryMove.END): Carry.ENDED,
-    (Carry.WAITING, CarryMove.PLACE): Carry.SENT,
-    (Carry.WAITING, CarryMove.RESUME): Carry.OPEN,
-    (Carry.WAITING, CarryMove.END): Carry.ENDED,
-    (Carry.SENT, CarryMove.TAKE): Carry.OPEN,
-    (Carry.SENT, CarryMove.REFUSE): Carry.WAITING,
-    (Carry.SENT, CarryMove.LOSE): Carry.WAITING,
-    (Carry.SENT, CarryMove.END): Carry.ENDED,
-    (Carry.OPEN, CarryMove.LOSE): Carry.WAITING,
-    (Carry.OPEN, CarryMove.YIELD): Carry.WAITING,
-    (Carry.OPEN, CarryMove.MOVE): Carry.WAITING,
-    (Carry.OPEN, CarryMove.CUT): Carry.CUT,
-    (Carry.OPEN, CarryMove.END): Carry.ENDED,
-    (Carry.CUT, CarryMove.END): Carry.ENDED,
+TRANSITIONS: dict[tuple[ChoiceState, ChoiceMove], ChoiceState] = {
+    (ChoiceState.ABSENT, ChoiceMove.FIND): ChoiceState.WAITING,
+    (ChoiceState.ABSENT, ChoiceMove.END): ChoiceState.ENDED,
+    (ChoiceState.WAITING, ChoiceMove.PLACE): ChoiceState.SENT,
+    (ChoiceState.WAITING, ChoiceMove.RESUME): ChoiceState.OPEN,
+    (ChoiceState.WAITING, ChoiceMove.END): ChoiceState.ENDED,
+    (ChoiceState.SENT, ChoiceMove.TAKE): ChoiceState.OPEN,
+    (ChoiceState.SENT, ChoiceMove.REFUSE): ChoiceState.WAITING,
+    (ChoiceState.SENT, ChoiceMove.LOSE): ChoiceState.WAITING,
+    (ChoiceState.SENT, ChoiceMove.END): ChoiceState.ENDED,
+    (ChoiceState.OPEN, ChoiceMove.LOSE): ChoiceState.WAITING,
+    (ChoiceState.OPEN, ChoiceMove.YIELD): ChoiceState.WAITING,
+    (ChoiceState.OPEN, ChoiceMove.MOVE): ChoiceState.WAITING,
+    (ChoiceState.OPEN, ChoiceMove.CUT): ChoiceState.CUT,
+    (ChoiceState.OPEN, ChoiceMove.END): ChoiceState.ENDED,
+    (ChoiceState.CUT, ChoiceMove.END): ChoiceState.ENDED,
 }
 
 ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
@@ -81,15 +81,15 @@ NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
-    body: Carried
+class RoutedChoice:
+    body: RoutedRequest
     index: int
     submission: Submission | None
     """As the client asked; None while ABSENT."""
-    state: Carry = Carry.WAITING
+    state: ChoiceState = ChoiceState.WAITING
     delivered: list[int] = field(default_factory=list)
     """Everything that the client was given."""
-    leg: Journey | None = None
+    leg: Attempt | None = None
     """Where it is: while SENT, OPEN or CUT."""
     place: int = 0
     due_us: int = 0
@@ -118,18 +118,18 @@ class Choice:
     keys: list[bytes] | None = None
     """While WAITING with tokens: the block keys of all that is known."""
     outcome: Outcome | None = None
-    prefill: tuple[Member, int] | None = None
+    prefill: tuple[FleetMember, int] | None = None
     """Who was chosen to prefill it and how many tokens, until the first token comes."""
 
 
 @dataclass(slots=True, eq=False)
-class Journey:
+class Attempt:
     """A leg."""
 
     leg: Leg
-    member: Member
-    body: Carried
-    choices: list[Choice]
+    member: FleetMember
+    body: RoutedRequest
+    choices: list[RoutedChoice]
     taken: bool = False
     began: list[int] = field(default_factory=list)
     """Places that the instance has begun with."""
@@ -138,10 +138,10 @@ class Journey:
 
 
 @dataclass(slots=True, eq=False)
-class Carried:
+class RoutedRequest:
     """A body, until all of its choices have ended."""
 
-    body: Body
+    body: RequestNumber
     tenant: str | None
     """None: nobody's limits apply."""
     digest: bytes
@@ -152,8 +152,8 @@ class Carried:
     arrived_us: int
     deadline_us: int
     priority: int = 0
-    choices: list[Choice] = field(default_factory=list)
-    legs: list[Journey] = field(default_factory=list)
+    choices: list[RoutedChoice] = field(default_factory=list)
+    legs: list[Attempt] = field(default_factory=list)
     opened: bool = False
     """An instance has taken it, and the client was told."""
     orphan: bool = False
@@ -169,7 +169,7 @@ class Carried:
 # ── what follows from one record ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def finished_as(choice: Choice) -> FinishReason | None:
+def finished_as(choice: RoutedChoice) -> FinishReason | None:
     """How it has ended although nobody said so: the last token came, and its instance was lost before the end did."""
     submission, count = choice.submission, len(choice.delivered)
     if choice.keep is not None:
@@ -182,7 +182,7 @@ def finished_as(choice: Choice) -> FinishReason | None:
     return FinishReason.LENGTH if submission.max_tokens is not None and count >= submission.max_tokens else None
 
 
-def jittered_us(config: RouterConfig, seed: int, body: Body, nth: int) -> int:
+def jittered_us(config: RouterConfig, seed: int, body: RequestNumber, nth: int) -> int:
     """The nth back-off. All choices of a body have the same, so that what left together goes on together."""
     full_us = min(config.backoff_us << min(nth - 1, 32), config.backoff_us_max)
     digest = hashlib.blake2b(f"{seed}/{body}/{nth}".encode(), digest_size=4).digest()
@@ -199,7 +199,7 @@ def fault_of(end: ChoiceEnd, where: Instance) -> PdFault:
     return PdFault(PdCode.NOT_DELIVERED, PdStage.DECODE, f"{where} ended it with {end.reason.value!r}")
 
 
-def loss_of(choice: Choice, why: str) -> PdFault:
+def loss_of(choice: RoutedChoice, why: str) -> PdFault:
     stage = PdStage.DECODE if choice.delivered else PdStage.PREFILL
     return PdFault(PdCode.NOT_DELIVERED, stage, why)
 
@@ -208,7 +208,7 @@ def fault_of_refusal(refusal: Refusal) -> PdFault:
     return PdFault(PdCode.REFUSED, PdStage.OFFER, refusal.message)
 
 
-def add_bill(choice: Choice, bill: Bill) -> None:
+def add_bill(choice: RoutedChoice, bill: Bill) -> None:
     """A leg's bill onto that of the whole. What a later leg computes of what was known before it is computed again."""
     sum_, first = choice.bill, choice.attempts <= 1
     again = 0 if first else min(bill.computed_tokens, max(0, choice.began_with - bill.cached_tokens))
@@ -225,7 +225,7 @@ def add_bill(choice: Choice, bill: Bill) -> None:
     )
 
 
-def outcome_of(choice: Choice, reason: FinishReason, fault: PdFault | None) -> Outcome:
+def outcome_of(choice: RoutedChoice, reason: FinishReason, fault: PdFault | None) -> Outcome:
     generated = len(choice.delivered) if choice.keep is None else choice.keep
     # What the client was told with its first token, whatever a leg before that had found.
     cached = choice.bill.cached_tokens if choice.cached_tokens is None else choice.cached_tokens
@@ -237,7 +237,7 @@ def leads(submission: Submission) -> RequestId:
     return submission.leader if submission.leader is not None else submission.request_id
 
 
-def group_of(choices: Sequence[tuple[Choice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
+def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
     """The choices of one body as one group that goes on where each of them stopped.
 
     Who led them at first may have ended or be elsewhere: the first one here that has its prompt leads the others.

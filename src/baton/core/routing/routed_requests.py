@@ -17,7 +17,8 @@ from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.handover.messages import PdCode, PdFault, PdStage
 from baton.core.routing.events import (
     Arrived,
-    Body,
+    AttemptAccepted,
+    AttemptRefused,
     CallBack,
     Came,
     ChoiceEnd,
@@ -28,33 +29,32 @@ from baton.core.routing.events import (
     Forget,
     Instance,
     Leg,
-    LegRefused,
-    LegTaken,
     Noted,
     Opened,
     OrphanDropped,
     PhaseNote,
+    RequestNumber,
     RouterConfig,
     RouterEffect,
     Send,
     Session,
     Stage,
 )  # fmt: skip
-from baton.core.routing.fleet_members import Fleet, Member
-from baton.core.routing.phase_notes import Phases
+from baton.core.routing.fleet_members import FleetMember, FleetMembers
+from baton.core.routing.phase_notes import PhaseTimeline
 from baton.core.routing.placement import Placement, Prompt, Spot, Wanted, holding
-from baton.core.routing.placement_query import Wants
-from baton.core.routing.placement_queue import WaitingRoom
-from baton.core.routing.prefix_directory import Holdings
-from baton.core.routing.rate_limits import Quota, RetryBudget
+from baton.core.routing.placement_query import PlacementQuery
+from baton.core.routing.placement_queue import PlacementQueue
+from baton.core.routing.prefix_directory import PrefixDirectory
+from baton.core.routing.rate_limits import RateLimits, RetryBudget
 from baton.core.routing.routed_request import (
     ABOUT_THE_INSTANCE,
     TRANSITIONS,
-    Carried,
-    Carry,
-    CarryMove,
-    Choice,
-    Journey,
+    Attempt,
+    ChoiceMove,
+    ChoiceState,
+    RoutedChoice,
+    RoutedRequest,
     add_bill,
     fault_of,
     fault_of_refusal,
@@ -88,11 +88,11 @@ class Cause(Enum):
 
 
 MOVE_OF = {
-    Cause.PREEMPTED: CarryMove.YIELD,
-    Cause.LOST: CarryMove.LOSE,
-    Cause.DRAINED: CarryMove.MOVE,
-    Cause.REFUSED: CarryMove.REFUSE,
-    Cause.UNFIT: CarryMove.REFUSE,
+    Cause.PREEMPTED: ChoiceMove.YIELD,
+    Cause.LOST: ChoiceMove.LOSE,
+    Cause.DRAINED: ChoiceMove.MOVE,
+    Cause.REFUSED: ChoiceMove.REFUSE,
+    Cause.UNFIT: ChoiceMove.REFUSE,
 }
 
 
@@ -113,31 +113,31 @@ class RouterCounts:
 
 
 class Carrier:
-    def __init__(self, config: RouterConfig, fleet: Fleet, prefix_secret: bytes, seed: int) -> None:
+    def __init__(self, config: RouterConfig, fleet: FleetMembers, prefix_secret: bytes, seed: int) -> None:
         self.config = config
         self.fleet = fleet
-        self.holdings = Holdings()
-        self.quota = Quota(config)
+        self.holdings = PrefixDirectory()
+        self.quota = RateLimits(config)
         self.counts = RouterCounts()
-        self.room = WaitingRoom()
+        self.room = PlacementQueue()
         self.now_us = 0
         self.effects: list[RouterEffect] = []
         """Of the event that is being handled."""
-        self.bodies: dict[Body, Carried] = {}
-        self._in_time: dict[Body, Carried] = {}
+        self.bodies: dict[RequestNumber, RoutedRequest] = {}
+        self._in_time: dict[RequestNumber, RoutedRequest] = {}
         """Those whose deadline is to come, in order of it: all have the same time."""
-        self.by_origin: dict[bytes, Carried] = {}
+        self.by_origin: dict[bytes, RoutedRequest] = {}
         """By digest."""
         self.over: OrderedDict[bytes, None] = OrderedDict()
         """Digests of origins whose bodies are over: an instance that comes back with one of them need not keep it."""
         self.stirred = False
         """Something has changed that may give somebody a place."""
         self._placement = Placement(config, self.holdings, seed)
-        self._phases = Phases()
-        self._wants = Wants(fleet, prefix_secret, self._placement.reads_keys)
+        self._phases = PhaseTimeline()
+        self._wants = PlacementQuery(fleet, prefix_secret, self._placement.reads_keys)
         self._budget = RetryBudget(config)
         self._seed = seed
-        self._legs: dict[Leg, Journey] = {}
+        self._legs: dict[Leg, Attempt] = {}
         self._states = StateMachine(TRANSITIONS, "a choice")
         self._arrivals = 0
         self._legs_made = 0
@@ -146,7 +146,7 @@ class Carrier:
         self._absent_due_us: int | None = None
         """When the first who waits for somebody to serve has waited long enough."""
 
-    def moves(self) -> dict[tuple[Carry, CarryMove], int]:
+    def moves(self) -> dict[tuple[ChoiceState, ChoiceMove], int]:
         return self._states.moves()
 
     def next_deadline(self) -> int | None:
@@ -176,24 +176,24 @@ class Carrier:
             self.room.enter(choice, self.now_us)
             self.note(choice, Stage.QUEUED, None)
         self.place()
-        if self.room.count > self.config.waiting_max and body.choices[0].state is Carry.WAITING:
+        if self.room.count > self.config.waiting_max and body.choices[0].state is ChoiceState.WAITING:
             text = (
                 f"{self.room.count - len(body.choices)} choices wait for a place and at most {self.config.waiting_max} may"
             )
             self._decline(body, Refusal(RefusalCode.QUEUE_FULL, text, RETRY_AFTER_S))
         self._wait_for_somebody()
 
-    def open_body(self, number: Body, tenant: str | None, origin: bytes, choices: int) -> Carried:
+    def open_body(self, number: RequestNumber, tenant: str | None, origin: bytes, choices: int) -> RoutedRequest:
         self._arrivals += 1
-        body = Carried(number, tenant, digest_of(origin), origin, self._arrivals, self.now_us,
+        body = RoutedRequest(number, tenant, digest_of(origin), origin, self._arrivals, self.now_us,
                        self.now_us + self.config.deadline_us, open_choices=choices)  # fmt: skip
-        body.choices = [Choice(body, index, None) for index in range(choices)]
+        body.choices = [RoutedChoice(body, index, None) for index in range(choices)]
         self.bodies[number] = self._in_time[number] = body
         if origin:
             self.by_origin[body.digest] = body
         return body
 
-    def left(self, number: Body) -> None:
+    def left(self, number: RequestNumber) -> None:
         body = self.bodies.get(number)
         if body is None:
             self.counts.late += 1
@@ -204,37 +204,43 @@ class Carrier:
     def cut(self, event: Cut) -> None:
         body = self.bodies.get(event.body)
         choice = body.choices[event.choice] if body is not None and event.choice < len(body.choices) else None
-        if choice is None or not choice.body.opened or choice.state not in (Carry.OPEN, Carry.SENT, Carry.WAITING):
+        if (
+            choice is None
+            or not choice.body.opened
+            or choice.state not in (ChoiceState.OPEN, ChoiceState.SENT, ChoiceState.WAITING)
+        ):
             self.counts.late += 1
             return
         choice.keep = min(event.keep, len(choice.delivered))
-        if choice.state is Carry.OPEN and choice.leg is not None:
-            self.move(choice, CarryMove.CUT)
+        if choice.state is ChoiceState.OPEN and choice.leg is not None:
+            self.move(choice, ChoiceMove.CUT)
             leg = choice.leg
             self.effects.append(CutShort(leg.member.session, leg.leg, choice.place, choice.keep))
         else:
             self.call_back([choice])
             self.end(choice, FinishReason.STOP)
 
-    def _decline(self, body: Carried, refusal: Refusal) -> None:
+    def _decline(self, body: RoutedRequest, refusal: Refusal) -> None:
         """No instance has taken it, and none will."""
         self.quota.give_back(body.tenant, _prompt_tokens(body))
         self._say_declined(body.body, refusal)
         self.end_all(body, FinishReason.ERROR, None)
 
-    def _say_declined(self, body: Body, refusal: Refusal) -> None:
+    def _say_declined(self, body: RequestNumber, refusal: Refusal) -> None:
         self.counts.declined[refusal.code.value] = self.counts.declined.get(refusal.code.value, 0) + 1
         self.effects.append(Declined(body, refusal))
 
-    def drop(self, body: Carried) -> None:
+    def drop(self, body: RoutedRequest) -> None:
         """An orphan that nobody came for: nobody hears how it ends."""
         body.orphan = body.opened = False
         self.counts.orphans_dropped += 1
         self.end_all(body, FinishReason.ABORT, None)
         self.effects.append(OrphanDropped(body.body))
 
-    def end_all(self, body: Carried, reason: FinishReason, fault: PdFault | None, but: Sequence[Choice] = ()) -> None:
-        still = [choice for choice in body.choices if choice.state is not Carry.ENDED and choice not in but]
+    def end_all(
+        self, body: RoutedRequest, reason: FinishReason, fault: PdFault | None, but: Sequence[RoutedChoice] = ()
+    ) -> None:
+        still = [choice for choice in body.choices if choice.state is not ChoiceState.ENDED and choice not in but]
         self.call_back(still)
         for choice in still:
             done = None if reason is FinishReason.ABORT else finished_as(choice)
@@ -242,7 +248,7 @@ class Carrier:
         if not still and not body.open_choices:
             self.close_body(body)
 
-    def close_body(self, body: Carried) -> None:
+    def close_body(self, body: RoutedRequest) -> None:
         """All of it has ended and somebody has heard of that: nobody needs to keep anything of it."""
         if body.orphan:
             return
@@ -267,7 +273,7 @@ class Carrier:
             self.counts.late += 1
             return
         choice.leg.member.heard_us = self.now_us
-        if choice.state is not Carry.OPEN:
+        if choice.state is not ChoiceState.OPEN:
             self._came_after_cut(choice, event.end)
             return
         tokens, cached, end = event.tokens, None, event.end
@@ -290,21 +296,21 @@ class Carrier:
         cause = Cause.PREEMPTED if is_preemption(end) else Cause.LOST
         self.carry_on(choice, cause, fault_of(end, choice.leg.member.name))
 
-    def noted(self, member: Member, notes: Sequence[PhaseNote]) -> None:
+    def noted(self, member: FleetMember, notes: Sequence[PhaseNote]) -> None:
         self.effects += self._phases.noted(member, notes, self._legs, self.now_us)
 
-    def _came_after_cut(self, choice: Choice, end: ChoiceEnd | None) -> None:
+    def _came_after_cut(self, choice: RoutedChoice, end: ChoiceEnd | None) -> None:
         """Tokens mean nothing any more; the end brings the bill."""
-        if choice.state is Carry.CUT and end is not None:
+        if choice.state is ChoiceState.CUT and end is not None:
             add_bill(choice, end.bill)
             self.end(choice, FinishReason.STOP)
         else:
             self.counts.late += 1
 
-    def taken(self, event: LegTaken) -> None:
+    def taken(self, event: AttemptAccepted) -> None:
         sent = self._sent(event.session, event.leg)
         for choice in sent:
-            self.move(choice, CarryMove.TAKE)
+            self.move(choice, ChoiceMove.TAKE)
             self._legs[event.leg].taken = True
             choice.refusals, choice.turned_down_by = 0, None
             self.opened(choice.body)
@@ -313,12 +319,12 @@ class Carrier:
         if not sent:
             self.counts.late += 1
 
-    def opened(self, body: Carried) -> None:
+    def opened(self, body: RoutedRequest) -> None:
         if not body.opened:
             body.opened = True
             self.effects.append(Opened(body.body))
 
-    def refused(self, event: LegRefused) -> None:
+    def refused(self, event: AttemptRefused) -> None:
         sent = self._sent(event.session, event.leg)
         journey = self._legs.get(event.leg)
         if journey is not None and journey.member.session == event.session and not journey.taken:
@@ -334,7 +340,7 @@ class Carrier:
         for choice in sent:
             self.carry_on(choice, Cause.REFUSED if about_instance else Cause.UNFIT, fault_of_refusal(event.refusal))
 
-    def _at(self, session: Session, leg: Leg, place: int) -> Choice | None:
+    def _at(self, session: Session, leg: Leg, place: int) -> RoutedChoice | None:
         """The choice that is at that place of a leg, if the leg still has it."""
         journey = self._legs.get(leg)
         if journey is None or journey.member.session != session or not 0 <= place < len(journey.choices):
@@ -342,14 +348,14 @@ class Carrier:
         choice = journey.choices[place]
         return choice if choice.leg is journey else None
 
-    def _sent(self, session: Session, leg: Leg) -> list[Choice]:
+    def _sent(self, session: Session, leg: Leg) -> list[RoutedChoice]:
         """Those of a leg that wait for its answer."""
         journey = self._legs.get(leg)
         if journey is None or journey.member.session != session:
             return []
-        return [choice for choice in journey.choices if choice.leg is journey and choice.state is Carry.SENT]
+        return [choice for choice in journey.choices if choice.leg is journey and choice.state is ChoiceState.SENT]
 
-    def carry_on(self, choice: Choice, cause: Cause, fault: PdFault) -> None:
+    def carry_on(self, choice: RoutedChoice, cause: Cause, fault: PdFault) -> None:
         """It cannot stay where it is. Goes on elsewhere, unless it had its last token or was carried often enough."""
         reason, where = finished_as(choice), self._where(choice)
         if reason is not None:
@@ -369,22 +375,22 @@ class Carrier:
         stage = Stage.PREEMPTED if cause is Cause.PREEMPTED else Stage.MOVED
         self.note(choice, stage, where, f"{cause.value}: {fault.reason}")
 
-    def lose(self, member: Member, why: str) -> None:
+    def lose(self, member: FleetMember, why: str) -> None:
         """Nothing more will be heard of an instance: what it had goes on elsewhere."""
         for choice in list(member.aboard.values()):
             if choice.leg is not None:  # else its body was given up with one before it
                 self.carry_on(choice, Cause.LOST, loss_of(choice, f"{member.name} was lost: {why}"))
 
-    def clear_out(self, member: Member) -> None:
+    def clear_out(self, member: FleetMember) -> None:
         """It drains for too long: what is still open there goes on elsewhere, if anybody else is there."""
         if not self.fleet.servers:
             return
-        moving = [choice for choice in member.aboard.values() if choice.state is Carry.OPEN]
+        moving = [choice for choice in member.aboard.values() if choice.state is ChoiceState.OPEN]
         self.call_back(moving)
         for choice in moving:
             self.carry_on(choice, Cause.DRAINED, loss_of(choice, f"{member.name} drains"))
 
-    def _may_go_on(self, choice: Choice, cause: Cause, where: Instance | None) -> bool:
+    def _may_go_on(self, choice: RoutedChoice, cause: Cause, where: Instance | None) -> bool:
         match cause:
             case Cause.PREEMPTED | Cause.UNFIT:
                 choice.preemptions += 1
@@ -405,7 +411,7 @@ class Carrier:
             case Cause.DRAINED:
                 return True
 
-    def _delay_us(self, choice: Choice, cause: Cause) -> int:
+    def _delay_us(self, choice: RoutedChoice, cause: Cause) -> int:
         match cause:
             case Cause.PREEMPTED | Cause.UNFIT:
                 nth = choice.preemptions
@@ -418,7 +424,7 @@ class Carrier:
         delay_us = jittered_us(self.config, self._seed, choice.body.body, nth) if nth else 0
         return delay_us if cause in (Cause.REFUSED, Cause.DRAINED) else delay_us + self._budget.delay_us(self.now_us)
 
-    def _give_up(self, choice: Choice, fault: PdFault) -> None:
+    def _give_up(self, choice: RoutedChoice, fault: PdFault) -> None:
         if choice.body.opened:
             self.end(choice, FinishReason.RESCHEDULE, fault)
         else:
@@ -426,12 +432,12 @@ class Carrier:
             self._decline(choice.body, Refusal(RefusalCode.NO_INSTANCE, text, RETRY_AFTER_S))
 
     def end(
-        self, choice: Choice, reason: FinishReason, fault: PdFault | None = None,
+        self, choice: RoutedChoice, reason: FinishReason, fault: PdFault | None = None,
         tokens: list[int] | None = None, extras: object = None, cached: int | None = None,
     ) -> None:  # fmt: skip
         body, where = choice.body, self._where(choice)
         self.leave(choice)
-        self.move(choice, CarryMove.END)
+        self.move(choice, ChoiceMove.END)
         choice.outcome = outcome = outcome_of(choice, reason, fault)
         if body.opened:
             self.effects.append(Delivered(body.body, choice.index, tokens or [], extras, cached, outcome))
@@ -441,7 +447,7 @@ class Carrier:
         if not body.open_choices:
             self.close_body(body)
 
-    def leave(self, choice: Choice) -> None:
+    def leave(self, choice: RoutedChoice) -> None:
         """It is not at its instance any more."""
         if choice.leg is None:
             return
@@ -451,13 +457,13 @@ class Carrier:
         choice.leg = None
         self.stirred = True
 
-    def _prefilled(self, choice: Choice) -> None:
+    def _prefilled(self, choice: RoutedChoice) -> None:
         if choice.prefill is not None:
             giver, tokens = choice.prefill
             giver.prefill_tokens -= tokens
             choice.prefill = None
 
-    def call_back(self, choices: Iterable[Choice]) -> None:
+    def call_back(self, choices: Iterable[RoutedChoice]) -> None:
         """Instances that are still there need not go on with these."""
         places: dict[Leg, list[int]] = {}
         for choice in choices:
@@ -468,17 +474,17 @@ class Carrier:
             if session in self.fleet.members:
                 self.effects.append(CallBack(session, leg, tuple(numbers)))
 
-    def _where(self, choice: Choice) -> Instance | None:
+    def _where(self, choice: RoutedChoice) -> Instance | None:
         return None if choice.leg is None else choice.leg.member.name
 
-    def move(self, choice: Choice, move: CarryMove) -> None:
+    def move(self, choice: RoutedChoice, move: ChoiceMove) -> None:
         before = choice.state
         choice.state = self._states.after(before, move)
-        if before is Carry.WAITING:
+        if before is ChoiceState.WAITING:
             self.room.leave(choice)
             choice.keys = None
 
-    def note(self, choice: Choice, stage: Stage, where: Instance | None, why: str = "") -> None:
+    def note(self, choice: RoutedChoice, stage: Stage, where: Instance | None, why: str = "") -> None:
         self.effects.append(Noted(choice.body.body, choice.index, stage, where, self.now_us, why))
 
     # ── places ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -486,7 +492,7 @@ class Carrier:
     def place(self) -> None:
         """Whoever is due and finds room goes, in the order of the line."""
         self.stirred = False
-        servers, passed_over = self.fleet.servers, list[list[Choice]]()
+        servers, passed_over = self.fleet.servers, list[list[RoutedChoice]]()
         if not self.room.ripen(self.now_us) or not servers:
             return
         while len(passed_over) < PASSED_OVER_MAX and any(map(self._placement.has_room, servers)):
@@ -505,7 +511,7 @@ class Carrier:
         for party in passed_over:
             self.room.put_back(party)
 
-    def _send(self, party: Sequence[Choice], wanted: Wanted, spot: Spot) -> None:
+    def _send(self, party: Sequence[RoutedChoice], wanted: Wanted, spot: Spot) -> None:
         member, body = spot.member, party[0].body
         prefills = {p.leader: (p, *given) for p, given in zip(wanted.prompts, spot.prefills, strict=True)}
         prefill_at = {name: giver.facts.peer_address for name, (_, giver, _) in prefills.items() if giver is not member}
@@ -513,7 +519,7 @@ class Carrier:
         group = group_of(pairs, prefill_at)
         journey = self.journey(member, body, list(party))
         for place, (choice, submission) in enumerate(pairs):
-            self.move(choice, CarryMove.PLACE)
+            self.move(choice, ChoiceMove.PLACE)
             self.board(choice, journey, place)
             choice.attempts += 1
             choice.began_with = len(submission.prompt) + len(choice.delivered)
@@ -528,18 +534,20 @@ class Carrier:
         for choice in party:
             self.note(choice, Stage.PLACED, member.name)
 
-    def journey(self, member: Member, body: Carried, choices: list[Choice]) -> Journey:
+    def journey(self, member: FleetMember, body: RoutedRequest, choices: list[RoutedChoice]) -> Attempt:
         self._legs_made += 1
-        journey = Journey(Leg(self._legs_made), member, body, choices)
+        journey = Attempt(Leg(self._legs_made), member, body, choices)
         self._legs[journey.leg] = journey
         body.legs.append(journey)
         return journey
 
-    def board(self, choice: Choice, journey: Journey, place: int) -> None:
+    def board(self, choice: RoutedChoice, journey: Attempt, place: int) -> None:
         choice.leg, choice.place = journey, place
         journey.member.aboard[choice.body.body, choice.index] = choice
 
-    def _expect_prefill(self, choice: Choice, member: Member, giver: Member, tokens: int, prompt: Prompt) -> None:
+    def _expect_prefill(
+        self, choice: RoutedChoice, member: FleetMember, giver: FleetMember, tokens: int, prompt: Prompt
+    ) -> None:
         choice.prefill = (giver, tokens)
         giver.prefill_tokens += tokens
         member.promised_blocks += -(-tokens // member.facts.block_size)
@@ -557,7 +565,7 @@ class Carrier:
             if body.orphan:
                 self.drop(body)
             elif body.opened:
-                flows = [choice for choice in body.choices if choice.state is Carry.OPEN and choice.delivered]
+                flows = [choice for choice in body.choices if choice.state is ChoiceState.OPEN and choice.delivered]
                 self.end_all(body, FinishReason.RESCHEDULE, self._overdue(), but=flows)
             else:
                 self._decline(body, Refusal(RefusalCode.NO_INSTANCE, self._overdue().reason, RETRY_AFTER_S))
@@ -606,6 +614,6 @@ def digest_of(origin: bytes) -> bytes:
     return hashlib.blake2b(origin, digest_size=16).digest()
 
 
-def _prompt_tokens(body: Carried) -> int:
+def _prompt_tokens(body: RoutedRequest) -> int:
     prompts = {leads(c.submission): len(c.submission.prompt) for c in body.choices if c.submission is not None}
     return sum(prompts.values())

@@ -17,6 +17,8 @@ from baton.core.routing.adoption import Adoption
 from baton.core.routing.events import (
     Admit,
     Arrived,
+    AttemptAccepted,
+    AttemptRefused,
     Beaten,
     Came,
     Claimed,
@@ -28,8 +30,6 @@ from baton.core.routing.events import (
     Instance,
     Joined,
     Left,
-    LegRefused,
-    LegTaken,
     Neighbours,
     OrderDrain,
     Parted,
@@ -39,8 +39,8 @@ from baton.core.routing.events import (
     Session,
     TurnAway,
 )  # fmt: skip
-from baton.core.routing.fleet_members import Fleet, InstanceView, Member, MemberMove, MemberState
-from baton.core.routing.routed_request import Carried, Carry, CarryMove
+from baton.core.routing.fleet_members import FleetMember, FleetMembers, InstanceView, MemberMove, MemberState
+from baton.core.routing.routed_request import ChoiceMove, ChoiceState, RoutedRequest
 from baton.core.routing.routed_requests import Carrier, RouterCounts, sooner
 
 ADDRESSES_MAX = 256
@@ -52,7 +52,7 @@ SETTLE_US = 3_000_000
 class Router:
     def __init__(self, config: RouterConfig, prefix_secret: bytes, seed: int) -> None:
         self.config = config
-        self.fleet = Fleet(config)
+        self.fleet = FleetMembers(config)
         self._carrier = Carrier(config, self.fleet, prefix_secret, seed)
         self._adoption = Adoption(self._carrier)
         self._tick_us = 0
@@ -76,7 +76,7 @@ class Router:
     def views(self, now_us: int | None = None) -> list[InstanceView]:
         return self.fleet.views(self._carrier.now_us if now_us is None else now_us)
 
-    def moves(self) -> dict[tuple[Carry, CarryMove], int]:
+    def moves(self) -> dict[tuple[ChoiceState, ChoiceMove], int]:
         """How often each transition of a choice was taken; those of instances are the fleet's."""
         return self._carrier.moves()
 
@@ -84,7 +84,7 @@ class Router:
         """Who is believed to have this prefix cached; for the laws."""
         return tuple(self._carrier.holdings.longest([key]))
 
-    def carried(self) -> tuple[Carried, ...]:
+    def carried(self) -> tuple[RoutedRequest, ...]:
         """For the laws."""
         return tuple(self._carrier.bodies.values())
 
@@ -100,9 +100,9 @@ class Router:
                 carrier.came(event)
             case Beaten():
                 self._beaten(event)
-            case LegTaken():
+            case AttemptAccepted():
                 carrier.taken(event)
-            case LegRefused():
+            case AttemptRefused():
                 carrier.refused(event)
             case Arrived():
                 carrier.arrived(event)
@@ -221,12 +221,12 @@ class Router:
         self._carrier.effects.append(FleetChanged(name, member.facts.incarnation, "draining", why))
         self._regroup()
 
-    def _suspect(self, member: Member, what: str, why: str) -> None:
+    def _suspect(self, member: FleetMember, what: str, why: str) -> None:
         self.counts.suspicions[what] += 1
         self._carrier.effects.append(HangUp(member.session, why))
         self._lose(member, MemberMove.SUSPECT, what, why)
 
-    def _lose(self, member: Member, move: MemberMove, what: str, why: str) -> None:
+    def _lose(self, member: FleetMember, move: MemberMove, what: str, why: str) -> None:
         """Nothing more will be heard of it: what it had goes on elsewhere."""
         self.fleet.remove(member, move)
         self._carrier.holdings.close(member.session)
