@@ -20,7 +20,8 @@ from starlette.responses import Response
 
 from baton.api.auth import Auth, Keys
 from baton.api.errors import ApiError
-from baton.core.routing.events import Facts, FleetChanged, Instance, Ledger, Noted, RequestNumber, Stage
+from baton.core.routing.events import Facts, FleetChanged, Instance, Ledger, Noted, Stage
+from baton.core.routing.identity import RequestNumber
 from baton.router.admin_auth import Operators
 from baton.router.dashboard import OPEN_PATHS, Dashboard
 from baton.router.dashboard_state import RouterState

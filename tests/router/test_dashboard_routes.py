@@ -16,7 +16,8 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from baton.api.errors import ApiError
-from baton.core.routing.events import Facts, Instance, Ledger, RequestNumber
+from baton.core.routing.events import Facts, Instance, Ledger
+from baton.core.routing.identity import RequestNumber
 from baton.node.peer_options import is_loopback
 from baton.router.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard
 from baton.router.dashboard_state import RouterState

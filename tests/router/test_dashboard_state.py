@@ -25,9 +25,9 @@ from baton.core.routing.events import (
     Orphan,
     OrphanDropped,
     Outcome,
-    RequestNumber,
     Stage,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.router import dashboard_state as state
 from baton.router import timeline as lanes
 from baton.router.dashboard_state import RouterState

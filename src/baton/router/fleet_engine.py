@@ -28,10 +28,10 @@ from baton.core.routing.events import (
     Orphan,
     OrphanDropped,
     Outcome,
-    RequestNumber,
     Stage,
 )
 from baton.core.routing.fleet_members import InstanceView
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import SETTLE_US
 from baton.node.token_streams import Stream, ended_of, logprobs_of
 from baton.router.dashboard_state import RouterState
@@ -219,7 +219,7 @@ class FleetEngine:
         self._fewer.set()
 
     def _delivered(self, act: Delivered) -> None:
-        entry = self._books.by_body.get(act.body)
+        entry = self._books.by_body.get(act.request)
         if entry is None:
             return
         stream, orphan = entry.streams[act.choice], self._books.orphans.get(entry.asker)
@@ -282,13 +282,13 @@ class FleetEngine:
             origin = decode_origin(act.origin)
         except BadOrigin as error:
             log.error("an instance holds a request that cannot be resumed: %s", error)
-            asyncio.get_running_loop().call_soon(self._sessions.leave, act.body)
+            asyncio.get_running_loop().call_soon(self._sessions.leave, act.request)
             return
         asker = Asker(origin.tenant, origin.request_id)
-        known = self._books.by_body.get(act.body)
+        known = self._books.by_body.get(act.request)
         if known is not None:
             self._close(known)
-        entry = self._begin(act.body, asker, len(act.delivered), None)
+        entry = self._begin(act.request, asker, len(act.delivered), None)
         for choice, stream in enumerate(entry.streams):
             entry.over[choice] = act.outcomes[choice] is not None
             for burst in history_of(act, choice):

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.core.engine.request import Submission
-from baton.core.routing.events import FleetChanged, RequestNumber, Session
+from baton.core.routing.events import FleetChanged, Session
+from baton.core.routing.identity import RequestNumber
 from baton.node.sealed_connection import Door, Line, LineEnd
 from baton.wire.router_messages import TurnedAway, decode_from_instance, encode_membership
 from baton.wire.router_sessions import Act, Close, RouterSessions, Say

@@ -23,11 +23,11 @@ from baton.core.routing.events import (
     Orphan,
     OrphanDropped,
     Outcome,
-    RequestNumber,
     RouterConfig,
     Session,
     Stage,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
 from baton.sim.laws import LINE_BOUND, STRANGERS, LawBroken
 from baton.sim.legs import LegBook

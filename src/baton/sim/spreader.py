@@ -17,11 +17,11 @@ from baton.core.routing.events import (
     Noted,
     Outcome,
     Policy,
-    RequestNumber,
     RouterConfig,
     Session,
     Stage,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
 from baton.sim.instance import PULSE_US
 from baton.sim.lines import PipeEnd

@@ -14,7 +14,8 @@ import msgspec
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.records import Bill
 from baton.core.engine.request import Submission
-from baton.core.routing.events import ChoiceEnd, Facts, HeldChoice, Instance, Ledger, Leg, Names, PhaseNote, Sign
+from baton.core.routing.events import ChoiceEnd, Facts, HeldChoice, Instance, Ledger, Names, PhaseNote, Sign
+from baton.core.routing.identity import ChoiceAttempt
 from baton.wire.bounds import INT32_MAX, INT63_MAX
 from baton.wire.engine_messages import (
     LogprobLine,
@@ -48,11 +49,11 @@ def facts_of(join: Join) -> Facts:
     )
 
 
-def sign_of(beat: Beat, places: Mapping[int, tuple[Leg, int]]) -> Sign:
+def sign_of(beat: Beat, attempts: Mapping[int, ChoiceAttempt]) -> Sign:
     """`places`: by serial, where a request is in the router's book; notes of others are left out."""
     names = Names(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
     notes = tuple(
-        PhaseNote(*places[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in places
+        PhaseNote(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
     )  # fmt: skip
     return Sign(_ledger_of(beat.gauges), beat.engine_silent_us, beat.computing, names, notes)
 

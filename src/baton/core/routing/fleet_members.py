@@ -66,7 +66,7 @@ class FleetMember:
     """When its engine last finished a step, or had none to compute."""
     ledger: Ledger = field(default_factory=Ledger)
     aboard: dict[tuple[int, int], RoutedChoice] = field(default_factory=dict)
-    """Choices that are there, by (body, choice)."""
+    """Choices that are there, by (request, choice)."""
     prefill_tokens: int = 0
     """Placed there to be prefilled, of which no token has come yet."""
     promised_blocks: int = 0
