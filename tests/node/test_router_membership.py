@@ -23,15 +23,15 @@ from baton.node.router_membership import Fenced, Membership, RouterAt
 from baton.node.sealed_connection import UNREAD_BYTES_MAX
 from baton.node.service import default_name
 from baton.wire.engine_messages import AcceptedAs, Cancel, Drain, Peers, Pulse, Submit, TellNames, ToEngine
-from baton.wire.instance_sessions import (
+from baton.wire.heartbeats import NO_GAUGES
+from baton.wire.held_choices import (
     CHOICES_MAX,
     ENDED_BYTES_MAX,
     ENDED_CHOICES_MAX,
     FIRST_ROUTED_TICKET,
     GROUP_BYTES_MAX,
-    NO_GAUGES,
-    InstanceSessions,
 )
+from baton.wire.instance_sessions import InstanceSessions
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,
     HELD_GROUPS_MAX,

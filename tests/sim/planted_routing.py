@@ -30,9 +30,9 @@ from baton.core.routing.router import Router
 from baton.core.routing.server_absence import ServerAbsence
 from baton.wire import router_sessions
 from baton.wire.engine_messages import StepOutput
-from baton.wire.instance_sessions import HeldState, InstanceSessions, SessionEffects
+from baton.wire.held_choices import HeldChoices, HeldState
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.request_table import RequestTable
-from baton.wire.router_messages import FromInstance
 from tests.sim.planted import Patch, core, wire
 from tests.sim.planted_peers import BUGS
 
@@ -407,41 +407,41 @@ def keep_beyond_the_grace(patch: Patch) -> None:
 
 @wire("of the rows that come while no router is there, the first is not written down")
 def lose_a_row_of_history(patch: Patch) -> None:
-    write_then = InstanceSessions._write_down
+    write_then = HeldChoices.write_down
 
-    def write_down(self: InstanceSessions, output: StepOutput, serials: list[int]) -> None:
-        before = {serial: bytes(self._open[serial].tokens) for serial in serials}
-        lines = {serial: self._open[serial] for serial in serials}
+    def write_down(self: HeldChoices, output: StepOutput, serials: list[int]) -> None:
+        before = {serial: bytes(self.open[serial].tokens) for serial in serials}
+        lines = {serial: self.open[serial] for serial in serials}
         write_then(self, output, serials)
         for serial, line in lines.items():
             if len(before[serial]) == 4:  # its second row
                 line.tokens[:] = before[serial]
 
-    patch.set(InstanceSessions, "_write_down", write_down)
+    patch.set(HeldChoices, "write_down", write_down)
 
 
 @wire("what the engine had not answered when the router was lost is computed for nobody, for ever unforgotten")
 def keep_what_was_never_answered(patch: Patch) -> None:
-    def opened(self: InstanceSessions, now_us: int) -> list[FromInstance]:
-        asked, self._asked = self._asked, {}
+    def next_session(self: HeldChoices) -> Any:
+        asked, self.asked = self.asked, {}
         try:
-            return opened_then(self, now_us)
+            return session_then(self)
         finally:
-            self._asked = asked
+            self.asked = asked
 
-    opened_then = InstanceSessions.opened
-    patch.set(InstanceSessions, "opened", opened)
+    session_then = HeldChoices.next_session
+    patch.set(HeldChoices, "next_session", next_session)
 
 
 @wire("a router's order to cancel is not passed on to the engine")
 def never_pass_on_a_cancel(patch: Patch) -> None:
-    dropped_then = InstanceSessions._dropped
+    drop_then = HeldChoices.drop
 
-    def dropped(self: InstanceSessions, serials: Any) -> Any:
-        dropped_then(self, serials)
+    def drop(self: HeldChoices, serials: Any) -> Any:
+        drop_then(self, serials)
         return []
 
-    patch.set(InstanceSessions, "_dropped", dropped)
+    patch.set(HeldChoices, "drop", drop)
 
 
 @wire("the welcome does not order the engine to tell what it has cached")
@@ -458,11 +458,11 @@ def never_ask_for_names(patch: Patch) -> None:
 
 @wire("the history of a choice that has ended is dropped at once")
 def forget_ended_choices_early(patch: Patch) -> None:
-    end_then = InstanceSessions._end
+    end_then = HeldChoices._end
 
-    def end(self: InstanceSessions, line: Any, ended: Any) -> None:
-        end_then(self, line, ended)
-        if line.state is HeldState.ENDED:
-            self._drop_all([line])
+    def end(self: HeldChoices, choice: Any, ended: Any) -> None:
+        end_then(self, choice, ended)
+        if choice.state is HeldState.ENDED:
+            self.drop_all([choice])
 
-    patch.set(InstanceSessions, "_end", end)
+    patch.set(HeldChoices, "_end", end)

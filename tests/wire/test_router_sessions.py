@@ -569,7 +569,7 @@ def test_more_held_groups_than_may_be_are_an_error(monkeypatch: pytest.MonkeyPat
 def test_whatever_an_instance_tells_that_it_holds_a_router_takes_and_a_line_carries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for where in ("instance_sessions", "router_sessions"):
+    for where in ("held_choices", "router_sessions"):
         monkeypatch.setattr(f"baton.wire.{where}.HELD_BYTES_MAX", 20_000)
     relay = serving()
     for serial in range(20):

@@ -27,8 +27,8 @@ from baton.sim.judge import haul_table, move_name, peer_tables
 from baton.sim.laws import OWN_CHECKS, LawBroken
 from baton.sim.scenario import Trim, Verdict, run_seed
 from baton.sim.shard import SeedReport
+from baton.wire.held_choices import TRANSITIONS as RELAY_MOVES
 from baton.wire.instance_sessions import SESSION_TRANSITIONS
-from baton.wire.instance_sessions import TRANSITIONS as RELAY_MOVES
 from baton.wire.link import TRANSITIONS as LINK_MOVES
 from baton.wire.request_table import TRANSITIONS as DESK_MOVES
 

@@ -28,7 +28,8 @@ from baton.wire.engine_messages import (
     WireSubmission,
     refused,
 )
-from baton.wire.instance_sessions import NO_GAUGES, InstanceSessions, SessionEffects
+from baton.wire.heartbeats import NO_GAUGES
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.link import LinkConfig
 from baton.wire.router_messages import (
     Beat,
