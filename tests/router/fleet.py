@@ -32,7 +32,7 @@ from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import Chronicle
-from baton.router.instance_connections import Sessions, monotonic_us
+from baton.router.instance_connections import InstanceConnections, monotonic_us
 from baton.wire.engine_messages import AcceptedAs, Peers, RefusedWith, StepOutput
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import Join, decode_from_router, encode_membership
@@ -81,7 +81,7 @@ class MemoryMember:
             )
         )  # fmt: skip
         self.line: MemoryLine | None = None
-        self.sessions: Sessions | None = None
+        self.sessions: InstanceConnections | None = None
         self.allowed: int | None = None
         """Tokens that it may still give; None: any number."""
         self.given = 0
@@ -91,7 +91,7 @@ class MemoryMember:
 
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def join(self, sessions: Sessions) -> None:
+    def join(self, sessions: InstanceConnections) -> None:
         self.sessions, self.line = sessions, MemoryLine(self)
         sessions.opened(self.line)  # type: ignore[arg-type]
         self._act(SessionEffects(says=self.relay.opened(monotonic_us())))
@@ -194,7 +194,7 @@ class Fleet:
 
     def _start(self, sock: socket.socket) -> None:
         self.router = Router(self._config, SECRET, seed=1)
-        self.sessions = Sessions(RouterSessions(self.router, "router"), bytes(32), "router")
+        self.sessions = InstanceConnections(RouterSessions(self.router, "router"), bytes(32), "router")
         state = RouterState(monotonic_us())
         self.engine = FleetEngine(self.sessions, state, self._text.vocabulary)
         self.metrics = Metrics(self.engine, "tiny")

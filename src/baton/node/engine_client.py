@@ -97,13 +97,13 @@ class EngineClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(QUEUED_MESSAGES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._desk = RequestTable()
+        self._table = RequestTable()
         self._sharer: Sharer | None = None
         self._heard_us = monotonic_us()
         """When the engine last said anything."""
-        self._answers: dict[int, asyncio.Future[list[Stream]]] = {}
+        self._answers: dict[int, asyncio.Future[list[Stream[int]]]] = {}
         """By ticket: what submitters wait for."""
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Stream[int]] = {}
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         """What goes to the engine, in order. Submissions are refused while it is long; stops and cancels never are."""
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -209,7 +209,7 @@ class EngineClient:
         if self._death is not None:
             return
         self._death = reason
-        for lost in self._desk.lose(reason):
+        for lost in self._table.lose(reason):
             if lost.ticket is not None:
                 self._answers.pop(lost.ticket).set_exception(EngineDead(reason))
             elif lost.serial is not None:
@@ -254,7 +254,7 @@ class EngineClient:
 
     @property
     def open_requests(self) -> int:
-        return self._desk.open_requests + (0 if self._sharer is None else self._sharer.open_requests)
+        return self._table.open_requests + (0 if self._sharer is None else self._sharer.open_requests)
 
     @property
     def silent_us(self) -> int:
@@ -271,7 +271,7 @@ class EngineClient:
         self._refuse_if_dead()
         if self._is_behind:
             raise Refused(BEHIND)
-        message = self._desk.submit(group)
+        message = self._table.submit(group)
         answer = self._answers[message.ticket] = asyncio.get_running_loop().create_future()
         self._send_or_refuse(message)
         try:
@@ -288,20 +288,20 @@ class EngineClient:
         text = f"the body makes a message of {len(frame)} bytes for the engine, which takes at most {FRAME_BYTES_MAX}"
         self._take(refused(message.ticket, Refusal(RefusalCode.GROUP_TOO_LARGE, text)))  # in the engine's place
 
-    def _abandon(self, ticket: int, answer: asyncio.Future[list[Stream]]) -> None:
+    def _abandon(self, ticket: int, answer: asyncio.Future[list[Stream[int]]]) -> None:
         """The client left before it had its streams: what the engine accepts must not run on for nobody."""
         if not answer.done():
-            self._desk.abandon(ticket)
+            self._table.abandon(ticket)
             del self._answers[ticket]
         elif answer.exception() is None:
             for stream in answer.result():
                 stream.abort()
 
     def stop(self, serial: int, keep: int) -> None:
-        self.post(self._desk.stop(serial, keep))
+        self.post(self._table.stop(serial, keep))
 
     def abort(self, serial: int) -> None:
-        self.post(self._desk.cancel(serial))
+        self.post(self._table.cancel(serial))
 
     def drain(self) -> None:
         self._draining = True
@@ -358,7 +358,7 @@ class EngineClient:
         self._fewer.set()
 
     def _take_own(self, message: FromEngine) -> None:
-        took = self._desk.take(message)
+        took = self._table.take(message)
         for order in took.orders:
             self.post(order)
         for news in took.news:

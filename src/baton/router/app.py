@@ -26,12 +26,12 @@ from baton.router.dashboard import OPEN_PATHS, Dashboard
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import Chronicle
 from baton.router.idempotency import Idempotency
-from baton.router.instance_connections import Sessions
+from baton.router.instance_connections import InstanceConnections
 
 
 def create_router_app(
     engine: FleetEngine,
-    sessions: Sessions,
+    sessions: InstanceConnections,
     chronicle: Chronicle,
     dashboard: Dashboard,
     text: ModelText,
@@ -57,7 +57,7 @@ def create_router_app(
     return app
 
 
-def _add_routes(app: FastAPI, engine: FleetEngine, sessions: Sessions, chronicle: Chronicle) -> None:
+def _add_routes(app: FastAPI, engine: FleetEngine, sessions: InstanceConnections, chronicle: Chronicle) -> None:
     async def instances() -> Response:
         data = [shown(view) for view in engine.views()]
         return _json({"object": "list", "data": data, "events": chronicle.events()})

@@ -149,7 +149,7 @@ class RouterState:
         self._follow(_Request(body, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
 
     def take(self, act: object, now_us: int) -> None:
-        """Everything that a switch wants done comes by here; what is not to be shown is passed over."""
+        """Everything that the router wants done comes by here; what is not to be shown is passed over."""
         match act:
             case Delivered():
                 self._delivered(act, now_us)

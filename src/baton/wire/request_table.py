@@ -1,10 +1,10 @@
-"""The front end's book of what is open at one engine: tickets it waits for, serials whose tokens it hears.
+"""The front end's table of what is open at one engine: tickets it waits for, serials whose tokens it hears.
 
-    message = desk.submit(group)       what travels to the engine
-    took    = desk.take(message)       what a message from it means: news for the clients, orders to send back
-    lost    = desk.lose(reason)        the engine is gone: everything open ends here
+    message = table.submit(group)      what travels to the engine
+    took    = table.take(message)      what a message from it means: news for the clients, orders to send back
+    lost    = table.lose(reason)       the engine is gone: everything open ends here
 
-A ticket is the desk's number for a submitted group. The engine answers it once; accepted, it becomes one serial for each
+A ticket is the table's number for a submitted group. The engine answers it once; accepted, it becomes one serial for each
 submission of the group. Each entry of the book is in one state, and what can happen to it is one table:
 
     tickets                                           serials
@@ -16,7 +16,7 @@ submission of the group. Each entry of the book is in one state, and what can ha
            └── refused, lost ──▶ gone
 
 Promises: whoever submitted hears of each ticket and of each serial exactly one end and nothing after it, and nothing at all
-of what it abandoned; every serial of an abandoned ticket is cancelled. The desk has no clock, socket or task in it.
+of what it abandoned; every serial of an abandoned ticket is cancelled. It has no clock, socket or task in it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from baton.wire.engine_messages import (
 
 
 class RequestTableClosed(BatonError):
-    """The engine behind this desk is gone; the message says why."""
+    """The engine behind this table is gone; the message says why."""
 
 
 class EntryState(Enum):
