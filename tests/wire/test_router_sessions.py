@@ -55,7 +55,7 @@ from baton.wire.router_messages import (
     encode_membership,
     held_bytes,
 )
-from baton.wire.router_sessions import JOIN_US, Close, RouterSessions, Say
+from baton.wire.router_sessions import JOIN_US, Close, RouterSessionMove, RouterSessions, RouterSessionState, Say
 from tests.support.routed import World, body
 from tests.wire.test_instance_sessions import GAUGES, JOIN, asks, line, open_as, serving, step
 
@@ -551,6 +551,20 @@ def test_who_does_not_join_in_time_is_closed() -> None:
     assert switch.heard(silent, JOIN, due_us) == []
     assert switch.next_deadline() is None
     assert joined.switch.tick(10 * JOIN_US) == joined.switch.tick(20 * JOIN_US) == []
+
+
+def test_every_turn_of_a_session_is_counted() -> None:
+    hand, late = Hand(), RouterSessions(Script(), "router")  # type: ignore[arg-type]
+    hand.switch.lost(hand.session, "reset", 0)
+    taken = {turn for turn, times in hand.switch.turns().items() if times}
+    assert taken == {
+        (RouterSessionState.NEW, RouterSessionMove.JOIN),
+        (RouterSessionState.JOINING, RouterSessionMove.ADMIT),
+        (RouterSessionState.ADMITTED, RouterSessionMove.CLOSE),
+    }
+    late.connected(0)
+    late.tick(JOIN_US)
+    assert late.turns()[RouterSessionState.NEW, RouterSessionMove.CLOSE] == 1
 
 
 def test_more_held_groups_than_may_be_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

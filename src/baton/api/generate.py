@@ -58,13 +58,13 @@ class Server:
         times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.group))
         return Run(prepared, answer, times, marks, self._ended)
 
-    async def resume(self, prepared: Prepared, marks: Marks, orphanage: UnclaimedRequests, receive: ReceiveMessage) -> Run:
+    async def resume(self, prepared: Prepared, marks: Marks, unclaimed: UnclaimedRequests, receive: ReceiveMessage) -> Run:
         """Go on with an orphan after what its client has of it."""
         self.open.check_unread(prepared.asker)
         answer = Answer(prepared.readers, carried=True)
         self.open.claim(prepared.asker, answer)
         with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
-            answer.attach(await answer.submitted(_claimed(prepared, marks, orphanage), receive))
+            answer.attach(await answer.submitted(_claimed(prepared, marks, unclaimed), receive))
         times = AnswerTimes(self._metrics, prepared.arrived_s, (), len(prepared.readers))
         return Run(prepared, answer, times, marks, self._ended)
 
@@ -92,8 +92,8 @@ async def _log_late(finished: Finished, run: Run) -> None:
     finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
 
 
-async def _claimed(prepared: Prepared, marks: Marks, orphanage: UnclaimedRequests) -> list[TokenStream]:
-    streams = orphanage.claim(prepared.asker, prepared.group)
+async def _claimed(prepared: Prepared, marks: Marks, unclaimed: UnclaimedRequests) -> list[TokenStream]:
+    streams = unclaimed.claim(prepared.asker, prepared.group)
     return [CutStream(stream, mark) for stream, mark in zip(streams, marks.choices, strict=True)]
 
 

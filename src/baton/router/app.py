@@ -45,7 +45,7 @@ def create_router_app(
     if settings.api_keys and admin_key is not None:
         settings = replace(settings, api_keys=(*settings.api_keys, f":{admin_key}"))  # as it is
     extras = Extras(
-        orphanage=engine,
+        unclaimed=engine,
         missing=lambda: missing(engine.views()),
         inner=(idempotency, *operators),  # the last one is the outermost
         open_paths=frozenset(OPEN_PATHS),

@@ -5,7 +5,7 @@
     lost    = table.lose(reason)       the engine is gone: everything open ends here
 
 A ticket is the table's number for a submitted group. The engine answers it once; accepted, it becomes one serial for each
-submission of the group. Each entry of the book is in one state, and what can happen to it is one table:
+submission of the group. Each entry is in one state, and what can happen to it is one table:
 
     tickets                                           serials
     SUBMITTED ───────────────── accepted ───────────▶ OPEN ── let go ──▶ STOPPING
@@ -188,7 +188,7 @@ class LostEntry:
     """Nothing was wrong with the request: another engine may be asked."""
 
 
-# ── the book ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class RequestTable:
@@ -257,7 +257,7 @@ class RequestTable:
         return True
 
     def take(self, message: FromEngine) -> Took:
-        """A WireError means that the engine broke the rules of the conversation; the book is then as it was."""
+        """A WireError means that the engine broke the rules of the conversation; nothing has changed then."""
         if self._lost is not None:
             self.late += 1
             return Took([], [])
