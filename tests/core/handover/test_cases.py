@@ -13,7 +13,7 @@ from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePol
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import FinishReason, Sampling, Serial
 from baton.core.engine.worker import Cancelled, Deliver, DrainOrdered, Effect, Event, Orphaned, StepDone, StopFound, Tick
-from baton.core.handover.decode_side import ATTEMPTS_MAX, DECLINED_US
+from baton.core.handover.decode_side import ATTEMPTS_MAX
 from baton.core.handover.messages import (
     Adopted,
     Arriving,
@@ -40,6 +40,7 @@ from baton.core.handover.messages import (
     Tell,
     Verified,
 )
+from baton.core.handover.prefill_peers import DECLINED_US
 from baton.core.handover.prefill_side import RENEW_US_MIN
 from baton.core.handover.protocol import prompt_digest
 from baton.executor.scripted import undisturbed

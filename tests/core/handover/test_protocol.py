@@ -10,8 +10,9 @@ from baton.core.config import BadConfig, HandoverConfig, OnPreempt, PrefillPath,
 from baton.core.engine.prefill_scheduler import BlocksNotHeld, PrefillScheduler
 from baton.core.engine.request import FinishReason, Phase, Sampling, Serial
 from baton.core.errors import IllegalTransition, RefusalCode
-from baton.core.handover.decode_side import BELIEF_HALVES_US, TAKER, TakerMove, Taking
+from baton.core.handover.decode_side import TAKER, TakerMove, Taking
 from baton.core.handover.messages import Offer, PdCode, PeerId, Release
+from baton.core.handover.prefill_peers import BELIEF_HALVES_US
 from baton.core.handover.prefill_side import GIVER, GiverMove, Giving
 from baton.core.state_machine import StateMachine
 from baton.executor.scripted import undisturbed
