@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import httpx2 as httpx
 import pytest
 import uvicorn
-from baton.core.routing.identity import RequestNumber
 from fastapi import FastAPI
 from playwright.sync_api import Browser, expect
 from starlette.requests import Request
@@ -23,6 +22,7 @@ from baton.api.auth import Auth, Keys
 from baton.api.errors import ApiError
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.events import FleetChanged, Instance, Join, Noted, Stage
+from baton.core.routing.identity import RequestNumber
 from baton.router.admin_auth import Operators
 from baton.router.dashboard import OPEN_PATHS, Dashboard
 from baton.router.dashboard_state import RouterState

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.core.routing.identity import RequestNumber
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -45,7 +45,6 @@ from baton.core.routing.events import (
     Join,
     Joined,
     Left,
-    Leg,
     Neighbours,
     Opened,
     Orphan,
@@ -59,10 +58,12 @@ from baton.core.routing.events import (
     Session,
     Sign,
     TurnAway,
-)
+)  # fmt: skip
 from baton.core.routing.fleet_members import TRANSITIONS as FLEET_TRANSITIONS
-from baton.core.routing.routed_request import TRANSITIONS, ChoiceState, next_carry
+from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
+from baton.core.routing.routed_request import TRANSITIONS, ChoiceMove, ChoiceState
 from baton.core.routing.router import Router
+from baton.core.state_machine import StateMachine
 
 VOCABULARY = 40
 BEAT_US = 200_000
@@ -100,14 +101,17 @@ class Seat:
     """One choice at an instance."""
 
     serial: int
-    leg: Leg
-    place: int
+    attempt: AttemptId
     submission: Submission
     choice: int
     body_choices: int
     origin: bytes
     made: list[int] = field(default_factory=list)
     end: EndedRequest | None = None
+
+    @property
+    def id(self) -> ChoiceAttempt:
+        return ChoiceAttempt(self.attempt.request, self.choice, self.attempt.attempt)
 
     @property
     def outputs(self) -> list[int]:
@@ -121,9 +125,9 @@ class Life:
     facts: Join
     session: Session | None = None
     asked: list[Send] = field(default_factory=list)
-    """Legs without an answer."""
-    seats: dict[tuple[Leg, int], Seat] = field(default_factory=dict)
-    legs: list[Leg] = field(default_factory=list)
+    """Attempts without an answer."""
+    seats: dict[ChoiceAttempt, Seat] = field(default_factory=dict)
+    attempts: list[AttemptId] = field(default_factory=list)
     """Of this session, neither refused nor forgotten."""
     beats: bool = True
     drains: bool = False
@@ -131,10 +135,10 @@ class Life:
     steps: int = 0
 
     def take(self, send: Send) -> None:
-        for place, (submission, choice) in enumerate(zip(send.group, send.choices, strict=True)):
+        for submission, choice in zip(send.group, send.choices, strict=True):
             self.serials += 1
-            seat = Seat(self.serials, send.leg, place, submission, choice, send.body_choices, send.origin)
-            self.seats[send.leg, place] = seat
+            seat = Seat(self.serials, send.attempt, submission, choice, send.body_choices, send.origin)
+            self.seats[seat.id] = seat
 
     def held(self) -> tuple[HeldChoice, ...]:
         return tuple(
@@ -208,7 +212,7 @@ class World:
         before = self.router.waiting
         for effect in self.router.handle(event, self.now_us):
             self.obey(effect)
-        if isinstance(event, Arrived) and self.by_body[event.body].declined is None:
+        if isinstance(event, Arrived) and self.by_body[event.request].declined is None:
             assert self.router.waiting <= max(self.config.waiting_max, before)
         self.check_the_books()
 
@@ -247,11 +251,11 @@ class World:
         if longest > life.facts.context_tokens or self.draws.random() < (0 if self.healing else 0.15):
             code = RefusalCode.CONTEXT_EXCEEDED if longest > life.facts.context_tokens else self.draws.choice(TURNED_DOWN)
             self.seen["refusals"] += 1
-            life.legs.remove(send.leg)
-            self.tell(AttemptRefused(session, send.leg, Refusal(code, "not here, or not now")))
+            life.attempts.remove(send.attempt)
+            self.tell(AttemptRefused(session, send.attempt, Refusal(code, "not here, or not now")))
         else:
             life.take(send)
-            self.tell(AttemptAccepted(session, send.leg))
+            self.tell(AttemptAccepted(session, send.attempt))
 
     def step(self) -> None:
         running = [(life, s) for life in self.lives.values() for s in life.seats.values() if s.end is None]
@@ -279,7 +283,7 @@ class World:
             kind = FinishReason.ERROR if fault is None else FinishReason.RESCHEDULE
             seat.end = EndedRequest(Serial(0), kind, len(seat.outputs), BILL, fault)
         if life.session is not None:  # else it computes for nobody, and keeps it
-            self.tell(Came(life.session, seat.leg, seat.place, fresh, list(fresh), 0, seat.end))
+            self.tell(Came(life.session, seat.id, fresh, list(fresh), 0, seat.end))
 
     def beat(self) -> None:
         for life in self.connected():
@@ -318,7 +322,7 @@ class World:
 
     def join(self, life: Life) -> None:
         self.sessions += 1
-        life.session, life.asked, life.legs, life.beats = Session(self.sessions), [], [], True
+        life.session, life.asked, life.attempts, life.beats = Session(self.sessions), [], [], True
         self.tell(Joined(life.session, life.facts, life.drains, life.held()))
 
     def part(self) -> None:
@@ -386,7 +390,7 @@ class World:
             self.tell(Cut(client.body, choice, client.cut[choice]))
 
     def replay(self) -> None:
-        """Of sessions and legs that are over, and some that are not: those are left out, for their lines keep order."""
+        """Of sessions and attempts that are over, and some that are not: those are left out, for their lines keep order."""
         live = [life.session for life in self.connected()]
         for event in self.old_events[-3:]:
             if isinstance(event, Came | AttemptAccepted | AttemptRefused | Beaten) and event.session not in live:
@@ -431,23 +435,23 @@ class World:
                 assert life.facts.role != "prefill"
                 self.check_group(effect)
                 life.asked.append(effect)
-                life.legs.append(effect.leg)
-            case CallBack(session, leg, places):
+                life.attempts.append(effect.attempt)
+            case CallBack(session, attempt, choices):
                 life = self.of(session)
                 assert life is not None
-                assert leg in life.legs
-                for place in places:
-                    life.seats.pop((leg, place), None)
-            case CutShort(session, leg, place, keep):
+                assert attempt in life.attempts
+                for choice in choices:
+                    life.seats.pop(ChoiceAttempt(attempt.request, choice, attempt.attempt), None)
+            case CutShort(session, which, keep):
                 life = self.of(session)
                 assert life is not None
-                self.cut_short(life, life.seats[leg, place], keep)
-            case Forget(session, leg):
+                self.cut_short(life, life.seats[which], keep)
+            case Forget(session, attempt):
                 life = self.of(session)
                 assert life is not None
-                life.legs.remove(leg)
-                life.seats = {key: seat for key, seat in life.seats.items() if key[0] != leg}
-                life.asked = [send for send in life.asked if send.leg != leg]
+                life.attempts.remove(attempt)
+                life.seats = {key: seat for key, seat in life.seats.items() if key.group != attempt}
+                life.asked = [send for send in life.asked if send.attempt != attempt]
             case TurnAway(session) | HangUp(session):
                 life = self.of(session)
                 if life is not None:
@@ -460,7 +464,7 @@ class World:
                 self.hear(effect)
 
     def check_group(self, send: Send) -> None:
-        """Each leg goes on exactly where its client stands, and whoever leads is in it, before those it leads."""
+        """Each attempt goes on exactly where its client stands, and whoever leads is in it, before those it leads."""
         client = next(c for c in self.clients if c.origin == send.origin)
         before: list[RequestId] = []
         for submission, choice in zip(send.group, send.choices, strict=True):
@@ -477,25 +481,26 @@ class World:
     def cut_short(self, life: Life, seat: Seat, keep: int) -> None:
         if seat.end is None and self.draws.random() < 0.7 and life.session is not None:
             seat.end = EndedRequest(Serial(0), FinishReason.STOP, keep, BILL)
-            self.tell(Came(life.session, seat.leg, seat.place, [], None, None, seat.end))
+            self.tell(Came(life.session, seat.id, [], None, None, seat.end))
 
-    def admitted(self, session: Session, keep: tuple[tuple[int, Leg, int], ...]) -> None:
+    def admitted(self, session: Session, keep: tuple[tuple[int, ChoiceAttempt], ...]) -> None:
         life = self.of(session)
         assert life is not None
         seats = {seat.serial: seat for seat in life.seats.values()}
-        assert len({serial for serial, _, _ in keep} & set(seats)) == len(keep)
+        assert len({serial for serial, _ in keep} & set(seats)) == len(keep)
         life.seats = {}
-        for serial, leg, place in keep:
-            seats[serial].leg, seats[serial].place = leg, place
-            life.seats[leg, place] = seats[serial]
-            life.legs.append(leg)
+        for serial, which in keep:
+            assert seats[serial].choice == which.choice
+            seats[serial].attempt = which.group
+            life.seats[which] = seats[serial]
+            life.attempts.append(which.group)
             self.seen["kept at a join"] += 1
 
     def hear(self, effect: Opened | Declined | Delivered | Orphan | OrphanDropped) -> None:
         if isinstance(effect, Orphan):
             self.found(effect)
             return
-        client = self.by_body[effect.body]
+        client = self.by_body[effect.request]
         match effect:
             case Opened():
                 assert client.declined is None
@@ -510,9 +515,9 @@ class World:
                 self.seen["dropped"] += 1
                 client.left = True
             case Delivered(_, choice, tokens, extras, _, outcome):
-                assert client.opened or effect.body < 0
+                assert client.opened or effect.request < 0
                 assert client.outcomes[choice] is None, "something came after the end"
-                assert not (client.left and tokens) or effect.body < 0
+                assert not (client.left and tokens) or effect.request < 0
                 self.check_extras(tokens, extras)
                 client.tokens[choice] += tokens
                 if outcome is not None:
@@ -527,8 +532,8 @@ class World:
         self.seen["orphans"] += 1
         client = next(c for c in self.clients if c.origin == orphan.origin)
         assert client.orphaned or client.left or None not in client.outcomes or client.declined
-        client.orphaned, client.body = False, orphan.body
-        self.by_body[orphan.body] = client
+        client.orphaned, client.body = False, orphan.request
+        self.by_body[orphan.request] = client
         if client.left or client.declined is not None:
             client.left = True
         for choice, tokens in enumerate(orphan.delivered):
@@ -562,15 +567,17 @@ class World:
         aboard: Counter[Session] = Counter()
         prefill: Counter[Session] = Counter()
         waiting = 0
-        for body in router.carried():
+        for body in router.requests():
             assert body.open_choices == sum(choice.state is not ChoiceState.ENDED for choice in body.choices)
             assert body.open_choices or body.orphan
             for choice in body.choices:
                 waiting += choice.state is ChoiceState.WAITING
-                assert (choice.leg is not None) == (choice.state in (ChoiceState.SENT, ChoiceState.OPEN, ChoiceState.CUT))
+                assert (choice.attempt is not None) == (
+                    choice.state in (ChoiceState.SENT, ChoiceState.OPEN, ChoiceState.CUT)
+                )
                 assert choice.preemptions <= self.config.preempt_retry_count or choice.state is ChoiceState.ENDED
-                if choice.leg is not None:
-                    aboard[choice.leg.member.session] += 1
+                if choice.attempt is not None:
+                    aboard[choice.attempt.member.session] += 1
                 if choice.prefill is not None:
                     prefill[choice.prefill[0].session] += choice.prefill[1]
         assert waiting == router.waiting
@@ -590,7 +597,7 @@ class World:
             self.lives[Instance(name)] = Life(facts)
             self.join(self.lives[Instance(name)])
         for _ in range(HEALING_BEATS_MAX):
-            if not self.router.carried():
+            if not self.router.requests():
                 return
             for life in self.lives.values():
                 if life.session is None:
@@ -599,7 +606,7 @@ class World:
                 self.answer()
                 self.step()
             self.pass_time()
-        raise AssertionError(f"{self.router.open_bodies} bodies still wait")
+        raise AssertionError(f"{self.router.open_requests} bodies still wait")
 
     def check_the_end(self) -> None:
         for client in self.clients:
@@ -614,7 +621,7 @@ class World:
         assert self.router.waiting == 0
         for life in self.connected():
             assert not life.seats, "an instance keeps what nobody wants"
-            assert not life.legs, "a leg was not forgotten"
+            assert not life.attempts, "an attempt was not forgotten"
         self.count_moves()
 
     def count_moves(self) -> None:
@@ -658,13 +665,12 @@ def test_whatever_happens_to_a_fleet_each_client_gets_its_tokens_once_and_one_en
 
 
 def test_what_is_not_in_the_table_is_a_bug() -> None:
+    machine = StateMachine(TRANSITIONS, "a choice")
     for state in ChoiceState:
-        for move in {move for _, move in TRANSITIONS}:
+        for move in ChoiceMove:
             if (state, move) in TRANSITIONS:
-                assert next_carry(state, move) is TRANSITIONS[state, move]
+                assert machine.after(state, move) is TRANSITIONS[state, move]
             else:
-                try:
-                    next_carry(state, move)
-                except IllegalTransition:
-                    continue
-                raise AssertionError((state, move))
+                with pytest.raises(IllegalTransition, match=f"a choice in {state.name} cannot take the move {move.name}"):
+                    machine.after(state, move)
+    assert set(machine.moves().values()) == {1}, "each legal move was counted, and no other"

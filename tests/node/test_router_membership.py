@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx2 as httpx
 import pytest
-from baton.wire.heartbeats import NO_GAUGES
-from baton.wire.held_choices import CHOICES_MAX, ENDED_BYTES_MAX, ENDED_CHOICES_MAX, FIRST_ROUTED_TICKET, GROUP_BYTES_MAX
 
 from baton.core.engine.orders import AcceptedAs, Cancel, Drain, Submit, TellNames
 from baton.core.engine.prefix import KEY_BYTES
@@ -27,6 +25,14 @@ from baton.node.router_membership import Fenced, Membership, RouterAt
 from baton.node.sealed_connection import UNREAD_BYTES_MAX
 from baton.node.service import default_name
 from baton.wire.engine_messages import Peers, Pulse, ToEngine
+from baton.wire.heartbeats import NO_GAUGES
+from baton.wire.held_choices import (
+    CHOICES_MAX,
+    ENDED_BYTES_MAX,
+    ENDED_CHOICES_MAX,
+    FIRST_ROUTED_TICKET,
+    GROUP_BYTES_MAX,
+)
 from baton.wire.instance_sessions import InstanceSessions
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,

@@ -1,6 +1,6 @@
 """A router with its HTTP surface, and instances, in one thread beside the test: everything real but processes and sockets.
 
-Instances are an InstanceSessions, a real Worker and the scripted executor; the bytes between them and the router are those of the wire.
+Instances are an InstanceSessions, a real Worker and the scripted executor; bytes between them and the router are the wire's.
 An instance computes as fast as it can up to as many tokens as a test allows it, so that a test can do something to it in the
 middle of an answer and nothing depends on time.
 """

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from baton.core.routing.identity import RequestNumber
 from fastapi import FastAPI
 from msgspec.structs import replace
 from starlette.testclient import TestClient
@@ -20,6 +19,7 @@ from starlette.testclient import TestClient
 from baton.api.errors import ApiError
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.events import Instance, Join
+from baton.core.routing.identity import RequestNumber
 from baton.node.peer_options import is_loopback
 from baton.router.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard
 from baton.router.dashboard_state import RouterState

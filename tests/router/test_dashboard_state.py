@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from baton.core.routing.identity import RequestNumber
 
 from baton.api.original_request import Origin
 from baton.core.engine.ended import Bill
@@ -28,6 +27,7 @@ from baton.core.routing.events import (
     Outcome,
     Stage,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.router import dashboard_state as state
 from baton.router import timeline as lanes
 from baton.router.dashboard_state import RouterState

@@ -377,7 +377,7 @@ def keep_what_the_dead_asked_for(patch: Patch) -> None:
 @core("when a P is gone, D waits for it until the lease ends")
 def wait_for_the_dead(patch: Patch) -> None:
     def peer_lost(self: Taker, peer: PeerId, _reason: str) -> Acts:
-        self._peers.pop(peer, None)
+        self._peers.remove(peer)
         self._rows.may_ask = bool(self._peers)
         return []
 

@@ -11,30 +11,30 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from baton.core.routing.identity import RequestNumber
-from baton.wire.held_choices import HeldState
 
 from baton.core.engine.change_journal import NamesChanged, PrefixJournal
 from baton.core.engine.ended import Bill
 from baton.core.engine.request import NO_TOKENS, RequestId, Submission, frozen_tokens
 from baton.core.routing import adoption as adopting
-from baton.core.routing import placement
-from baton.core.routing import routed_requests as carrier
+from baton.core.routing import attempts, dispatch, placement, routed_requests
 from baton.core.routing.adoption import Adoption
+from baton.core.routing.attempts import Attempts
 from baton.core.routing.events import AttemptRefused, HeldChoice, Instance, Neighbours, Session, Sign
 from baton.core.routing.fleet_members import FleetMember, FleetMembers, MemberMove, MemberState
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.placement import Placement
 from baton.core.routing.placement_queue import PlacementQueue
 from baton.core.routing.prefix_directory import PrefixDirectory
 from baton.core.routing.rate_limits import RateLimits
 from baton.core.routing.routed_request import RoutedChoice, RoutedRequest
-from baton.core.routing.routed_requests import Carrier, Cause
+from baton.core.routing.routed_requests import Cause, RoutedRequests
 from baton.core.routing.router import Router
-from baton.wire import router_sessions as switch
+from baton.core.routing.server_absence import ServerAbsence
+from baton.wire import router_sessions
 from baton.wire.engine_messages import StepOutput
+from baton.wire.held_choices import HeldChoices, HeldState
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.request_table import RequestTable
-from baton.wire.router_messages import FromInstance
 from tests.sim.planted import Patch, core, wire
 from tests.sim.planted_peers import BUGS
 
@@ -47,14 +47,14 @@ LONG_US = 10**12
 
 
 def _regrouped(patch: Patch, change: Any) -> None:
-    group_then = carrier.group_of
+    group_then = dispatch.group_of
 
     def group_of(
         choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]
     ) -> tuple[Submission, ...]:
         return tuple(change(item, asked) for item, (_, asked) in zip(group_then(choices, prefill_at), choices, strict=True))
 
-    patch.set(carrier, "group_of", group_of)
+    patch.set(dispatch, "group_of", group_of)
 
 
 @core("a leg starts from the beginning, and the client gets the whole answer again behind what it has")
@@ -82,7 +82,7 @@ def deliver_held_tokens_from_the_first(patch: Patch) -> None:
     take_over_then = Adoption._take_over
 
     def take_over(self: Adoption, choice: RoutedChoice, item: HeldChoice, member: FleetMember) -> Any:
-        if choice.delivered and not choice.body.orphan:
+        if choice.delivered and not choice.request.orphan:
             choice.delivered = choice.delivered[:-1]
         return take_over_then(self, choice, item, member)
 
@@ -99,7 +99,8 @@ def resume_a_shorter_history(patch: Patch) -> None:
 
 @core("a choice whose instance was lost after the last token is asked for once more, though nothing is left of it")
 def go_on_after_the_last_token(patch: Patch) -> None:
-    patch.set(carrier, "finished_as", lambda choice: None)
+    patch.set(routed_requests, "finished_as", lambda choice: None)
+    patch.set(attempts, "finished_as", lambda choice: None)
 
 
 @core("only the last leg of a request is billed")
@@ -109,7 +110,7 @@ def bill_the_last_leg(patch: Patch) -> None:
             bill, cached_tokens=bill.cached_tokens if choice.attempts <= 1 else choice.bill.cached_tokens
         )
 
-    patch.set(carrier, "add_bill", add_bill)
+    patch.set(attempts, "add_bill", add_bill)
 
 
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,22 +118,22 @@ def bill_the_last_leg(patch: Patch) -> None:
 
 @core("retries are not counted: what finds no room goes round for ever")
 def count_no_retries(patch: Patch) -> None:
-    may_then = Carrier._may_go_on
+    may_then = Attempts._may_go_on
 
-    def may_go_on(self: Carrier, choice: RoutedChoice, cause: Cause, where: Instance | None) -> bool:
+    def may_go_on(self: Attempts, choice: RoutedChoice, cause: Cause, where: Instance | None) -> bool:
         return may_then(self, choice, cause, where) or True
 
-    patch.set(Carrier, "_may_go_on", may_go_on)
+    patch.set(Attempts, "_may_go_on", may_go_on)
 
 
 @core("a request is given up at its first loss")
 def give_up_at_the_first_loss(patch: Patch) -> None:
-    may_then = Carrier._may_go_on
+    may_then = Attempts._may_go_on
 
-    def may_go_on(self: Carrier, choice: RoutedChoice, cause: Cause, where: Instance | None) -> bool:
+    def may_go_on(self: Attempts, choice: RoutedChoice, cause: Cause, where: Instance | None) -> bool:
         return may_then(self, choice, cause, where) and cause is not Cause.LOST
 
-    patch.set(Carrier, "_may_go_on", may_go_on)
+    patch.set(Attempts, "_may_go_on", may_go_on)
 
 
 @core("what backs off never comes back")
@@ -147,7 +148,7 @@ def back_off_for_ever(patch: Patch) -> None:
 
 @core("a leg that was refused is tried again at once, at the same full instance")
 def never_back_off(patch: Patch) -> None:
-    patch.set(carrier, "jittered_us", lambda config, seed, body, nth: 0)
+    patch.set(attempts, "jittered_us", lambda config, seed, request, nth: 0)
 
 
 @core("an instance that had no room for a request gets it again, though another is there")
@@ -157,10 +158,10 @@ def go_back_to_who_had_no_room(patch: Patch) -> None:
 
 @core("the answer that a leg was refused is forgotten, and its choices wait for an answer for ever")
 def forget_a_refusal(patch: Patch) -> None:
-    def refused(self: Carrier, event: AttemptRefused) -> None:
-        self.counts.late += 1
+    def refused(self: Attempts, event: AttemptRefused) -> None:
+        self._requests.counts.late += 1
 
-    patch.set(Carrier, "refused", refused)
+    patch.set(Attempts, "refused", refused)
 
 
 @core("choices that found no room are not put back in line")
@@ -175,22 +176,22 @@ def send_beyond_the_limit(patch: Patch) -> None:
 
 @core("a body has no deadline")
 def wait_beyond_the_deadline(patch: Patch) -> None:
-    open_then = Carrier.open_body
+    open_then = RoutedRequests.open
 
-    def open_body(self: Carrier, number: RequestNumber, tenant: str | None, origin: bytes, choices: int) -> RoutedRequest:
-        body = open_then(self, number, tenant, origin, choices)
-        body.deadline_us += LONG_US
-        return body
+    def opened(self: RoutedRequests, number: RequestNumber, tenant: str | None, origin: bytes, choices: int) -> Any:
+        request = open_then(self, number, tenant, origin, choices)
+        request.deadline_us += LONG_US
+        return request
 
-    patch.set(Carrier, "open_body", open_body)
+    patch.set(RoutedRequests, "open", opened)
 
 
 @core("where no instance serves, newcomers wait for one for ever")
 def wait_for_an_instance_for_ever(patch: Patch) -> None:
-    def give_up_absent(self: Carrier) -> None:
-        self._absent_due_us = None
+    def expire(self: ServerAbsence) -> None:
+        self.due_us = None
 
-    patch.set(Carrier, "_give_up_absent", give_up_absent)
+    patch.set(ServerAbsence, "expire", expire)
 
 
 @core("what a tenant has open is never taken off its account")
@@ -243,7 +244,7 @@ def go_on_placing_where_it_drains(patch: Patch) -> None:
 
 @core("what an instance that drains has open stays there, however long that takes")
 def never_clear_out(patch: Patch) -> None:
-    patch.set(Carrier, "clear_out", lambda self, member: None)
+    patch.set(Attempts, "clear_out", lambda self, member: None)
 
 
 @core("an instance that is gone still counts as one that can prefill")
@@ -315,20 +316,20 @@ def never_tell_what_was_evicted(patch: Patch) -> None:
 
 @core("the legs of a client that has left are not called back")
 def never_call_back(patch: Patch) -> None:
-    patch.set(Carrier, "call_back", lambda self, choices: None)
+    patch.set(RoutedRequests, "call_back", lambda self, choices: None)
 
 
 @core("an orphan that nobody comes for is carried for ever")
 def keep_orphans(patch: Patch) -> None:
-    body_then = Adoption._body_of
+    request_then = Adoption._request_of
 
-    def body_of(self: Adoption, item: HeldChoice) -> RoutedRequest | None:
-        body = body_then(self, item)
-        if body is not None and body.grace_us is not None:
-            body.grace_us = LONG_US
-        return body
+    def request_of(self: Adoption, item: HeldChoice, digest: bytes) -> RoutedRequest | None:
+        request = request_then(self, item, digest)
+        if request is not None and request.grace_us is not None:
+            request.grace_us = LONG_US
+        return request
 
-    patch.set(Adoption, "_body_of", body_of)
+    patch.set(Adoption, "_request_of", request_of)
 
 
 @core("a client that has come back is not noticed, and its answer is dropped when the grace is over")
@@ -346,13 +347,13 @@ def throw_away_what_was_kept(patch: Patch) -> None:
 
 @core("a body that is over is found again at an instance that comes back, and begins once more")
 def find_what_is_over(patch: Patch) -> None:
-    close_then = Carrier.close_body
+    close_then = RoutedRequests.close
 
-    def close_body(self: Carrier, body: RoutedRequest) -> None:
-        close_then(self, body)
+    def close(self: RoutedRequests, request: RoutedRequest) -> None:
+        close_then(self, request)
         self.over.clear()
 
-    patch.set(Carrier, "close_body", close_body)
+    patch.set(RoutedRequests, "close", close)
 
 
 @core("an end that came while nobody listened is taken for a loss")
@@ -366,23 +367,23 @@ def overlook_an_end_that_was_held(patch: Patch) -> None:
 
 @wire("the choices of a leg are taken for each other")
 def mix_up_the_choices_of_a_leg(patch: Patch) -> None:
-    open_then = switch.RouterSessions._open
+    open_then = router_sessions.RouterSessions._open
 
-    def opened(self: switch.RouterSessions, seat: Any, trip: Any, serials: tuple[int, ...], now_us: int) -> Any:
-        return open_then(self, seat, trip, tuple(reversed(serials)), now_us)
+    def opened(self: router_sessions.RouterSessions, session: Any, sent: Any, serials: tuple[int, ...], now_us: int) -> Any:
+        return open_then(self, session, sent, tuple(reversed(serials)), now_us)
 
-    patch.set(switch.RouterSessions, "_open", opened)
+    patch.set(router_sessions.RouterSessions, "_open", opened)
 
 
 @wire("instances are never told to forget what is over")
 def never_say_forget(patch: Patch) -> None:
-    let_go_then = switch._let_go
+    let_go_then = router_sessions._let_go
 
-    def let_go(seat: Any, trip: Any) -> list[Any]:
-        let_go_then(seat, trip)
+    def let_go(session: Any, sent: Any) -> list[Any]:
+        let_go_then(session, sent)
         return []
 
-    patch.set(switch, "_let_go", let_go)
+    patch.set(router_sessions, "_let_go", let_go)
 
 
 @wire("a leg that was called back before its answer is computed to the end, for nobody")
@@ -392,7 +393,7 @@ def forget_what_was_abandoned(patch: Patch) -> None:
 
 @wire("that a client has found its stop string is not passed on")
 def never_pass_on_a_cut(patch: Patch) -> None:
-    patch.set(switch, "_cut_short", lambda seat, leg, place, keep: [])
+    patch.set(router_sessions, "_cut_short", lambda session, which, keep: [])
 
 
 @wire("what an instance has held is not admitted to its session, and its next tokens break the rules")
@@ -410,41 +411,41 @@ def keep_beyond_the_grace(patch: Patch) -> None:
 
 @wire("of the rows that come while no router is there, the first is not written down")
 def lose_a_row_of_history(patch: Patch) -> None:
-    write_then = InstanceSessions._write_down
+    write_then = HeldChoices.write_down
 
-    def write_down(self: InstanceSessions, output: StepOutput, serials: list[int]) -> None:
-        before = {serial: bytes(self._open[serial].tokens) for serial in serials}
-        lines = {serial: self._open[serial] for serial in serials}
+    def write_down(self: HeldChoices, output: StepOutput, serials: list[int]) -> None:
+        before = {serial: bytes(self.open[serial].tokens) for serial in serials}
+        lines = {serial: self.open[serial] for serial in serials}
         write_then(self, output, serials)
         for serial, line in lines.items():
             if len(before[serial]) == 4:  # its second row
                 line.tokens[:] = before[serial]
 
-    patch.set(InstanceSessions, "_write_down", write_down)
+    patch.set(HeldChoices, "write_down", write_down)
 
 
 @wire("what the engine had not answered when the router was lost is computed for nobody, for ever unforgotten")
 def keep_what_was_never_answered(patch: Patch) -> None:
-    def opened(self: InstanceSessions, now_us: int) -> list[FromInstance]:
-        asked, self._asked = self._asked, {}
+    def next_session(self: HeldChoices) -> Any:
+        asked, self.asked = self.asked, {}
         try:
-            return opened_then(self, now_us)
+            return session_then(self)
         finally:
-            self._asked = asked
+            self.asked = asked
 
-    opened_then = InstanceSessions.opened
-    patch.set(InstanceSessions, "opened", opened)
+    session_then = HeldChoices.next_session
+    patch.set(HeldChoices, "next_session", next_session)
 
 
 @wire("a router's order to cancel is not passed on to the engine")
 def never_pass_on_a_cancel(patch: Patch) -> None:
-    dropped_then = InstanceSessions._dropped
+    drop_then = HeldChoices.drop
 
-    def dropped(self: InstanceSessions, serials: Any) -> Any:
-        dropped_then(self, serials)
+    def drop(self: HeldChoices, serials: Any) -> Any:
+        drop_then(self, serials)
         return []
 
-    patch.set(InstanceSessions, "_dropped", dropped)
+    patch.set(HeldChoices, "drop", drop)
 
 
 @wire("the welcome does not order the engine to tell what it has cached")
@@ -461,11 +462,11 @@ def never_ask_for_names(patch: Patch) -> None:
 
 @wire("the history of a choice that has ended is dropped at once")
 def forget_ended_choices_early(patch: Patch) -> None:
-    end_then = InstanceSessions._end
+    end_then = HeldChoices._end
 
-    def end(self: InstanceSessions, line: Any, ended: Any) -> None:
-        end_then(self, line, ended)
-        if line.state is HeldState.ENDED:
-            self._drop_all([line])
+    def end(self: HeldChoices, choice: Any, ended: Any) -> None:
+        end_then(self, choice, ended)
+        if choice.state is HeldState.ENDED:
+            self.drop_all([choice])
 
-    patch.set(InstanceSessions, "_end", end)
+    patch.set(HeldChoices, "_end", end)

@@ -1,4 +1,4 @@
-"""A router and instances in one thread: RouterSessions ↔ bytes ↔ InstanceSessions ↔ a real Worker with the scripted executor, in virtual time.
+"""A router and instances in one thread, in virtual time: RouterSessions ↔ bytes ↔ InstanceSessions ↔ a scripted Worker.
 
 Lines between them are queues of frames in either direction. A test can break any of them at any message, kill the router
 and start another, stop an instance for good; clients compare what they got with the undisturbed run.
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from baton.core.routing.identity import RequestNumber
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.orders import AcceptedAs, TellNames
@@ -33,6 +32,7 @@ from baton.core.routing.events import (
     RouterConfig,
     Session,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.engine_messages import (
@@ -214,7 +214,7 @@ class Asked:
 
     group: list[Submission]
     origin: bytes
-    body: RequestNumber
+    request: RequestNumber
     tokens: list[list[int]]
     extras: list[list[object]]
     outcomes: list[Outcome | None]
@@ -274,8 +274,8 @@ class World:
         return asked
 
     def _submit(self, asked: Asked) -> None:
-        asked.body, acts = self.switch.submit("tenant", asked.group, asked.origin, self.now_us)
-        self.asked[asked.body] = asked
+        asked.request, acts = self.switch.submit("tenant", asked.group, asked.origin, self.now_us)
+        self.asked[asked.request] = asked
         self.do(acts)
 
     def do(self, acts: Sequence[Act]) -> None:
@@ -298,7 +298,7 @@ class World:
                 case Orphan():
                     self._find(act)
                 case OrphanDropped(body):
-                    self.orphans = {key: orphan for key, orphan in self.orphans.items() if orphan.body != body}
+                    self.orphans = {key: orphan for key, orphan in self.orphans.items() if orphan.request != body}
                     del self.asked[body]
                 case Noted():
                     self.noted.append(act)
@@ -309,11 +309,11 @@ class World:
         """News of it may come before its client does."""
         tokens = [list(known or ()) for known in orphan.delivered]
         extras = [list(known) for known in orphan.extras]
-        found = Asked([], orphan.origin, orphan.body, tokens, extras, list(orphan.outcomes), list(orphan.cached_tokens))
-        self.orphans[orphan.origin] = self.asked[orphan.body] = found
+        found = Asked([], orphan.origin, orphan.request, tokens, extras, list(orphan.outcomes), list(orphan.cached_tokens))
+        self.orphans[orphan.origin] = self.asked[orphan.request] = found
 
     def _deliver(self, news: Delivered) -> None:
-        asked = self.asked[news.body]
+        asked = self.asked[news.request]
         assert asked.outcomes[news.choice] is None, "news after the end"
         asked.tokens[news.choice] += news.tokens
         if isinstance(news.extras, list):
@@ -376,7 +376,7 @@ class World:
                 shorter = min(len(had), len(known))
                 assert had[:shorter] == known[:shorter], "what was found is another answer"
             found.group, found.keep = asked.group, asked.keep
-            self.do(self.switch.claim(found.body, self.now_us, found.group))
+            self.do(self.switch.claim(found.request, self.now_us, found.group))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -456,13 +456,13 @@ class World:
 
     def leave(self, asked: Asked) -> None:
         """Its client is gone."""
-        self.do(self.switch.leave(asked.body, self.now_us))
-        self.asked.pop(asked.body, None)
+        self.do(self.switch.leave(asked.request, self.now_us))
+        self.asked.pop(asked.request, None)
 
     def cut(self, asked: Asked, choice: int, keep: int) -> None:
         """Its client needs no more than so many tokens."""
         asked.keep[choice] = keep
-        self.do(self.switch.cut(asked.body, choice, keep, self.now_us))
+        self.do(self.switch.cut(asked.request, choice, keep, self.now_us))
 
     def quiet(self) -> bool:
         clients = all(asked.over for asked in self.asked.values()) and not self._waiting and not self.orphans
@@ -499,7 +499,7 @@ class World:
             if not member.dead:
                 assert member.relay.open_requests == member.relay.held_choices == 0
                 assert member.worker.is_idle
-        assert self.switch.router.open_bodies == 0
+        assert self.switch.router.open_requests == 0
 
     def _judge_choice(self, asked: Asked, choice: int) -> None:
         outcome, tokens, expected = asked.outcomes[choice], asked.tokens[choice], asked.expected(choice)

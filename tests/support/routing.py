@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from baton.core.routing.identity import RequestNumber
 from msgspec.structs import replace
 
 from baton.core.engine.change_journal import NamesChanged
@@ -32,6 +31,7 @@ from baton.core.routing.events import (
     Session,
     Sign,
 )
+from baton.core.routing.identity import ChoiceAttempt, RequestNumber
 from baton.core.routing.router import Router
 
 Kind = TypeVar("Kind", bound=RouterEffect)
@@ -79,6 +79,11 @@ def held(
     return HeldChoice(serial, asked, choice, of, origin, tokens, tuple(f"lp{t}" for t in tokens), 16, end)
 
 
+def which(send: Send, nth: int = 0) -> ChoiceAttempt:
+    """The nth choice that was sent."""
+    return ChoiceAttempt(send.attempt.request, send.choices[nth], send.attempt.attempt)
+
+
 class Bench:
     def __init__(self, config: RouterConfig | None = None) -> None:
         self.config = config or RouterConfig()
@@ -115,7 +120,7 @@ class Bench:
         return body
 
     def sent(self) -> Send:
-        """The last leg that was sent, which must be of the last event."""
+        """The last attempt that was sent, which must be of the last event."""
         (send,) = self.of(Send)
         return send
 
@@ -126,18 +131,19 @@ class Bench:
         return body, send
 
     def take(self, send: Send) -> None:
-        self.tell(AttemptAccepted(send.session, send.leg))
+        self.tell(AttemptAccepted(send.session, send.attempt))
 
     def refuse(self, send: Send, code: RefusalCode) -> None:
-        self.tell(AttemptRefused(send.session, send.leg, Refusal(code, code.value)))
+        self.tell(AttemptRefused(send.session, send.attempt, Refusal(code, code.value)))
 
     def came(
-        self, send: Send, *tokens: int, place: int = 0, end: EndedRequest | None = None, cached: int | None = None
+        self, send: Send, *tokens: int, nth: int = 0, end: EndedRequest | None = None, cached: int | None = None
     ) -> None:
-        self.tell(Came(send.session, send.leg, place, list(tokens), None, cached, end))
+        """Of the nth choice that was sent."""
+        self.tell(Came(send.session, which(send, nth), list(tokens), None, cached, end))
 
     def delivered(self, body: RequestNumber, choice: int = 0) -> list[int]:
-        rows = [item for item in self.ever(Delivered) if (item.body, item.choice) == (body, choice)]
+        rows = [item for item in self.ever(Delivered) if (item.request, item.choice) == (body, choice)]
         return [token for row in rows for token in row.tokens]
 
     def beat(self, *left_out: str, computing: bool = False, steps: int = 0, silent_us: int = 0) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from baton.wire.held_choices import FIRST_ROUTED_TICKET
 
 from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit, TellNames
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.core.routing.events import Join
-from baton.wire import instance_sessions as relays
+from baton.wire import held_choices, instance_sessions
 from baton.wire.engine_messages import FromEngine, Pulse, Rows, WireError, refused
+from baton.wire.held_choices import FIRST_ROUTED_TICKET
 from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import (
     KEYS_A_BEAT_MAX,
@@ -209,7 +209,7 @@ def test_a_token_that_the_model_has_not_is_refused_here_and_nothing_else_suffers
 
 
 def test_more_choices_than_are_taken_are_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "CHOICES_MAX", 3)
+    monkeypatch.setattr(instance_sessions, "CHOICES_MAX", 3)
     relay = serving()
     open_as(relay, asks("a", "b"), 1, 2)
     out = relay.heard(place(1, asks("c", "d")), 0)
@@ -416,13 +416,13 @@ def test_dialling_in_vain_does_not_make_the_grace_longer() -> None:
 
 
 def test_of_what_has_ended_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "ENDED_CHOICES_MAX", 2)
+    monkeypatch.setattr(held_choices, "ENDED_CHOICES_MAX", 2)
     relay = serving()
     for serial in range(4):
         open_as(relay, asks(f"r{serial}"), serial, ticket=serial)
     relay.take(step([(serial, [1]) for serial in range(4)], ended=[1, 0, 3]), 0)
     assert [group.lines[0].serial for group in held(relay)] == [0, 2, 3]
-    monkeypatch.setattr(relays, "ENDED_BYTES_MAX", 2_000)
+    monkeypatch.setattr(held_choices, "ENDED_BYTES_MAX", 2_000)
     relay = serving()
     for serial in range(2):
         relay.heard(place(serial, asks(f"r{serial}"), b"o" * 1_000), 0)
@@ -432,7 +432,7 @@ def test_of_what_has_ended_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_group_that_cannot_travel_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "GROUP_BYTES_MAX", 2_000)
+    monkeypatch.setattr(held_choices, "GROUP_BYTES_MAX", 2_000)
     relay = serving()
     relay.heard(place(0, asks("a"), b"o" * 2_000), 0)
     relay.take(AcceptedAs(FIRST_ROUTED_TICKET, (1,)), 0)

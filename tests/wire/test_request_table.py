@@ -17,6 +17,7 @@ from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.engine.worker import Launch, StepDone, Tick, Worker
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
+from baton.core.state_machine import StateMachine
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.engine_messages import (
     WIRE_VERSION,
@@ -45,7 +46,6 @@ from baton.wire.request_table import (
     RequestTable,
     RequestTableClosed,
     Took,
-    next_state,
 )
 from baton.wire.worker_messages import message_of
 from tests.support.driver import VOCABULARY, shape_of
@@ -279,7 +279,7 @@ def test_a_lost_desk_takes_no_submission_and_drops_what_still_comes() -> None:
 def test_what_is_not_in_the_table_is_a_bug_and_says_so() -> None:
     assert EntryState.GONE not in {state for state, _ in TRANSITIONS}
     with pytest.raises(IllegalTransition, match="STOPPING cannot take the move LET_GO"):
-        next_state(EntryState.STOPPING, EntryMove.LET_GO)
+        StateMachine(TRANSITIONS, "an entry").after(EntryState.STOPPING, EntryMove.LET_GO)
 
 
 # ── both ends together ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,7 +27,6 @@ from baton.core.routing.events import (
     Forget,
     HangUp,
     Joined,
-    Leg,
     Parted,
     PhaseNote,
     RouterConfig,
@@ -37,6 +36,7 @@ from baton.core.routing.events import (
     Session,
     TurnAway,
 )
+from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 from baton.core.routing.router import Router
 from baton.wire import router_messages as membership
 from baton.wire.engine_messages import WireError, refused
@@ -56,7 +56,7 @@ from baton.wire.router_messages import (
     encode_membership,
     held_bytes,
 )
-from baton.wire.router_sessions import JOIN_US, Close, RouterSessions, Say
+from baton.wire.router_sessions import JOIN_US, Close, RouterSessionMove, RouterSessions, RouterSessionState, Say
 from tests.support.routed import World, body
 from tests.wire.test_instance_sessions import GAUGES, JOIN, asks, line, open_as, serving, step
 
@@ -246,7 +246,7 @@ def test_what_no_instance_could_take_is_declined_here() -> None:
     assert huge.declined.code is RefusalCode.GROUP_TOO_LARGE
     many = world.ask(body("abc") * (membership.GROUP_MAX + 1))
     assert many.declined is not None
-    assert world.switch.router.open_bodies == 0
+    assert world.switch.router.open_requests == 0
 
 
 def test_what_its_own_clients_asked_of_an_instance_stays_there() -> None:
@@ -273,7 +273,7 @@ def test_an_instance_that_drains_takes_nothing_new_and_finishes_what_it_has() ->
     second = world.ask(body("xyz"))
     world.run()
     world.judge()
-    assert {note.where for note in world.noted if note.body == second.body and note.where} == {
+    assert {note.where for note in world.noted if note.request == second.request and note.where} == {
         other.name for other in world.members if other is not member
     }
 
@@ -313,6 +313,15 @@ class Script:
         return None
 
 
+def attempt(number: int) -> AttemptId:
+    """The first attempt of a request."""
+    return AttemptId(RequestNumber(number), 1)
+
+
+def which(number: int, choice: int) -> ChoiceAttempt:
+    return ChoiceAttempt(RequestNumber(number), choice, 1)
+
+
 class Hand:
     """A session with an instance that is played by hand, as far as one that has joined."""
 
@@ -322,7 +331,7 @@ class Hand:
         self.session = self.switch.connected(0)
         for message in (JOIN, *held):
             assert self.hear(message) == []
-        kept = tuple((serial, Leg(leg), place) for serial, leg, place in keep)
+        kept = tuple((serial, which(number, choice)) for serial, number, choice in keep)
         self.said = self.hear(Settled(), Admit(self.session, kept))
         self.router.heard.clear()
 
@@ -338,15 +347,17 @@ class Hand:
     def _plain(self, acts: Sequence[object]) -> list[object]:
         return [act.message if isinstance(act, Say) else act for act in acts]
 
-    def send(self, leg: int, group: list[Submission]) -> Place:
-        (place,) = self.want(Send(self.session, Leg(leg), tuple(group), tuple(range(len(group))), len(group), b"origin"))
+    def send(self, number: int, group: list[Submission]) -> Place:
+        (place,) = self.want(
+            Send(self.session, attempt(number), tuple(group), tuple(range(len(group))), len(group), b"origin")
+        )
         assert isinstance(place, Place)
         return place
 
-    def open_as(self, leg: int, group: list[Submission], *serials: int) -> None:
-        place = self.send(leg, group)
+    def open_as(self, number: int, group: list[Submission], *serials: int) -> None:
+        place = self.send(number, group)
         assert self.hear(AcceptedAs(place.ticket, serials)) == []
-        assert self.news() == [AttemptAccepted(self.session, Leg(leg))]
+        assert self.news() == [AttemptAccepted(self.session, attempt(number))]
 
     def news(self) -> list[RouterEvent]:
         """What the router heard since the last time; its ticks aside."""
@@ -375,13 +386,13 @@ def test_a_leg_is_placed_answered_and_heard_of() -> None:
     hand.hear(step([(8, [1]), (9, [2, 3])], started=[(8, 4)]))
     hand.hear(step([(8, [5])], ended=[8, 9]))
     eight, nine = (EndedRequest(Serial(serial), FinishReason.LENGTH, 1, Bill()) for serial in (8, 9))
-    five = Leg(5)
+    five = attempt(5)
     assert hand.news() == [
         AttemptAccepted(hand.session, five),
-        Came(hand.session, five, 0, [1], None, 4, None),
-        Came(hand.session, five, 1, [2, 3], None, None, None),
-        Came(hand.session, five, 0, [5], None, None, eight),
-        Came(hand.session, five, 1, [], None, None, nine),
+        Came(hand.session, which(5, 0), [1], None, 4, None),
+        Came(hand.session, which(5, 1), [2, 3], None, None, None),
+        Came(hand.session, which(5, 0), [5], None, None, eight),
+        Came(hand.session, which(5, 1), [], None, None, nine),
     ]
 
 
@@ -389,14 +400,14 @@ def test_a_refused_leg_is_over() -> None:
     hand = Hand()
     hand.send(5, body("abc"))
     hand.hear(refused(0, FULL))
-    assert hand.news() == [AttemptRefused(hand.session, Leg(5), FULL)]
-    assert hand.want(CallBack(hand.session, Leg(5), (0,)), Forget(hand.session, Leg(5))) == []
+    assert hand.news() == [AttemptRefused(hand.session, attempt(5), FULL)]
+    assert hand.want(CallBack(hand.session, attempt(5), (0,)), Forget(hand.session, attempt(5))) == []
 
 
 def test_a_leg_called_back_before_its_answer_is_cancelled_unheard() -> None:
     hand = Hand()
     hand.send(5, body("abc", 2))
-    assert hand.want(CallBack(hand.session, Leg(5), (0, 1)), Forget(hand.session, Leg(5))) == []
+    assert hand.want(CallBack(hand.session, attempt(5), (0, 1)), Forget(hand.session, attempt(5))) == []
     assert hand.hear(AcceptedAs(0, (8, 9))) == [Cancel(8), Cancel(9)]
     assert hand.hear(step([(8, [1])], ended=[8, 9])) == []
     assert hand.news() == []
@@ -405,18 +416,18 @@ def test_a_leg_called_back_before_its_answer_is_cancelled_unheard() -> None:
 def test_a_leg_called_back_in_part_before_its_answer_goes_on_with_the_rest() -> None:
     hand = Hand()
     hand.send(5, body("abc", 2))
-    assert hand.want(CallBack(hand.session, Leg(5), (1,))) == []
+    assert hand.want(CallBack(hand.session, attempt(5), (1,))) == []
     assert hand.hear(AcceptedAs(0, (8, 9))) == [Cancel(9)]
     hand.hear(step([(8, [1]), (9, [2])], ended=[9]))
-    assert hand.news() == [AttemptAccepted(hand.session, Leg(5)), Came(hand.session, Leg(5), 0, [1], None, None, None)]
-    assert hand.want(Forget(hand.session, Leg(5))) == []
+    assert hand.news() == [AttemptAccepted(hand.session, attempt(5)), Came(hand.session, which(5, 0), [1], None, None, None)]
+    assert hand.want(Forget(hand.session, attempt(5))) == []
     assert hand.hear(step(ended=[8])) == [membership.Forget((8,))], "what was cancelled is not kept there anyway"
 
 
 def test_what_is_called_back_is_cancelled_once_and_not_heard_of() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 2), 8, 9)
-    back = CallBack(hand.session, Leg(5), (0, 1))
+    back = CallBack(hand.session, attempt(5), (0, 1))
     assert hand.want(back, back) == [Cancel(8), Cancel(9)]
     assert hand.hear(step([(8, [1])], ended=[8, 9])) == []
     assert hand.news() == []
@@ -425,26 +436,26 @@ def test_what_is_called_back_is_cancelled_once_and_not_heard_of() -> None:
 def test_a_cut_is_ordered_when_there_is_something_to_cut() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
-    cut = CutShort(hand.session, Leg(5), 0, 2)
+    cut = CutShort(hand.session, which(5, 0), 2)
     assert hand.want(cut, cut) == [StopAt(8, 2)]
     hand.send(6, body("xyz"))
-    assert hand.want(CutShort(hand.session, Leg(6), 0, 1)) == []
+    assert hand.want(CutShort(hand.session, which(6, 0), 1)) == []
     assert hand.hear(AcceptedAs(1, (9,))) == [StopAt(9, 1)]
-    assert hand.want(CutShort(hand.session, Leg(99), 0, 1)) == []
+    assert hand.want(CutShort(hand.session, which(99, 0), 1)) == []
 
 
 def test_forgetting_waits_until_all_of_a_leg_is_over() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 2), 8, 9)
     assert hand.hear(step(ended=[8])) == []
-    assert hand.want(Forget(hand.session, Leg(5))) == []
+    assert hand.want(Forget(hand.session, attempt(5))) == []
     assert hand.hear(step(ended=[9])) == [membership.Forget((8, 9))]
 
 
 def test_what_was_cut_and_then_called_back_is_forgotten_at_its_end() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
-    assert hand.want(CutShort(hand.session, Leg(5), 0, 2), CallBack(hand.session, Leg(5), (0,))) == [StopAt(8, 2)]
+    assert hand.want(CutShort(hand.session, which(5, 0), 2), CallBack(hand.session, attempt(5), (0,))) == [StopAt(8, 2)]
     assert hand.hear(step(ended=[8])) == [membership.Forget((8,))]
 
 
@@ -452,18 +463,18 @@ def test_of_what_was_held_the_kept_goes_on_and_the_rest_is_ended_or_forgotten() 
     hand = Hand(held_group(3, 4, 5, 6, ended=(4, 6)), keep=[(3, 1, 0), (4, 1, 1)])
     assert hand.said[1:] == [Cancel(5), membership.Forget((6,))]
     hand.hear(step([(3, [1]), (5, [2])], ended=[5]))
-    assert hand.news() == [Came(hand.session, Leg(1), 0, [1], None, None, None)]
-    assert hand.want(Forget(hand.session, Leg(1))) == []
+    assert hand.news() == [Came(hand.session, which(1, 0), [1], None, None, None)]
+    assert hand.want(Forget(hand.session, attempt(1))) == []
     assert hand.hear(step(ended=[3])) == [membership.Forget((3, 4))]
 
 
-def test_the_router_hears_what_was_held_and_is_told_of_phases_by_leg() -> None:
+def test_the_router_hears_what_was_held_and_is_told_of_phases_by_attempt() -> None:
     router = Script()
     switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
     for message in (JOIN, held_group(3, 4)):
         switch.heard(session, message, 0)
-    router.says.append(Admit(session, ((4, Leg(2), 1),)))
+    router.says.append(Admit(session, ((4, which(2, 1)),)))
     switch.heard(session, Settled(), 0)
     (joined,) = router.heard
     assert isinstance(joined, Joined)
@@ -472,7 +483,7 @@ def test_the_router_hears_what_was_held_and_is_told_of_phases_by_leg() -> None:
     switch.heard(session, Beat(GAUGES, 0, True, True, b"k" * 32, b"", notes), 0)
     beaten = router.heard[-1]
     assert isinstance(beaten, Beaten)
-    assert beaten.sign.notes == (PhaseNote(Leg(2), 1, "RUNNING_DECODE", 2),)
+    assert beaten.sign.notes == (PhaseNote(which(2, 1), "RUNNING_DECODE", 2),)
     assert beaten.sign.names.named == (b"k" * 16, b"k" * 16)
     assert (beaten.sign.ledger.running, beaten.sign.ledger.free_blocks) == (1, 3)
 
@@ -500,7 +511,7 @@ def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
         assert hand.switch.lost(hand.session, "reset", 0) == []
     assert hand.hear(step([(8, [1])])) == []
     assert hand.news() == [Parted(hand.session, "reset")]
-    assert hand.want(CallBack(hand.session, Leg(5), (0,))) == [], "nobody is there to be told"
+    assert hand.want(CallBack(hand.session, attempt(5), (0,))) == [], "nobody is there to be told"
 
 
 # ── instances that break the rules ───────────────────────────────────────────────────────────────────────────────────────
@@ -543,6 +554,20 @@ def test_who_does_not_join_in_time_is_closed() -> None:
     assert joined.switch.tick(10 * JOIN_US) == joined.switch.tick(20 * JOIN_US) == []
 
 
+def test_every_turn_of_a_session_is_counted() -> None:
+    hand, late = Hand(), RouterSessions(Script(), "router")  # type: ignore[arg-type]
+    hand.switch.lost(hand.session, "reset", 0)
+    taken = {turn for turn, times in hand.switch.turns().items() if times}
+    assert taken == {
+        (RouterSessionState.NEW, RouterSessionMove.JOIN),
+        (RouterSessionState.JOINING, RouterSessionMove.ADMIT),
+        (RouterSessionState.ADMITTED, RouterSessionMove.CLOSE),
+    }
+    late.connected(0)
+    late.tick(JOIN_US)
+    assert late.turns()[RouterSessionState.NEW, RouterSessionMove.CLOSE] == 1
+
+
 def test_more_held_groups_than_may_be_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("HELD_GROUPS_MAX", 1), ("HELD_BYTES_MAX", held_bytes(held_group(3)))):
         with monkeypatch.context() as patch:
@@ -559,7 +584,7 @@ def test_more_held_groups_than_may_be_are_an_error(monkeypatch: pytest.MonkeyPat
 def test_whatever_an_instance_tells_that_it_holds_a_router_takes_and_a_line_carries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for where in ("instance_sessions", "router_sessions"):
+    for where in ("held_choices", "router_sessions"):
         monkeypatch.setattr(f"baton.wire.{where}.HELD_BYTES_MAX", 20_000)
     relay = serving()
     for serial in range(20):
@@ -648,7 +673,7 @@ def test_when_the_router_hangs_up_over_a_row_the_rows_after_it_are_not_heard() -
     hand = Hand()
     hand.open_as(5, body("abc", 2), 8, 9)
     assert hand.hear(step([(8, [1]), (9, [2])]), HangUp(hand.session, "stuck")) == [Close(hand.session, "stuck")]
-    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
+    assert hand.news() == [Came(hand.session, which(5, 0), [1], None, None, None)]
 
 
 def test_where_a_request_was_is_remembered_for_its_last_notes_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -662,28 +687,28 @@ def test_where_a_request_was_is_remembered_for_its_last_notes_but_not_for_ever(m
     hand.hear(Beat(GAUGES, 0, True, False, b"", b"", notes))
     (beaten,) = hand.news()
     assert isinstance(beaten, Beaten)
-    assert [note.leg for note in beaten.sign.notes] == [1, 2]
+    assert [note.attempt.request for note in beaten.sign.notes] == [1, 2]
 
 
 def test_log_probabilities_that_nobody_asked_for_are_left_out() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
     hand.hear(step([(8, [1])], logprobs=(line(0, -1.0),)))
-    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
+    assert hand.news() == [Came(hand.session, which(5, 0), [1], None, None, None)]
 
 
 def test_who_asked_for_log_probabilities_gets_tokens_from_an_executor_that_has_none() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 1, logprobs=1), 8)
     hand.hear(step([(8, [1])]))
-    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
+    assert hand.news() == [Came(hand.session, which(5, 0), [1], None, None, None)]
 
 
 def test_log_probabilities_come_with_their_tokens_and_name_tokens_only() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 1, logprobs=1), 8)
     hand.hear(step([(8, [1])], logprobs=(line(0, -1.0),)))
-    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], [(-1.0, ((5, -1.0),))], None, None)]
+    assert hand.news() == [Came(hand.session, which(5, 0), [1], [(-1.0, ((5, -1.0),))], None, None)]
     values = np.array([-1.0], np.float32)
     strange = Logprobs(0, values, np.array([[JOIN.vocabulary]], np.int32), values.reshape(1, 1))
     with pytest.raises(WireError, match="vocabulary"):
@@ -702,7 +727,7 @@ def test_what_a_broken_instance_had_goes_on_elsewhere() -> None:
     (placed,) = [act for act in acts if isinstance(act, Say)]
     switch.heard(placed.session, AcceptedAs(0, (1,)), 0)
     (came,) = [a for a in switch.heard(placed.session, step([(1, [7])]), 0) if isinstance(a, Delivered)]
-    assert (came.body, came.tokens) == (number, [7])
+    assert (came.request, came.tokens) == (number, [7])
     with pytest.raises(WireError):
         switch.heard(placed.session, step([(1, [1000])]), 0)
     again = [act for act in switch.lost(placed.session, "broken", 0) if isinstance(act, Say)]
@@ -719,4 +744,4 @@ def test_a_declined_body_is_told_with_its_number() -> None:
     second, acts = switch.submit("tenant", body("xyz", 2), b"b", 0)
     declined = [act for act in acts if isinstance(act, Declined)]
     assert first != second
-    assert [act.body for act in declined] == [second]
+    assert [act.request for act in declined] == [second]

@@ -1,8 +1,8 @@
 """The front end's side of an engine process: starts it, submits to it, hands tokens to the streams that wait for them.
 
-Implements `api.engine.Engine`. All methods run on one event loop. What is open, and what a message means to it, the RequestTable
-knows; here are the process, the socket and those who wait. When the process dies, every open stream and every pending
-submission ends with EngineDead and the reason.
+Implements `api.engine.Engine`. All methods run on one event loop. The RequestTable knows what is
+open and what a message means to it; here are the process, the socket and those who wait. When the process dies, every open
+stream and every pending submission ends with EngineDead and the reason.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class EngineClient:
         self._sharer: Sharer | None = None
         self._heard_us = monotonic_us()
         """When the engine last said anything."""
-        self._answers: dict[int, asyncio.Future[list[Stream]]] = {}
+        self._answers: dict[int, asyncio.Future[list[Stream[int]]]] = {}
         """By ticket: what submitters wait for."""
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Stream[int]] = {}
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         """What goes to the engine, in order. Submissions are refused while it is long; stops and cancels never are."""
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -265,7 +265,7 @@ class EngineClient:
         text = f"the body makes a message of {len(frame)} bytes for the engine, which takes at most {FRAME_BYTES_MAX}"
         self._take(refused(message.ticket, Refusal(RefusalCode.GROUP_TOO_LARGE, text)))  # in the engine's place
 
-    def _abandon(self, ticket: int, answer: asyncio.Future[list[Stream]]) -> None:
+    def _abandon(self, ticket: int, answer: asyncio.Future[list[Stream[int]]]) -> None:
         """The client left before it had its streams: what the engine accepts must not run on for nobody."""
         if not answer.done():
             self._table.abandon(ticket)

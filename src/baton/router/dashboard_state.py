@@ -214,9 +214,9 @@ class RouterState:
         except BadOrigin:
             return
         choices = len(orphan.delivered)
-        request = self._requests.get(orphan.body)
+        request = self._requests.get(orphan.request)
         if request is None:
-            self._follow(request := _Request(orphan.body, "", "", None, choices, now_us, _lanes(choices)))
+            self._follow(request := _Request(orphan.request, "", "", None, choices, now_us, _lanes(choices)))
         more = _lanes(choices)[len(request.lanes) :]
         request.lanes += more
         request.open_lanes += len(more)
@@ -234,7 +234,7 @@ class RouterState:
     def _delivered(self, act: Delivered, now_us: int) -> None:
         count = len(act.tokens)
         self._totals["tokens"] += count
-        request = self._requests.get(act.body)
+        request = self._requests.get(act.request)
         if request is None or act.choice >= len(request.lanes):
             return
         lane = request.lanes[act.choice]
@@ -251,10 +251,10 @@ class RouterState:
     def _noted(self, note: Noted) -> None:
         if note.stage in COUNTED:
             self._totals[COUNTED[note.stage]] += 1
-        request = self._requests.get(note.body)
+        request = self._requests.get(note.request)
         if request is None and note.stage is Stage.RESUMED and note.choice < LANES_MAX:
             # Of a router that was lost. Whose it is, and how many choices it has, is told when all of it is found.
-            request = _Request(note.body, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
+            request = _Request(note.request, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
             self._follow(request)
         if request is None or note.choice >= len(request.lanes):
             return

@@ -1,8 +1,8 @@
 """A whole fleet as one engine: what the HTTP surface submits is carried by whichever instances there are.
 
-Implements `api.engine.Engine` and `api.resuming.UnclaimedRequests`. Owns the bodies of clients of this router, each with one stream
-a choice, and the orphans of a router before it. Where a choice runs and what becomes of it when an instance is lost, the
-switch and its router decide: here tokens become bursts, and wishes of clients become orders. All on one event loop.
+Implements `api.engine.Engine` and `api.stream_resume.UnclaimedRequests`. Owns the requests of clients of this router, each
+with one stream a choice, and the orphans of an earlier router. The router decides where a choice runs and what becomes of it
+when an instance is lost; here tokens become bursts, and wishes of clients become orders. All on one event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from baton.core.config import ROLES
 from baton.core.engine.gauges import HandoverGauges, SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode, Refused
-from baton.core.routing.events import Declined, Delivered, FleetChanged, Noted, Opened, Orphan, OrphanDropped, Outcome, Stage
+from baton.core.routing.events import (
+    Declined,
+    Delivered,
+    FleetChanged,
+    Noted,
+    Opened,
+    Orphan,
+    OrphanDropped,
+    Outcome,
+    Stage,
+)
 from baton.core.routing.fleet_members import InstanceView
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import SETTLE_US
@@ -33,6 +43,9 @@ from baton.wire.router_sessions import Act
 
 log = logging.getLogger("baton.router")
 
+RoutedChoiceKey = tuple[RequestNumber, int]
+"""A request and one of its choices."""
+
 
 @dataclass(slots=True, eq=False)
 class _Open:
@@ -40,9 +53,7 @@ class _Open:
 
     number: RequestNumber
     asker: Asker
-    first: int
-    """Number of its first stream; the others follow."""
-    streams: list[Stream]
+    streams: list[Stream[RoutedChoiceKey]]
     opening: asyncio.Future[None] | None
     """Somebody waits to hear whether it is accepted."""
     ends: list[FinishReason | None]
@@ -62,8 +73,6 @@ class _Orphaned:
 @dataclass(slots=True)
 class _Books:
     by_request: dict[RequestNumber, _Open] = field(default_factory=dict)
-    by_stream: dict[int, tuple[_Open, int]] = field(default_factory=dict)
-    """By a stream's number: its request and its choice."""
     orphans: dict[Asker, _Orphaned] = field(default_factory=dict)
 
 
@@ -74,7 +83,6 @@ class FleetEngine:
         self._state = state
         self._books = _Books()
         self._totals = Totals()
-        self._numbers = 0
         self._began_us = connections.clock_us()
         self.info = EngineInfo(UNKNOWN_CONTEXT, vocabulary, slots=0, blocks=0, block_size=0, carries=True)
         self._found = asyncio.Event()
@@ -141,15 +149,17 @@ class FleetEngine:
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def stop(self, number: int, keep: int) -> None:
-        entry, choice = self._books.by_stream.get(number, (None, 0))
+    def stop(self, key: RoutedChoiceKey, keep: int) -> None:
+        number, choice = key
+        entry = self._books.by_request.get(number)
         if entry is not None and entry.ends[choice] is None:
             entry.ends[choice] = FinishReason.STOP
-            self._connections.cut(entry.number, choice, keep)
+            self._connections.cut(number, choice, keep)
 
-    def abort(self, number: int) -> None:
-        """When nobody reads any choice of a request any more, it is left."""
-        entry, choice = self._books.by_stream.get(number, (None, 0))
+    def abort(self, key: RoutedChoiceKey) -> None:
+        """Once no choice of a request is read any more, the request is left."""
+        number, choice = key
+        entry = self._books.by_request.get(number)
         if entry is None or entry.over[choice]:
             return
         if entry.ends[choice] is None:
@@ -196,21 +206,17 @@ class FleetEngine:
                 pass
 
     def _begin(self, number: RequestNumber, asker: Asker, choices: int, opening: asyncio.Future[None] | None) -> _Open:
-        first, self._numbers = self._numbers, self._numbers + choices
-        streams = [Stream(self, first + choice) for choice in range(choices)]
-        entry = _Open(number, asker, first, streams, opening, [None] * choices, [False] * choices, [()] * choices)
-        self._books.by_stream.update({first + choice: (entry, choice) for choice in range(choices)})
+        streams = [Stream(self, (number, choice)) for choice in range(choices)]
+        entry = _Open(number, asker, streams, opening, [None] * choices, [False] * choices, [()] * choices)
         self._books.by_request[number] = entry
         return entry
 
     def _close(self, entry: _Open) -> None:
         self._books.by_request.pop(entry.number, None)
-        for choice in range(len(entry.streams)):
-            self._books.by_stream.pop(entry.first + choice, None)
         self._fewer.set()
 
     def _delivered(self, act: Delivered) -> None:
-        entry = self._books.by_request.get(act.number)
+        entry = self._books.by_request.get(act.request)
         if entry is None:
             return
         stream, orphan = entry.streams[act.choice], self._books.orphans.get(entry.asker)
@@ -236,7 +242,7 @@ class FleetEngine:
         if not entry.opening.done():
             entry.opening.set_exception(Refused(refusal))
 
-    # ── the UnclaimedRequests protocol ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── the UnclaimedRequests protocol ───────────────────────────────────────────────────────────────────────────────────
 
     async def find(self, asker: Asker) -> FoundOrphan | None:
         while asker not in self._books.orphans:
@@ -273,13 +279,13 @@ class FleetEngine:
             origin = decode_origin(act.origin)
         except BadOrigin as error:
             log.error("an instance holds a request that cannot be resumed: %s", error)
-            asyncio.get_running_loop().call_soon(self._connections.leave, act.number)
+            asyncio.get_running_loop().call_soon(self._connections.leave, act.request)
             return
         asker = Asker(origin.tenant, origin.request_id)
-        known = self._books.by_request.get(act.number)
+        known = self._books.by_request.get(act.request)
         if known is not None:
             self._close(known)
-        entry = self._begin(act.number, asker, len(act.delivered), None)
+        entry = self._begin(act.request, asker, len(act.delivered), None)
         for choice, stream in enumerate(entry.streams):
             entry.over[choice] = act.outcomes[choice] is not None
             for burst in history_of(act, choice):

@@ -47,14 +47,14 @@ class Fleet:
     @property
     def is_quiet(self) -> bool:
         """Nothing is open at the router, and nothing kept for it."""
-        if self.gate.switch.router.open_bodies:
+        if self.gate.switch.router.open_requests:
             return False
         return all(seat.member is None or not seat.member.relay.held_choices for seat in self._seats)
 
     def nothing_held(self, judge: Judge) -> None:
         router = self.gate.switch.router
-        if router.open_bodies or router.waiting:
-            raise LawBroken(LIVENESS, f"the router still has {router.open_bodies} bodies, {router.waiting} choices wait")
+        if router.open_requests or router.waiting:
+            raise LawBroken(LIVENESS, f"the router still has {router.open_requests} bodies, {router.waiting} choices wait")
         for seat in self._seats:
             if seat.member is not None and seat.member.relay.held_choices:
                 raise LawBroken(

@@ -541,9 +541,9 @@ class LegBook:
     def _orphan(self, act: Orphan, now_us: int) -> None:
         body = self._origins[act.origin]
         if body.over:
-            raise LawBroken(ENDS_ONCE, f"{act.origin!r} is over, and is found again as {act.body}")
-        body.body, body.arrived_us = act.body, now_us
-        self._bodies[act.body] = body
+            raise LawBroken(ENDS_ONCE, f"{act.origin!r} is over, and is found again as {act.request}")
+        body.body, body.arrived_us = act.request, now_us
+        self._bodies[act.request] = body
         for choice, tokens, outcome in zip(body.choices, act.delivered, act.outcomes, strict=True):
             choice.delivered = list(tokens or ())
             choice.outcome = outcome

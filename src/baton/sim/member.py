@@ -1,4 +1,4 @@
-"""The front-end process of an instance that serves a router: the production InstanceSessions between the line and the engine.
+"""The front-end process of an instance that serves a router: production InstanceSessions between the line and the engine.
 
 Owns one life of it: its session with the router, what waits for the line, and its beats. The engine beside it is a process
 of its own that can stand still while this one goes on. It carries out what the relay says, and decides nothing.

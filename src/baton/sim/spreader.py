@@ -1,4 +1,4 @@
-"""A router in front of machines that nothing happens to: the production RouterSessions, Router and InstanceSessions over pipes with a delay.
+"""A router in front of machines that nothing happens to: production sessions and Router over pipes with a delay.
 
 What `gate` and `member` are to worlds with faults, this is to measurements. Instances say every tenth of a second what they
 have cached and how full they are, as they do in service, so the router knows as much, and as late, as it would there.

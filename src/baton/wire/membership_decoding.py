@@ -12,16 +12,17 @@ from baton.core.engine.change_journal import NamesChanged
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import Submission
-from baton.core.routing.events import HeldChoice, Join, Leg, PhaseNote, Sign
+from baton.core.routing.events import HeldChoice, Join, PhaseNote, Sign
+from baton.core.routing.identity import ChoiceAttempt
 from baton.wire.engine_messages import LogprobLine, WireError, logprob_lines, numbers, tokens_of
 from baton.wire.router_messages import Beat, HeldGroup, HeldLine, check_group, check_tokens
 
 
-def sign_of(beat: Beat, places: Mapping[int, tuple[Leg, int]]) -> Sign:
+def sign_of(beat: Beat, attempts: Mapping[int, ChoiceAttempt]) -> Sign:
     """`places`: by serial, where a request is in the router's book; notes of others are left out."""
     names = NamesChanged(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
     notes = tuple(
-        PhaseNote(*places[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in places
+        PhaseNote(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
     )  # fmt: skip
     return Sign(beat.gauges, beat.engine_silent_us, beat.computing, names, notes)
 

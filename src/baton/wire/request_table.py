@@ -32,7 +32,8 @@ from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import PeerTraffic, StoreTraffic
 from baton.core.engine.orders import AcceptedAs, Cancel, StopAt, Submit
 from baton.core.engine.request import Submission
-from baton.core.errors import BatonError, IllegalTransition, Refusal
+from baton.core.errors import BatonError, Refusal
+from baton.core.state_machine import StateMachine
 from baton.wire.engine_messages import (
     Failed,
     FromEngine,
@@ -93,13 +94,6 @@ TRANSITIONS: dict[tuple[EntryState, EntryMove], EntryState] = {
 
 HEARD = (EntryState.OPEN, EntryState.STOPPING, EntryState.SUBMITTED)
 """States of what somebody waits for. The commonest comes first: this is looked up once a row."""
-
-
-def next_state(state: EntryState, move: EntryMove) -> EntryState:
-    try:
-        return TRANSITIONS[state, move]
-    except KeyError:
-        raise IllegalTransition(f"an entry in {state.name} cannot take the move {move.name}") from None
 
 
 # ── what `take` and `lose` say ───────────────────────────────────────────────────────────────────────────────────────────
@@ -197,7 +191,7 @@ class RequestTable:
         self._next_ticket = 0
         self._tickets: dict[int, EntryState] = {}
         self._serials: dict[int, EntryState] = {}
-        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self._states = StateMachine(TRANSITIONS, "an entry")
         self._first_serial: int | None = None
         """Engines number requests upwards: what is below was accepted in an earlier conversation and is nobody's here."""
         self._lost: str | None = None
@@ -220,7 +214,7 @@ class RequestTable:
 
     def moves(self) -> dict[tuple[EntryState, EntryMove], int]:
         """How often each transition was taken."""
-        return dict(self._moves)
+        return self._states.moves()
 
     def submit(self, group: Sequence[Submission]) -> Submit:
         if self._lost is not None:
@@ -297,15 +291,14 @@ class RequestTable:
         return state
 
     def _accepted(self, ticket: int, serials: tuple[int, ...]) -> Took:
-        state = next_state(self._state_of(ticket), EntryMove.ACCEPT)
-        opened = dict.fromkeys(serials, state)
-        known = [serial for serial in opened if serial in self._serials]
-        if known or len(opened) != len(serials):
+        before, known = self._state_of(ticket), [serial for serial in serials if serial in self._serials]
+        if known or len(frozenset(serials)) != len(serials):
             raise WireError(
                 f"ticket {ticket} was accepted as {serials}, of which {known} are open already or some are equal"
             )
-        self._moves[self._tickets.pop(ticket), EntryMove.ACCEPT] += 1
-        self._serials.update(opened)
+        state = self._states.after(before, EntryMove.ACCEPT)
+        del self._tickets[ticket]
+        self._serials.update(dict.fromkeys(serials, state))
         if self._first_serial is None:
             self._first_serial = min(serials, default=None)
         if state is EntryState.UNWANTED:
@@ -332,9 +325,7 @@ class RequestTable:
         return self._first_serial is None or serial < self._first_serial
 
     def _move(self, book: dict[int, EntryState], key: int, move: EntryMove) -> None:
-        state = book[key]
-        after = next_state(state, move)
-        self._moves[state, move] += 1
+        after = self._states.after(book[key], move)
         if after is EntryState.GONE:
             del book[key]
         else:

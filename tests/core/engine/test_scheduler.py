@@ -10,9 +10,10 @@ import pytest
 from baton.core.config import BadConfig, WorkerConfig
 from baton.core.engine.orders import Drain
 from baton.core.engine.plan import Outcome
-from baton.core.engine.request import TRANSITIONS, FinishReason, Move, Phase, Sampling, next_phase
+from baton.core.engine.request import TRANSITIONS, FinishReason, Move, Phase, Sampling
 from baton.core.engine.worker import Deliver, StepDone, Tick
 from baton.core.errors import IllegalTransition, InvariantViolated, RefusalCode
+from baton.core.state_machine import StateMachine
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission
 
@@ -408,7 +409,7 @@ def test_a_result_of_an_old_epoch_is_dropped_and_counted() -> None:
 
 def test_an_illegal_move_names_both_sides() -> None:
     with pytest.raises(IllegalTransition, match=r"WAITING.*ACK_END"):
-        next_phase(Phase.WAITING, Move.ACK_END)
+        StateMachine(TRANSITIONS, "a request").after(Phase.WAITING, Move.ACK_END)
 
 
 def test_every_move_is_counted_and_those_never_taken_are_told_too() -> None:

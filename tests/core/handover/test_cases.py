@@ -14,7 +14,7 @@ from baton.core.engine.orders import Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import FinishReason, Sampling, Serial
 from baton.core.engine.worker import Deliver, Effect, Event, Orphaned, StepDone, Tick
-from baton.core.handover.decode_side import ATTEMPTS_MAX, DECLINED_US
+from baton.core.handover.decode_side import ATTEMPTS_MAX
 from baton.core.handover.faults import PdCode
 from baton.core.handover.messages import (
     Adopted,
@@ -41,6 +41,7 @@ from baton.core.handover.messages import (
     Tell,
     Verified,
 )
+from baton.core.handover.prefill_peers import DECLINED_US
 from baton.core.handover.prefill_side import RENEW_US_MIN
 from baton.core.handover.protocol import prompt_digest
 from baton.executor.scripted import undisturbed

@@ -274,7 +274,7 @@ def test_what_a_draining_instance_does_not_finish_in_time_goes_on_elsewhere_and_
     assert not bench.of(CallBack), "nobody else is there"
     bench.join(facts("b"))
     bench.pass_us(300_000)
-    assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
+    assert bench.of(CallBack) == [CallBack(send.session, send.attempt, (0,))]
     assert bench.sent().group[0].generated.tolist() == [1]
     assert bench.router.counts.retries["drained"] == 1
 

@@ -53,7 +53,6 @@ from baton.core.bounds import (
     NotNegative,
     Share,
 )
-from baton.core.errors import IllegalTransition
 
 RequestId = NewType("RequestId", str)
 Serial = NewType("Serial", int)
@@ -117,13 +116,6 @@ TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
     (Phase.PREEMPTING, Move.ACK_PREEMPTION): Phase.WAITING,
     (Phase.PREEMPTING, Move.ACK_END): Phase.FINISHED,
 }
-
-
-def next_phase(phase: Phase, move: Move) -> Phase:
-    try:
-        return TRANSITIONS[phase, move]
-    except KeyError:
-        raise IllegalTransition(f"a request in {phase.name} cannot take the move {move.name}") from None
 
 
 class FinishReason(StrEnum):

@@ -18,11 +18,12 @@ from baton.core.engine.plan import Int64s, Start, StepPlan, Stop
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_publisher import PrefixPublisher
 from baton.core.engine.records import Hit, Request
-from baton.core.engine.request import TRANSITIONS, Move, Phase, Serial, Submission, Tokens, next_phase
+from baton.core.engine.request import TRANSITIONS, Move, Phase, Serial, Submission, Tokens
 from baton.core.engine.slots import Slots
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import StepRows, StepsInFlight
 from baton.core.errors import InvariantViolated
+from baton.core.state_machine import StateMachine
 
 
 class RunningSet:
@@ -45,7 +46,7 @@ class RunningSet:
         self._publisher = PrefixPublisher(self.slots, self.pool, config.block_size)
         self._decoding: StepRows | None = None
         """Every row that decodes, remembered until a request begins or ceases to decode."""
-        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self._phases = StateMachine(TRANSITIONS, "a request")
         self._next_serial = 0
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -67,19 +68,18 @@ class RunningSet:
 
     def move(self, request: Request, move: Move) -> None:
         """The only place where a phase changes."""
-        phase = next_phase(request.phase, move)
+        phase = self._phases.after(request.phase, move)
         if Phase.RUNNING_DECODE in (phase, request.phase):
             self._decoding = None
-        self._moves[request.phase, move] += 1
         request.phase = phase
         if self.notes is not None:
             self.notes.note(request.serial, phase, self.now_us)
         if request.slot is not None:
-            self.slots.phase[request.slot] = request.phase
+            self.slots.phase[request.slot] = phase
 
     def moves(self) -> dict[tuple[Phase, Move], int]:
         """How often each transition of the table was taken; a copy, for reports."""
-        return dict(self._moves)
+        return self._phases.moves()
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

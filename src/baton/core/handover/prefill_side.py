@@ -44,7 +44,8 @@ from baton.core.handover.messages import (
     Shipped,
     Tell,
 )
-from baton.core.handover.protocol import Acts, gauges_of, next_state, prompt_digest
+from baton.core.handover.protocol import Acts, gauges_of, prompt_digest
+from baton.core.state_machine import StateMachine
 
 STEPS_AHEAD = 2
 """A giver offers so many steps' worth of prefill in advance: enough to stay busy, and no more, since it costs room at D."""
@@ -141,7 +142,7 @@ class Giver:
         self._queued_tokens = 0
         """Of all that are still AHEAD."""
         self._peers: dict[PeerId, None] = {}
-        self._moves = dict.fromkeys(GIVER, 0)
+        self._states = StateMachine(GIVER, "a hand-over")
         self._failed: Counter[PdCode] = Counter()
         self._made = 0
         self._now_us = 0
@@ -154,7 +155,7 @@ class Giver:
         return tuple(self._open.values())
 
     def moves(self) -> dict[tuple[Giving, GiverMove], int]:
-        return dict(self._moves)
+        return self._states.moves()
 
     def gauges(self) -> HandoverGauges:
         return gauges_of(len(self._peers), len(self._open), self._made, self._failed)
@@ -498,8 +499,7 @@ class Giver:
         return self._by_serial[Serial(int(self._scheduler.slots.serial[slot]))]
 
     def _move(self, entry: Given, move: GiverMove) -> None:
-        before, entry.state = entry.state, next_state(GIVER, entry.state, move)
-        self._moves[before, move] += 1
+        before, entry.state = entry.state, self._states.after(entry.state, move)
         if before is Giving.QUEUED:
             del self._queue[entry.handover]
             self._scheduler.tiers.forget_seeker(entry.handover)

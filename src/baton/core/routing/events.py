@@ -1,11 +1,11 @@
 """What a router is told and what it orders: the values that `core.router` decides with. No decisions here.
 
-    body      what a client asked for in one request: one or more choices, each a `Submission`
+    request   what a client asked for in one HTTP request: one or more choices, each a `Submission`
     session   the driver's number for one connection of one life of an instance; never used twice
-    leg       choices of one body that travel to one session together; the router's number for that journey
+    attempt   choices of one request that travel to one session together
 
-A choice is carried from leg to leg until it has ended. Each leg after the first is the original submission with everything
-that was delivered so far in `generated`: the instance goes on after it.
+A choice goes from attempt to attempt until it has ended. Each attempt after the first is the original submission with
+everything that was delivered so far in `generated`: the instance goes on after it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal
 from baton.core.handover.faults import PdFault
+from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
 MEMBERSHIP_VERSION = 1
 """Of the messages between routers and instances."""
 
-RequestNumber = NewType("RequestNumber", int)
 Session = NewType("Session", int)
-Leg = NewType("Leg", int)
 Instance = NewType("Instance", str)
 """An instance's name. It outlives its lives: each life has a higher incarnation."""
 
@@ -136,9 +135,8 @@ class Join(Message, tag="join", frozen=True):
 class PhaseNote:
     """A request entered a phase at an instance. For the timeline; nothing is decided from it."""
 
-    leg: Leg
-    place: int
-    """Which choice of the leg. It may have ended meanwhile."""
+    attempt: ChoiceAttempt
+    """May be over."""
     phase: str
     """As `core.request.Phase` names it."""
     ago_us: int
@@ -214,36 +212,36 @@ class Drains:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
-    """A body of a client. All of its choices share one prompt or each has its own; `leader` says which."""
+    """A request of a client. All of its choices share one prompt or each has its own; `leader` says which."""
 
-    body: RequestNumber
+    request: RequestNumber
     tenant: str
     group: tuple[Submission, ...]
     origin: bytes
-    """Opaque; travels with every leg, so that it survives this router."""
+    """Opaque; travels with every attempt, so that it survives this router."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The client is gone, or took the body back."""
+    """The client is gone, or took the request back."""
 
-    body: RequestNumber
+    request: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A stop string was found: the choice ends after `keep` tokens."""
 
-    body: RequestNumber
+    request: RequestNumber
     choice: int
     keep: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claimed:
-    """A client has come for an orphaned body."""
+    """A client has come for an orphaned request."""
 
-    body: RequestNumber
+    request: RequestNumber
     group: tuple[Submission, ...] = ()
     """All of its choices as they were asked for, where that is known: those that no instance holds begin anew."""
 
@@ -251,13 +249,13 @@ class Claimed:
 @dataclass(frozen=True, slots=True)
 class AttemptAccepted:
     session: Session
-    leg: Leg
+    attempt: AttemptId
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptRefused:
     session: Session
-    leg: Leg
+    attempt: AttemptId
     refusal: Refusal
 
 
@@ -265,9 +263,7 @@ class Came(NamedTuple):
     """Tokens of a choice, or its end, or both. A tuple: one is made for each row of each step."""
 
     session: Session
-    leg: Leg
-    place: int
-    """Which choice of the leg."""
+    attempt: ChoiceAttempt
     tokens: list[int]
     extras: object = None
     """Travels to the client with the tokens (their log-probabilities); not looked at."""
@@ -290,13 +286,10 @@ RouterEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """The instance belongs to the fleet. Serials of `keep` are the router's from now on, each as (leg, place).
-
-    Whatever else it held nobody wants.
-    """
+    """The instance belongs to the fleet. It goes on with the serials of `keep`, each as that attempt, and drops the rest."""
 
     session: Session
-    keep: tuple[tuple[int, Leg, int], ...] = ()
+    keep: tuple[tuple[int, ChoiceAttempt], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,71 +326,70 @@ class Send:
     """Submit these choices there; answer AttemptAccepted or AttemptRefused."""
 
     session: Session
-    leg: Leg
+    attempt: AttemptId
     group: tuple[Submission, ...]
     choices: tuple[int, ...]
-    """Which choices of their body these are."""
+    """Which choices of their request these are."""
     body_choices: int
     origin: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CallBack:
-    """Nobody waits for these choices of a leg any more; whatever the instance made of them."""
+    """These choices of an attempt are not wanted any more, whatever the instance made of them."""
 
     session: Session
-    leg: Leg
-    places: tuple[int, ...]
+    attempt: AttemptId
+    choices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CutShort:
     session: Session
-    leg: Leg
-    place: int
+    attempt: ChoiceAttempt
     keep: int
-    """Of the outputs, those of earlier legs included."""
+    """Of the outputs, those of earlier attempts included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """A body is over: the instance need not keep what it knows of these choices."""
+    """A request is over: the instance need not keep what it knows of these choices."""
 
     session: Session
-    leg: Leg
+    attempt: AttemptId
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """To the client: the body was accepted by an instance, for the first time."""
+    """To the client: the request was accepted by an instance, for the first time."""
 
-    body: RequestNumber
+    request: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """To the client: the body was not accepted. Nothing of it was delivered."""
+    """To the client: the request was not accepted. Nothing of it was delivered."""
 
-    body: RequestNumber
+    request: RequestNumber
     refusal: Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a choice ended, over all of its legs."""
+    """How a choice ended, over all of its attempts."""
 
     reason: FinishReason
     """RESCHEDULE where it could not be carried on; `fault` says why then."""
     generated_tokens: int
     bill: Bill
-    """Summed over its legs; `attempts` counts legs."""
+    """Summed over its attempts."""
     fault: PdFault | None = None
 
 
 class Delivered(NamedTuple):
     """To the client: tokens in order, none twice, none missing; and the end, once. A tuple, as Came is."""
 
-    body: RequestNumber
+    request: RequestNumber
     choice: int
     tokens: list[int]
     extras: object
@@ -407,9 +399,9 @@ class Delivered(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Orphan:
-    """A body of a router that was lost has been found: everything that is known of it. A client may claim it."""
+    """A request of a router that was lost has been found: everything that is known of it. A client may claim it."""
 
-    body: RequestNumber
+    request: RequestNumber
     origin: bytes
     delivered: tuple[tuple[int, ...] | None, ...]
     """By choice: all of its tokens so far. None: nothing is known of it."""
@@ -421,7 +413,7 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class OrphanDropped:
-    body: RequestNumber
+    request: RequestNumber
 
 
 class Stage(Enum):
@@ -442,7 +434,7 @@ class Stage(Enum):
 class Noted:
     """For the log, the metrics and the timeline: something happened to a choice."""
 
-    body: RequestNumber
+    request: RequestNumber
     choice: int
     stage: Stage
     where: Instance | None

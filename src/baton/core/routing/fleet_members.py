@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from baton.core.config import ROLES, Role
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.errors import IllegalTransition
 from baton.core.routing.events import Instance, Join, RouterConfig, Session, Sign
+from baton.core.state_machine import StateMachine
 
 if TYPE_CHECKING:
     from baton.core.routing.routed_request import RoutedChoice
@@ -67,7 +67,7 @@ class FleetMember:
     """When its engine last finished a step, or had none to compute."""
     ledger: SchedulerGauges = field(default_factory=SchedulerGauges)
     aboard: dict[tuple[int, int], RoutedChoice] = field(default_factory=dict)
-    """Choices that are there, by (body, choice)."""
+    """Choices that are there, by (request, choice)."""
     prefill_tokens: int = 0
     """Placed there to be prefilled, of which no token has come yet."""
     promised_blocks: int = 0
@@ -145,10 +145,10 @@ class FleetMembers:
         self.model: Join | None = None
         """Whose fingerprint, vocabulary and block size all others must have."""
         self._lives: dict[Instance, _Life] = {}
-        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self._states = StateMachine(TRANSITIONS, "an instance")
 
     def moves(self) -> dict[tuple[MemberState, MemberMove], int]:
-        return dict(self._moves)
+        return self._states.moves()
 
     # ── coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -241,11 +241,7 @@ class FleetMembers:
         self.givers = [member for member in self.known_givers if member.state is MemberState.JOINED]
 
     def _move(self, member: FleetMember, move: MemberMove) -> None:
-        edge = (member.state, move)
-        if edge not in TRANSITIONS:
-            raise IllegalTransition(f"{member.name}, {member.state.name}, cannot take the move {move.name}")
-        self._moves[edge] += 1
-        member.state = TRANSITIONS[edge]
+        member.state = self._states.after(member.state, move)
 
     # ── signs of life ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -40,13 +40,13 @@ class PlacementQuery:
             if choice.turned_down_by is not None:
                 avoid.append(choice.turned_down_by)
         prompts = [Prompt(name, tokens[name], self._keys(name, *first[name])) for name in first]
-        return Wanted(tuple(prompts), longest, tuple(avoid), begun=party[0].body.opened)
+        return Wanted(tuple(prompts), longest, tuple(avoid), begun=party[0].request.opened)
 
     def settled(self, choice: RoutedChoice) -> Submission:
-        """Its submission with a limit, the same for all legs: where the client gave none, as much as fits anywhere."""
+        """Its submission with a limit, the same for all attempts: where the client gave none, as much as fits anywhere."""
         submission = choice.submission
         if submission is None:
-            raise InvariantViolated(f"choice {choice.index} of body {choice.body.body} waits without a submission")
+            raise InvariantViolated(f"choice {choice.index} of request {choice.request.number} waits without a submission")
         if submission.max_tokens is None:
             prompt = len(submission.prompt)
             contexts = [m.facts.context_tokens for m in self._fleet.servers if m.facts.context_tokens > prompt]
@@ -54,8 +54,8 @@ class PlacementQuery:
         return submission
 
     def _keys(self, name: RequestId, choice: RoutedChoice, submission: Submission) -> Sequence[bytes]:
-        """Of its full blocks. Those of a prompt are remembered: a body may wait for long and be tried often."""
-        model, remembered = self._fleet.model, choice.body.keys
+        """Of its full blocks. Those of a prompt are remembered: a request may wait for long and be tried often."""
+        model, remembered = self._fleet.model, choice.request.keys
         if not self._reads_keys or model is None:
             return ()
         if self._prefix is None or self._prefix.fingerprint != model.fingerprint:

@@ -17,7 +17,7 @@ class PlacementQueue:
         self._later: list[tuple[int, int, RoutedChoice]] = []
         """By (due, entry)."""
         self._ready: list[tuple[int, int, int, int, RoutedChoice]] = []
-        """By (priority, order of arrival of its body, choice, entry)."""
+        """By (priority, order of arrival of its request, choice, entry)."""
         self._entries = 0
         self.count = 0
 
@@ -50,11 +50,11 @@ class PlacementQueue:
         return later[0][0] if later else None
 
     def party(self) -> list[RoutedChoice]:
-        """Takes the first in line out, with everybody of its body who is in line too. Empty: nobody is."""
+        """Takes the first in line out, with everybody of its request who is in line too. Empty: nobody is."""
         ready, found = self._ready, list[RoutedChoice]()
         while ready:
             _, order, _, entry, choice = ready[0]
-            if found and order != found[0].body.order:
+            if found and order != found[0].request.order:
                 break
             heapq.heappop(ready)
             if choice.entry == entry:
@@ -73,12 +73,12 @@ class PlacementQueue:
 
     def everybody(self) -> list[RoutedChoice]:
         """In order of arrival."""
-        entries = [(c.body.order, c.index, c) for _, entry, c in self._later if c.entry == entry]
-        entries += [(c.body.order, c.index, c) for *_, entry, c in self._ready if c.entry == entry]
+        entries = [(c.request.order, c.index, c) for _, entry, c in self._later if c.entry == entry]
+        entries += [(c.request.order, c.index, c) for *_, entry, c in self._ready if c.entry == entry]
         return [choice for _, _, choice in sorted(entries, key=lambda item: item[:2])]
 
     def _line_up(self, choice: RoutedChoice) -> None:
-        heapq.heappush(self._ready, (choice.body.priority, choice.body.order, choice.index, choice.entry, choice))
+        heapq.heappush(self._ready, (choice.request.priority, choice.request.order, choice.index, choice.entry, choice))
 
     def _sweep(self) -> None:
         self._later = [item for item in self._later if item[2].entry == item[1]]

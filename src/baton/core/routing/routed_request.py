@@ -1,4 +1,4 @@
-"""The life of a choice at a router: from leg to leg until it has ended, once.
+"""The life of a choice at a router: from attempt to attempt until it has ended, once.
 
               ┌───────── refused, lost ─────────┐
               ▼                                 │
@@ -7,14 +7,14 @@
                └───────── lost, yields, moves ─────────┘        │
     every one of them ──end──▶ ENDED ◀──────────────────────────┘
 
-    ABSENT   of a body of an earlier router: no instance has told of it yet
+    ABSENT   of a request of an earlier router: no instance has told of it yet
     WAITING  for a place, or until its next try is due
     SENT     on its way; the instance has not answered
     OPEN     an instance works on it
     CUT      the client has everything it will get; only the instance's bill is missing
 
-What a choice has been given is `delivered`: every leg after the first goes on after it. Owns the table, the records and what
-follows from one record alone. Where a choice goes, and who hears of it, is decided elsewhere.
+Every attempt after the first goes on after the tokens in `delivered`. Owns the table, the records and what follows from one
+record alone; where a choice goes, and what the client hears of it, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from msgspec.structs import replace
 
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.request import FinishReason, RequestId, Submission, frozen_tokens
-from baton.core.errors import IllegalTransition, Refusal, RefusalCode
+from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
-from baton.core.routing.events import Instance, Leg, Outcome, RouterConfig
+from baton.core.routing.events import Instance, Outcome, RouterConfig
 from baton.core.routing.fleet_members import FleetMember
-from baton.core.routing.identity import RequestNumber
+from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
 
 class ChoiceState(Enum):
@@ -80,32 +80,24 @@ ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.
 NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
 
 
-def next_carry(state: ChoiceState, move: ChoiceMove) -> ChoiceState:
-    try:
-        return TRANSITIONS[state, move]
-    except KeyError:
-        raise IllegalTransition(f"a choice that is {state.name} cannot take the move {move.name}") from None
-
-
 # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True, eq=False)
 class RoutedChoice:
-    body: RoutedRequest
+    request: RoutedRequest
     index: int
     submission: Submission | None
     """As the client asked; None while ABSENT."""
     state: ChoiceState = ChoiceState.WAITING
     delivered: list[int] = field(default_factory=list)
-    """Everything that the client was given."""
-    leg: Attempt | None = None
-    """Where it is: while SENT, OPEN or CUT."""
-    place: int = 0
+    """Every token that the client was given."""
+    attempt: Attempt | None = None
+    """The one it is in, while SENT, OPEN or CUT."""
     due_us: int = 0
     """While WAITING: not before."""
     entry: int = 0
-    """While WAITING: its number in the waiting room."""
+    """While WAITING: its number in the placement queue."""
     losses: int = 0
     fruitless: int = 0
     """Of the losses, the last ones between which no token came."""
@@ -115,45 +107,59 @@ class RoutedChoice:
     refusals: int = 0
     """In a row."""
     attempts: int = 0
+    """How many it has had, for the bill."""
     avoid: list[Instance] = field(default_factory=list)
-    """Those who had no room for it."""
+    """Instances that had no room for it."""
     turned_down_by: Instance | None = None
-    """Who refused it last, or was lost with it."""
+    """The instance that refused it last, or was lost with it."""
     keep: int | None = None
     """While CUT: how many tokens count."""
     cached_tokens: int | None = None
     bill: Bill = field(default_factory=Bill)
     began_with: int = 0
-    """Tokens that its last leg started with."""
+    """Tokens that its last attempt started with."""
     keys: list[bytes] | None = None
     """While WAITING with tokens: the block keys of all that is known."""
     outcome: Outcome | None = None
     prefill: tuple[FleetMember, int] | None = None
-    """Who was chosen to prefill it and how many tokens, until the first token comes."""
+    """The instance chosen to prefill it and how many tokens, until the first token comes."""
+
+    @property
+    def where(self) -> Instance | None:
+        """The instance it is at."""
+        return None if self.attempt is None else self.attempt.member.name
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A leg."""
+    """Choices of one request at one instance, from their sending until the request is over."""
 
-    leg: Leg
+    id: AttemptId
     member: FleetMember
-    body: RoutedRequest
+    request: RoutedRequest
     choices: list[RoutedChoice]
-    taken: bool = False
+    accepted: bool = False
     began: list[int] = field(default_factory=list)
-    """Places that the instance has begun with."""
+    """Choices that the instance has begun with."""
     givers: dict[int, Instance] = field(default_factory=dict)
-    """By place: who was chosen to prefill it."""
+    """By choice: the instance chosen to prefill it, where it is another."""
+
+    def of(self, choice: RoutedChoice) -> ChoiceAttempt:
+        return ChoiceAttempt(self.id.request, choice.index, self.id.attempt)
+
+    def board(self, choice: RoutedChoice) -> None:
+        """The choice is at the instance of this attempt from now on."""
+        choice.attempt = self
+        self.member.aboard[choice.request.number, choice.index] = choice
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A body, until all of its choices have ended."""
+    """What a client asked for in one HTTP request, until all of its choices have ended."""
 
-    body: RequestNumber
+    number: RequestNumber
     tenant: str | None
-    """None: nobody's limits apply."""
+    """None: no tenant's limits apply."""
     digest: bytes
     """Of its origin."""
     origin: bytes
@@ -163,17 +169,32 @@ class RoutedRequest:
     deadline_us: int
     priority: int = 0
     choices: list[RoutedChoice] = field(default_factory=list)
-    legs: list[Attempt] = field(default_factory=list)
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    """By number, in order. Without those that were refused: there is nothing to call back or to forget."""
+    attempts_made: int = 0
     opened: bool = False
     """An instance has taken it, and the client was told."""
     orphan: bool = False
-    """Of an earlier router, and nobody has claimed it."""
+    """Of an earlier router, and not claimed by a client."""
     grace_us: int | None = None
     """Of an earlier router: by when it must be claimed, and all of its choices found."""
     open_choices: int = 0
     """Not ended."""
     keys: dict[RequestId, list[bytes]] = field(default_factory=dict)
     """By the choice that leads: the block keys of its prompt."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt counted once, however many choices share it."""
+        prompts = {leads(c.submission): len(c.submission.prompt) for c in self.choices if c.submission is not None}
+        return sum(prompts.values())
+
+    def attempt_at(self, member: FleetMember, choices: list[RoutedChoice]) -> Attempt:
+        """The next attempt, which these choices are about to make."""
+        self.attempts_made += 1
+        attempt = Attempt(AttemptId(self.number, self.attempts_made), member, self, choices)
+        self.attempts[self.attempts_made] = attempt
+        return attempt
 
 
 # ── what follows from one record ─────────────────────────────────────────────────────────────────────────────────────────
@@ -192,10 +213,10 @@ def finished_as(choice: RoutedChoice) -> FinishReason | None:
     return FinishReason.LENGTH if submission.max_tokens is not None and count >= submission.max_tokens else None
 
 
-def jittered_us(config: RouterConfig, seed: int, body: RequestNumber, nth: int) -> int:
-    """The nth back-off. All choices of a body have the same, so that what left together goes on together."""
+def jittered_us(config: RouterConfig, seed: int, request: RequestNumber, nth: int) -> int:
+    """The nth back-off. All choices of a request have the same, so that what left together goes on together."""
     full_us = min(config.backoff_us << min(nth - 1, 32), config.backoff_us_max)
-    digest = hashlib.blake2b(f"{seed}/{body}/{nth}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{seed}/{request}/{nth}".encode(), digest_size=4).digest()
     return full_us - full_us * int.from_bytes(digest, "little") // (2 << 32)
 
 
@@ -219,7 +240,7 @@ def fault_of_refusal(refusal: Refusal) -> PdFault:
 
 
 def add_bill(choice: RoutedChoice, bill: Bill) -> None:
-    """A leg's bill onto that of the whole. What a later leg computes of what was known before it is computed again."""
+    """Add an attempt's bill. What a later attempt computes of what was known before it is computed again."""
     sum_, first = choice.bill, choice.attempts <= 1
     again = 0 if first else min(bill.computed_tokens, max(0, choice.began_with - bill.cached_tokens))
     choice.bill = Bill(
@@ -237,20 +258,20 @@ def add_bill(choice: RoutedChoice, bill: Bill) -> None:
 
 def outcome_of(choice: RoutedChoice, reason: FinishReason, fault: PdFault | None) -> Outcome:
     generated = len(choice.delivered) if choice.keep is None else choice.keep
-    # What the client was told with its first token, whatever a leg before that had found.
+    # What the client was told with its first token, whatever an attempt before that had found.
     cached = choice.bill.cached_tokens if choice.cached_tokens is None else choice.cached_tokens
     return Outcome(reason, generated, replace(choice.bill, attempts=choice.attempts, cached_tokens=cached), fault)
 
 
 def leads(submission: Submission) -> RequestId:
-    """Who of its body has the same prompt and came first."""
+    """The first choice of its request with the same prompt."""
     return submission.leader if submission.leader is not None else submission.request_id
 
 
 def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
-    """The choices of one body as one group that goes on where each of them stopped.
+    """The choices of one request as one group that goes on where each of them stopped.
 
-    Who led them at first may have ended or be elsewhere: the first one here that has its prompt leads the others.
+    Their former leader may have ended or be elsewhere: the first one here that has its prompt leads the others.
     """
     leaders: dict[RequestId, RequestId] = {}
     group = []
