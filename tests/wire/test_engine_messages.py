@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.engine.blocks import BlockGauges
-from baton.core.engine.plan import NO_INT32S, Logprobs
+from baton.core.engine.plan import Logprobs
 from baton.core.engine.records import (
     Bill,
     EndedRequest,
@@ -24,25 +24,14 @@ from baton.core.engine.records import (
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.messages import (
-    Adopted,
-    AttemptFailed,
-    Expect,
-    Fence,
     Handover,
-    HandoverMade,
-    OpenShip,
     PdCode,
     PdFault,
     PdStage,
-    PeerEffect,
     PeerId,
-    Ship,
-    Tell,
-    Verify,
 )
 from baton.wire import engine_messages as messages
 from baton.wire.engine_messages import WireError
-from baton.wire.worker_messages import message_of
 
 GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
 
@@ -200,27 +189,6 @@ def test_leased_and_receiving_blocks_and_hand_overs_survive_the_wire() -> None:
 
 
 HANDOVER = Handover(PeerId("p"), 1, 1)
-
-
-@pytest.mark.parametrize(
-    "effect",
-    [
-        Tell(HANDOVER.peer, Adopted(1, 1)),
-        Expect(HANDOVER, b"", 0, NO_INT32S),
-        Verify(HANDOVER, b""),
-        OpenShip(HANDOVER, b"", 0, NO_INT32S),
-        Ship(HANDOVER, None, 0, 1, last=True),
-        Fence(HANDOVER),
-        AttemptFailed(HANDOVER, PdFault(PdCode.REFUSED, PdStage.OFFER, "")),
-        HandoverMade(HANDOVER, Serial(1), 1),
-    ],
-    ids=lambda effect: type(effect).__name__,
-)
-def test_what_is_ordered_for_a_peer_is_no_message_to_the_front_end(effect: PeerEffect) -> None:
-    def gauges() -> SchedulerGauges:
-        raise AssertionError("nothing travels, so nothing is read")
-
-    assert message_of(effect, gauges) is None
 
 
 def test_a_refusal_survives_the_wire() -> None:

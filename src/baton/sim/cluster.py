@@ -156,11 +156,12 @@ class _Cluster:
     def _start(self, number: int) -> Machine:
         host = Host(self.world, f"instance {number}")
         config, times = self._made_of(number)
-        machine = Machine(host, InstanceSpec(number, config, self._executor, times))
+        meter = PassMeter() if self.spec.metered else None
+        has_peers = self.spec.split is not None
+        machine = Machine(host, InstanceSpec(number, config, self._executor, times), meter, has_peers=has_peers)
         self.record.roles.append(config.role.name)
-        if self.spec.metered:
-            machine.meter = PassMeter()
-            self.record.meters.append(machine.meter)
+        if meter is not None:
+            self.record.meters.append(meter)
         if self.spec.spans_max:
             machine.keep_spans(self._spans)
         if self._spreader is not None:

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast, get_args
+from typing import Protocol, get_args
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import (
@@ -74,7 +75,6 @@ KEY_FILE = "prefix.key"
 PULSE_US = 100_000
 """How often the engine gives a sign of life, once its front end has asked for it."""
 _OF_PEERS = frozenset(get_args(PeerEffect))
-_OF_STORAGE = frozenset(get_args(StorageEffect))
 
 
 class Conversation(Protocol):
@@ -147,6 +147,8 @@ class Instance:
         self.last_plan: StepPlan | None = None
         self.worker: Worker | None = None
         """None until the key is there."""
+        self._driver: WorkerDriver | None = None
+        """Comes with the worker."""
         self.ordered: set[type[Event]] = set()
         """What kinds of events its worker has handled."""
         self._watcher = watcher
@@ -189,8 +191,20 @@ class Instance:
         config = self.spec.config
         # Of this life alone: what an earlier one granted opens nothing here.
         own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
-        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
+        self.worker = worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
+        self._driver = self._drive(worker)
         ready(self)
+
+    def _drive(self, worker: Worker) -> WorkerDriver:
+        world = self.host.world
+        return WorkerDriver(
+            worker,
+            lambda: world.now_us,
+            launch=self._launch,
+            answer=self._reply,
+            peers=self._order_of_peers,
+            storage=self._order_of_storage,
+        )
 
     def _own_key(self, data: bytes | None) -> bytes:
         secret = keyfile.read_key(data) if data is not None else None
@@ -282,7 +296,7 @@ class Instance:
             self._pumping = False
 
     def _work_through(self) -> None:
-        worker = self.require_worker()
+        worker, driver = self.require_worker(), self.require_driver()
         while self._inbox and self._has_room:
             self._obey(decode_to_engine(self._inbox.popleft()))
         while self._heard and self._has_room:
@@ -294,11 +308,10 @@ class Instance:
             self._tell(self._hauled.popleft())
         while self._results and self._has_room:
             self._tell(StepDone(self._results.popleft()))
-        while self._has_room and (deadline := worker.next_deadline()) is not None and deadline <= self.host.world.now_us:
+        while self._has_room and driver.is_due:
             self._tell(Tick())
-        # With a step in flight its end is what the loop waits for; a full line is waited for by whoever empties it.
-        waits = not self.device.in_flight and self._has_room
-        self._alarm.set(worker.next_deadline() if waits else None)
+        # A full line is waited for by whoever empties it.
+        self._alarm.set(driver.wake_us() if self._has_room else None)
         if self._restart is not None and worker.is_idle and not self._outbox and not self.undelivered:
             restart, self._restart = self._restart, None
             self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
@@ -316,7 +329,7 @@ class Instance:
     def _pulse(self) -> None:
         """Whatever else happens: a step may compute, the line may be full."""
         worker, now_us = self.require_worker(), self.host.world.now_us
-        self._say(pulse(worker.gauges(), self.device.in_flight > 0, worker.changes(now_us)))
+        self._say(pulse(worker.gauges(), self.require_driver().steps_in_flight > 0, worker.changes(now_us)))
         self._pulses.set(now_us + PULSE_US)
 
     @property
@@ -346,31 +359,38 @@ class Instance:
         self._pump()
 
     def _tell(self, event: Event) -> None:
-        worker, world = self.require_worker(), self.host.world
-        effects = worker.handle(event, world.now_us)
-        for effect in effects:
-            if world.keeps_notes:
-                self._note(effect)
-            if isinstance(effect, Launch):
-                self.last_plan = effect.plan
-                self.device.launch(effect.plan)
-            elif type(effect) in _OF_PEERS:
-                if self.peers is not None:
-                    self.peers.carry_out(cast("PeerEffect", effect))
-            elif type(effect) in _OF_STORAGE:
-                if self.storage is not None:
-                    self.storage.carry_out(cast("StorageEffect", effect))
-            elif self._conversation is not None:
-                message = message_of(effect, worker.gauges)
-                if message is not None:
-                    self._say(message)
+        effects = self.require_driver().handle(event)
         if self.at_step is not None:
             self._tell_steps(self.at_step, event, effects)
         if self._watcher is not None:
             self.ordered.add(type(event))
             self._watcher.handled(self, event, effects)
 
+    # ── what the worker orders ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _launch(self, launch: Launch) -> None:
+        self._note(launch)
+        self.last_plan = launch.plan
+        self.device.launch(launch.plan)
+
+    def _reply(self, answer: Answer) -> None:
+        self._note(answer)
+        if self._conversation is not None:
+            self._say(message_of(answer, self.require_worker().gauges))
+
+    def _order_of_peers(self, effect: PeerEffect) -> None:
+        self._note(effect)
+        if self.peers is not None:
+            self.peers.carry_out(effect)
+
+    def _order_of_storage(self, effect: StorageEffect) -> None:
+        self._note(effect)
+        if self.storage is not None:
+            self.storage.carry_out(effect)
+
     def _note(self, effect: Effect) -> None:
+        if not self.host.world.keeps_notes:
+            return
         self.host.world.progressed()
         match effect:
             case Launch(plan):
@@ -412,6 +432,11 @@ class Instance:
         if self.worker is None:
             raise RuntimeError(f"{self.host.name} was spoken to before it had started")
         return self.worker
+
+    def require_driver(self) -> WorkerDriver:
+        if self._driver is None:
+            raise RuntimeError(f"{self.host.name} was spoken to before it had started")
+        return self._driver
 
 
 def _kind(value: object) -> str:

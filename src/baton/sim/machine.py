@@ -6,24 +6,24 @@ pass that is due), and no crashes, full lines or restarts. Nothing about schedul
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from typing import Protocol, get_args
+from typing import Protocol
 
-from baton.core.engine.plan import StepPlan, StepResult
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.plan import StepResult
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.worker import Effect, Event, Launch, StepDone, Tick, Worker
+from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.sim.carrying import Carrier
 from baton.sim.device import Device
 from baton.sim.instance import InstanceSpec
+from baton.sim.meter import MeteredWorker
 from baton.sim.records import PassMeter, StepSpan
 from baton.sim.world import Alarm, Host
 from baton.wire.engine_messages import WIRE_VERSION, Ready, ToWorker, decode_to_engine, encode_from_engine, wire_gauges
 from baton.wire.worker_messages import event_of, message_of
 
 SECRET = bytes(32)
-PEER_EFFECTS = get_args(PeerEffect)
 TICK_IN_FLIGHT_US = 20_000
 """As the engine process looks at its peers while a step computes."""
 
@@ -33,7 +33,7 @@ class Line(Protocol):
 
 
 class Machine:
-    def __init__(self, host: Host, spec: InstanceSpec) -> None:
+    def __init__(self, host: Host, spec: InstanceSpec, meter: PassMeter | None = None, *, has_peers: bool = False) -> None:
         self.host = host
         self.spec = spec
         self.carrier: Carrier | None = None
@@ -44,7 +44,14 @@ class Machine:
         self.device.number = spec.number
         self.device.spans = deque(maxlen=1)
         self.worker = Worker(spec.config, PrefixIndex(SECRET, executor.fingerprint, spec.config.blocks))
-        self.meter: PassMeter | None = None
+        self._driver = WorkerDriver(
+            self.worker if meter is None else MeteredWorker(self.worker, meter),
+            lambda: host.world.now_us,
+            launch=self._launch,
+            answer=self._reply,
+            peers=self._order_of_peers,
+            tick_in_flight_us=TICK_IN_FLIGHT_US if has_peers else None,
+        )
         self._line: Line | None = None
         """To the front end."""
         self.fingerprint = executor.fingerprint
@@ -74,57 +81,34 @@ class Machine:
         for frame in frames:
             message = decode_to_engine(frame)
             if isinstance(message, ToWorker):
-                self._tell(event_of(message))
+                self._driver.handle(event_of(message))
         self._pump()
 
     def hear(self, event: PeerEvent) -> None:
         """What peers said, or became of their KV."""
-        self._tell(event)
+        self._driver.handle(event)
         self._pump()
 
     def _finished(self, result: StepResult) -> None:
-        self._tell(StepDone(result))
+        self._driver.handle(StepDone(result))
         self._pump()
 
     def _pump(self) -> None:
-        worker, now_us = self.worker, self.host.world.now_us
-        while (deadline := worker.next_deadline()) is not None and deadline <= now_us:
-            self._tell(Tick())
-        due_us = worker.next_deadline()
-        if due_us is not None and self.device.in_flight:
-            # Its end is what the loop waits for; only leases and renewals with peers run on meanwhile.
-            due_us = None if self.carrier is None else max(due_us, now_us + TICK_IN_FLIGHT_US)
-        self._alarm.set(due_us)
+        while self._driver.is_due:
+            self._driver.tick()
+        self._alarm.set(self._driver.wake_us())
 
-    def _tell(self, event: Event) -> None:
-        for effect in self._handle(event):
-            if isinstance(effect, Launch):
-                self._launch(effect.plan)
-            elif isinstance(effect, PEER_EFFECTS):
-                if self.carrier is None:
-                    raise RuntimeError(f"{self.host.name} has no peers, and was ordered to {effect}")
-                self.carrier.carry(effect)
-            elif self._line is not None and (message := message_of(effect, self.worker.gauges)) is not None:
-                self._line.send(encode_from_engine(message))
+    def _order_of_peers(self, effect: PeerEffect) -> None:
+        if self.carrier is None:
+            raise RuntimeError(f"{self.host.name} has no peers, and was ordered to {effect}")
+        self.carrier.carry(effect)
 
-    def _handle(self, event: Event) -> list[Effect]:
-        meter, now_us = self.meter, self.host.world.now_us
-        if meter is None or not isinstance(event, Tick | StepDone):
-            return self.worker.handle(event, now_us)
-        began_ns = time.process_time_ns()
-        effects = self.worker.handle(event, now_us)
-        spent_ns = time.process_time_ns() - began_ns
-        if isinstance(event, StepDone):
-            meter.settle_ns += spent_ns
-        elif any(isinstance(effect, Launch) for effect in effects):
-            meter.passes += 1
-            meter.plan_ns += spent_ns
-        else:
-            meter.idle_passes += 1
-            meter.idle_ns += spent_ns
-        return effects
+    def _reply(self, answer: Answer) -> None:
+        if self._line is not None:
+            self._line.send(encode_from_engine(message_of(answer, self.worker.gauges)))
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, launch: Launch) -> None:
+        plan = launch.plan
         self.device.launch(plan)
         spans = self.device.spans
         if self.carrier is not None and spans:

@@ -1,4 +1,4 @@
-"""What a message means to a Worker, and what an order of the Worker says on the wire.
+"""What a message means to a Worker, and what an answer of the Worker says on the wire.
 
 Whoever drives a Worker translates here, be it the engine process or a simulator. Nothing is decided and nothing is sent.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton.core.engine.driver import Answer
 from baton.core.engine.records import SchedulerGauges
 from baton.core.engine.request import Serial
 from baton.core.engine.worker import (
@@ -15,16 +16,12 @@ from baton.core.engine.worker import (
     ChangesWanted,
     Deliver,
     DrainOrdered,
-    Effect,
     Event,
     GroupRefused,
-    Launch,
     StopFound,
     Submitted,
     Withdrawn,
 )
-from baton.core.handover.messages import AttemptFailed, Expect, Fence, HandoverMade, OpenShip, Ship, Tell, Verify
-from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, Look, Put
 from baton.wire.engine_messages import (
     AcceptedAs,
     Cancel,
@@ -55,17 +52,11 @@ def event_of(message: ToWorker) -> Event:
             return ChangesWanted()
 
 
-def message_of(effect: Effect, gauges: Callable[[], SchedulerGauges]) -> FromEngine | None:
-    """What the front end must hear; None for what others carry out. `gauges` is read only where they travel."""
-    match effect:
+def message_of(answer: Answer, gauges: Callable[[], SchedulerGauges]) -> FromEngine:
+    """What the front end hears. `gauges` is read only where they travel."""
+    match answer:
         case Deliver(settled):
             return step_output(settled, gauges())
-        case Launch():
-            return None
-        case Tell() | Expect() | Verify() | OpenShip() | Ship() | Fence() | AttemptFailed() | HandoverMade():
-            return None
-        case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceHaul():
-            return None
         case Withdrawn(ended):
             return ended_output(ended, gauges())
         case Accepted(ticket, serials):
