@@ -158,6 +158,9 @@ class Client:
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
 
+    def placed(self, where: str) -> None:
+        """Of no interest: the router may have it go on anywhere."""
+
     # ── a router that is gone ────────────────────────────────────────────────────────────────────────────────────────────
 
     def gone(self) -> None:

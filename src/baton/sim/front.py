@@ -13,7 +13,7 @@ from typing import Protocol
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.sim.laws import ENDS_AT_ONCE, LawBroken
-from baton.sim.lines import LinkEnd
+from baton.sim.lines import LineEnd
 from baton.wire.engine_messages import (
     AcceptedAs,
     Cancel,
@@ -24,7 +24,6 @@ from baton.wire.engine_messages import (
     decode_from_engine,
     encode_to_engine,
 )
-from baton.wire.link import Link, LinkState
 from baton.wire.request_table import Came, Declined, Desk, Died, Lost, Opened, Step
 
 
@@ -42,13 +41,6 @@ class Caller(Protocol):
 
     def lost(self, place: int | None, end: Lost) -> None:
         """The instance is gone; None: before it had answered the submission."""
-
-
-class Line(Protocol):
-    @property
-    def is_full(self) -> bool: ...
-
-    def send(self, frame: bytes) -> None: ...
 
 
 class Booking:
@@ -93,7 +85,7 @@ class Counter:
         self.desk = Desk()
         self.serves = False
         """Whether the instance has said that it is ready, and is not known to be gone."""
-        self.line: Line | None = None
+        self.line: LineEnd | None = None
         self.former_desks: list[Desk] = []
         """Of sessions that were lost."""
         self._pending: dict[int, tuple[Caller, Booking]] = {}
@@ -134,12 +126,9 @@ class Counter:
         while self._outbox and self.line is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
 
-    def knows_another_life(self, acceptor: Link) -> bool:
+    def knows_another_life(self, acceptor: LineEnd) -> bool:
         """Whether an instance has just taken up a session that we are in the middle of, with its former life."""
-        line = self.line
-        if not isinstance(line, LinkEnd) or line.link.session != acceptor.session:
-            return False
-        return line.link.state is LinkState.OPEN
+        return self.line is not None and self.line.session == acceptor.session and self.line.is_open
 
     # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
 

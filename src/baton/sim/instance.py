@@ -52,6 +52,8 @@ from baton.executor.contract import Executor, ExecutorShape, KvView
 from baton.sim.device import Device, Times
 from baton.sim.disk import Disk
 from baton.sim.faults import Fault
+from baton.sim.meter import MeteredWorker
+from baton.sim.records import PassMeter
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
 from baton.wire.engine_messages import (
@@ -130,6 +132,10 @@ class InstanceSpec:
     times: Times
     secret: bytes | None = None
     """The key of prefix names, where a fleet shares one; None: each instance has its own, on its disk."""
+    tick_in_flight_us: int | None = None
+    """How often leases are looked at while a step computes; None: not before it ends."""
+    meter: PassMeter | None = None
+    """Takes the CPU time of passes, where there is one."""
 
     @property
     def shape(self) -> ExecutorShape:
@@ -155,6 +161,7 @@ class Instance:
         self._disk = disk
         self._executor = spec.make_executor(spec.shape)
         self.device = Device(host, self._executor, spec.times, self._finished)
+        self.device.number = spec.number
         self._conversation: Conversation | None = None
         self._inbox: deque[bytes] = deque()
         self._heard: deque[PeerEvent] = deque()
@@ -196,14 +203,15 @@ class Instance:
         ready(self)
 
     def _drive(self, worker: Worker) -> WorkerDriver:
-        world = self.host.world
+        world, meter = self.host.world, self.spec.meter
         return WorkerDriver(
-            worker,
+            worker if meter is None else MeteredWorker(worker, meter),
             lambda: world.now_us,
             launch=self._launch,
             answer=self._reply,
             peers=self._order_of_peers,
             storage=self._order_of_storage,
+            tick_in_flight_us=self.spec.tick_in_flight_us,
         )
 
     def _own_key(self, data: bytes | None) -> bytes:

@@ -27,6 +27,7 @@ from baton.core.routing.events import (
     Session,
 )
 from baton.sim.faults import Fault
+from baton.sim.gate_watcher import GateView, GateWatcher
 from baton.sim.laws import (
     BACK_OFF,
     DESERVED_END,
@@ -92,16 +93,6 @@ class Witness(Protocol):
         """Whether something happened that can end its session."""
 
     def fire(self, fault: Fault, where: str) -> None: ...
-
-
-class View(Protocol):
-    """What the router itself believes."""
-
-    def open_at(self) -> dict[Session, int]:
-        """How many choices are open at each member."""
-
-    def holders(self, key: bytes) -> tuple[Session, ...]:
-        """Who has this prefix cached."""
 
 
 @dataclass(slots=True, eq=False)
@@ -212,13 +203,12 @@ class _Body:
     claimed: bool = False
 
 
-class LegBook:
+class LegBook(GateWatcher):
     def __init__(self, config: RouterConfig, witness: Witness) -> None:
+        super().__init__()
         self._config = config
         self._witness = witness
         self._suspected: set[tuple[str, int]] = set()
-        self.kept: dict[bytes, set[int]] = {}
-        """By origin of each body that the last life was in the middle of: which instances work on it."""
         self.begin(0)
 
     def begin(self, now_us: int) -> None:
@@ -592,7 +582,7 @@ class LegBook:
 
     # ── after everything was said ────────────────────────────────────────────────────────────────────────────────────────
 
-    def looked(self, view: View, now_us: int) -> None:
+    def looked(self, view: GateView, now_us: int) -> None:
         touched, self._touched = self._touched, {}
         dead, self._dead = self._dead, []
         left_behind, self._left_behind = self._left_behind, []
@@ -625,7 +615,7 @@ class LegBook:
                 if at is not None and at.is_open and at.serial is not None and not at.stopped:
                     raise LawBroken(ENDS_AT_ONCE, f"{choice.name} was cut, and {at.session.name} still computes it")
 
-    def _counted(self, view: View) -> None:
+    def _counted(self, view: GateView) -> None:
         ours = {session.number: 0 for session in self._sessions.values() if session.welcomed}
         for body in self._bodies.values():
             for choice in body.choices:
@@ -661,7 +651,7 @@ class LegBook:
                         DRAINS_IN_TIME, f"{hop.choice.name} is still at {session.name} since {session.drains_us}"
                     )
 
-    def _forgets_names(self, dead: _Session, view: View) -> None:
+    def _forgets_names(self, dead: _Session, view: GateView) -> None:
         for key in sorted(dead.said)[:KEYS_LOOKED_AT]:
             for number in view.holders(key):
                 holder = self._sessions.get(number)

@@ -45,7 +45,7 @@ from baton.sim.instance import Instance, InstanceSpec
 from baton.sim.judge import Judge, as_law
 from baton.sim.laws import DEADLOCK, LIVENESS, RECOVERY, LawBroken
 from baton.sim.legs import LegBook
-from baton.sim.lines import LinkEnd, initiator
+from baton.sim.lines import LineEnd, Links
 from baton.sim.network import Network
 from baton.sim.porters import CopyTimes, Depot
 from baton.sim.seats import FRONT, Seat, seat_name
@@ -506,13 +506,14 @@ class Run:
         line_max = scenario.link.window + scenario.link.backlog_max + (0 if scenario.router is None else UNBOUNDED)
         self.judge = Judge(self.world, self, VOCABULARY, line_max, always_audit)
         self.network = Network(self.world, scenario.rates.network)
+        self._connections = Links(self.network, scenario.link)
         self._front_host = Host(self.world, FRONT)
         self.fabric = Fabric(self.world, scenario.rates.kv, scenario.kv)
         serving = [number for number, role in enumerate(scenario.roles) if role.serves]
         self.front = Front(scenario.instances, serving)
         self.depot = self._make_depot()
         self.when_healed: Callable[[], None] | None = None
-        self._lines: list[LinkEnd] = []
+        self._lines: list[LineEnd] = []
         self._secret = self.world.stream("key of the fleet").randbytes(32)
         self.seats = [self._seat(number) for number in range(scenario.instances)]
         self.fleet = None if scenario.router is None else self._fleet(scenario.router)
@@ -573,12 +574,12 @@ class Run:
             if seat.instance is not None:
                 self.judge.buried(seat.instance)
             for end in (*seat.lines, *seat.peer_lines):
-                self.judge.took_moves("link", end.link.moves())
+                self.judge.took_moves("link", end.moves())
             if seat.counter is not None:
                 for desk in (seat.counter.desk, *seat.counter.former_desks):
                     self.judge.took_moves("desk", desk.moves())
         for line in self._lines:
-            self.judge.took_moves("link", line.link.moves())
+            self.judge.took_moves("link", line.moves())
         if self.fleet is not None:
             self.fleet.gather_moves(self.judge)
 
@@ -787,10 +788,9 @@ class Run:
         counter = self.front.counters[number] if router is None else None
         seat = Seat(
             self.world,
-            self.network,
+            self._connections,
             spec,
             counter,
-            scenario.link,
             scenario.rates.disk,
             self.judge,
             self.fabric,
@@ -800,9 +800,7 @@ class Run:
         )
         seat.when_dead = self._look_for_what_is_held
         if counter is not None:
-            counter.line = line = initiator(
-                self._front_host, self.network, f"{FRONT} {number}", seat.name, counter, scenario.link
-            )
+            counter.line = line = self._connections.initiator(self._front_host, f"{FRONT} {number}", seat.name, counter)
             self._lines.append(line)
         return seat
 
@@ -825,9 +823,9 @@ class Run:
     def _fleet(self, router: RouterConfig) -> Fleet:
         scenario = self.scenario
         self.judge.behind_router = True
-        lines = scenario.instances + scenario.rates.old_lives
-        gate = Gate(self.world, self.network, router, scenario.link, lines, LegBook(router, self), self._secret)
-        upheaval = Upheaval(self.world, self.network, gate, self.seats, scenario.rates, scenario.span_us, scenario.link)
+        doors = scenario.instances + scenario.rates.old_lives
+        gate = Gate(self.world, self._connections, router, doors, self._secret, LegBook(router, self))
+        upheaval = Upheaval(self.world, self._connections, gate, self.seats, scenario.rates, scenario.span_us)
         return Fleet(gate, upheaval, self.seats)
 
     def _user(self, asks: tuple[Ask, ...], front: Entrance, converses: bool) -> User:
@@ -843,11 +841,11 @@ class Run:
         )
 
 
-def _serves(seat: Seat, line: LinkEnd) -> bool:
+def _serves(seat: Seat, line: LineEnd) -> bool:
     """Both ends are in the same session, and the instance has said in it that it is ready."""
     if seat.instance is None or seat.instance.is_leaving or seat.line is None or seat.counter is None:
         return False
-    return seat.line.link.session == line.link.session and seat.counter.serves and not line.link.undelivered
+    return seat.line.session == line.session and seat.counter.serves and not line.undelivered
 
 
 def _scripted(layers: int, shape: ExecutorShape) -> ScriptedExecutor:
