@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from baton.sim.fuzzed_run import Run
 from baton.sim.laws import DRAINS_IN_TIME, WAITS_IN_TIME, LawBroken
-from baton.sim.scenario import Run, Scenario
+from baton.sim.scenario import Scenario
 from tests.sim.known_failures import STAYS_AT_A_DRAINING_INSTANCE, WAITS_TOO_LONG
 
 

@@ -12,8 +12,8 @@ from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.worker import Worker
 from baton.core.routing.placement import Placement
 from baton.core.routing.router import Router
+from baton.sim.fuzzed_run import run_seed
 from baton.sim.laws import OWN_CHECKS
-from baton.sim.scenario import run_seed
 from baton.wire import engine_messages as messages
 from baton.wire.instance_sessions import Relay
 from baton.wire.router_sessions import Switch

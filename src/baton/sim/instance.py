@@ -13,47 +13,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import Protocol
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import (
-    Accepted,
-    Deliver,
     Effect,
     Event,
-    GroupRefused,
     Launch,
     Orphaned,
     StepDone,
     Tick,
-    Withdrawn,
     Worker,
 )
-from baton.core.handover.messages import (
-    AttemptFailed,
-    Expect,
-    Fence,
-    Handover,
-    HandoverMade,
-    Heard,
-    OpenShip,
-    PeerEffect,
-    PeerEvent,
-    PeerMessage,
-    Ship,
-    Tell,
-    Verify,
-)
-from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, Look, Put, StorageEffect, StorageEvent
-from baton.executor.contract import Executor, ExecutorShape, KvView
+from baton.core.handover.messages import PeerEffect, PeerEvent
+from baton.core.tiers.transfers import StorageEffect, StorageEvent
+from baton.executor.contract import Executor, ExecutorShape
 from baton.sim.device import Device, Times
 from baton.sim.disk import Disk
 from baton.sim.faults import Fault
 from baton.sim.meter import MeteredWorker
 from baton.sim.records import PassMeter
+from baton.sim.story import tell_steps, words_of
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
 from baton.wire.engine_messages import (
@@ -76,7 +59,6 @@ from baton.wire.worker_messages import event_of, message_of
 KEY_FILE = "prefix.key"
 PULSE_US = 100_000
 """How often the engine gives a sign of life, once its front end has asked for it."""
-_OF_PEERS = frozenset(get_args(PeerEffect))
 
 
 class Conversation(Protocol):
@@ -159,8 +141,8 @@ class Instance:
         """What kinds of events its worker has handled."""
         self._watcher = watcher
         self._disk = disk
-        self._executor = spec.make_executor(spec.shape)
-        self.device = Device(host, self._executor, spec.times, self._finished)
+        self.executor = spec.make_executor(spec.shape)
+        self.device = Device(host, self.executor, spec.times, self._finished)
         self.device.number = spec.number
         self._conversation: Conversation | None = None
         self._inbox: deque[bytes] = deque()
@@ -198,7 +180,7 @@ class Instance:
         config = self.spec.config
         # Of this life alone: what an earlier one granted opens nothing here.
         own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
-        self.worker = worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
+        self.worker = worker = Worker(config, PrefixIndex(secret, self.executor.fingerprint, config.blocks), own)
         self._driver = self._drive(worker)
         ready(self)
 
@@ -244,7 +226,7 @@ class Instance:
             Ready(
                 version=WIRE_VERSION,
                 context_tokens=config.sequence_tokens_max,
-                vocabulary=self._executor.vocabulary,
+                vocabulary=self.executor.vocabulary,
                 slots=config.slots,
                 blocks=config.blocks,
                 block_size=config.block_size,
@@ -276,18 +258,6 @@ class Instance:
         """Something that was ordered of KV outside the pool is over."""
         self._hauled.append(event)
         self._pump()
-
-    @property
-    def kv(self) -> KvView:
-        return self._executor.kv
-
-    @property
-    def fingerprint(self) -> bytes:
-        return self._executor.fingerprint
-
-    @property
-    def vocabulary(self) -> int:
-        return self._executor.vocabulary
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -369,7 +339,7 @@ class Instance:
     def _tell(self, event: Event) -> None:
         effects = self.require_driver().handle(event)
         if self.at_step is not None:
-            self._tell_steps(self.at_step, event, effects)
+            tell_steps(self.at_step, event, effects)
         if self._watcher is not None:
             self.ordered.add(type(event))
             self._watcher.handled(self, event, effects)
@@ -397,35 +367,10 @@ class Instance:
             self.storage.carry_out(effect)
 
     def _note(self, effect: Effect) -> None:
-        if not self.host.world.keeps_notes:
-            return
-        self.host.world.progressed()
-        match effect:
-            case Launch(plan):
-                slots = plan.decode_slots.tolist()
-                chunks = [(chunk.slot, chunk.begin, chunk.end) for chunk in plan.chunks]
-                what = f"plans step {plan.step}: slots {slots} decode, chunks {chunks}, {len(plan.stops)} stop"
-            case Deliver(settled):
-                ends = [(ended.serial, ended.reason.value) for ended in settled.ended]
-                what = f"settles: {settled.counts.tolist()} tokens for {settled.serials.tolist()}, ends {ends}"
-            case Accepted(ticket, serials):
-                what = f"accepts ticket {ticket} as {list(serials)}"
-            case GroupRefused(ticket, refusal):
-                what = f"refuses ticket {ticket}: {refusal.code}"
-            case Withdrawn(ended):
-                what = f"withdraws {ended.serial}: {ended.reason}"
-            case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceHaul():
-                what = f"{_kind(effect)} {effect.haul}"
-            case _:
-                what = _peer_words(effect)
-        self.host.world.note(self.host.name, what)
-
-    def _tell_steps(self, at_step: Callable[[str], None], event: Event, effects: Sequence[Effect]) -> None:
-        if isinstance(event, PeerEvent):
-            at_step(f"heard {_kind(event.message)}" if isinstance(event, Heard) else _kind(event))
-        for effect in effects:
-            if type(effect) in _OF_PEERS:
-                at_step(f"told {_kind(effect.message)}" if isinstance(effect, Tell) else _kind(effect))
+        world = self.host.world
+        if world.keeps_notes:
+            world.progressed()
+            world.note(self.host.name, words_of(effect))
 
     def _say(self, message: FromEngine) -> None:
         if self._conversation is not None:
@@ -445,34 +390,3 @@ class Instance:
         if self._driver is None:
             raise RuntimeError(f"{self.host.name} was spoken to before it had started")
         return self._driver
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
-def _peer_words(effect: PeerEffect) -> str:
-    match effect:
-        case Tell(peer, message):
-            return f"tells {peer} {_kind(message)} {message.request}.{message.attempt}"
-        case Expect(handover, _, first, blocks):
-            return f"expects {_named(handover)}: blocks {blocks.tolist()} for {first} and on"
-        case OpenShip(handover, _, first, blocks):
-            return f"opens {_named(handover)}: blocks {blocks.tolist()} are {first} and on"
-        case Ship(handover, step, first, upto, last):
-            return f"ships {_named(handover)} [{first}, {upto}) of step {step}{', the last' if last else ''}"
-        case AttemptFailed(handover, fault):
-            return f"sees {_named(handover)} fail: {fault.message}"
-        case Verify(handover) | Fence(handover) | HandoverMade(handover):
-            return f"{_kind(effect)} {_named(handover)}"
-
-
-def _named(handover: Handover) -> str:
-    return f"{handover.request}.{handover.attempt} with {handover.peer}"
-
-
-PEER_STEPS = (
-    *(f"{way} {_kind_of.__name__}" for way in ("told", "heard") for _kind_of in get_args(PeerMessage)),
-    *(kind.__name__ for kind in (*get_args(PeerEffect), *get_args(PeerEvent)) if kind not in (Tell, Heard, AttemptFailed)),
-)
-"""What `Instance.at_step` is told."""

@@ -52,14 +52,14 @@ def join_of(life: Instance, role: Role, draining: bool = False) -> Join:
         name=life.host.name,
         incarnation=life.life + 2,  # so that there can always have been one before it
         role=role.name,
-        fingerprint=life.fingerprint,
+        fingerprint=life.executor.fingerprint,
         url="",
         peer_address=life.host.name if role.gives else "",
         slots=config.slots,
         blocks=config.blocks,
         block_size=config.block_size,
         context_tokens=worker.config.sequence_tokens_max,
-        vocabulary=life.vocabulary,
+        vocabulary=life.executor.vocabulary,
         pid=0,
         draining=draining,
     )

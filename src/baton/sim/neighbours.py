@@ -101,7 +101,7 @@ class DataConnections(Protocol):
 
 class Neighbours:
     def __init__(self, life: Instance, lines: Lines, fabric: DataConnections, peers: Sequence[str]) -> None:
-        name, host, kv = life.host.name, life.host, life.kv
+        name, host, kv = life.host.name, life.host, life.executor.kv
         self.fabric = fabric
         self._gives = life.spec.config.role.gives
         self.receiver, self.sender = fabric.connect(name, host, kv, life.hear)
@@ -229,10 +229,10 @@ class _Talk:
             name=life.host.name,
             incarnation=life.life + 1,
             role=config.role.name,
-            fingerprint=life.fingerprint,
-            dtype=life.kv.dtype,
+            fingerprint=life.executor.fingerprint,
+            dtype=life.executor.kv.dtype,
             block_size=config.block_size,
-            layer_bytes=tuple(end - begin for begin, end in life.kv.layers),
+            layer_bytes=tuple(end - begin for begin, end in life.executor.kv.layers),
         )
 
     def _post(self) -> None:

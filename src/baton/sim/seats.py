@@ -28,6 +28,17 @@ def seat_name(number: int) -> str:
 
 
 class Seat:
+    when_dead: Callable[[Seat], None] | None = None
+    """Called when a life is over."""
+    when_opened: Callable[[Seat], None] | None = None
+    """Called when the present life has taken up a session."""
+    when_cut_off: Callable[[Seat, int | None], None] | None = None
+    """Called when a life is over, with the session that it was in."""
+    when_told: Callable[[Seat, RelayOut], None] | None = None
+    """Called with what its relay makes of what it hears."""
+    at_step: Callable[[Seat, str], None] | None = None
+    """Called at each step of a hand-over that is taken here."""
+
     def __init__(
         self,
         world: World,
@@ -54,9 +65,6 @@ class Seat:
         """Of the present life, once it has started."""
         self.peer_lines: list[LineEnd] = []
         """Of all lives."""
-        self.when_dead: Callable[[Seat], None] | None = None
-        self.at_step: Callable[[Seat, str], None] | None = None
-        """Called at each step of a hand-over that is taken here."""
         self._fabric, self._depot = fabric, depot
         self.number = spec.number
         self.counter = counter
@@ -82,12 +90,6 @@ class Seat:
         """Of the present life."""
         self.lines: list[LineEnd] = []
         """Of all lives."""
-        self.when_opened: Callable[[Seat], None] | None = None
-        """Called when the present life has taken up a session."""
-        self.when_cut_off: Callable[[Seat, int | None], None] | None = None
-        """Called when a life is over, with the session that it was in."""
-        self.when_told: Callable[[Seat, RelayOut], None] | None = None
-        """Called with what its relay makes of what it hears."""
         self.disagreement = 0.0
         self.slowness = 1.0
 
