@@ -24,7 +24,7 @@ from baton.executor.contract import ExecutorShape
 from baton.executor.counting import FILLER_TOKEN, STOP_TOKEN, CountingExecutor
 from baton.sim.device import Times
 from baton.sim.faults import DiskRates
-from baton.sim.front import Front
+from baton.sim.front import Counter, Front
 from baton.sim.gate import Gate
 from baton.sim.instance import Instance, InstanceSpec
 from baton.sim.lanes import Lanes, Road
@@ -127,7 +127,7 @@ class _Cluster:
         self.host = Host(self.world, FRONT)
         if spec.takers < 1:
             raise RunFailed(f"of {spec.instances} instances none is left to decode")
-        self.front = Front(spec.instances, range(spec.takers))
+        self.front = Front([Counter(number) for number in range(spec.instances)], range(spec.takers))
         self.record = RunRecord(spec.label, spec.seed, spec.instances, spec.config.blocks, spec.config.block_size)
         self.progress = progress
         self.ended = 0

@@ -195,10 +195,12 @@ class Counter:
 
 
 class Front:
-    def __init__(self, instances: int, serving: Sequence[int] | None = None) -> None:
+    """Spreads requests over the instances that take some, one after the other."""
+
+    def __init__(self, counters: Sequence[Counter], serving: Sequence[int] | None = None) -> None:
         """`serving`: those that take requests of clients; None: all do."""
-        self.counters = [Counter(number) for number in range(instances)]
-        self.doors = self.counters if serving is None else [self.counters[number] for number in serving]
+        self.counters = counters
+        self.doors = counters if serving is None else [counters[number] for number in serving]
         self._turn = 0
 
     def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
@@ -216,17 +218,3 @@ class Front:
     @property
     def open_requests(self) -> int:
         return sum(counter.desk.open_requests for counter in self.counters)
-
-
-class OneInstance:
-    """A front end that knows one instance only: for whoever must be served there and nowhere else."""
-
-    def __init__(self, counter: Counter) -> None:
-        self.doors = [counter]
-
-    def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
-        (counter,) = self.doors
-        return counter.submit(group, caller) if counter.can_take else None
-
-    def serving(self) -> dict[int, bool]:
-        return {counter.number: counter.serves for counter in self.doors}

@@ -17,7 +17,7 @@ from baton.sim.chaos import Chaos
 from baton.sim.clients import Entrance, User
 from baton.sim.faults import Fault
 from baton.sim.fleets import Fleet
-from baton.sim.front import Front, OneInstance
+from baton.sim.front import Counter, Front
 from baton.sim.gate import Gate
 from baton.sim.instance import Instance, InstanceSpec
 from baton.sim.judge import Judge
@@ -55,7 +55,7 @@ class FuzzedWorld:
         self._front_host = Host(self.world, FRONT)
         self.fabric = Fabric(self.world, scenario.rates.kv, scenario.kv)
         serving = [number for number, role in enumerate(scenario.roles) if role.serves]
-        self.front = Front(scenario.instances, serving)
+        self.front = Front([Counter(number) for number in range(scenario.instances)], serving)
         self.depot = self._make_depot()
         self.lines: list[LineEnd] = []
         self._secret = self.world.stream("key of the fleet").randbytes(32)
@@ -144,7 +144,7 @@ class FuzzedWorld:
             return self.fleet.gate
         if seat.counter is None:
             raise RuntimeError(f"{seat.name} has no front end and no router")
-        return OneInstance(seat.counter)
+        return Front([seat.counter])
 
     def user(self, asks: tuple[Ask, ...], front: Entrance, converses: bool) -> User:
         config = self.scenario.config
