@@ -1014,7 +1014,7 @@ def cancel_the_neighbour(patch: Patch) -> None:
 
 @wire("the end of a request that was still waiting is not told")
 def keep_withdrawals_to_ourselves(patch: Patch) -> None:
-    patch.set(dispatch, "ended_output", lambda ended, gauges: None)
+    patch.set(dispatch, "ended_output", lambda _ended, gauges: messages.gauges_output(gauges))
 
 
 @wire("a refusal is answered to ticket 0")
