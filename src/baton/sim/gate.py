@@ -338,13 +338,13 @@ class Gate:
     def _act(self, act: Act) -> None:
         self.book.acted(act, self.host.world.now_us)
         match act:
+            case Delivered(body, choice, tokens, _, cached, outcome):  # by far the most
+                self._deliver(body, choice, tokens, cached, outcome)
             case Say(session, message):
                 if session in self._by_session:
                     self._by_session[session].say(message)
             case Close(session, reason):
                 self._shut(session, reason)
-            case Delivered(body, choice, tokens, _, cached, outcome):
-                self._deliver(body, choice, tokens, cached, outcome)
             case Opened(body):
                 if (passage := self._passages.get(body)) is not None and passage.is_there:
                     passage.is_early = False
@@ -367,10 +367,10 @@ class Gate:
                     passage.asker.placed(where or "")
 
     def _deliver(self, body: Body, choice: int, tokens: list[int], cached: int | None, outcome: Outcome | None) -> None:
-        passage, found = self._passages.get(body), self._orphans.get(body)
+        passage = self._passages.get(body)
         if passage is not None and passage.is_there:
             passage.asker.progress(choice, tokens, 0, len(tokens), cached, outcome)
-        elif found is not None:
+        elif (found := self._orphans.get(body)) is not None:
             known = found.tokens[choice]
             found.tokens[choice] = (known or []) + tokens
             found.cached[choice] = cached if found.cached[choice] is None else found.cached[choice]

@@ -312,7 +312,8 @@ class Instance:
 
     @property
     def _has_room(self) -> bool:
-        self._post()
+        if self._outbox:
+            self._post()
         if self._conversation is None or not self._conversation.is_full:
             self._stands_still = False
             return True
