@@ -21,9 +21,10 @@ from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
 from baton.core.config import OnPreempt, WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.orders import AcceptedAs
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.worker import Launch, StepDone, Tick, Worker
+from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.routing.events import Join, RouterConfig
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
@@ -75,6 +76,7 @@ class MemoryMember:
         self.name = name
         self.executor = ScriptedExecutor(shape_of(config), text.vocabulary)
         self.worker = Worker(config, PrefixIndex(SECRET, self.executor.fingerprint, config.blocks))
+        self._driver = WorkerDriver(self.worker, monotonic_us, launch=self._launch, answer=self._answer)
         self.relay = InstanceSessions(
             Join(
                 name, incarnation, config.role.name, self.executor.fingerprint[:64], f"http://{name}", "", config.slots,
@@ -87,7 +89,6 @@ class MemoryMember:
         """Tokens that it may still give; None: any number."""
         self.given = 0
         self.drained = False
-        self._launched = 0
         self._running = asyncio.create_task(self._run())
 
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -116,7 +117,7 @@ class MemoryMember:
         self.drained = self.drained or out.drain
         for order in out.orders:
             if not isinstance(order, Peers):
-                self._tell(order)
+                self._driver.handle(order)
         for message in out.says:
             if self.line is not None and self.sessions is not None:
                 self.sessions.heard(self.line, encode_membership(message))  # type: ignore[arg-type]
@@ -134,26 +135,22 @@ class MemoryMember:
                 self._act(SessionEffects(says=[] if beat is None else [beat]))
 
     def _compute(self) -> bool:
-        deadline_us = self.worker.next_deadline()
-        if deadline_us is not None and deadline_us <= monotonic_us():
-            self._tell(Tick())
-        if not self._launched or (self.allowed is not None and self.given >= self.allowed):
+        if self._driver.is_due:
+            self._driver.tick()
+        if not self._driver.steps_in_flight or (self.allowed is not None and self.given >= self.allowed):
             return False
-        self._launched -= 1
-        self._tell(StepDone(self.executor.collect()))
+        self._driver.handle(StepDone(self.executor.collect()))
         return True
 
-    def _tell(self, event: object) -> None:
-        for effect in self.worker.handle(event, monotonic_us()):  # type: ignore[arg-type]
-            if isinstance(effect, Launch):
-                self.executor.launch(effect.plan)
-                self._launched += 1
-                continue
-            message = message_of(effect, self.worker)
-            if isinstance(message, AcceptedAs | RefusedWith | StepOutput):
-                if isinstance(message, StepOutput):
-                    self.given += len(message.tokens) // 4
-                self._act(self.relay.take(message, monotonic_us()))
+    def _launch(self, launch: Launch) -> None:
+        self.executor.launch(launch.plan)
+
+    def _answer(self, answer: Answer) -> None:
+        message = message_of(answer, self.worker)
+        if isinstance(message, AcceptedAs | RefusedWith | StepOutput):
+            if isinstance(message, StepOutput):
+                self.given += len(message.tokens) // 4
+            self._act(self.relay.take(message, monotonic_us()))
 
 
 class Fleet:

@@ -1053,7 +1053,7 @@ def cancel_the_neighbour(patch: Patch) -> None:
 
 @wire("the end of a request that was still waiting is not told")
 def keep_withdrawals_to_ourselves(patch: Patch) -> None:
-    patch.set(dispatch, "ended_output", lambda ended, gauges, drafts: None)
+    patch.set(dispatch, "ended_output", lambda _ended, gauges, drafts: messages.gauges_output(gauges, drafts))
 
 
 @wire("a refusal is answered to ticket 0")

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from baton.sim.scenario import Verdict, run_seed
+from baton.sim.fuzzed_run import Verdict, run_seed
 from tests.sim import planted_peers, planted_routing, planted_tiers
 from tests.sim.planted import Bug, Catch, read_catches
 from tests.sim.planted_tiers import BUGS

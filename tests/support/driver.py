@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import WorkerDriver
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.laws import audit
 from baton.core.engine.orders import AcceptedAs, Cancel, StopAt, Submit
@@ -30,6 +31,9 @@ class Driver:
         self.config = config
         self.executor = executor or ScriptedExecutor(shape_of(config), VOCABULARY)
         self.worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks))
+        self._driver = WorkerDriver(
+            self.worker, lambda: self.now_us, launch=self._take, answer=self._take, peers=self._take, storage=self._take
+        )
         self.audited = audited
         self.in_flight: deque[int] = deque()
         self.outputs: dict[Serial, list[int]] = {}
@@ -40,9 +44,7 @@ class Driver:
         self._tickets = 0
 
     def send(self, event: Event) -> list[Effect]:
-        effects = self.worker.handle(event, self.now_us)
-        for effect in effects:
-            self._take(effect)
+        effects = self._driver.handle(event)
         if self.audited:
             audit(self.worker.scheduler)
         return effects
@@ -64,8 +66,7 @@ class Driver:
 
     @property
     def is_due(self) -> bool:
-        deadline = self.worker.next_deadline()
-        return deadline is not None and deadline <= self.now_us
+        return self._driver.is_due
 
     def settle_one(self) -> None:
         if self.in_flight:

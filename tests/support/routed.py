@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.orders import AcceptedAs, TellNames
 from baton.core.engine.plan import Logprobs, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Launch, StepDone, Tick, Worker
+from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.errors import Refusal
 from baton.core.routing.events import (
     Declined,
@@ -113,6 +114,7 @@ class Member:
         self.world, self.name = world, name
         self.executor = LogprobExecutor(config)
         self.worker = Worker(config, PrefixIndex(SECRET, self.executor.fingerprint, config.blocks))
+        self.driver = WorkerDriver(self.worker, lambda: world.now_us, launch=self._launch, answer=self._answer)
         join = Join(
             name, 1, config.role.name, self.executor.fingerprint[:64], f"http://{name}", "", config.slots, config.blocks,
             config.block_size, config.context_tokens, VOCABULARY, 0, False,
@@ -120,7 +122,6 @@ class Member:
         self.relay = InstanceSessions(join)
         self.line: Line | None = None
         self.dial_at_us = 0
-        self.launched = 0
         self.pulse_at_us: int | None = None
         self.fenced: str | None = None
         self.dead = False
@@ -136,28 +137,22 @@ class Member:
             return
         if isinstance(order, TellNames):
             self.pulse_at_us = self.world.now_us
-        self._tell(order)
+        self.driver.handle(order)
 
     def compute(self) -> bool:
         """A step, if there is one to be had."""
-        now_us, deadline = self.world.now_us, self.worker.next_deadline()
-        if deadline is not None and deadline <= now_us:
-            self._tell(Tick())
-        if not self.launched:
+        if self.driver.is_due:
+            self.driver.tick()
+        if not self.driver.steps_in_flight:
             return False
-        self.launched -= 1
-        self._tell(StepDone(self.executor.collect()))
+        self.driver.handle(StepDone(self.executor.collect()))
         return True
 
-    def _tell(self, event: object) -> None:
-        for effect in self.worker.handle(event, self.world.now_us):  # type: ignore[arg-type]
-            if isinstance(effect, Launch):
-                self.executor.launch(effect.plan)
-                self.launched += 1
-            else:
-                message = message_of(effect, self.worker)
-                if message is not None:
-                    self._front(decode_from_engine(encode_from_engine(message)))
+    def _launch(self, launch: Launch) -> None:
+        self.executor.launch(launch.plan)
+
+    def _answer(self, answer: Answer) -> None:
+        self._front(decode_from_engine(encode_from_engine(message_of(answer, self.worker))))
 
     # The front end.
 
@@ -196,7 +191,7 @@ class Member:
         if self.pulse_at_us is None or self.pulse_at_us > self.world.now_us:
             return
         self.pulse_at_us = self.world.now_us + PULSE_US
-        made = pulse(self.worker.gauges(), bool(self.launched), self.worker.changes(self.world.now_us))
+        made = pulse(self.worker.gauges(), self.driver.steps_in_flight > 0, self.worker.changes(self.world.now_us))
         beat = self.relay.beat(made, 0, self.world.now_us)
         self.say([] if beat is None else [beat])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,27 +12,16 @@ from hypothesis import strategies as st
 
 from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
 from baton.core.engine.gauges import DraftGauges, HandoverGauges, SchedulerGauges, StorageGauges
-from baton.core.engine.plan import NO_INT32S, Logprobs
+from baton.core.engine.plan import Logprobs
 from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.handover.messages import (
-    Adopted,
-    AttemptFailed,
-    Expect,
-    Fence,
     Handover,
-    HandoverMade,
-    OpenShip,
-    PeerEffect,
     PeerId,
-    Ship,
-    Tell,
-    Verify,
 )
 from baton.wire import engine_messages as messages
 from baton.wire.engine_messages import WireError
-from baton.wire.worker_messages import message_of
 
 GAUGES = SchedulerGauges(1, 2, 3, 4, 5, 0, 0, 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
 NO_DRAFTS = DraftGauges()
@@ -183,25 +171,6 @@ def test_leased_and_receiving_blocks_and_hand_overs_survive_the_wire() -> None:
 
 
 HANDOVER = Handover(PeerId("p"), 1, 1)
-
-
-@pytest.mark.parametrize(
-    "effect",
-    [
-        Tell(HANDOVER.peer, Adopted(1, 1)),
-        Expect(HANDOVER, b"", 0, NO_INT32S),
-        Verify(HANDOVER, b""),
-        OpenShip(HANDOVER, b"", 0, NO_INT32S),
-        Ship(HANDOVER, None, 0, 1, last=True),
-        Fence(HANDOVER),
-        AttemptFailed(HANDOVER, PdFault(PdCode.REFUSED, PdStage.OFFER, "")),
-        HandoverMade(HANDOVER, Serial(1), 1),
-    ],
-    ids=lambda effect: type(effect).__name__,
-)
-def test_what_is_ordered_for_a_peer_is_no_message_to_the_front_end(effect: PeerEffect) -> None:
-    nothing_to_read_from: Any = object()
-    assert message_of(effect, nothing_to_read_from) is None
 
 
 @pytest.mark.parametrize(

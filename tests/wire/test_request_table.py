@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Launch, StepDone, Tick, Worker
+from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.core.state_machine import StateMachine
 from baton.executor.scripted import ScriptedExecutor, undisturbed
@@ -291,28 +292,22 @@ class Engine:
     def __init__(self, config: WorkerConfig) -> None:
         self.executor = ScriptedExecutor(shape_of(config), VOCABULARY)
         self.worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks))
+        self.driver = WorkerDriver(self.worker, lambda: 0, launch=self._launch, answer=self._answer)
         self.said: deque[bytes] = deque()
-        self.launched = 0
 
     def hear(self, message: ToEngine) -> None:
-        self._tell(decode_to_engine(encode_to_engine(message)))
+        self.driver.handle(decode_to_engine(encode_to_engine(message)))
 
     def turn(self) -> None:
-        self._tell(Tick())
-        if self.launched:
-            self.launched -= 1
-            self._tell(StepDone(self.executor.collect()))
+        self.driver.tick()
+        if self.driver.steps_in_flight:
+            self.driver.handle(StepDone(self.executor.collect()))
 
-    def _tell(self, event: object) -> None:
-        for effect in self.worker.handle(event, 0):  # type: ignore[arg-type]
-            message = message_of(effect, self.worker)
-            if isinstance(effect, Launch):
-                assert message is None
-                self.executor.launch(effect.plan)
-                self.launched += 1
-            else:
-                assert message is not None
-                self.said.append(encode_from_engine(message))
+    def _launch(self, launch: Launch) -> None:
+        self.executor.launch(launch.plan)
+
+    def _answer(self, answer: Answer) -> None:
+        self.said.append(encode_from_engine(message_of(answer, self.worker)))
 
 
 def converse(desk: RequestTable, engine: Engine) -> list[News | Progress]:

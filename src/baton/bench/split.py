@@ -8,7 +8,7 @@ decides between the two targets; the best one counts. Clients go to instances in
 for a prefill as in service. Placing clients by load needs somebody who knows all queues: what it would do for instances that
 do everything is shown beside, and told apart in the verdict.
 
-Costs: step times from the model's file; KV between instances as `sim.carrying` says; what schedulers and front ends spend on
+Costs: step times from the model's file; KV between instances as `sim.lanes` says; what schedulers and front ends spend on
 a step is not charged (tens of microseconds beside steps of 5 ms and more).
 """
 

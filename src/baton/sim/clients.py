@@ -15,7 +15,7 @@ from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.sim.asks import Ask
 from baton.sim.faults import Fault
-from baton.sim.front import Booking, Front, OneInstance
+from baton.sim.front import Booking, Front
 from baton.sim.gate import Found, Gate, Passage
 from baton.sim.judge import Ended, Judge
 from baton.sim.laws import ENDS_ONCE, SAME_TOKENS, LawBroken
@@ -31,7 +31,7 @@ RESUME_PATIENCE_US = 1_500_000
 NOTICED_US = 400_000
 """A client that has lost its router comes back within so long."""
 
-Entrance = Front | OneInstance | Gate
+Entrance = Front | Gate
 """Where a user asks."""
 
 
@@ -157,6 +157,9 @@ class Client:
         self.judge.lost(self.name, instance, end)
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
+
+    def placed(self, where: str) -> None:
+        """Of no interest: the router may have it go on anywhere."""
 
     # ── a router that is gone ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -41,7 +41,7 @@ class Fleet:
         member, door = seat.member, self.gate.doors[seat.number]
         if seat.instance is None or seat.instance.is_leaving or seat.instance.is_behind or member is None or member.drains:
             return False
-        same = member.line.link.session == door.line.link.session
+        same = member.line.session == door.line.session
         return same and member.serves and door.session is not None and self.gate.knows(seat.name)
 
     @property
@@ -87,7 +87,7 @@ class Fleet:
 
     def gather_moves(self, judge: Judge) -> None:
         for line in self.gate.lines:
-            judge.took_moves("link", line.link.moves())
+            judge.took_moves("link", line.moves())
         for switch in (*self.gate.former, self.gate.switch):
             judge.took_moves("carrying", switch.router.moves())
             judge.took_moves("member", switch.router.fleet.moves())

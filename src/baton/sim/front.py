@@ -15,9 +15,8 @@ from baton.core.engine.orders import AcceptedAs, Cancel, Drain
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.sim.laws import ENDS_AT_ONCE, LawBroken
-from baton.sim.lines import LinkEnd
+from baton.sim.lines import LineEnd
 from baton.wire.engine_messages import FromEngine, ToEngine, decode_from_engine, encode_to_engine
-from baton.wire.link import Link, LinkState
 from baton.wire.request_table import (
     EngineFailed,
     EngineReady,
@@ -43,13 +42,6 @@ class Caller(Protocol):
 
     def lost(self, place: int | None, end: LostEntry) -> None:
         """The instance is gone; None: before it had answered the submission."""
-
-
-class Line(Protocol):
-    @property
-    def is_full(self) -> bool: ...
-
-    def send(self, frame: bytes) -> None: ...
 
 
 class Booking:
@@ -94,7 +86,7 @@ class Counter:
         self.desk = RequestTable()
         self.serves = False
         """Whether the instance has said that it is ready, and is not known to be gone."""
-        self.line: Line | None = None
+        self.line: LineEnd | None = None
         self.former_desks: list[RequestTable] = []
         """Of sessions that were lost."""
         self._pending: dict[int, tuple[Caller, Booking]] = {}
@@ -135,12 +127,9 @@ class Counter:
         while self._outbox and self.line is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
 
-    def knows_another_life(self, acceptor: Link) -> bool:
+    def knows_another_life(self, acceptor: LineEnd) -> bool:
         """Whether an instance has just taken up a session that we are in the middle of, with its former life."""
-        line = self.line
-        if not isinstance(line, LinkEnd) or line.link.session != acceptor.session:
-            return False
-        return line.link.state is LinkState.OPEN
+        return self.line is not None and self.line.session == acceptor.session and self.line.is_open
 
     # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -207,10 +196,12 @@ class Counter:
 
 
 class Front:
-    def __init__(self, instances: int, serving: Sequence[int] | None = None) -> None:
+    """Spreads requests over the instances that take some, one after the other."""
+
+    def __init__(self, counters: Sequence[Counter], serving: Sequence[int] | None = None) -> None:
         """`serving`: those that take requests of clients; None: all do."""
-        self.counters = [Counter(number) for number in range(instances)]
-        self.doors = self.counters if serving is None else [self.counters[number] for number in serving]
+        self.counters = counters
+        self.doors = counters if serving is None else [counters[number] for number in serving]
         self._turn = 0
 
     def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
@@ -228,17 +219,3 @@ class Front:
     @property
     def open_requests(self) -> int:
         return sum(counter.desk.open_requests for counter in self.counters)
-
-
-class OneInstance:
-    """A front end that knows one instance only: for whoever must be served there and nowhere else."""
-
-    def __init__(self, counter: Counter) -> None:
-        self.doors = [counter]
-
-    def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
-        (counter,) = self.doors
-        return counter.submit(group, caller) if counter.can_take else None
-
-    def serving(self) -> dict[int, bool]:
-        return {counter.number: counter.serves for counter in self.doors}

@@ -16,8 +16,7 @@ from baton.core.routing.events import Join
 from baton.sim.faults import Fault
 from baton.sim.instance import Instance
 from baton.sim.laws import ENDS_AT_ONCE, FORGOTTEN, LINE_BOUND, LawBroken
-from baton.sim.lines import initiator
-from baton.sim.network import Network
+from baton.sim.lines import Lines
 from baton.sim.world import Alarm, Host
 from baton.wire.engine_messages import (
     Failed,
@@ -30,7 +29,6 @@ from baton.wire.engine_messages import (
     encode_to_engine,
 )
 from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
-from baton.wire.link import LinkConfig
 from baton.wire.router_messages import FromInstance, decode_from_router, encode_membership
 
 ROUTER = "router"
@@ -54,21 +52,21 @@ def join_of(life: Instance, role: Role, draining: bool = False) -> Join:
         name=InstanceName(life.host.name),
         incarnation=life.life + 2,  # so that there can always have been one before it
         role=role.name,
-        fingerprint=life.fingerprint,
+        fingerprint=life.executor.fingerprint,
         url="",
         peer_address=life.host.name if role.gives else "",
         slots=config.slots,
         blocks=config.blocks,
         block_size=config.block_size,
         context_tokens=worker.config.sequence_tokens_max,
-        vocabulary=life.vocabulary,
+        vocabulary=life.executor.vocabulary,
         pid=0,
         draining=draining,
     )
 
 
 class Member:
-    def __init__(self, front: Host, network: Network, life: Instance, link: LinkConfig, grace_us: int) -> None:
+    def __init__(self, front: Host, lines: Lines, life: Instance, grace_us: int) -> None:
         self.life = life
         self.relay = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
         self.serves = False
@@ -77,7 +75,7 @@ class Member:
         self.when_told: Callable[[SessionEffects], None] | None = None
         self._front = front
         ends = line_names(life.spec.number)
-        self.line = initiator(front, network, *ends, self, link, life.life * SESSIONS_A_LIFE + 1)
+        self.line = lines.initiator(front, *ends, self, life.life * SESSIONS_A_LIFE + 1)
         self._outbox: deque[bytes] = deque()
         self._running: set[int] = set()
         """What the engine has accepted, and neither ended nor was told to."""
@@ -191,7 +189,7 @@ class Member:
         if out.neighbours is not None:
             self._order(Peers(out.neighbours))
         if out.turned_away is not None:
-            self.line.reset(self.line.link.session, out.turned_away)
+            self.line.reset(self.line.session, out.turned_away)
         if out.drain and not self.drains:
             self.drains = True
             self._order(Drain())
@@ -213,7 +211,7 @@ class Member:
         self._carry_out(self.relay.tick(self._front.world.now_us))
 
     def _say(self, message: FromInstance) -> None:
-        if self.line.link.session is None:
+        if self.line.session is None:
             return
         self._outbox.append(encode_membership(message))
         self._post()
@@ -221,7 +219,7 @@ class Member:
             raise LawBroken(LINE_BOUND, f"{len(self._outbox)} messages wait at {self.life.host.name} for the router")
 
     def _post(self) -> None:
-        while self._outbox and self.line.link.session is not None and not self.line.is_full:
+        while self._outbox and self.line.session is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
         if self._outbox:
             self._front.world.fire(Fault.LINE_FULL, self.life.host.name)

@@ -17,14 +17,12 @@ from baton.core.routing.events import Instance, Join
 from baton.sim.faults import Fault
 from baton.sim.gate import Gate
 from baton.sim.laws import FENCED, LawBroken
-from baton.sim.lines import initiator
+from baton.sim.lines import Lines
 from baton.sim.member import line_names
-from baton.sim.network import Network
 from baton.sim.world import Host, World
 from baton.wire.engine_messages import RefusedWith, StepOutput, refused
 from baton.wire.heartbeats import NO_GAUGES
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
-from baton.wire.link import LinkConfig
 from baton.wire.router_messages import (
     Beat,
     FromInstance,
@@ -42,13 +40,13 @@ TOLD_WITHIN_US = 5_000_000
 class OldLife:
     """A process that a later one of the same name has replaced, and that was never told: it was cut off, or asleep."""
 
-    def __init__(self, world: World, network: Network, gate: Gate, join: Join, number: int, link: LinkConfig) -> None:
+    def __init__(self, world: World, lines: Lines, gate: Gate, join: Join, number: int) -> None:
         self.host = Host(world, f"old life {number}")
         self._gate = gate
         self._join = join
         self.relay = InstanceSessions(join)
         self._outbox: deque[bytes] = deque()
-        self.line = initiator(self.host, network, *line_names(number), self, link)
+        self.line = lines.initiator(self.host, *line_names(number), self)
 
     def come_back(self) -> None:
         self.line.open()
@@ -87,12 +85,12 @@ class OldLife:
             raise LawBroken(FENCED, f"{self._join.name}, life {self._join.incarnation}, was not fenced: {out.turned_away}")
 
     def _say(self, message: FromInstance) -> None:
-        if self.line.link.session is not None:
+        if self.line.session is not None:
             self._outbox.append(encode_membership(message))
             self._post()
 
     def _post(self) -> None:
-        while self._outbox and self.line.link.session is not None and not self.line.is_full:
+        while self._outbox and self.line.session is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
 
 
