@@ -27,6 +27,8 @@ from rich.console import Console
 
 from baton.bench.stats import median
 from baton.core.config import DECODE, PREFILL, Role, WorkerConfig
+from baton.core.engine.gauges import PeerTraffic
+from baton.core.engine.orders import Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
@@ -39,7 +41,7 @@ from baton.kv.transfer_contract import KvLayout, KvMemory
 from baton.node.engine import EngineLoop
 from baton.node.inbox import Broken, Inbox
 from baton.node.kv_transfers import TransferOrder, Transfers
-from baton.wire.engine_messages import PeerTraffic, StepOutput, decode_from_engine, encode_to_engine, submit
+from baton.wire.engine_messages import StepOutput, decode_from_engine, encode_to_engine
 from benchmarks.runner import Columns, Voice, table_of
 
 GIVER, TAKER = PeerId("giver"), PeerId("taker")
@@ -233,7 +235,7 @@ class Pair:
         prompt = frozen_tokens(draws.integers(10, self.executor.vocabulary, prompt_tokens))
         asked = Submission(RequestId(str(self.asked)), prompt, Sampling(seed=0, temperature=0.0), 1)
         began_s = time.monotonic()
-        self.taker.front.send(encode_to_engine(submit(self.asked, [asked])))
+        self.taker.front.send(encode_to_engine(Submit(self.asked, (asked,))))
         ended_s, left_bytes = self.executor.firsts.get(timeout=ANSWER_S)
         while True:
             message = decode_from_engine(self.taker.front.recv())

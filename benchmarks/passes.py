@@ -38,10 +38,11 @@ from rich.table import Table
 from baton.bench.machine import OtherLoad, other_load
 from baton.bench.stats import median, percentile
 from baton.core.config import BringBack, ReservePolicy, TierConfig, WorkerConfig
+from baton.core.engine.gauges import SchedulerGauges, StoreTraffic
+from baton.core.engine.orders import Submit
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.records import SchedulerGauges
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Deliver, Effect, Event, Launch, Orphaned, StepDone, Submitted, Tick, Worker
+from baton.core.engine.worker import Deliver, Effect, Event, Launch, Orphaned, StepDone, Tick, Worker
 from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import ExecutorShape
 from baton.executor.counting import STOP_TOKEN, CountingExecutor
@@ -53,7 +54,6 @@ from baton.node.engine_setup import PacedExecutor
 from baton.node.gc_pauses import spare_what_is_there
 from baton.node.inbox import Inbox
 from baton.node.kv_storage import Storage
-from baton.wire.engine_messages import StoreTraffic
 from benchmarks.options import JsonFile, StoreFolder
 from benchmarks.runner import (
     MeasurementFailed,
@@ -260,7 +260,7 @@ class Engine:
             prompt = frozen_tokens(np.random.default_rng([1, which]).integers(10, VOCABULARY, size=options.prompt_tokens))
             sampling = Sampling(seed=0, temperature=0.0, stop_token_ids=(STOP_TOKEN,))
             submission = Submission(RequestId(str(self._sent)), prompt, sampling, options.answer_tokens)
-            self.worker.handle(Submitted(self._sent, (submission,)), monotonic_us())
+            self.worker.handle(Submit(self._sent, (submission,)), monotonic_us())
             self._sent += 1
 
     def _read(self) -> None:

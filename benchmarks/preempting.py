@@ -19,12 +19,11 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from baton.bench.scheduler import one_step
+from baton.bench.scheduler import InstantEngine
 from baton.bench.stats import median
 from baton.core.config import WorkerConfig
-from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Submitted, Worker
+from baton.core.engine.worker import Worker
 from baton.core.errors import InvariantViolated
 
 BLOCK_SIZE = 16
@@ -94,22 +93,22 @@ def windows_of(rows: int, steps: int) -> int:
 
 def _time_window(rows: int, window: int, *, is_full: bool) -> tuple[list[float], list[int]]:
     """Of each of `window` steps: microseconds, and how many requests yielded in it."""
-    worker = _loaded_worker(rows + window // 2 if is_full else rows, is_full=is_full)
+    engine = _loaded_engine(rows + window // 2 if is_full else rows, is_full=is_full)
     for _ in range(WARM_UP_STEPS):
-        one_step(worker)
-    while is_full and not _preemptions(worker):
-        one_step(worker)
-    totals = [_preemptions(worker)]
+        engine.step()
+    while is_full and not _preemptions(engine.worker):
+        engine.step()
+    totals = [_preemptions(engine.worker)]
     spent_us = []
     for _ in range(window):
         began = time.thread_time_ns()  # a ratio must not change when somebody else takes the core
-        one_step(worker)
+        engine.step()
         spent_us.append((time.thread_time_ns() - began) / 1000)
-        totals.append(_preemptions(worker))
+        totals.append(_preemptions(engine.worker))
     return spent_us, [after - before for before, after in pairwise(totals)]
 
 
-def _loaded_worker(rows: int, *, is_full: bool) -> Worker:
+def _loaded_engine(rows: int, *, is_full: bool) -> InstantEngine:
     """All rows decode, and reach the end of a block one after the other. A full pool lasts for the warm-up."""
     lengths = [max(BLOCK_SIZE, rows * 3 // 4 - 64) + row % BLOCK_SIZE for row in range(rows)]
     held = sum(-(-length // BLOCK_SIZE) for length in lengths)
@@ -120,16 +119,16 @@ def _loaded_worker(rows: int, *, is_full: bool) -> Worker:
         # Nothing is kept, so that the pool can be filled to the last block; the ratio is still worked out each time.
         ratio_initial=0.0, ratio_floor=0.0,
     )  # fmt: skip
-    worker = Worker(config, PrefixIndex(b"bench", b"bench", config.blocks))
+    engine = InstantEngine(config)
     draws = np.random.default_rng(0)
     sampling = Sampling(seed=0, temperature=0.0, stop_token_ids=(2,))
     for number, length in enumerate(lengths):
         prompt = frozen_tokens(draws.integers(1000, size=length))
-        worker.handle(Submitted(number, (Submission(RequestId(str(number)), prompt, sampling, ANSWER_TOKENS),)), 0)
-    one_step(worker)
-    if worker.gauges().waiting:
-        raise InvariantViolated(f"{worker.gauges().waiting} requests did not fit the pool that was made for them")
-    return worker
+        engine.submit(Submission(RequestId(str(number)), prompt, sampling, ANSWER_TOKENS))
+    engine.step()
+    if waiting := engine.worker.gauges().waiting:
+        raise InvariantViolated(f"{waiting} requests did not fit the pool that was made for them")
+    return engine
 
 
 def _preemptions(worker: Worker) -> int:

@@ -12,7 +12,7 @@ What a path costs, and how it is charged:
                  it, so this overstates what a cheaper pass can save
     a step       the roofline
     blocks, order, waiting: the schedulers themselves, nothing is charged for them
-    KV           as `sim.carrying` says
+    KV           as `sim.lanes` says
 
 A third run shows what it would take: the general path with so much time lost in each of the giver's passes that the short
 path gains in total time what was reported. How much that is says what the original's general path must have lost, whatever

@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Fault, Gauges, Sink, TokenLogprob
+from baton.api.engine import Burst, Ended, EngineDead, EngineInfo, Gauges, Sink, TokenLogprob
 from baton.api.original_request import Origin
+from baton.core.engine.ended import Bill
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal, Refused
+from baton.core.handover.faults import PdFault
 
 Script = Callable[[Submission], Sequence[int]]
 
@@ -112,18 +115,21 @@ class ScriptedEngine:
         self.cached_tokens = 0
         self.bill: Callable[[Submission], Bill] = lambda _: Bill()
         self.gauges = Gauges(
-            running=2,
-            waiting=1,
-            blocks={"free": 192, "evictable": 0, "running": 64},
-            prefix_queries=7,
-            preemptions={"growth": 3},
+            SchedulerGauges(
+                running=2,
+                waiting=1,
+                free_blocks=192,
+                running_blocks=64,
+                prefix_queries=7,
+                preemptions_for_others=3,
+                recomputed_tokens=41,
+                chunk_prefill_unsatisfied=5,
+                reserve_ratio=0.25,
+            ),
             victim_policy="newest",
-            recomputed_tokens=41,
-            chunk_prefill_unsatisfied=5,
-            reserve_ratio=0.25,
         )
         self.reason: FinishReason | None = None
-        self.fault: Callable[[Submission], Fault | None] = lambda _: None
+        self.fault: Callable[[Submission], PdFault | None] = lambda _: None
         """Whose attempt ends after the script, and how."""
         self.faults_come_alone = False
         """Else with the last tokens."""

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from baton.api.engine import Bill
+from baton.core.engine.ended import Bill
 from baton.core.engine.request import Submission
 from tests.api.conftest import Served
 from tests.api.engine import ScriptedEngine
@@ -19,10 +19,10 @@ BILL = Bill(
     restored_tokens=64,
     preemptions=2,
     attempts=1,
-    queue_ms=1.5,
-    prefill_ms=2.5,
-    transfer_ms=0.5,
-    decode_ms=30.0,
+    queue_us=1500,
+    prefill_us=2500,
+    transfer_us=500,
+    decode_us=30_000,
 )
 AS_JSON = {
     "cached_tokens": 3,
@@ -108,7 +108,8 @@ def test_an_answer_cut_by_a_stop_string_has_its_bill_and_nothing_after_the_cut(
 def test_of_several_choices_counts_are_summed_and_the_longest_times_told(served: Served, engine: ScriptedEngine) -> None:
     def bill(submission: Submission) -> Bill:
         choice = submission.sampling.choice
-        return Bill(1, 10 + choice, choice, 16, 1, 1, queue_ms=5.0 - choice, prefill_ms=choice, transfer_ms=0, decode_ms=9.0)
+        times = {"queue_us": 5000 - 1000 * choice, "prefill_us": 1000 * choice, "decode_us": 9000}
+        return Bill(1, 10 + choice, choice, 16, 1, attempts=1, **times)
 
     engine.bill = bill
     usage = served.complete(prompt=["a", "b"], n=2, baton_usage=True).json()["usage"]

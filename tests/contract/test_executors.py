@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -158,7 +159,7 @@ def test_tokens_do_not_depend_on_batch_chunks_or_steps_in_flight(
 
 def test_log_probabilities_that_were_asked_for_come_as_the_wire_takes_them(make_with_kv: Callable[[], Executor]) -> None:
     planner = Planner(make_with_kv())
-    planner.add(PROMPTS[0], 3, sampling=replace(GREEDY, logprobs=2))
+    planner.add(PROMPTS[0], 3, sampling=msgspec.structs.replace(GREEDY, logprobs=2))
     planner.run()
     reported = [line for result in planner.results for line in result.logprobs]
     assert len(reported) == 3

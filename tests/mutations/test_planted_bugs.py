@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
+from baton.core.engine.passes import GeneralPass
 from baton.core.engine.plan import Int64s, StepResult
-from baton.core.engine.records import Flight
-from baton.core.engine.running_set import StepBuilder
-from baton.core.engine.scheduler import Scheduler
+from baton.core.engine.settling import StepSettling
 from baton.core.engine.slots import PAD, Slots
+from baton.core.engine.step_builder import StepBuilder
+from baton.core.engine.step_rows import InFlightStep
 from baton.core.errors import BatonError
 from tests.core.engine import test_preemption, test_reserve, test_scheduler
 from tests.laws.test_preemption_laws import Machine
@@ -53,13 +54,13 @@ def count_the_asker_in_its_own_reserve(patch: Patch) -> None:
 
 
 def decay_only_when_something_ran(patch: Patch) -> None:
-    before = patch.original("_note_pass")
+    before = patch.original("GeneralPass._note")
 
-    def note_pass(self: Scheduler, step: StepBuilder) -> None:
+    def note(self: GeneralPass, step: StepBuilder) -> None:
         if step.chunks or len(step.decodes.slots):
             before(self, step)
 
-    patch.set("_note_pass", note_pass)
+    patch.set("GeneralPass._note", note)
 
 
 def match_the_padding_of_stop_ids(patch: Patch) -> None:
@@ -74,10 +75,10 @@ def match_the_padding_of_stop_ids(patch: Patch) -> None:
 def cache_what_a_broken_chunk_left(patch: Patch) -> None:
     before = patch.original("_split_broken")
 
-    def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
-        self._note_chunks(flight, live)
-        sound, broken = before(self, flight, result, live)
-        self._name_full_blocks(flight.crew.slots[broken])
+    def split(self: StepSettling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        self._note_chunks(step, live)
+        sound, broken = before(self, step, result, live)
+        self._running.publish_full_blocks(step.rows.slots[broken])
         return sound, broken
 
     patch.set("_split_broken", split)

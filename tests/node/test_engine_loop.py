@@ -12,6 +12,8 @@ import pytest
 import zmq
 
 from baton.core.config import DECODE, Role, TierConfig, WorkerConfig
+from baton.core.engine.gauges import PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.orders import AcceptedAs, Submit, TellNames
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import KEY_BYTES, PrefixIndex
 from baton.core.engine.worker import Worker
@@ -25,20 +27,14 @@ from baton.node.inbox import Broken, Inbox
 from baton.node.kv_storage import Storage
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import (
-    AcceptedAs,
     Failed,
     FromEngine,
     Peers,
-    PeerTraffic,
     Pulse,
     Ready,
     StepOutput,
-    StoreTraffic,
-    TellNames,
-    WireGauges,
     decode_from_engine,
     encode_to_engine,
-    submit,
 )
 from tests.support.driver import submission
 
@@ -154,12 +150,12 @@ class Bench:
             self.death = error
 
     def ask(self, prompt: list[int], tokens: int) -> None:
-        self.front.send(encode_to_engine(submit(1, [submission(prompt, tokens)])))
+        self.front.send(encode_to_engine(Submit(1, (submission(prompt, tokens),))))
 
     def hear(self) -> FromEngine:
         return decode_from_engine(self.front.recv())
 
-    def gauges(self) -> WireGauges:
+    def gauges(self) -> SchedulerGauges:
         """The next that the front end is told."""
         while not isinstance(message := self.hear(), StepOutput):
             pass

@@ -14,30 +14,31 @@ from collections.abc import AsyncIterator, Iterator
 import httpx2 as httpx
 import pytest
 
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, Submit, TellNames
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason, frozen_tokens
+from baton.core.routing.events import Join
 from baton.node import router_membership as joining_module
 from baton.node.engine import monotonic_us
 from baton.node.router_membership import Fenced, Membership, RouterAt
 from baton.node.sealed_connection import UNREAD_BYTES_MAX
 from baton.node.service import default_name
-from baton.wire.engine_messages import AcceptedAs, Cancel, Drain, Peers, Pulse, Submit, TellNames, ToEngine
-from baton.wire.instance_sessions import (
+from baton.wire.engine_messages import Peers, Pulse, ToEngine
+from baton.wire.heartbeats import NO_GAUGES
+from baton.wire.held_choices import (
     CHOICES_MAX,
     ENDED_BYTES_MAX,
     ENDED_CHOICES_MAX,
+    FIRST_ROUTED_TICKET,
     GROUP_BYTES_MAX,
-    NO_GAUGES,
-    RELAY_TICKETS,
-    Relay,
 )
+from baton.wire.instance_sessions import InstanceSessions
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,
     HELD_GROUPS_MAX,
     Beat,
     Forget,
     HeldGroup,
-    Join,
     Leaving,
     Neighbours,
     Settled,
@@ -80,7 +81,9 @@ class Member:
     def __init__(self, port: int) -> None:
         self.engine = QuietEngine()
         self.drained = asyncio.Event()
-        self.membership = Membership("d1", RouterAt("127.0.0.1", port, KEY), Relay(JOIN), self.engine, self.drained.set)
+        self.membership = Membership(
+            "d1", RouterAt("127.0.0.1", port, KEY), InstanceSessions(JOIN), self.engine, self.drained.set
+        )
         self.running = asyncio.create_task(self.membership.run())
 
     async def go(self) -> None:
@@ -129,7 +132,7 @@ async def test_what_the_router_orders_reaches_the_engine(router: RouterSide) -> 
         router.place(3, ask("r", 5))
         await one.engine.until(Peers(("127.0.0.1:1",)))
         await asyncio.wait_for(_submitted(one.engine), DEADLINE_S)
-        one.membership.take(AcceptedAs(RELAY_TICKETS, (9,)))
+        one.membership.take(AcceptedAs(FIRST_ROUTED_TICKET, (9,)))
         assert await router.next(AcceptedAs) == AcceptedAs(3, (9,))
         assert one.membership.open_requests == 1
         router.say(Cancel(9), Cancel(10))
@@ -239,7 +242,7 @@ async def test_what_a_lost_router_asked_for_is_kept_for_its_grace_and_no_longer(
         await router.next(Settled)
         router.place(1, ask("r", 5))
         await _submitted(one.engine)
-        one.membership.take(AcceptedAs(RELAY_TICKETS, (9,)))
+        one.membership.take(AcceptedAs(FIRST_ROUTED_TICKET, (9,)))
         await router.next(AcceptedAs)
         assert Cancel(9) not in one.engine.orders
     await one.engine.until(Cancel(9))

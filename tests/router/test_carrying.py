@@ -196,7 +196,7 @@ def test_a_client_that_leaves_the_queue_is_gone_from_it(fleet: Fleet) -> None:
     with asking(fleet.served):
         wait_until(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
     wait_until(lambda: fleet.do(lambda: fleet.router.waiting) == 0)
-    assert fleet.do(lambda: fleet.engine.open_bodies) == 0
+    assert fleet.do(lambda: fleet.engine.open_requests) == 0
 
 
 def test_a_queued_request_can_be_cancelled_by_its_id(fleet: Fleet) -> None:
@@ -212,7 +212,7 @@ def test_a_client_that_hangs_up_cancels_at_the_instance(fleet: Fleet) -> None:
     member = fleet.add("a", allowed=5)
     with asking(fleet.served, stream=True):
         wait_until(lambda: member.given >= 5)
-    wait_until(lambda: fleet.do(lambda: fleet.engine.open_bodies) == 0)
+    wait_until(lambda: fleet.do(lambda: fleet.engine.open_requests) == 0)
     member.allowed = None
     wait_until(lambda: fleet.do(lambda: member.worker.is_idle))
 
@@ -238,7 +238,7 @@ def test_a_reader_that_does_not_read_costs_no_more_than_its_own_tokens(fleet: Fl
         assert ask(fleet.served, False).status == 200
         events = data_of(finished(slow))
     assert events[-1] == "[DONE]"
-    wait_until(lambda: fleet.do(lambda: fleet.engine.open_bodies) == 0)
+    wait_until(lambda: fleet.do(lambda: fleet.engine.open_requests) == 0)
 
 
 def test_drain_moves_nothing_and_gives_nothing_new(fleet: Fleet) -> None:

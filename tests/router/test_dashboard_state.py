@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 
 from baton.api.original_request import Origin
-from baton.core.engine.records import Bill
+from baton.core.engine.ended import Bill
+from baton.core.engine.gauges import SchedulerGauges, StorageGauges
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import (
-    Body,
     Declined,
     Delivered,
-    Facts,
     FleetChanged,
     Instance,
-    Ledger,
+    Join,
     Noted,
     Orphan,
     OrphanDropped,
     Outcome,
     Stage,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.router import dashboard_state as state
 from baton.router import timeline as lanes
 from baton.router.dashboard_state import RouterState
@@ -37,33 +37,41 @@ from baton.router.timeline import Lane
 S = 1_000_000
 
 
-LEDGER = Ledger(free=90, evictable=4, used=3, leased=2, receiving=1, leaving=5, host_blocks=40, host_used=7)
+LEDGER = SchedulerGauges(
+    free_blocks=90,
+    evictable_blocks=4,
+    running_blocks=3,
+    leased_blocks=2,
+    receiving_blocks=1,
+    leaving_blocks=5,
+    storage=StorageGauges(host_rows=40, host_used=7),
+)
 
 
 @dataclass
 class View:
-    facts: Facts
-    ledger: Ledger = LEDGER
+    facts: Join
+    ledger: SchedulerGauges = LEDGER
     state: str = "ready"
     open: int = 0
 
 
 def view(name: str = "d1", incarnation: int = 1, **changes: Any) -> View:
-    facts = Facts(Instance(name), incarnation, "decode", b"", "http://127.0.0.1:1", "", 8, 100, 16, 1024, 257, 4321)
+    facts = Join(Instance(name), incarnation, "decode", b"", "http://127.0.0.1:1", "", 8, 100, 16, 1024, 257, 4321)
     return View(facts, **changes)
 
 
 def noted(stage: Stage, where: str | None, at_us: int, why: str = "", body: int = 1, choice: int = 0) -> Noted:
-    return Noted(Body(body), choice, stage, None if where is None else Instance(where), at_us, why)
+    return Noted(RequestNumber(body), choice, stage, None if where is None else Instance(where), at_us, why)
 
 
 def delivered(tokens: int, body: int = 1, choice: int = 0, end: FinishReason | None = None) -> Delivered:
     outcome = None if end is None else Outcome(end, tokens, Bill())
-    return Delivered(Body(body), choice, [7] * tokens, None, None, outcome)
+    return Delivered(RequestNumber(body), choice, [7] * tokens, None, None, outcome)
 
 
 def asked(router: RouterState, body: int = 1, at_us: int = 0, choices: int = 1) -> None:
-    router.asked(Body(body), f"r{body}", "/v1/completions", 12, choices, at_us)
+    router.asked(RequestNumber(body), f"r{body}", "/v1/completions", 12, choices, at_us)
 
 
 def shown(router: RouterState, since: int = 0, epoch: str | None = None, now_us: int = 100 * S) -> Any:
@@ -182,7 +190,7 @@ def test_each_choice_has_its_own_lane_and_the_request_ends_with_the_last() -> No
 def test_a_declined_request_ends_with_the_reason() -> None:
     router = RouterState(0)
     asked(router, choices=2)
-    router.take(Declined(Body(1), Refusal(RefusalCode.QUEUE_FULL, "full")), 1 * S)
+    router.take(Declined(RequestNumber(1), Refusal(RefusalCode.QUEUE_FULL, "full")), 1 * S)
     [request] = shown(router)["requests"]
     assert [lane["finish"] for lane in request["lanes"]] == ["declined: queue_full"] * 2
 
@@ -191,18 +199,18 @@ def test_a_request_of_a_router_that_was_lost_is_shown_as_the_one_it_was() -> Non
     router = RouterState(0)
     origin = Origin("/v1/completions", b"{}", "", "the-one", 1, 2).encode()
     router.take(noted(Stage.RESUMED, "d1", 1 * S), 1 * S)
-    router.take(Orphan(Body(1), origin, ((5, 6, 7), None), ((), ()), (None, None), (None, None)), 1 * S)
+    router.take(Orphan(RequestNumber(1), origin, ((5, 6, 7), None), ((), ()), (None, None), (None, None)), 1 * S)
     router.take(delivered(1), 2 * S)
     router.take(delivered(1, choice=1, end=FinishReason.STOP), 3 * S)
     [request] = shown(router)["requests"]
     assert (request["id"], request["choices"], request["prompt_tokens"]) == ("the-one", 2, None)
     assert [(lane["tokens"], lane["first_us"]) for lane in request["lanes"]] == [(4, None), (1, None)]
     assert stages(router) == [("resumed", "d1"), ("decode", "d1")]
-    router.take(OrphanDropped(Body(1)), 4 * S)
+    router.take(OrphanDropped(RequestNumber(1)), 4 * S)
     [request] = shown(router)["requests"]
     assert [lane["finish"][:7] for lane in request["lanes"]] == ["dropped", "stop"]
 
-    router.take(Orphan(Body(2), b"no origin", ((),), ((),), (None,), (None,)), 1 * S)
+    router.take(Orphan(RequestNumber(2), b"no origin", ((),), ((),), (None,), (None,)), 1 * S)
     assert [request["body"] for request in shown(router)["requests"]] == [1]
 
 

@@ -85,7 +85,7 @@ def test_what_nobody_comes_back_for_is_cancelled_after_the_grace(hasty: Fleet) -
     member = hasty.add("a", allowed=5)
     with asking(hasty.served, headers=KEY, stream=True):
         wait_until(lambda: member.given >= 5)
-    wait_until(lambda: hasty.do(lambda: hasty.engine.open_bodies) == 0)
+    wait_until(lambda: hasty.do(lambda: hasty.engine.open_requests) == 0)
     member.allowed = None
     with asking(hasty.served, headers=KEY, stream=True) as again:
         assert finished(again).status == 200

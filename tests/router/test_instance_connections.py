@@ -10,8 +10,8 @@ import pytest
 from baton.core.routing.events import RouterConfig
 from baton.core.routing.router import Router
 from baton.node.sealed_connection import Line, LineEnd, Stage, call
-from baton.router.instance_connections import Sessions
-from baton.wire.router_sessions import Switch
+from baton.router.instance_connections import InstanceConnections
+from baton.wire.router_sessions import RouterSessions
 
 KEY = b"k" * 32
 DEADLINE_S = 20.0
@@ -29,7 +29,7 @@ class Silent:
 
 async def test_who_says_nothing_is_hung_up_although_nothing_else_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.wire.router_sessions.JOIN_US", 50_000)
-    sessions = Sessions(Switch(Router(RouterConfig(), b"secret", 1), "r"), KEY, "r")
+    sessions = InstanceConnections(RouterSessions(Router(RouterConfig(), b"secret", 1), "r"), KEY, "r")
     listener = socket.create_server(("127.0.0.1", 0))
     await sessions.open(listener)
     line = Line(KEY, "instance", Silent(), calls="r")

@@ -151,7 +151,7 @@ def test_one_reader_at_a_time(fleet: Fleet) -> None:
     fleet.join_all()
     with closing(http.client.HTTPConnection("127.0.0.1", fleet.served.port, timeout=20)) as first:
         first.request("GET", "/v1/requests/mine/stream")
-        wait_until(lambda: fleet.do(lambda: fleet.engine.open_bodies) == 1)
+        wait_until(lambda: fleet.do(lambda: fleet.engine.open_requests) == 1)
         assert (resume(fleet, "").status, resume(fleet, "").error["code"]) == (409, "still_read")
         member.allowed = None
         assert data_of(finished(first))[-1] == "[DONE]"

@@ -6,41 +6,29 @@ move, leases without an end, answers of an attempt that is over, releases that r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from baton.core.config import WorkerConfig
+from baton.core.config import PrefillPath, WorkerConfig
+from baton.core.engine.arriving_rows import ArrivingRows, Lease
 from baton.core.engine.blocks import BlockPool, Pin
-from baton.core.engine.decode_scheduler import DecodeScheduler, Lease
+from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import Chunk, Int64s
-from baton.core.engine.prefill_scheduler import PrefillScheduler
 from baton.core.engine.records import Hit, Request, Settled
 from baton.core.engine.request import FinishReason, Phase, Serial, Submission
-from baton.core.engine.running_set import Board
+from baton.core.engine.running_set import RunningSet
+from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.slots import Slots
 from baton.core.engine.worker import Worker
 from baton.core.handover.decode_side import Taken, Taker, Taking
-from baton.core.handover.messages import (
-    Ask,
-    Commit,
-    Decline,
-    Expect,
-    Grant,
-    Handover,
-    Offer,
-    OpenShip,
-    PdCode,
-    PdFault,
-    PeerId,
-    Ship,
-    Tell,
-)
+from baton.core.handover.faults import PdCode, PdFault
+from baton.core.handover.messages import Ask, Commit, Decline, Expect, Grant, Handover, Offer, OpenShip, PeerId, Ship, Tell
 from baton.core.handover.prefill_side import Given, Giver, Giving
 from baton.core.handover.protocol import Acts
-from baton.wire import engine_messages as messages
-from baton.wire import peer_messages as peering
 from tests.sim.planted import BUGS, Patch, core, wire
 
 __all__ = ["BUGS"]
@@ -114,12 +102,12 @@ def open_what_was_given_up(patch: Patch) -> None:
 
 @core("what was lent to a transfer is never given back")
 def never_give_back_what_was_lent(patch: Patch) -> None:
-    def give_back(self: Board, serial: Serial) -> None:
-        request = self._requests.get(serial)
+    def unpin(self: RequestEnding, serial: Serial) -> None:
+        request = self._running.requests.get(serial)
         if request is not None and request.phase is not Phase.FINISHED:
-            request.lent = False
+            request.pinned = False
 
-    patch.set("Board.give_back", give_back)
+    patch.set("RequestEnding.unpin", unpin)
 
 
 @core("blocks are sent as soon as their step is planned, before it has computed them")
@@ -167,29 +155,30 @@ def forget_to_send_what_was_cached(patch: Patch) -> None:
 
 @core("D says that it has one cached block more than it has")
 def count_one_cached_block_too_many(patch: Patch) -> None:
-    lease_then = patch.original("engine.lease")
+    lease_then = patch.original("ArrivingRows.lease")
 
-    def lease(self: DecodeScheduler, serial: Serial) -> Lease | None:
+    def lease(self: ArrivingRows, serial: Serial) -> Lease | None:
         made = lease_then(self, serial)
         if made is None or not made.first or len(made.blocks) < 2:
             return made
-        return Lease(made.cached_tokens + self.config.block_size, made.first + 1, made.blocks[1:])
+        return Lease(made.cached_tokens + self._running.config.block_size, made.first + 1, made.blocks[1:])
 
-    patch.set("engine.lease", lease)
+    patch.set("ArrivingRows.lease", lease)
 
 
 @core("the KV of later blocks goes where D keeps its cached prefix")
 def land_on_the_cached_prefix(patch: Patch) -> None:
-    lease_then = patch.original("engine.lease")
+    lease_then = patch.original("ArrivingRows.lease")
 
-    def lease(self: DecodeScheduler, serial: Serial) -> Lease | None:
+    def lease(self: ArrivingRows, serial: Serial) -> Lease | None:
         made = lease_then(self, serial)
         if made is None or not made.first:
             return made
-        row = self.slots.blocks(self._slot_of(self._requests[serial]))
+        running = self._running
+        row = running.slots.blocks(running.slot_of(running.requests[serial]))
         return replace(made, blocks=row[made.first - 1 : -1].copy())
 
-    patch.set("engine.lease", lease)
+    patch.set("ArrivingRows.lease", lease)
 
 
 @core("P names its blocks from the first, though D asked for what follows its cached prefix")
@@ -216,7 +205,7 @@ def one_token_for_all(patch: Patch) -> None:
         grant_then(self, entry, lease)
         if entry.grant is None:
             return []
-        entry.grant = replace(entry.grant, token=b"open sesame")
+        entry.grant = msgspec.structs.replace(entry.grant, token=b"open sesame")
         expect = Expect(entry.handover, entry.grant.token, lease.first, lease.blocks)
         return [expect, Tell(entry.handover.peer, entry.grant)]
 
@@ -257,24 +246,24 @@ def never_renew(patch: Patch) -> None:
 
 @core("room that is leased is not kept from newcomers; a lease then takes what decodes need, or finds nothing")
 def book_nothing(patch: Patch) -> None:
-    patch.set("DecodeScheduler._kept", lambda self: super(DecodeScheduler, self)._kept())
+    patch.set("Admission.kept", lambda self: self._promises.kept(self._running.slots))
 
 
 @core("a grant takes what is kept for running requests")
 def grant_beyond_the_reserve(patch: Patch) -> None:
-    lease_then = patch.original("engine.lease")
-    kept_then = patch.original("DecodeScheduler._kept")
+    lease_then = patch.original("ArrivingRows.lease")
+    kept_then = patch.original("Admission.kept")
     leasing: list[bool] = []
 
-    def lease(self: DecodeScheduler, serial: Serial) -> Lease | None:
+    def lease(self: ArrivingRows, serial: Serial) -> Lease | None:
         leasing.append(True)
         try:
             return lease_then(self, serial)
         finally:
             leasing.pop()
 
-    patch.set("engine.lease", lease)
-    patch.set("DecodeScheduler._kept", lambda self: 0 if leasing else kept_then(self))
+    patch.set("ArrivingRows.lease", lease)
+    patch.set("Admission.kept", lambda self: 0 if leasing else kept_then(self))
 
 
 @core("leased blocks are not counted as such")
@@ -298,7 +287,8 @@ def grant_twice(patch: Patch) -> None:
     def offered(self: Taker, peer: PeerId, offer: Offer) -> Acts:
         entry = self._entry(Handover(peer, offer.request, offer.attempt))
         if entry is not None and entry.state in (Taking.GRANTED, Taking.ARRIVING) and entry.grant is not None:
-            row = self._scheduler.slots.blocks(self._scheduler._slot_of(self._scheduler._requests[entry.serial]))
+            running = self._scheduler.running
+            row = running.slots.blocks(running.slot_of(running.requests[entry.serial]))
             first = entry.grant.cached_tokens // self._scheduler.config.block_size
             entry.state = Taking.ASKED
             return self._grant(entry, Lease(entry.grant.cached_tokens, first, row[first:][::-1].copy()))
@@ -331,7 +321,7 @@ def say_nothing_to_late_offers(patch: Patch) -> None:
 
 @core("an offer for which there is no room waits instead of being refused")
 def wait_for_room_with_the_answer(patch: Patch) -> None:
-    patch.set("_refuse", lambda self, entry: [])
+    patch.set("handover._refuse", lambda self, entry: [])
 
 
 @core("P answers a second ask by beginning anew")
@@ -387,8 +377,8 @@ def keep_what_the_dead_asked_for(patch: Patch) -> None:
 @core("when a P is gone, D waits for it until the lease ends")
 def wait_for_the_dead(patch: Patch) -> None:
     def peer_lost(self: Taker, peer: PeerId, _reason: str) -> Acts:
-        self._peers.pop(peer, None)
-        self._scheduler.may_ask = bool(self._peers)
+        self._peers.remove(peer)
+        self._rows.may_ask = bool(self._peers)
         return []
 
     patch.set("Taker._peer_lost", peer_lost)
@@ -400,13 +390,13 @@ def ask_nobody(patch: Patch) -> None:
 
     def peer_lost(self: Taker, peer: PeerId, reason: str) -> Acts:
         acts = lost_then(self, peer, reason)
-        self._scheduler.may_ask = True
+        self._rows.may_ask = True
         return acts
 
     def planned(self: Taker, now_us: int) -> Acts:
         if self._peers:
             return planned_then(self, now_us)
-        self._scheduler.asked()
+        self._rows.asked()
         return []
 
     planned_then = patch.original("Taker.planned")
@@ -452,7 +442,7 @@ def queue_without_bound(patch: Patch) -> None:
 
 @core("a failed transfer is told to nobody; D learns of it when its lease ends")
 def fail_silently(patch: Patch) -> None:
-    decline_then = patch.original("handover._decline")
+    decline_then = patch.original("_decline")
 
     def decline(self: Giver, entry: Given, code: PdCode, reason: str) -> Acts:
         if code is PdCode.NOT_DELIVERED:
@@ -460,7 +450,7 @@ def fail_silently(patch: Patch) -> None:
             return []
         return decline_then(self, entry, code, reason)
 
-    patch.set("handover._decline", decline)
+    patch.set("_decline", decline)
 
 
 # ── tokens and ends ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -468,33 +458,33 @@ def fail_silently(patch: Patch) -> None:
 
 @core("the first token, which P computed, is not delivered")
 def lose_the_first_token(patch: Patch) -> None:
-    adopt_then = patch.original("engine.adopt")
+    adopt_then = patch.original("ArrivingRows.adopt")
 
-    def adopt(self: DecodeScheduler, serial: Serial, commit: Commit, now_us: int) -> Settled:
+    def adopt(self: ArrivingRows, serial: Serial, commit: Commit, now_us: int) -> Settled:
         settled = adopt_then(self, serial, commit, now_us)
         nothing = np.empty(0, dtype=np.int32)
         return replace(settled, serials=settled.serials[:0], counts=nothing, tokens=nothing)
 
-    patch.set("engine.adopt", adopt)
+    patch.set("ArrivingRows.adopt", adopt)
 
 
 @core("the first token comes twice: from P, and again with the request's first step here")
 def deliver_the_first_token_twice(patch: Patch) -> None:
-    adopt_then = patch.original("engine.adopt")
+    adopt_then = patch.original("ArrivingRows.adopt")
 
-    def adopt(self: DecodeScheduler, serial: Serial, commit: Commit, now_us: int) -> Settled:
+    def adopt(self: ArrivingRows, serial: Serial, commit: Commit, now_us: int) -> Settled:
         settled = adopt_then(self, serial, commit, now_us)
         return replace(settled, counts=settled.counts * 2, tokens=np.repeat(settled.tokens, 2))
 
-    patch.set("engine.adopt", adopt)
+    patch.set("ArrivingRows.adopt", adopt)
 
 
 @core("the stop token that P drew is not looked at; the answer goes on after its end")
 def overlook_a_first_stop(patch: Patch) -> None:
-    adopt_then, stops_then = patch.original("engine.adopt"), patch.original("draws_stop")
+    adopt_then, stops_then = patch.original("ArrivingRows.adopt"), patch.original("draws_stop")
     adopting: list[bool] = []
 
-    def adopt(self: DecodeScheduler, serial: Serial, commit: Commit, now_us: int) -> Settled:
+    def adopt(self: ArrivingRows, serial: Serial, commit: Commit, now_us: int) -> Settled:
         adopting.append(True)
         try:
             return adopt_then(self, serial, commit, now_us)
@@ -504,42 +494,43 @@ def overlook_a_first_stop(patch: Patch) -> None:
     def draws_stop(self: Slots, rows: Int64s, tokens: np.ndarray) -> np.ndarray:
         return np.zeros(len(rows), dtype=np.bool_) if adopting else stops_then(self, rows, tokens)
 
-    patch.set("engine.adopt", adopt)
+    patch.set("ArrivingRows.adopt", adopt)
     patch.set("draws_stop", draws_stop)
 
 
 @core("KV that is still arriving is named for the cache, spoilt or not")
 def name_what_has_not_been_verified(patch: Patch) -> None:
-    arriving_then = patch.original("engine.arriving")
+    arriving_then = patch.original("ArrivingRows.arriving")
 
-    def arriving(self: DecodeScheduler, serial: Serial) -> None:
+    def arriving(self: ArrivingRows, serial: Serial) -> None:
         arriving_then(self, serial)
-        slot = self._slot_of(self._requests[serial])
-        self.slots.computed[slot] = len(self._requests[serial].submission.prompt)
-        self._name_full_blocks(np.array([slot], dtype=np.int64))
+        running, request = self._running, self._running.requests[serial]
+        slot = running.slot_of(request)
+        running.slots.computed[slot] = len(request.submission.prompt)
+        running.publish_full_blocks(np.array([slot], dtype=np.int64))
 
-    patch.set("engine.arriving", arriving)
+    patch.set("ArrivingRows.arriving", arriving)
 
 
 @core("the siblings of a request that was handed over are forgotten")
 def leave_the_siblings_behind(patch: Patch) -> None:
-    adopt_then = patch.original("engine.adopt")
+    adopt_then = patch.original("ArrivingRows.adopt")
 
-    def adopt(self: DecodeScheduler, serial: Serial, commit: Commit, now_us: int) -> Settled:
-        request = self._requests[serial]
+    def adopt(self: ArrivingRows, serial: Serial, commit: Commit, now_us: int) -> Settled:
+        request = self._running.requests[serial]
         followers, request.followers = request.followers, []
-        self._held_back -= len(followers)
+        self._queue._held_back -= len(followers)
         return adopt_then(self, serial, commit, now_us)
 
-    patch.set("engine.adopt", adopt)
+    patch.set("ArrivingRows.adopt", adopt)
 
 
 @core("a failed hand-over ends the request, though it was to go on here")
 def give_up_instead_of_resuming(patch: Patch) -> None:
     init_then = patch.original("Taker.__init__")
 
-    def init(self: Taker, config: WorkerConfig, scheduler: DecodeScheduler, secret: bytes) -> None:
-        init_then(self, config, scheduler, secret)
+    def init(self: Taker, config: WorkerConfig, scheduler: Scheduler, rows: ArrivingRows, secret: bytes) -> None:
+        init_then(self, config, scheduler, rows, secret)
         self._resumes = False
 
     patch.set("Taker.__init__", init)
@@ -557,8 +548,8 @@ def reschedule_without_a_fault(patch: Patch) -> None:
 
 @core("the time that a failed attempt took is on nobody's bill")
 def bill_no_failed_attempt(patch: Patch) -> None:
-    def charge(self: DecodeScheduler, request: Request, now_us: int) -> None:
-        request.since_us = now_us
+    def charge(self: ArrivingRows, request: Request) -> None:
+        request.since_us = self._running.now_us
 
     patch.set("_charge_wait", charge)
 
@@ -575,7 +566,7 @@ def compute_before_the_grant(patch: Patch) -> None:
         acts = advance_then(self, now_us)
         for entry in self._open.values():
             if entry.state is Giving.OFFERED and entry.serial is not None:
-                self._scheduler.begin(entry.serial)
+                self._held.begin(entry.serial)
         return acts
 
     def once(begin_then: Any) -> Any:
@@ -587,85 +578,76 @@ def compute_before_the_grant(patch: Patch) -> None:
         return begin
 
     patch.set("Giver.advance", advance)
-    patch.set("PrefillScheduler.begin", once(patch.original("PrefillScheduler.begin")))
-    patch.set("GeneralPrefillScheduler.begin", once(patch.original("GeneralPrefillScheduler.begin")))
+    patch.set("PrefillsWithBlocks.begin", once(patch.original("PrefillsWithBlocks.begin")))
+    patch.set("PrefillsForQueue.begin", once(patch.original("PrefillsForQueue.begin")))
 
 
 @core("on the short path cached blocks are used without being held")
 def use_cached_blocks_unheld(patch: Patch) -> None:
-    occupy_then = patch.original("_occupy")
+    occupy_then = patch.original("RunningSet.occupy")
 
-    def occupy(self: Board, request: Request, hit: Hit, move: Any) -> int:
+    def occupy(self: RunningSet, request: Request, hit: Hit, move: Any) -> int:
         slot = occupy_then(self, request, hit, move)
-        if isinstance(self, PrefillScheduler) and len(hit.blocks):
+        if self.config.role.gives and self.config.prefill_path is PrefillPath.SHORT and len(hit.blocks):
             self.pool.drop(hit.blocks)
         return slot
 
-    patch.set("_occupy", occupy)
+    patch.set("RunningSet.occupy", occupy)
 
 
 @core("a prefill that was stopped keeps its place among those to be computed")
 def prefill_what_was_stopped(patch: Patch) -> None:
-    stop_then = patch.original("_order_stop")
+    stop_then = patch.original("RunningSet.order_stop")
 
-    def order_stop(self: Any, request: Request, move: Any) -> None:
-        slot = self._slot_of(request)
-        kept = slot in self._prefilling and self.config.role.gives
+    def order_stop(self: RunningSet, request: Request, move: Any) -> None:
+        slot = self.slot_of(request)
+        kept = slot in self.prefilling and self.config.role.gives
         stop_then(self, request, move)
         if kept:
-            self._prefilling.append(slot)
+            self.prefilling.append(slot)
 
-    patch.set("_order_stop", order_stop)
+    patch.set("RunningSet.order_stop", order_stop)
 
 
 # ── wire ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _said_otherwise(patch: Patch, kind: type[Any], alter: Callable[[Any], Any]) -> None:
+    """Let the codec change every message of a kind on its way."""
+    sayable_then = patch.original("_sayable")
+    patch.set("_sayable", lambda message: sayable_then(alter(message) if isinstance(message, kind) else message))
+
+
+def _asked_otherwise(patch: Patch, alter: Callable[[Submission], Submission]) -> None:
+    _said_otherwise(patch, Ask, lambda ask: msgspec.structs.replace(ask, submission=alter(ask.submission)))
+
+
 @wire("an ask loses the tenant's salt")
 def ask_without_the_salt(patch: Patch) -> None:
-    wire_then = patch.original("wire_submission")
-
-    def wire_submission(item: Submission) -> messages.WireSubmission:
-        return wire_then(replace(item, salt=b""))
-
-    patch.set("wire_submission", wire_submission, used_by="_wire_of")
+    _asked_otherwise(patch, lambda item: msgspec.structs.replace(item, salt=b""))
 
 
 @wire("an ask loses the seed, and P draws another first token")
 def ask_without_the_seed(patch: Patch) -> None:
-    wire_then = patch.original("wire_submission")
+    def alter(item: Submission) -> Submission:
+        return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, seed=0))
 
-    def wire_submission(item: Submission) -> messages.WireSubmission:
-        return wire_then(replace(item, sampling=replace(item.sampling, seed=0)))
-
-    patch.set("wire_submission", wire_submission, used_by="_wire_of")
+    _asked_otherwise(patch, alter)
 
 
 @wire("a grant loses what D has already, and P sends everything")
 def grant_without_the_prefix(patch: Patch) -> None:
-    wire_then = patch.original("_wire_of")
-
-    def wire_of(message: Any) -> Any:
-        return wire_then(replace(message, cached_tokens=0) if isinstance(message, Grant) else message)
-
-    patch.set("_wire_of", wire_of)
+    _said_otherwise(patch, Grant, lambda grant: msgspec.structs.replace(grant, cached_tokens=0))
 
 
 @wire("of the checks of a commit only the first is sent")
 def send_one_check_only(patch: Patch) -> None:
-    commit_then = patch.original("_wire_commit")
-
-    def wire_commit(message: Commit) -> peering.WireCommit:
-        return commit_then(replace(message, checks=message.checks[:8]))
-
-    patch.set("_wire_commit", wire_commit)
+    _said_otherwise(patch, Commit, lambda commit: msgspec.structs.replace(commit, checks=commit.checks[:8]))
 
 
 @wire("D is told of one cached token more than P had")
 def count_one_cached_token_more(patch: Patch) -> None:
-    commit_then = patch.original("_wire_commit")
+    def alter(commit: Commit) -> Commit:
+        return msgspec.structs.replace(commit, cached_tokens=commit.cached_tokens + 1)
 
-    def wire_commit(message: Commit) -> peering.WireCommit:
-        return commit_then(replace(message, cached_tokens=message.cached_tokens + 1))
-
-    patch.set("_wire_commit", wire_commit)
+    _said_otherwise(patch, Commit, alter)

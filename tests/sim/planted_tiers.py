@@ -13,17 +13,24 @@ from typing import Any
 import numpy as np
 
 from baton.core.engine.blocks import BlockPool, Pin
+from baton.core.engine.departing import DepartingRequests
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.ending import RequestEnding
+from baton.core.engine.held_prefills import PrefillsWithBlocks
 from baton.core.engine.plan import Int32s
-from baton.core.engine.prefill_scheduler import PrefillScheduler
 from baton.core.engine.prefix import Key
-from baton.core.engine.records import EndedRequest, Hit, Request
+from baton.core.engine.prefix_lookup import PrefixLookup
+from baton.core.engine.records import Hit, Request
 from baton.core.engine.request import FinishReason, Move, Phase, Serial
-from baton.core.engine.running_set import Board
+from baton.core.engine.restoring import KvRestoring
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.worker import Effect, Worker
-from baton.core.tiers import offload as tiering
+from baton.core.tiers.departures import Departures
+from baton.core.tiers.fetching import KvFetching
 from baton.core.tiers.host_rows import HostRows
-from baton.core.tiers.offload import Kind, OpenHaul, Tiers
+from baton.core.tiers.offload import Tiers
+from baton.core.tiers.open_hauls import FILLS, HaulKind, OpenHaul, OpenHauls
+from baton.core.tiers.saving import KvSaving
 from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled, HaulFailed, HaulFenced, Put, StorageEvent
 from baton.wire.envelope import Flaw, Opened
 from tests.sim.planted import Patch, core, wire
@@ -38,32 +45,33 @@ __all__ = ["BUGS"]
 @core("blocks that are being copied to host memory are free for others at once")
 def copy_blocks_that_nobody_holds(patch: Patch) -> None:
     patch.set("BlockPool.lend", lambda self, blocks: None)
-    patch.set("BlockPool.give_back", lambda self, blocks: None)
+    patch.set("engine.give_back", lambda self, blocks: None)
 
 
 @core("a copy that is late gives its blocks back with the order to fence it, not with the answer")
 def give_blocks_back_before_the_fence(patch: Patch) -> None:
-    fence_then = patch.original("tiers._fence")
+    expire_then = patch.original("Tiers.expire")
 
-    def fence(self: Tiers, haul: OpenHaul) -> None:
-        fence_then(self, haul)
-        if haul.kind is Kind.OUT:
-            self._pool.give_back(haul.blocks)
-            haul.blocks = haul.blocks[:0]
+    def expire(self: Tiers, now_us: int) -> None:
+        expire_then(self, now_us)
+        for haul in self._hauls:
+            if haul.fencing and haul.kind is HaulKind.OUT:
+                self._saving._pool.give_back(haul.blocks)
+                haul.blocks = haul.blocks[:0]
 
-    patch.set("tiers._fence", fence)
+    patch.set("Tiers.expire", expire)
 
 
 @core("blocks whose copy failed are never given back")
 def keep_blocks_of_failed_copies(patch: Patch) -> None:
-    copied_then = patch.original("_copied_out")
+    copied_then = patch.original("copied_out")
 
-    def copied_out(self: Tiers, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def copied_out(self: KvSaving, haul: OpenHaul, came: Sequence[bool]) -> None:
         if not all(came):
             haul.blocks = haul.blocks[:0]
         copied_then(self, haul, came)
 
-    patch.set("_copied_out", copied_out)
+    patch.set("copied_out", copied_out)
 
 
 @core("a block that leaves and is found in the cache counts as leaving for ever")
@@ -77,31 +85,32 @@ def hold_what_leaves_uncounted(patch: Patch) -> None:
 
 @core("blocks are dropped first and saved then")
 def save_after_the_drop(patch: Patch) -> None:
-    def vacate(self: Board, request: Request) -> list[Key]:
-        if request.lent:
+    def vacate(self: RequestEnding, request: Request) -> list[Key]:
+        if request.pinned:
             return []
-        slot = self._slot_of(request)
-        self.pool.drop(self.slots.blocks(slot))
+        running = self._running
+        slot = running.slot_of(request)
+        running.pool.drop(running.slots.blocks(slot))
         unstored = self._save(request)
-        self.slots.vacate(slot)
+        running.slots.vacate(slot)
         request.slot = None
         if request.phase is Phase.FINISHED:
-            del self._requests[request.serial]
+            del running.requests[request.serial]
         return unstored
 
-    patch.set("_vacate", vacate)
+    patch.set("RequestEnding.vacate", vacate)
 
 
 @core("of the blocks that one copy moves the last goes to the first row")
 def cross_blocks_and_rows(patch: Patch) -> None:
-    orders_then = patch.original("take_orders")
+    orders_then = patch.original("Tiers.take_orders")
 
     def take_orders(self: Tiers) -> list[Any]:
         return [
             replace(order, rows=order.rows[::-1]) if isinstance(order, CopyOut) else order for order in orders_then(self)
         ]
 
-    patch.set("take_orders", take_orders)
+    patch.set("Tiers.take_orders", take_orders)
 
 
 # ── rows of host memory ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,36 +158,36 @@ def pass_over_a_gap(patch: Patch) -> None:
 
 @core("rows whose filling is fenced are free with the order, not with the answer")
 def free_rows_before_the_fence(patch: Patch) -> None:
-    fence_then, fill_then = patch.original("tiers._fence"), patch.original("_fill")
+    fence_then, fill_then = patch.original("OpenHauls.fence"), patch.original("OpenHauls.fill")
 
-    def fence(self: Tiers, haul: OpenHaul) -> None:
+    def fence(self: OpenHauls, haul: OpenHaul) -> None:
         fence_then(self, haul)
-        if haul.kind in tiering.FILLS:
+        if haul.kind in FILLS:
             fill_then(self, haul, (False,) * len(haul.keys))
 
-    def fill(self: Tiers, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def fill(self: OpenHauls, haul: OpenHaul, came: Sequence[bool]) -> None:
         if not haul.fencing:
             fill_then(self, haul, came)
 
-    patch.set("tiers._fence", fence)
-    patch.set("_fill", fill)
+    patch.set("OpenHauls.fence", fence)
+    patch.set("OpenHauls.fill", fill)
 
 
 @core("a row that the store has read is never let go of")
 def never_let_go_of_a_row(patch: Patch) -> None:
-    put_then = patch.original("_has_put")
+    put_then = patch.original("has_put")
 
-    def has_put(self: Tiers, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def has_put(self: KvSaving, haul: OpenHaul, came: Sequence[bool]) -> None:
         put_then(self, haul, came)
-        self.host.read(haul.keys)
+        self._host.read(haul.keys)
 
-    patch.set("_has_put", has_put)
+    patch.set("has_put", has_put)
 
 
 # ── answers that are believed ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _believing(patch: Patch, kind: Kind, answers: type | tuple[type, ...]) -> None:
+def _believing(patch: Patch, kind: HaulKind, answers: type | tuple[type, ...]) -> None:
     """Some answers about one kind of haul are taken for: all of it is there."""
     ended_then = patch.original("_ended")
 
@@ -192,43 +201,42 @@ def _believing(patch: Patch, kind: Kind, answers: type | tuple[type, ...]) -> No
 
 @core("a copy into host memory that failed is believed to be whole")
 def believe_a_failed_copy_out(patch: Patch) -> None:
-    _believing(patch, Kind.OUT, HaulFailed)
+    _believing(patch, HaulKind.OUT, HaulFailed)
 
 
 @core("a copy into host memory that was fenced is believed to be whole")
 def believe_a_fenced_copy_out(patch: Patch) -> None:
-    _believing(patch, Kind.OUT, HaulFenced)
+    _believing(patch, HaulKind.OUT, HaulFenced)
 
 
 @core("a copy to the device that failed or was fenced is believed to be whole, and its request decodes nonsense")
 def believe_a_bad_copy_in(patch: Patch) -> None:
-    _believing(patch, Kind.IN, (HaulFailed, HaulFenced))
+    _believing(patch, HaulKind.IN, (HaulFailed, HaulFenced))
 
 
 @core("objects that were missing or bad are believed to have arrived")
 def believe_that_all_arrived(patch: Patch) -> None:
-    _believing(patch, Kind.GET, (Hauled, HaulFailed, HaulFenced))
+    _believing(patch, HaulKind.GET, (Hauled, HaulFailed, HaulFenced))
 
 
 @core("of what came from host memory one block more is counted than came")
 def count_one_block_more(patch: Patch) -> None:
-    loaded_then = patch.original("engine.loaded")
+    loaded_then = patch.original("KvRestoring.loaded")
 
-    def loaded(self: Board, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
-        request = self.request(serial)
-        whole = 0 if request is None else (request.tokens_at_start - 1) // self.config.block_size
-        found = 0 if request is None else request.found_tokens // self.config.block_size
-        return loaded_then(self, serial, min(blocks + 1, whole - found), now_us)
+    def loaded(self: KvRestoring, serial: Serial, blocks: int) -> EndedRequest | int:
+        request, size = self._running.requests[serial], self._running.config.block_size
+        whole, found = (request.tokens_at_start - 1) // size, request.found_tokens // size
+        return loaded_then(self, serial, min(blocks + 1, whole - found))
 
-    patch.set("engine.loaded", loaded)
+    patch.set("KvRestoring.loaded", loaded)
 
 
 @core("the block of the last token is brought back too, and nothing is left to compute")
 def restore_the_last_token(patch: Patch) -> None:
-    def keys_after(self: Board, request: Request, hit: Hit) -> list[Key]:
-        return request.keys[1 + len(hit.blocks) : request.tokens_at_start // self.config.block_size + 1]
+    def keys_after(self: PrefixLookup, request: Request, hit: Hit) -> list[Key]:
+        return request.keys[1 + len(hit.blocks) : request.tokens_at_start // self._block_size + 1]
 
-    patch.set("_keys_after", keys_after)
+    patch.set("keys_after", keys_after)
 
 
 # ── restoring ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -236,83 +244,85 @@ def restore_the_last_token(patch: Patch) -> None:
 
 @core("a request runs as soon as its copy is ordered")
 def run_before_the_copy(patch: Patch) -> None:
-    restore_then = patch.original("_restore")
+    restore_then = patch.original("KvRestoring.restore")
 
-    def restore(self: Board, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
+    def restore(self: KvRestoring, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
-        self._is_restored(self._slot_of(request))
+        schedulers[self]._pass.restored(self._running.slot_of(request))
 
-    patch.set("_restore", restore)
-    patch.set("engine.loaded", lambda self, serial, blocks, now_us: None)
+    init_then = patch.original("Scheduler.__init__")
+    schedulers: dict[KvRestoring, Scheduler] = {}
+
+    def init(self: Scheduler, *parts: Any) -> None:
+        init_then(self, *parts)
+        schedulers[self._restoring] = self
+
+    patch.set("Scheduler.__init__", init)
+    patch.set("KvRestoring.restore", restore)
+    patch.set("Scheduler.loaded", lambda self, serial, blocks, now_us: None)
 
 
 @core("blocks that a copy writes to are not marked")
 def restore_without_a_pin(patch: Patch) -> None:
-    restore_then = patch.original("_restore")
+    restore_then = patch.original("KvRestoring.restore")
 
-    def restore(self: Board, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
+    def restore(self: KvRestoring, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
-        self.pool.pin(self.pool.pinned(self.slots.blocks(self._slot_of(request))), Pin.NONE)
+        self._running.pin(request, Pin.NONE)
 
-    patch.set("_restore", restore)
+    patch.set("KvRestoring.restore", restore)
 
 
 @core("a request that is cancelled while its KV arrives is free at once; the copy goes on in its blocks")
 def end_a_restore_at_once(patch: Patch) -> None:
-    def order_end_of_load(self: Board, request: Request, reason: FinishReason) -> None:
-        slot = self._slot_of(request)
-        self.slots.restoring[slot] = False
-        self.pool.pin(self.pool.pinned(self.slots.blocks(slot)), Pin.NONE)
-        request.bill.transfer_us += self._now_us - request.since_us
-        request.since_us = self._now_us
-        self._end_untold(request, reason)
+    def order_end(self: KvRestoring, request: Request, reason: FinishReason) -> None:
+        running = self._running
+        running.slots.restoring[running.slot_of(request)] = False
+        running.pin(request, Pin.NONE)
+        self._billing.transferred(request, running.now_us)
+        self._ending.end_unstarted(request, reason)
 
-    loaded_then = patch.original("engine.loaded")
+    loaded_then = patch.original("Scheduler.loaded")
 
-    def loaded(self: Board, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
+    def loaded(self: Scheduler, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
         return loaded_then(self, serial, blocks, now_us) if self.request(serial) is not None else None
 
-    patch.set("_order_end_of_load", order_end_of_load)
-    patch.set("engine.loaded", loaded)
+    patch.set("KvRestoring.order_end", order_end)
+    patch.set("Scheduler.loaded", loaded)
 
 
 @core("a copy for a request that was cancelled is not fenced")
 def never_give_up_a_load(patch: Patch) -> None:
-    patch.set("give_up_load", lambda self, serial: None)
+    patch.set("KvLoading.give_up", lambda self, serial: None)
 
 
 @core("with only a restored request to begin, the loop sleeps on")
 def sleep_over_what_is_restored(patch: Patch) -> None:
-    def asleep(self: Scheduler) -> bool:
-        due = self._flights or self._stopping or len(self._waiting)
-        return not due and self.slots.occupied == self._waiting_for_kv() + len(self._restored)
-
-    patch.set("Scheduler.asleep", property(asleep))
+    patch.set("RestoredRows.is_due", property(lambda self: False))
+    patch.set("RestoredRows.stalled", property(lambda self: self._running.slots.loading + len(self._restored)))
 
 
 @core("on the short path a granted prefill is computed while its KV still arrives")
 def begin_what_is_still_restored(patch: Patch) -> None:
-    def begin(self: PrefillScheduler, serial: Serial) -> None:
-        self._prefilling.append(self._slot_of(self._requests[serial]))
+    def begin(self: PrefillsWithBlocks, serial: Serial) -> None:
+        running = self._running
+        running.prefilling.append(running.slot_of(running.requests[serial]))
 
-    def is_restored(self: PrefillScheduler, slot: int) -> None:
-        self._move(self._occupant(slot), Move.ADMIT)
-
-    patch.set("PrefillScheduler.begin", begin)
-    patch.set("PrefillScheduler._is_restored", is_restored)
+    patch.set("PrefillsWithBlocks.begin", begin)
+    forget_what_was_granted(patch)
 
 
 @core("on the short path what was granted while it was restored is forgotten")
 def forget_what_was_granted(patch: Patch) -> None:
-    def is_restored(self: PrefillScheduler, slot: int) -> None:
-        self._move(self._occupant(slot), Move.ADMIT)
+    def restored(self: PrefillsWithBlocks, slot: int) -> None:
+        self._running.move(self._running.occupant(slot), Move.ADMIT)
 
-    patch.set("PrefillScheduler._is_restored", is_restored)
+    patch.set("PrefillsWithBlocks.restored", restored)
 
 
 @core("the rows that a copy to the device reads are another request's")
 def load_the_rows_of_another(patch: Patch) -> None:
-    orders_then = patch.original("take_orders")
+    orders_then = patch.original("Tiers.take_orders")
 
     def take_orders(self: Tiers) -> list[Any]:
         return [
@@ -320,7 +330,7 @@ def load_the_rows_of_another(patch: Patch) -> None:
             for order in orders_then(self)
         ]
 
-    patch.set("take_orders", take_orders)
+    patch.set("Tiers.take_orders", take_orders)
 
 
 # ── time limits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -331,7 +341,7 @@ def fence_nothing(patch: Patch) -> None:
     expire_then = patch.original("Tiers.expire")
 
     def expire(self: Tiers, now_us: int) -> None:
-        for haul in self._open.values():
+        for haul in self._hauls:
             haul.deadline_us = max(haul.deadline_us, now_us + 1)
         expire_then(self, now_us)
 
@@ -341,66 +351,66 @@ def fence_nothing(patch: Patch) -> None:
 @core("nobody looks at the clock for copies and questions")
 def forget_the_deadlines_of_hauls(patch: Patch) -> None:
     def next_deadline(self: Tiers) -> int | None:
-        return min((departure.until_us for departure in self._departures.values()), default=None)
+        return min(self._departures.deadlines(), default=None)
 
-    patch.set("tiers.next_deadline", next_deadline)
+    patch.set("Tiers.next_deadline", next_deadline)
 
 
 @core("a fence that takes its time is ordered again with every pass")
 def fence_again_and_again(patch: Patch) -> None:
-    fence_then = patch.original("tiers._fence")
+    fence_then = patch.original("OpenHauls.fence")
 
-    def fence(self: Tiers, haul: OpenHaul) -> None:
+    def fence(self: OpenHauls, haul: OpenHaul) -> None:
         fence_then(self, haul)
         haul.fencing = False
 
-    patch.set("tiers._fence", fence)
+    patch.set("OpenHauls.fence", fence)
 
 
 @core("a request waits for the store until it answers")
 def wait_for_the_store(patch: Patch) -> None:
-    seek_then = patch.original("Tiers.seek")
+    seek_then = patch.original("KvFetching.seek")
 
-    def seek(self: Tiers, seeker: Any, keys: Sequence[Key], now_us: int) -> bool:
-        sought = seek_then(self, seeker, keys, now_us)
+    def seek(self: KvFetching, seeker: Any, keys: Sequence[Key]) -> bool:
+        sought = seek_then(self, seeker, keys)
         if seeker in self._seeks:
             self._seeks[seeker].until_us = 1 << 60
         return sought
 
-    patch.set("Tiers.seek", seek)
-    patch.set("_found", lambda self, haul: None)
+    patch.set("KvFetching.seek", seek)
+    patch.set("KvFetching.over", lambda self, haul: None)
 
 
 @core("who goes elsewhere waits until all it leaves behind is stored, however long that takes")
 def wait_until_all_is_stored(patch: Patch) -> None:
-    depart_then = patch.original("Tiers.depart")
+    depart_then = patch.original("Departures.depart")
 
-    def depart(self: Tiers, serial: Serial, keys: Sequence[Key], now_us: int) -> None:
+    def depart(self: Departures, serial: Serial, keys: Sequence[Key], now_us: int) -> None:
         depart_then(self, serial, keys, now_us)
         self._departures[serial].until_us = 1 << 60
 
-    patch.set("Tiers.depart", depart)
+    patch.set("Departures.depart", depart)
 
 
 @core("who waits for what the store cannot take is never told to go")
 def wait_for_what_is_not_stored(patch: Patch) -> None:
-    patch.set("_nobody_waits_for", lambda self, key: None)
-    expire_then = patch.original("Tiers.expire")
+    patch.set("Departures.settle", lambda self, key: None)
+    expire_then = patch.original("Departures.expire")
 
-    def expire(self: Tiers, now_us: int) -> None:
+    def expire(self: Departures, now_us: int) -> None:
         for departure in self._departures.values():
             departure.until_us = max(departure.until_us, now_us + 1)
         expire_then(self, now_us)
 
-    patch.set("Tiers.expire", expire)
+    patch.set("Departures.expire", expire)
 
 
 @core("the wait for the store is on nobody's bill")
 def bill_no_departure(patch: Patch) -> None:
-    def departed(self: Board, serial: Serial) -> EndedRequest:
+    def departed(self: DepartingRequests, serial: Serial, _now_us: int) -> EndedRequest:
         return self._departing.pop(serial)[0]
 
-    patch.set("engine.departed", departed)
+    patch.set("DepartingRequests.departed", departed)
 
 
 # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -437,53 +447,52 @@ def forgive_what_is_late(patch: Patch) -> None:
 
 @core("as many orders go to the store at once as there is work")
 def ask_without_a_bound(patch: Patch) -> None:
-    begin_then = patch.original("tiers._begin")
+    begin_then = patch.original("OpenHauls.begin")
 
-    def begin(self: Tiers, kind: Kind, *arguments: Any, **named: Any) -> Haul:
+    def begin(self: OpenHauls, kind: HaulKind, *arguments: Any, **named: Any) -> Haul:
         haul = begin_then(self, kind, *arguments, **named)
         self._at_store = dict.fromkeys(self._at_store, -1000)
         return haul
 
-    patch.set("tiers._begin", begin)
+    patch.set("OpenHauls.begin", begin)
 
 
 @core("numbers of orders come again, and a late answer is taken for another's")
 def reuse_numbers(patch: Patch) -> None:
-    begin_then = patch.original("tiers._begin")
+    begin_then = patch.original("OpenHauls.begin")
 
-    def begin(self: Tiers, *arguments: Any, **named: Any) -> Haul:
+    def begin(self: OpenHauls, *arguments: Any, **named: Any) -> Haul:
         if not self._open:
             self._next_haul = 0
         return begin_then(self, *arguments, **named)
 
-    patch.set("tiers._begin", begin)
+    patch.set("OpenHauls.begin", begin)
 
 
 @core("what is stored is read from rows that are still being filled")
 def store_rows_that_are_filling(patch: Patch) -> None:
     copy_then = patch.original("_copy_out")
 
-    def copy_out(self: Tiers, saved: list[tuple[Key, int]], rows: Int32s) -> None:
+    def copy_out(self: KvSaving, saved: list[tuple[Key, int]], rows: Int32s) -> None:
         copy_then(self, saved, rows)
-        if self._config.store and saved and self._may_ask(Kind.PUT):
+        if self._config.store and saved and self._hauls.may_ask(HaulKind.PUT):
             key = saved[0][0]
-            haul = self._begin(Kind.PUT, (key,), self._config.put_us)
-            self._orders.append(Put(haul, (key,), rows[:1]))
+            haul = self._hauls.begin(HaulKind.PUT, (key,), self._config.put_us)
+            self._hauls.order(Put(haul, (key,), rows[:1]))
 
-    def has_put(self: Tiers, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def has_put(self: KvSaving, haul: OpenHaul, came: Sequence[bool]) -> None:
         if set(haul.keys) <= self._putting:
             put_then(self, haul, came)
 
-    put_then = patch.original("_has_put")
+    put_then = patch.original("has_put")
     patch.set("_copy_out", copy_out)
-    patch.set("_has_put", has_put)
+    patch.set("has_put", has_put)
 
 
 @core("a giver does not look up when what it waited for has come from the store")
 def offer_nothing_after_a_fetch(patch: Patch) -> None:
     def hauled(self: Worker, event: StorageEvent) -> list[Effect]:
-        if self._tiers is not None:
-            self._tiers.handle(event, self._now_us)
+        self._tiers.handle(event, self._now_us)
         return []
 
     patch.set("_hauled", hauled)

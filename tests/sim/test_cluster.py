@@ -9,8 +9,8 @@ import pytest
 
 from baton.core.config import PrefillPath, WorkerConfig
 from baton.core.routing.events import Policy
-from baton.sim.carrying import Road
 from baton.sim.cluster import PREFIX_ID_TOKENS, Call, RunFailed, RunSpec, Split, simulate
+from baton.sim.lanes import Road
 from baton.sim.records import Outcome, RunRecord
 from baton.sim.scenario import FlatTimes
 

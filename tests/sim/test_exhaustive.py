@@ -14,7 +14,8 @@ import pytest
 
 from baton.core.config import DECODE, MIXED, PREFILL, OnPreempt, PrefillPath, Role
 from baton.sim.exhaustive import Blow, Strike, events_of, fleet_world, shelved_world, small_world, strikes, struck
-from baton.sim.scenario import Run, Scenario
+from baton.sim.fuzzed_run import Run
+from baton.sim.scenario import Scenario
 
 WHOLE = os.environ.get("BATON_TEST_EXHAUSTIVE") == "1"
 SAMPLED_EVERY = 1 if WHOLE else 53

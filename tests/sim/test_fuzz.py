@@ -18,7 +18,8 @@ from baton.core.routing.events import Policy, RouterConfig
 from baton.sim import fuzz
 from baton.sim.faults import CLASSES, OF_ROUTERS, OF_STORAGE, OF_STORES, Fault
 from baton.sim.fuzz import EVERY_FAULT, NothingBroken, ShardDied, Totals, run_many, shrink
-from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
+from baton.sim.fuzzed_run import Verdict, run_seed
+from baton.sim.scenario import Trim, draw_scenario
 from baton.sim.shard import SeedReport
 from tests.sim.planted import BUGS, read_catches
 

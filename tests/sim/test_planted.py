@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from baton.sim.scenario import Verdict, run_seed
+from baton.sim.fuzzed_run import Verdict, run_seed
 from tests.sim import planted_peers, planted_routing, planted_tiers
 from tests.sim.planted import Bug, Catch, read_catches
 from tests.sim.planted_tiers import BUGS
@@ -51,7 +51,7 @@ def test_a_bug_is_planted_in_production_code_and_leaves_nothing_behind(bug: Bug)
 
 
 @pytest.mark.parametrize(
-    ("name", "used_by"), [("no_such_function", None), ("next_deadline", None), ("no_such_global", "event_of")]
+    ("name", "used_by"), [("no_such_function", None), ("next_deadline", None), ("no_such_global", "message_of")]
 )
 def test_a_bug_for_what_is_not_there_or_not_unique_says_its_name(name: str, used_by: str | None) -> None:
     def plant(patch: Patch) -> None:

@@ -69,7 +69,7 @@ class Bench:
         self.life.start(lambda _: None)
         self.porter = Porter(self.depot, self.life)
         self.run()
-        self.life.kv.pool[:] = np.arange(BLOCKS, dtype=np.uint8)[:, None] + 1
+        self.life.executor.kv.pool[:] = np.arange(BLOCKS, dtype=np.uint8)[:, None] + 1
 
     def run(self) -> None:
         while self.world.next_us is not None:
@@ -104,7 +104,7 @@ def test_bytes_go_out_and_come_back() -> None:
     bench.porter.carry_out(CopyIn(Haul(2), numbers(4, 0), numbers(0, 1)))
     bench.run()
     assert bench.heard == [Hauled(Haul(1), (True, True)), Hauled(Haul(2), (True, True))]
-    assert bench.life.kv.pool[:2, 0].tolist() == [6, 4]
+    assert bench.life.executor.kv.pool[:2, 0].tolist() == [6, 4]
     assert bench.porter.open == 0
 
 
@@ -180,11 +180,11 @@ def test_every_fence_is_answered_and_nothing_happens_after_it(order: str) -> Non
     bench.porter.carry_out(FenceHaul(Haul(1)))
     while not bench.heard:
         bench.world.step()
-    rows, pool = bench.porter._rows.copy(), bench.life.kv.pool.copy()
+    rows, pool = bench.porter._rows.copy(), bench.life.executor.kv.pool.copy()
     bench.run()
     assert bench.heard == [HaulFenced(Haul(1))]
     assert (bench.porter._rows == rows).all()
-    assert (bench.life.kv.pool == pool).all()
+    assert (bench.life.executor.kv.pool == pool).all()
     if order in ("get", "out"):
         assert NONSENSE in rows
 
@@ -258,7 +258,7 @@ def test_while_its_host_sleeps_nothing_is_copied() -> None:
 
 
 def _write_block(bench: Bench) -> None:
-    bench.life.kv.pool[3] = 77
+    bench.life.executor.kv.pool[3] = 77
 
 
 def _write_row(bench: Bench) -> None:

@@ -10,14 +10,16 @@ from typing import TypeVar
 
 import numpy as np
 
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.orders import AcceptedAs
 from baton.core.engine.request import RequestId, Sampling, Submission, Tokens, frozen_tokens
+from baton.core.routing.events import Join
 from baton.node.sealed_connection import Door, Line, LineEnd
-from baton.wire.engine_messages import AcceptedAs, Rows, StepOutput, WireEnded, wire_submission
+from baton.wire.engine_messages import Rows, StepOutput
 from baton.wire.router_messages import (
     Beat,
     FromInstance,
     FromRouter,
-    Join,
     Place,
     Welcome,
     decode_from_instance,
@@ -71,7 +73,7 @@ class RouterSide:
 
     def place(self, ticket: int, *group: Submission, origin: bytes = b"origin") -> None:
         choices = tuple(range(len(group)))
-        self.say(Place(ticket, tuple(map(wire_submission, group)), choices, len(group), origin))
+        self.say(Place(ticket, tuple(group), choices, len(group), origin))
 
     def hang_up(self) -> None:
         self.lines[-1].end(None, "the router hangs up")
@@ -102,7 +104,7 @@ class RouterSide:
     def tokens_of(self, serial: int, since: int = 0) -> list[int]:
         return [token for output in self.of(StepOutput, since) for token in row_tokens(output, serial)]
 
-    def end_of(self, serial: int) -> WireEnded | None:
+    def end_of(self, serial: int) -> EndedRequest | None:
         ends = [end for output in self.of(StepOutput) for end in output.ended if end.serial == serial]
         return ends[0] if ends else None
 

@@ -1,7 +1,7 @@
 """Replaces functions of `baton.core` and `baton.wire` for the time of one test, found by name wherever they are defined.
 
 A name is the function's own, and as many words of its path in front of it as make it unique: `_preempt`, `engine._end`
-(a package), `Desk.adopt` (a class). A function that moves is found where it went; a name that fits nothing, or several
+(a package), `RequestTable.adopt` (a class). A function that moves is found where it went; a name that fits none or several
 definitions, raises `LookupError` with the name of the planted bug.
 """
 

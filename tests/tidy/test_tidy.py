@@ -28,7 +28,15 @@ MAY_IMPORT = {
 }
 """Layer → the other layers of ours that it may import."""
 
-API_SEES_OF_CORE = {"baton.core.engine.request", "baton.core.errors"}
+API_SEES_OF_CORE = {
+    "baton.core.engine.ended",
+    "baton.core.engine.gauges",
+    "baton.core.engine.request",
+    "baton.core.errors",
+    "baton.core.handover.faults",
+}
+MSGSPEC_IN_CORE = {"msgspec": {"Meta", "Struct"}, "msgspec.structs": {"replace"}}
+"""Core declares values that travel. Encoding and decoding them is for `wire`."""
 
 BANNED_IN_CORE = {
     "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "pickle", "random", "secrets", "select",
@@ -87,6 +95,18 @@ def test_deciding_code_imports_nothing_that_acts() -> None:
         if _layer(path) == "core":
             used = {name.split(".")[0] for name in _imports(tree)} & BANNED_IN_CORE
             assert not used, f"{path.name} imports {used}"
+
+
+def test_deciding_code_uses_msgspec_for_values_only() -> None:
+    for path, tree in _parsed():
+        if _layer(path) != "core":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("msgspec") for alias in node.names), f"{path.name}:{node.lineno}"
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("msgspec"):
+                used = {alias.name for alias in node.names}
+                assert used <= MSGSPEC_IN_CORE.get(node.module or "", set()), f"{path.name} takes {used} of msgspec"
 
 
 def test_nothing_unpickles() -> None:

@@ -11,21 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Launch, StepDone, Tick, Worker
+from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
+from baton.core.state_machine import StateMachine
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    AcceptedAs,
-    Cancel,
-    Drain,
     Failed,
     FromEngine,
     Ready,
-    StopAt,
     ToEngine,
     WireError,
     decode_from_engine,
@@ -33,25 +32,23 @@ from baton.wire.engine_messages import (
     encode_from_engine,
     encode_to_engine,
     refused,
-    wire_gauges,
 )
 from baton.wire.request_table import (
     TRANSITIONS,
-    Came,
-    Declined,
-    Desk,
-    DeskClosed,
-    Died,
-    Lost,
-    Move,
+    EngineFailed,
+    EngineReady,
+    EntryMove,
+    EntryState,
+    GroupAccepted,
+    GroupDeclined,
+    LostEntry,
     News,
-    Opened,
     Progress,
-    State,
+    RequestTable,
+    RequestTableClosed,
     Took,
-    next_state,
 )
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 from tests.support.driver import VOCABULARY, shape_of
 from tests.wire.steps import GAUGES, step
 
@@ -66,11 +63,11 @@ def asks(count: int = 1, max_tokens: int | None = None) -> list[Submission]:
     ]
 
 
-def opened(*serials: int) -> Desk:
+def opened(*serials: int) -> RequestTable:
     """A desk at which one group is open as these serials."""
-    desk = Desk()
+    desk = RequestTable()
     message = desk.submit(asks(len(serials)))
-    assert desk.take(AcceptedAs(message.ticket, serials)) == Took([Opened(message.ticket, serials)], [])
+    assert desk.take(AcceptedAs(message.ticket, serials)) == Took([GroupAccepted(message.ticket, serials)], [])
     return desk
 
 
@@ -90,7 +87,7 @@ def only(took: Took) -> Progress:
 
 
 def test_tickets_count_from_zero_and_the_group_travels_in_its_order() -> None:
-    desk = Desk()
+    desk = RequestTable()
     messages = [desk.submit(asks(2)), desk.submit(asks(1))]
     assert [message.ticket for message in messages] == [0, 1]
     assert [item.request_id for item in messages[0].group] == ["r0", "r1"]
@@ -103,16 +100,16 @@ def test_an_accepted_ticket_becomes_its_serials() -> None:
 
 
 def test_a_refused_ticket_ends_with_the_refusal() -> None:
-    desk = Desk()
+    desk = RequestTable()
     ticket = desk.submit(asks()).ticket
-    assert desk.take(refused(ticket, FULL)) == Took([Declined(ticket, FULL)], [])
+    assert desk.take(refused(ticket, FULL)) == Took([GroupDeclined(ticket, FULL)], [])
     assert desk.open_requests == 0
 
 
 def test_an_answer_to_an_unknown_ticket_is_an_error_that_names_it() -> None:
     for answer in (AcceptedAs(5, (1,)), refused(5, FULL)):
         with pytest.raises(WireError, match="ticket 5"):
-            Desk().take(answer)
+            RequestTable().take(answer)
 
 
 def test_a_second_answer_to_a_ticket_is_an_error() -> None:
@@ -135,7 +132,7 @@ def test_a_serial_given_twice_is_an_error_and_changes_nothing(serials: tuple[int
 
 
 def test_what_is_accepted_after_the_client_left_is_cancelled_and_never_heard_of() -> None:
-    desk = Desk()
+    desk = RequestTable()
     ticket = desk.submit(asks(2)).ticket
     desk.abandon(ticket)
     desk.abandon(ticket)
@@ -150,7 +147,7 @@ def test_what_is_accepted_after_the_client_left_is_cancelled_and_never_heard_of(
 
 
 def test_a_refusal_after_the_client_left_is_swallowed() -> None:
-    desk = Desk()
+    desk = RequestTable()
     ticket = desk.submit(asks()).ticket
     desk.abandon(ticket)
     assert desk.take(refused(ticket, FULL)) == NOTHING
@@ -197,7 +194,7 @@ def test_tokens_after_the_end_are_an_error_that_names_the_serial_and_changes_not
 
 
 def test_what_was_accepted_in_an_earlier_conversation_is_dropped_and_counted() -> None:
-    desk = Desk()
+    desk = RequestTable()
     assert desk.take(step([(3, [1])], ended=[3])) == NOTHING
     desk.submit(asks())
     desk.take(AcceptedAs(0, (7,)))
@@ -236,8 +233,8 @@ def test_after_an_order_to_end_tokens_and_the_end_still_come() -> None:
 
 
 def test_orders_for_serials_that_never_were_are_none() -> None:
-    assert Desk().cancel(3) is None
-    assert Desk().stop(3, 1) is None
+    assert RequestTable().cancel(3) is None
+    assert RequestTable().stop(3, 1) is None
 
 
 # ── the engine comes, dies, is gone ──────────────────────────────────────────────────────────────────────────────────────
@@ -245,9 +242,9 @@ def test_orders_for_serials_that_never_were_are_none() -> None:
 
 def test_coming_and_last_words_are_news() -> None:
     desk = opened(7)
-    ready = Ready(WIRE_VERSION, 1, 2, 3, 4, 5, "", wire_gauges(GAUGES))
-    assert desk.take(ready) == Took([Came(ready)], [])
-    assert desk.take(Failed("no memory")) == Took([Died("no memory")], [])
+    ready = Ready(WIRE_VERSION, 1, 2, 3, 4, 5, "", GAUGES)
+    assert desk.take(ready) == Took([EngineReady(ready)], [])
+    assert desk.take(Failed("no memory")) == Took([EngineFailed("no memory")], [])
     assert desk.open_serials == 1  # whoever hears of it decides that it is lost
 
 
@@ -258,7 +255,7 @@ def test_a_loss_ends_everything_that_somebody_hears_of_exactly_once() -> None:
     desk.abandon(left)
     desk.abandon(unwanted)
     desk.take(AcceptedAs(unwanted, (9,)))
-    assert desk.lose("gone") == [Lost(waiting, None, "gone"), Lost(None, 7, "gone"), Lost(None, 8, "gone")]
+    assert desk.lose("gone") == [LostEntry(waiting, None, "gone"), LostEntry(None, 7, "gone"), LostEntry(None, 8, "gone")]
     assert desk.open_requests == 0
     assert desk.lose("again") == []
 
@@ -271,7 +268,7 @@ def test_a_lost_request_may_be_tried_elsewhere() -> None:
 def test_a_lost_desk_takes_no_submission_and_drops_what_still_comes() -> None:
     desk = opened(7)
     desk.lose("the cable is out")
-    with pytest.raises(DeskClosed, match="the cable is out"):
+    with pytest.raises(RequestTableClosed, match="the cable is out"):
         desk.submit(asks())
     assert desk.cancel(7) is None
     messages: list[FromEngine] = [step([(7, [1])], ended=[7]), AcceptedAs(9, (1,)), refused(9, FULL), Failed("late")]
@@ -281,9 +278,9 @@ def test_a_lost_desk_takes_no_submission_and_drops_what_still_comes() -> None:
 
 
 def test_what_is_not_in_the_table_is_a_bug_and_says_so() -> None:
-    assert State.GONE not in {state for state, _ in TRANSITIONS}
+    assert EntryState.GONE not in {state for state, _ in TRANSITIONS}
     with pytest.raises(IllegalTransition, match="STOPPING cannot take the move LET_GO"):
-        next_state(State.STOPPING, Move.LET_GO)
+        StateMachine(TRANSITIONS, "an entry").after(EntryState.STOPPING, EntryMove.LET_GO)
 
 
 # ── both ends together ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -295,31 +292,25 @@ class Engine:
     def __init__(self, config: WorkerConfig) -> None:
         self.executor = ScriptedExecutor(shape_of(config), VOCABULARY)
         self.worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks))
+        self.driver = WorkerDriver(self.worker, lambda: 0, launch=self._launch, answer=self._answer)
         self.said: deque[bytes] = deque()
-        self.launched = 0
 
     def hear(self, message: ToEngine) -> None:
-        self._tell(event_of(decode_to_engine(encode_to_engine(message))))
+        self.driver.handle(decode_to_engine(encode_to_engine(message)))
 
     def turn(self) -> None:
-        self._tell(Tick())
-        if self.launched:
-            self.launched -= 1
-            self._tell(StepDone(self.executor.collect()))
+        self.driver.tick()
+        if self.driver.steps_in_flight:
+            self.driver.handle(StepDone(self.executor.collect()))
 
-    def _tell(self, event: object) -> None:
-        for effect in self.worker.handle(event, 0):  # type: ignore[arg-type]
-            message = message_of(effect, self.worker.gauges)
-            if isinstance(effect, Launch):
-                assert message is None
-                self.executor.launch(effect.plan)
-                self.launched += 1
-            else:
-                assert message is not None
-                self.said.append(encode_from_engine(message))
+    def _launch(self, launch: Launch) -> None:
+        self.executor.launch(launch.plan)
+
+    def _answer(self, answer: Answer) -> None:
+        self.said.append(encode_from_engine(message_of(answer, self.worker)))
 
 
-def converse(desk: Desk, engine: Engine) -> list[News | Progress]:
+def converse(desk: RequestTable, engine: Engine) -> list[News | Progress]:
     """Until nothing is open."""
     news: list[News | Progress] = []
     while desk.open_requests:
@@ -336,11 +327,11 @@ CONFIG = WorkerConfig(slots=2, blocks=32, block_size=4, context_tokens=64, step_
 
 
 def test_desk_and_worker_understand_each_other() -> None:
-    desk, engine = Desk(), Engine(CONFIG)
+    desk, engine = RequestTable(), Engine(CONFIG)
     group = asks(2, max_tokens=5)
     engine.hear(desk.submit(group))
     news = converse(desk, engine)
-    assert news[0] == Opened(0, (0, 1))
+    assert news[0] == GroupAccepted(0, (0, 1))
     for serial, item in enumerate(group):
         heard = [one for one in news if isinstance(one, Progress) and one.serial == serial]
         expected = undisturbed(item.prompt, item.sampling, 5, VOCABULARY)
@@ -350,7 +341,7 @@ def test_desk_and_worker_understand_each_other() -> None:
 
 
 def test_a_request_abandoned_before_the_answer_leaves_the_worker_idle() -> None:
-    desk, engine = Desk(), Engine(CONFIG)
+    desk, engine = RequestTable(), Engine(CONFIG)
     engine.hear(desk.submit(asks(3, max_tokens=60)))
     desk.abandon(0)
     assert converse(desk, engine) == []
@@ -359,7 +350,7 @@ def test_a_request_abandoned_before_the_answer_leaves_the_worker_idle() -> None:
 
 
 def test_a_stop_while_it_waits_and_a_drain_reach_the_worker_and_their_answers_come_back() -> None:
-    desk, engine = Desk(), Engine(CONFIG)
+    desk, engine = RequestTable(), Engine(CONFIG)
     engine.hear(desk.submit(asks(1, max_tokens=5)))
     desk.take(decode_from_engine(engine.said.popleft()))
     order = desk.stop(0, 0)
@@ -370,7 +361,7 @@ def test_a_stop_while_it_waits_and_a_drain_reach_the_worker_and_their_answers_co
     end, declined = converse(desk, engine)
     assert isinstance(end, Progress)
     assert end.ended is not None
-    assert isinstance(declined, Declined)
+    assert isinstance(declined, GroupDeclined)
     assert declined.refusal.code is RefusalCode.DRAINING
 
 
@@ -382,7 +373,7 @@ class AnyConversation(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk()
+        self.desk = RequestTable()
         self.lost = False
         self.submitted = 0
         self.unanswered: dict[int, int] = {}
@@ -494,11 +485,11 @@ class AnyConversation(RuleBasedStateMachine):
 
     def _hear(self, news: News | Progress) -> None:
         match news:
-            case Opened(ticket, serials):
+            case GroupAccepted(ticket, serials):
                 self._ticket_ends(ticket)
                 assert all(self.owner[serial] == ticket for serial in serials)
                 self.heard.update({serial: [] for serial in serials})
-            case Declined(ticket):
+            case GroupDeclined(ticket):
                 self._ticket_ends(ticket)
             case Progress(serial, tokens):
                 assert not self.serial_ends[serial], f"serial {serial} was heard of after its end"

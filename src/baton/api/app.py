@@ -37,7 +37,7 @@ from baton.api.request_ids import HEADER, Edge, asker_of
 from baton.api.responses import encode
 from baton.api.schema import DetokenizeBody, TokenizeBody, check_tokenize, parse
 from baton.api.settings import ApiSettings
-from baton.api.stream_resume import LAST_EVENT_ID, Orphanage, check_reach, parse_marks
+from baton.api.stream_resume import LAST_EVENT_ID, UnclaimedRequests, check_reach, parse_marks
 from baton.api.submissions import Asker, Policy
 
 SMALL_BODY_BYTES = 2048
@@ -48,7 +48,7 @@ SMALL_BODY_BYTES = 2048
 class Extras:
     """What a router has beyond the surface of one engine."""
 
-    orphanage: Orphanage | None = None
+    unclaimed: UnclaimedRequests | None = None
     missing: Callable[[], str | None] = lambda: None
     """What it lacks to be ready."""
     inner: tuple[Middleware, ...] = ()
@@ -91,10 +91,10 @@ class Routes:
 
     async def resume(self, id: str, request: Request) -> Response:  # noqa: A002
         """Go on with an answer whose router was lost."""
-        orphanage, asker = self._extras.orphanage, Asker(request.state.tenant, id)
+        unclaimed, asker = self._extras.unclaimed, Asker(request.state.tenant, id)
         self._server.open.check_unread(asker)
-        found = None if orphanage is None else await orphanage.find(asker)
-        if found is None or orphanage is None:
+        found = None if unclaimed is None else await unclaimed.find(asker)
+        if found is None or unclaimed is None:
             raise not_open(id)
         prepared = await self._prepared(found.origin)
         after = request.headers.get(LAST_EVENT_ID) or request.query_params.get("last_event_id", "")
@@ -102,15 +102,15 @@ class Routes:
         context = self._engine.info.context_tokens
         check_reach(marks, [context if one.max_tokens is None else one.max_tokens for one in prepared.group])
         found.check(marks)
-        run = await self._server.resume(prepared, marks, orphanage, request.receive)
+        run = await self._server.resume(prepared, marks, unclaimed, request.receive)
         return await self._server.respond(run)
 
     async def _body(self, request: Request) -> bytes:
         return await read_json_body(request, self._settings.body_bytes_max)
 
     async def cancel(self, id: str, request: Request) -> Response:  # noqa: A002
-        asker, orphanage = Asker(request.state.tenant, id), self._extras.orphanage
-        if not self._server.open.cancel(asker) and (orphanage is None or not orphanage.drop(asker)):
+        asker, unclaimed = Asker(request.state.tenant, id), self._extras.unclaimed
+        if not self._server.open.cancel(asker) and (unclaimed is None or not unclaimed.drop(asker)):
             raise not_open(id)
         return _json({"id": id, "object": "request", "cancelled": True})
 
@@ -195,7 +195,7 @@ def create_app(
     if metrics is None:
         metrics = Metrics(engine, settings.served_model_names[0])
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_routes(app, Routes(engine, text, settings, metrics, extras), resumable=extras.orphanage is not None)
+    _add_routes(app, Routes(engine, text, settings, metrics, extras), resumable=extras.unclaimed is not None)
     _add_error_handlers(app, metrics)
     openapi.install(app, secured=bool(settings.api_keys))
     for ring in extras.inner:

@@ -21,9 +21,10 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequ
 from functools import partial
 from typing import Any, Self
 
-from baton.api.engine import Burst, Ended, Fault, Sink, TokenStream
+from baton.api.engine import Burst, Ended, Sink, TokenStream
 from baton.api.text_reader import ChoiceReader, Delta
 from baton.core.engine.request import FinishReason
+from baton.core.handover.faults import PdFault
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's own type: messages are free-form."""
@@ -40,7 +41,7 @@ class ChoiceFailed(Exception):
 class NotCarried(Exception):
     """A router could not bring a choice to its end on any instance."""
 
-    def __init__(self, fault: Fault, token_ids: list[list[int]]) -> None:
+    def __init__(self, fault: PdFault, token_ids: list[list[int]]) -> None:
         super().__init__(fault.message)
         self.fault = fault
         self.token_ids = token_ids

@@ -23,8 +23,8 @@ from baton.api.logs import Finished, access
 from baton.api.metrics import AnswerTimes, Metrics
 from baton.api.open_requests import OpenRequests
 from baton.api.prepare import Prepared
-from baton.api.responses import DONE, Choice, bill_of, places_of, sse, usage_of
-from baton.api.stream_resume import CutStream, Events, Marks, NumberedEvents, Orphanage, PlainEvents, fresh_marks
+from baton.api.responses import DONE, Choice, bill_fields, bill_of, places_of, sse, usage_of
+from baton.api.stream_resume import CutStream, Events, Marks, NumberedEvents, PlainEvents, UnclaimedRequests, fresh_marks
 from baton.api.text_reader import Delta
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refused
@@ -58,13 +58,13 @@ class Server:
         times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.group))
         return Run(prepared, answer, times, marks, self._ended)
 
-    async def resume(self, prepared: Prepared, marks: Marks, orphanage: Orphanage, receive: ReceiveMessage) -> Run:
+    async def resume(self, prepared: Prepared, marks: Marks, unclaimed: UnclaimedRequests, receive: ReceiveMessage) -> Run:
         """Go on with an orphan after what its client has of it."""
         self.open.check_unread(prepared.asker)
         answer = Answer(prepared.readers, carried=True)
         self.open.claim(prepared.asker, answer)
         with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
-            answer.attach(await answer.submitted(_claimed(prepared, marks, orphanage), receive))
+            answer.attach(await answer.submitted(_claimed(prepared, marks, unclaimed), receive))
         times = AnswerTimes(self._metrics, prepared.arrived_s, (), len(prepared.readers))
         return Run(prepared, answer, times, marks, self._ended)
 
@@ -92,8 +92,8 @@ async def _log_late(finished: Finished, run: Run) -> None:
     finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
 
 
-async def _claimed(prepared: Prepared, marks: Marks, orphanage: Orphanage) -> list[TokenStream]:
-    streams = orphanage.claim(prepared.asker, prepared.group)
+async def _claimed(prepared: Prepared, marks: Marks, unclaimed: UnclaimedRequests) -> list[TokenStream]:
+    streams = unclaimed.claim(prepared.asker, prepared.group)
     return [CutStream(stream, mark) for stream, mark in zip(streams, marks.choices, strict=True)]
 
 
@@ -141,7 +141,7 @@ class Run:
 
     def usage(self) -> dict[str, object]:
         usage = usage_of(self.prepared.prompt_ids, self.prepared.readers)
-        return usage | {"baton": bill_of(self.prepared.readers)} if self.prepared.baton_usage else usage
+        return usage | {"baton": bill_fields(bill_of(self.prepared.readers))} if self.prepared.baton_usage else usage
 
     def finished(self, status: int, gauges: Gauges) -> Finished:
         prepared, readers = self.prepared, self.prepared.readers

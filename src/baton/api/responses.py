@@ -12,9 +12,10 @@ from typing import Protocol
 
 import msgspec
 
-from baton.api.engine import Bill, TokenLogprob
+from baton.api.engine import TokenLogprob
 from baton.api.errors import shortened
 from baton.api.text_reader import ChoiceReader, Delta, Rescheduled
+from baton.core.engine.ended import Bill
 from baton.core.engine.request import FinishReason
 
 encode = msgspec.json.Encoder().encode
@@ -105,11 +106,25 @@ def bill_of(readers: Sequence[ChoiceReader]) -> Bill | None:
         restored_tokens=sum(bill.restored_tokens for bill in bills),
         preemptions=sum(bill.preemptions for bill in bills),
         attempts=sum(bill.attempts for bill in bills),
-        queue_ms=max(bill.queue_ms for bill in bills),
-        prefill_ms=max(bill.prefill_ms for bill in bills),
-        transfer_ms=max(bill.transfer_ms for bill in bills),
-        decode_ms=max(bill.decode_ms for bill in bills),
+        queue_us=max(bill.queue_us for bill in bills),
+        prefill_us=max(bill.prefill_us for bill in bills),
+        transfer_us=max(bill.transfer_us for bill in bills),
+        decode_us=max(bill.decode_us for bill in bills),
     )
+
+
+def bill_fields(bill: Bill | None) -> dict[str, object] | None:
+    """A bill as `usage.baton` shows it."""
+    if bill is None:
+        return None
+    counts = ("cached_tokens", "computed_tokens", "recomputed_tokens", "restored_tokens", "preemptions", "attempts")
+    times_ms = {
+        "queue_ms": bill.queue_us / 1000,
+        "prefill_ms": bill.prefill_us / 1000,
+        "transfer_ms": bill.transfer_us / 1000,
+        "decode_ms": bill.decode_us / 1000,
+    }
+    return {name: getattr(bill, name) for name in counts} | times_ms
 
 
 def places_of(readers: Sequence[ChoiceReader]) -> list[tuple[str, ...]]:
@@ -122,8 +137,8 @@ def rescheduled_fields(rescheduled: Rescheduled) -> dict[str, object]:
     fault, ids = rescheduled.fault, rescheduled.token_ids
     error = {
         "message": shortened(fault.message),
-        "code": fault.code,
-        "stage": fault.stage,
+        "code": int(fault.code),
+        "stage": fault.stage.value,
         "retryable": True,
         "generated_token_ids": ids,
     }

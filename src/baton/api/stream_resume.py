@@ -194,7 +194,7 @@ class Orphan:
                 raise ApiError(410, message, param=LAST_EVENT_ID, code="cannot_resume")
 
 
-class Orphanage(Protocol):
+class UnclaimedRequests(Protocol):
     """Where requests wait for their clients after a router was lost."""
 
     async def find(self, asker: Asker) -> Orphan | None:

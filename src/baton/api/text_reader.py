@@ -16,17 +16,19 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from baton.api.detokenise import Detokenizer
-from baton.api.engine import Bill, Burst, Ended, Fault, TokenLogprob
+from baton.api.engine import Burst, Ended, TokenLogprob
 from baton.api.stop_strings import StopScanner
+from baton.core.engine.ended import Bill
 from baton.core.engine.request import FinishReason
 from baton.core.errors import InvariantViolated
+from baton.core.handover.faults import PdFault
 
 
 @dataclass(frozen=True, slots=True)
 class Rescheduled:
     """An attempt that ended before its answer did: why, and everything that was generated, also what was shown as text."""
 
-    fault: Fault
+    fault: PdFault
     token_ids: list[int]
 
 

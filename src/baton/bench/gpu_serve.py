@@ -20,22 +20,13 @@ import numpy as np
 
 from baton.bench.gpu_steps import Shared, stream
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.orders import AcceptedAs, Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Settled
 from baton.core.engine.request import RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.core.engine.worker import (
-    Accepted,
-    Deliver,
-    Effect,
-    Event,
-    GroupRefused,
-    Launch,
-    StepDone,
-    Submitted,
-    Tick,
-    Worker,
-)
+from baton.core.engine.worker import Deliver, GroupRefused, Launch, StepDone, Withdrawn, Worker
 from baton.core.errors import InvariantViolated
 
 DEPTH = 2
@@ -101,14 +92,14 @@ class ClosedLoop:
             context_tokens=shape.context_tokens, step_tokens=step_tokens, burst=shape.burst, depth=DEPTH,
             waiting_max=load.requests,
         )  # fmt: skip
-        self._worker = Worker(config, PrefixIndex(b"bench", executor.fingerprint, config.blocks))
+        worker = Worker(config, PrefixIndex(b"bench", executor.fingerprint, config.blocks))
+        self._driver = WorkerDriver(worker, _now_us, launch=self._launch, answer=self._hear)
         self._executor = executor
         self._load = load
         self._prompts = load.prompts(executor.vocabulary)
         self._watch = watch
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bench-collector")
         self._done: queue.SimpleQueue[Future[StepResult]] = queue.SimpleQueue()
-        self._in_flight = 0
         self._sent = 0
         self._open = 0
         self._settled = 0
@@ -125,7 +116,7 @@ class ClosedLoop:
             while self._open:
                 self._turn()
             self._served.seconds = time.perf_counter() - began_s
-            while self._in_flight:
+            while self._driver.steps_in_flight:
                 self._take(self._done.get())
             self._executor.clear()
         finally:
@@ -137,10 +128,9 @@ class ClosedLoop:
         """Take in what has arrived, plan what is due, else wait for whatever comes next."""
         while not self._done.empty():
             self._take(self._done.get())
-        deadline = self._worker.next_deadline()
-        if deadline is not None and deadline <= _now_us():
-            self._tell(Tick())
-        elif self._in_flight:
+        if self._driver.is_due:
+            self._driver.tick()
+        elif self._driver.steps_in_flight:
             self._take(self._done.get())
 
     def _send(self) -> None:
@@ -149,36 +139,32 @@ class ClosedLoop:
         self._open += 1
         sampling = Sampling(seed=number, temperature=self._load.temperature)
         prompt = frozen_tokens(self._prompts[number])
-        self._tell(Submitted(number, (Submission(RequestId(str(number)), prompt, sampling, self._load.output_tokens),)))
+        submission = Submission(RequestId(str(number)), prompt, sampling, self._load.output_tokens)
+        self._driver.handle(Submit(number, (submission,)))
 
     def _take(self, done: Future[StepResult]) -> None:
-        self._in_flight -= 1
-        self._tell(StepDone(done.result()))
+        self._driver.handle(StepDone(done.result()))
         self._settled += 1
         self._watch(self._settled)
 
-    def _tell(self, event: Event) -> None:
-        for effect in self._worker.handle(event, _now_us()):
-            self._carry_out(effect)
+    def _launch(self, launch: Launch) -> None:
+        self._served.plans.append(launch.plan)
+        self._executor.launch(launch.plan)
+        self._collector.submit(self._executor.collect).add_done_callback(self._done.put)
 
-    def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Launch(plan):
-                self._served.plans.append(plan)
-                self._executor.launch(plan)
-                self._in_flight += 1
-                self._collector.submit(self._executor.collect).add_done_callback(self._done.put)
+    def _hear(self, answer: Answer) -> None:
+        match answer:
             case Deliver(settled):
                 self._served.settled.append(settled)
                 self._served.output_tokens += len(settled.tokens)
                 self._open -= len(settled.ended)
                 for _ in range(min(len(settled.ended), self._load.requests - self._sent)):
                     self._send()
-            case Accepted(_, serials):
-                self._served.order += serials
+            case AcceptedAs(_, serials):
+                self._served.order += map(Serial, serials)
             case GroupRefused(_, refusal):
                 raise InvariantViolated(f"the engine refused a request of the benchmark: {refusal}")
-            case _:
+            case Withdrawn():
                 pass
 
 

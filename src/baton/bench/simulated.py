@@ -16,8 +16,8 @@ from baton.bench.calls import JITTER_GAPS, TraceLoad, read_load
 from baton.bench.sim_options import BLOCKS_MAX, SimOptions
 from baton.core.config import PrefillPath, ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
-from baton.sim.carrying import Road
 from baton.sim.cluster import Call, RunSpec, Split, simulate
+from baton.sim.lanes import Road
 from baton.sim.records import RunRecord
 from baton.sim.report import SCHEMA, RunSummary, Setting, SimReport, Targets, summarise
 from baton.sim.steptime import StepTimes, load_step_times

@@ -22,8 +22,8 @@ from baton.core.routing.router import Router
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import Chronicle
-from baton.router.instance_connections import Sessions
-from baton.wire.router_sessions import Switch
+from baton.router.instance_connections import InstanceConnections
+from baton.wire.router_sessions import RouterSessions
 
 BENCHMARKS = ("bench serve", "bench gpu", "bench calibrate")
 """Those that are commands of an installed Baton; the others are experiments."""
@@ -116,9 +116,9 @@ def _text(value: Any) -> str:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-def router_parts(vocabulary: int = 320) -> tuple[FleetEngine, Sessions, Metrics, RouterState]:
+def router_parts(vocabulary: int = 320) -> tuple[FleetEngine, InstanceConnections, Metrics, RouterState]:
     """A router that serves nobody, which has every metric there is."""
-    sessions = Sessions(Switch(Router(RouterConfig(), bytes(16), 1), "router"), bytes(32), "router")
+    sessions = InstanceConnections(RouterSessions(Router(RouterConfig(), bytes(16), 1), "router"), bytes(32), "router")
     state = RouterState(0)
     engine = FleetEngine(sessions, state, vocabulary)
     return engine, sessions, Metrics(engine, "model"), state

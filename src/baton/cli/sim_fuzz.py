@@ -17,7 +17,8 @@ from baton.cli.bench_screen import progress_bar, refuse, wide_console
 from baton.core.config import WorkerConfig
 from baton.sim.faults import CLASSES
 from baton.sim.fuzz import EVERY_FAULT, EVERY_MOVE, ShardDied, Shrunk, Totals, cores, run_many, shrink
-from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
+from baton.sim.fuzzed_run import Verdict, run_seed
+from baton.sim.scenario import Trim, draw_scenario
 from baton.sim.shard import SeedReport
 
 STORY_LINES = 120

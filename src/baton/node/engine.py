@@ -22,14 +22,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Protocol
 
 import zmq
 
 from baton.core.config import BadConfig
-from baton.core.engine.plan import StepPlan
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.gauges import PeerTraffic, StoreTraffic
+from baton.core.engine.orders import TellNames
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.worker import Effect, Event, Launch, StepDone, Tick, Worker
+from baton.core.engine.worker import Event, Launch, StepDone, Tick, Worker
 from baton.core.errors import BatonError
 from baton.core.handover.messages import PeerEffect
 from baton.core.tiers.transfers import StorageEffect
@@ -48,18 +50,14 @@ from baton.wire.engine_messages import (
     Failed,
     FromEngine,
     Peers,
-    PeerTraffic,
     Ready,
     StepOutput,
-    StoreTraffic,
-    TellNames,
     decode_to_engine,
     encode_from_engine,
     gauges_output,
     pulse,
-    wire_gauges,
 )
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 
 log = logging.getLogger("baton.engine")
 
@@ -82,8 +80,6 @@ EXIT_FAILED = 1
 EXIT_ORPHANED = 3
 
 _IPC = "ipc://"
-_PEER_EFFECTS = get_args(PeerEffect)
-_STORAGE_EFFECTS = get_args(StorageEffect)
 
 
 def monotonic_us() -> int:
@@ -130,8 +126,16 @@ class EngineLoop:
         self._has_others = handovers is not None or storage is not None
         """Somebody beside the executor has orders, with deadlines that run on while a step computes."""
         self._now_us = now_us
+        self._driver = WorkerDriver(
+            worker,
+            now_us,
+            launch=self._launch,
+            answer=self._answer,
+            peers=None if handovers is None else handovers.carry_out,
+            storage=None if storage is None else storage.carry_out,
+            tick_in_flight_us=TICK_IN_FLIGHT_US if self._has_others else None,
+        )
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-collector")
-        self._steps_in_flight = 0
         self._gauges_changed = False
         """Others may have changed them since the front end was told."""
         self._traffic: dict[type[PeerTraffic | StoreTraffic], PeerTraffic | StoreTraffic] = {
@@ -156,31 +160,25 @@ class EngineLoop:
         self._take_messages()
         for item in self._inbox.take():
             self._tell(self._event(item))
-        deadline, now_us = self._worker.next_deadline(), self._now_us()
+        now_us = self._now_us()
         if self._pulse_us is not None and self._pulse_us <= now_us:
             self._beat(now_us)
-        if deadline is not None and deadline <= now_us:
+        if self._driver.is_due:
             self._tell(Tick())
         elif self._has_others and self._report_us <= now_us:
             self._report(now_us)
         else:
-            self._poller.poll(self._patience_ms(deadline, now_us))
+            self._poller.poll(self._patience_ms(now_us))
 
-    def _patience_ms(self, deadline: int | None, now_us: int) -> int | None:
-        if not self._has_others:
-            # With a step in flight nothing is planned before it ends, and nothing else has a deadline.
-            until_us = None if self._steps_in_flight else deadline
-        else:
-            tick_us = self._report_us if deadline is None else deadline
-            until_us = min(self._report_us, max(tick_us, now_us + TICK_IN_FLIGHT_US) if self._steps_in_flight else tick_us)
-        if self._pulse_us is not None:
-            until_us = self._pulse_us if until_us is None else min(until_us, self._pulse_us)
+    def _patience_ms(self, now_us: int) -> int | None:
+        dues = (self._driver.wake_us(), self._pulse_us, self._report_us if self._has_others else None)
+        until_us = min((due_us for due_us in dues if due_us is not None), default=None)
         return None if until_us is None else -(-(until_us - now_us) // 1000)
 
     def _report(self, now_us: int) -> None:
         self._report_us = now_us + TRAFFIC_US
         if self._gauges_changed:
-            self._send(gauges_output(self._worker.gauges()))
+            self._send(gauges_output(self._worker.gauges(), self._worker.scheduler.drafts()))
         for others in (self._handovers, self._storage):
             if others is not None and (traffic := others.traffic()) != self._traffic[type(traffic)]:
                 self._traffic[type(traffic)] = traffic
@@ -188,7 +186,7 @@ class EngineLoop:
 
     def _beat(self, now_us: int) -> None:
         self._pulse_us = now_us + PULSE_US
-        self._send(pulse(self._worker.gauges(), self._steps_in_flight > 0, self._worker.changes(now_us)))
+        self._send(pulse(self._worker.gauges(), self._driver.steps_in_flight > 0, self._worker.changes(now_us)))
 
     def _take_messages(self) -> None:
         for _ in range(MESSAGES_A_TURN):
@@ -201,7 +199,7 @@ class EngineLoop:
             if isinstance(message, Peers):
                 self._call(message.addresses)
                 continue
-            self._tell(event_of(message))
+            self._tell(message)
             if isinstance(message, TellNames):
                 self._pulse_us = self._now_us()
 
@@ -215,33 +213,22 @@ class EngineLoop:
         if not isinstance(item, Future):
             return item
         done = item.result()  # raises what the step raised
-        self._steps_in_flight -= 1
         if self._handovers is not None:
             self._handovers.step_done(done.result.step)
         return done
 
     def _tell(self, event: Event) -> None:
-        now_us = self._now_us()
         if self._has_others and not self._gauges_changed:
             self._gauges_changed = True
-            self._report_us = min(self._report_us, now_us + GAUGES_US)
-        for effect in self._worker.handle(event, now_us):
-            self._carry_out(effect)
+            self._report_us = min(self._report_us, self._now_us() + GAUGES_US)
+        self._driver.handle(event)
 
-    def _carry_out(self, effect: Effect) -> None:
-        if isinstance(effect, Launch):
-            self._launch(effect.plan)
-        elif (message := message_of(effect, self._worker.gauges)) is not None:
-            self._send(message)
-        elif self._handovers is not None and isinstance(effect, _PEER_EFFECTS):
-            self._handovers.carry_out(effect)
-        elif self._storage is not None and isinstance(effect, _STORAGE_EFFECTS):
-            self._storage.carry_out(effect)
-
-    def _launch(self, plan: StepPlan) -> None:
-        self._executor.launch(plan)
-        self._steps_in_flight += 1
+    def _launch(self, launch: Launch) -> None:
+        self._executor.launch(launch.plan)
         self._collector.submit(self._collect).add_done_callback(self._inbox.put)
+
+    def _answer(self, answer: Answer) -> None:
+        self._send(message_of(answer, self._worker))
 
     def _collect(self) -> StepDone:
         return StepDone(self._executor.collect())
@@ -277,7 +264,7 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
         blocks=config.blocks,
         block_size=config.block_size,
         details=details if handovers is None else f"{details}, {handovers.details}",
-        gauges=wire_gauges(worker.gauges()),
+        gauges=worker.gauges(),
         fingerprint=executor.fingerprint,
         peer_address="" if handovers is None else handovers.address,
     )

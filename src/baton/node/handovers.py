@@ -12,7 +12,9 @@ import socket
 import time
 
 from baton.core.config import ROLES
-from baton.core.handover.messages import AttemptFailed, HandoverMade, PdStage, PeerEffect, Tell
+from baton.core.engine.gauges import PeerTraffic
+from baton.core.handover.faults import PdStage
+from baton.core.handover.messages import AttemptFailed, HandoverMade, PeerEffect, Tell
 from baton.executor.contract import Executor
 from baton.node.inbox import Inbox
 from baton.node.kv_pool_memory import PoolMemory
@@ -20,7 +22,6 @@ from baton.node.kv_transfers import Transfers
 from baton.node.peer_session import Self
 from baton.node.peers import Peers, listen
 from baton.node.settings import DEFAULT_PEER_PORT, EngineSettings
-from baton.wire.engine_messages import PeerTraffic
 
 log = logging.getLogger("baton.handover")
 

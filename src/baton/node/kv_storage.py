@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.core.config import BadConfig
+from baton.core.engine.gauges import StoreTraffic
 from baton.core.errors import InvariantViolated
 from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Haul, HaulFenced, StorageEffect
 from baton.kv.block_access import Blocks
@@ -23,7 +24,6 @@ from baton.kv.store_guard import Border
 from baton.kv.store_transfers import StoreHauler, StoreTally
 from baton.kv.transfer_contract import KvLayout
 from baton.node.settings import EngineSettings
-from baton.wire.engine_messages import StoreTraffic
 from baton.wire.envelope import Flaw
 
 log = logging.getLogger("baton.store")

@@ -2,7 +2,7 @@
 
     router ── Line ── Membership ── EngineClient ── engine process
                           │
-                       wire.relay.Relay   knows what is whose, what is held, and what may be said when
+                       wire.instance_sessions.InstanceSessions   knows what is whose, what is held, and what may be said when
 
 Owns the connection, its rhythm and the calling again; decides nothing about requests. A router that is away is called for
 ever, with short pauses: one that was started again shall have its instances back at once. Each change is logged, not each
@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.core.engine.orders import AcceptedAs
 from baton.core.errors import BatonError
 from baton.node.engine import monotonic_us
 from baton.node.sealed_connection import Line, LineEnd, call
-from baton.wire.engine_messages import AcceptedAs, Peers, Pulse, RefusedWith, StepOutput, ToEngine
-from baton.wire.instance_sessions import Relay, RelayOut
+from baton.wire.engine_messages import Peers, Pulse, RefusedWith, StepOutput, ToEngine
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import FromInstance, Welcome, decode_from_router, encode_membership
 
 log = logging.getLogger("baton.joining")
@@ -67,11 +68,13 @@ class RouterAt:
 
 
 class Membership:
-    def __init__(self, name: str, at: RouterAt, relay: Relay, engine: Engine, on_drain: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, at: RouterAt, sessions: InstanceSessions, engine: Engine, on_drain: Callable[[], None]
+    ) -> None:
         """`on_drain` is called when the router wants this instance to finish and go."""
         self._name = name
         self._at = at
-        self._relay = relay
+        self._sessions = sessions
         self._engine = engine
         self._on_drain = on_drain
         self._line: Line | None = None
@@ -101,7 +104,7 @@ class Membership:
 
     def leave(self) -> None:
         """Tell the router that this instance takes nothing new; what is open goes on."""
-        self._say(self._relay.leave())
+        self._say(self._sessions.leave())
 
     async def part(self, reason: str) -> None:
         """Hang up after what was said has been read. To be called when `run` was cancelled, so that nobody calls again."""
@@ -113,19 +116,19 @@ class Membership:
 
     @property
     def open_requests(self) -> int:
-        return self._relay.open_requests
+        return self._sessions.open_requests
 
     def owns_ticket(self, ticket: int) -> bool:
-        return self._relay.owns_ticket(ticket)
+        return self._sessions.owns_ticket(ticket)
 
     def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
-        return self._relay.split(output)
+        return self._sessions.split(output)
 
     def take(self, message: AcceptedAs | RefusedWith | StepOutput) -> None:
-        self._carry_out(self._relay.take(message, monotonic_us()))
+        self._carry_out(self._sessions.take(message, monotonic_us()))
 
     def feel(self, pulse: Pulse) -> None:
-        self._relay.feel(pulse, monotonic_us())
+        self._sessions.feel(pulse, monotonic_us())
 
     # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -134,21 +137,21 @@ class Membership:
 
     def opened(self, line: Line) -> None:
         self._line, self._opened_us = line, monotonic_us()
-        self._say(self._relay.opened(self._opened_us))
+        self._say(self._sessions.opened(self._opened_us))
 
     def heard(self, line: Line, frame: bytes) -> None:
-        self._carry_out(self._relay.heard(decode_from_router(frame), monotonic_us()))
+        self._carry_out(self._sessions.heard(decode_from_router(frame), monotonic_us()))
         if self._turned_away is not None:
             line.part("turned away")
 
     def ended(self, line: Line, end: LineEnd) -> None:
         if self._line is line:
             self._line = self._welcome = None
-            self._relay.lost(end.reason, monotonic_us())
+            self._sessions.lost(end.reason, monotonic_us())
 
     # ── both ways ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _carry_out(self, out: RelayOut) -> None:
+    def _carry_out(self, out: SessionEffects) -> None:
         for order in out.orders:
             self._engine.forward(order)
         self._say(out.says)
@@ -182,9 +185,9 @@ class Membership:
                 self._beat(now_us, self._welcome)
             elif self._line is not None and self._welcome is None and self._opened_us + WELCOME_US <= now_us:
                 self._line.end(None, f"it has not answered the join within {WELCOME_US // 1_000_000} s")
-            deadline_us = self._relay.next_deadline()
+            deadline_us = self._sessions.next_deadline()
             if deadline_us is not None and deadline_us <= now_us:
-                self._carry_out(self._relay.tick(now_us))
+                self._carry_out(self._sessions.tick(now_us))
             next_us = now_us + LOOK_US if self._welcome is None else min(now_us + LOOK_US, self._beat_due_us)
             await asyncio.sleep(max(0, next_us - monotonic_us()) / 1e6)
 
@@ -195,7 +198,7 @@ class Membership:
         if late_us > welcome.beat_us:
             log.warning("a beat was %d ms late: this process was held up", late_us // 1000)
         # While we were held up we heard nothing.
-        beat = self._relay.beat(None, max(0, self._engine_silent_us(now_us) - late_us), now_us)
+        beat = self._sessions.beat(None, max(0, self._engine_silent_us(now_us) - late_us), now_us)
         if beat is not None:
             self._say([beat])
 

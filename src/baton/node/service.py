@@ -23,6 +23,7 @@ from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText, load_text, read_template
 from baton.api.settings import ApiSettings
 from baton.core.config import ROLES
+from baton.core.routing.events import Instance, Join
 from baton.executor.cache_folder import cache_folder
 from baton.node.devices import check_device
 from baton.node.engine_client import EngineClient
@@ -46,8 +47,7 @@ from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
 from baton.node.settings import EngineSettings, InstanceSettings
 from baton.node.torch_import import leave_torch_out
-from baton.wire.instance_sessions import Relay
-from baton.wire.router_messages import Join
+from baton.wire.instance_sessions import InstanceSessions
 
 HOST_CHARS_MAX = 32
 DEATH_SHOWN_S = 2.0
@@ -202,7 +202,7 @@ class _Instance:
         port = listener.getsockname()[1]
         name = settings.name or default_name(socket.gethostname(), settings.role, port)
         join = Join(
-            name=name,
+            name=Instance(name),
             incarnation=self._incarnation,
             role=settings.role,
             fingerprint=engine.fingerprint,
@@ -217,7 +217,7 @@ class _Instance:
             draining=False,
         )
         at = RouterAt(*split_address("--router", settings.router), settings.cluster_key)
-        membership = Membership(name, at, Relay(join), engine, self._signals.stop.set)
+        membership = Membership(name, at, InstanceSessions(join), engine, self._signals.stop.set)
         engine.share(membership)
         return membership
 

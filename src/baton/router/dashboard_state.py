@@ -12,18 +12,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from baton.api.original_request import BadOrigin, decode_origin
-from baton.core.routing.events import (
-    Body,
-    Declined,
-    Delivered,
-    Facts,
-    FleetChanged,
-    Ledger,
-    Noted,
-    Orphan,
-    OrphanDropped,
-    Stage,
-)
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.routing.events import Declined, Delivered, FleetChanged, Join, Noted, Orphan, OrphanDropped, Stage
+from baton.core.routing.identity import RequestNumber
 from baton.router.quantiles import Window
 from baton.router.timeline import Lane
 
@@ -48,9 +39,9 @@ class InstanceView(Protocol):
     """What the router knows of an instance that is in session."""
 
     @property
-    def facts(self) -> Facts: ...
+    def facts(self) -> Join: ...
     @property
-    def ledger(self) -> Ledger: ...
+    def ledger(self) -> SchedulerGauges: ...
     @property
     def state(self) -> str: ...
     @property
@@ -59,7 +50,7 @@ class InstanceView(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    body: Body
+    body: RequestNumber
     request_id: str
     path: str
     prompt_tokens: int | None
@@ -86,8 +77,8 @@ class _Request:
 class _Seen:
     """An instance, over all of its lives."""
 
-    facts: Facts
-    ledger: Ledger
+    facts: Join
+    ledger: SchedulerGauges
     state: str
     open: int
     lives: int
@@ -113,10 +104,10 @@ class _Seen:
             "running": ledger.running,
             "waiting": ledger.waiting,
             "ledger": _blocks(ledger),
-            "host_blocks": ledger.host_blocks,
-            "host_used": ledger.host_used,
+            "host_blocks": ledger.storage.host_rows,
+            "host_used": ledger.storage.host_used,
             "preemptions": ledger.preemptions,
-            "handovers": ledger.handovers,
+            "handovers": ledger.handovers.made,
             "prefix_queries": ledger.prefix_queries,
             "prefix_hits": ledger.prefix_hits,
         }
@@ -130,8 +121,8 @@ class RouterState:
     def __init__(self, started_us: int, window_s: int = 60) -> None:
         self._started_us = started_us
         self._rev = 0
-        self._requests: dict[Body, _Request] = {}
-        self._ended: deque[Body] = deque()
+        self._requests: dict[RequestNumber, _Request] = {}
+        self._ended: deque[RequestNumber] = deque()
         self._instances: dict[str, _Seen] = {}
         self._events: deque[tuple[int, dict[str, object]]] = deque(maxlen=EVENTS_MAX)
         self._fleet: deque[tuple[int, list[int | None]]] = deque(maxlen=SAMPLES)
@@ -143,13 +134,13 @@ class RouterState:
 
     # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def asked(self, body: Body, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
+    def asked(self, body: RequestNumber, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
         """A client's request became this body."""
         self._totals["requests"] += 1
         self._follow(_Request(body, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
 
     def take(self, act: object, now_us: int) -> None:
-        """Everything that a switch wants done comes by here; what is not to be shown is passed over."""
+        """Everything that the router wants done comes by here; what is not to be shown is passed over."""
         match act:
             case Delivered():
                 self._delivered(act, now_us)
@@ -223,9 +214,9 @@ class RouterState:
         except BadOrigin:
             return
         choices = len(orphan.delivered)
-        request = self._requests.get(orphan.body)
+        request = self._requests.get(orphan.request)
         if request is None:
-            self._follow(request := _Request(orphan.body, "", "", None, choices, now_us, _lanes(choices)))
+            self._follow(request := _Request(orphan.request, "", "", None, choices, now_us, _lanes(choices)))
         more = _lanes(choices)[len(request.lanes) :]
         request.lanes += more
         request.open_lanes += len(more)
@@ -243,7 +234,7 @@ class RouterState:
     def _delivered(self, act: Delivered, now_us: int) -> None:
         count = len(act.tokens)
         self._totals["tokens"] += count
-        request = self._requests.get(act.body)
+        request = self._requests.get(act.request)
         if request is None or act.choice >= len(request.lanes):
             return
         lane = request.lanes[act.choice]
@@ -260,10 +251,10 @@ class RouterState:
     def _noted(self, note: Noted) -> None:
         if note.stage in COUNTED:
             self._totals[COUNTED[note.stage]] += 1
-        request = self._requests.get(note.body)
+        request = self._requests.get(note.request)
         if request is None and note.stage is Stage.RESUMED and note.choice < LANES_MAX:
             # Of a router that was lost. Whose it is, and how many choices it has, is told when all of it is found.
-            request = _Request(note.body, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
+            request = _Request(note.request, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
             self._follow(request)
         if request is None or note.choice >= len(request.lanes):
             return
@@ -276,7 +267,7 @@ class RouterState:
         if note.stage is Stage.ENDED:
             self._lane_ended(request)
 
-    def _end_all(self, body: Body, finish: str, now_us: int) -> None:
+    def _end_all(self, body: RequestNumber, finish: str, now_us: int) -> None:
         request = self._requests.get(body)
         if request is None:
             return
@@ -329,8 +320,15 @@ def _lanes(choices: int) -> list[Lane]:
     return [Lane() for _ in range(min(choices, LANES_MAX))]
 
 
-def _blocks(ledger: Ledger) -> list[int]:
-    return [ledger.free, ledger.evictable, ledger.used, ledger.leased, ledger.receiving, ledger.leaving]
+def _blocks(ledger: SchedulerGauges) -> list[int]:
+    return [
+        ledger.free_blocks,
+        ledger.evictable_blocks,
+        ledger.running_blocks,
+        ledger.leased_blocks,
+        ledger.receiving_blocks,
+        ledger.leaving_blocks,
+    ]
 
 
 def _after(ring: Iterable[tuple[int, T]], since: int) -> list[T]:

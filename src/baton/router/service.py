@@ -46,9 +46,9 @@ from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import Chronicle
-from baton.router.instance_connections import Sessions, monotonic_us
+from baton.router.instance_connections import InstanceConnections, monotonic_us
 from baton.router.settings import RouterProcessSettings
-from baton.wire.router_sessions import Switch
+from baton.wire.router_sessions import RouterSessions
 
 log = logging.getLogger("baton.router")
 
@@ -114,7 +114,7 @@ class _Process:
         config = await asyncio.to_thread(self._config, text_folder)
         router = Router(config, shared_prefix_secret(self._key), secrets.randbits(63))
         name = f"{address_of(instances)}"
-        sessions = Sessions(Switch(router, name), self._key, name)
+        sessions = InstanceConnections(RouterSessions(router, name), self._key, name)
         state = RouterState(monotonic_us())
         engine = FleetEngine(sessions, state, text.vocabulary)
         metrics = Metrics(engine, self._settings.names[0])
@@ -140,7 +140,7 @@ class _Process:
         return replace(self._settings.config, model=self._settings.model, model_mark=mark)
 
     def _app(
-        self, engine: FleetEngine, sessions: Sessions, state: RouterState, text: ModelText, metrics: Metrics
+        self, engine: FleetEngine, sessions: InstanceConnections, state: RouterState, text: ModelText, metrics: Metrics
     ) -> FastAPI:
         dashboard = Dashboard(state, monotonic_us, engine.views, demo=self._settings.demo)
         chronicle = Chronicle(sessions, engine)
@@ -153,12 +153,12 @@ class _Process:
         await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         engine.draining = True
-        if engine.open_bodies:
-            self._say(f"draining: {engine.open_bodies} requests open (once more to stop at once)")
+        if engine.open_requests:
+            self._say(f"draining: {engine.open_requests} requests open (once more to stop at once)")
         idle, at_once = asyncio.ensure_future(engine.wait_idle()), asyncio.ensure_future(self._signals.at_once.wait())
         await asyncio.wait((idle, at_once), timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if engine.open_bodies:
-            self._say(f"stopping with {engine.open_bodies} requests open")
+        if engine.open_requests:
+            self._say(f"stopping with {engine.open_requests} requests open")
         idle.cancel()
         at_once.cancel()
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.sim.faults import Fault, Rates, log_uniform_us
-from baton.sim.instance import PEER_STEPS, Instance
+from baton.sim.instance import Instance
 from baton.sim.neighbours import end_name
 from baton.sim.network import Network
 from baton.sim.porters import Depot
 from baton.sim.seats import FRONT, Seat
 from baton.sim.store import Store
+from baton.sim.story import PEER_STEPS
 from baton.sim.transfer import Fabric
 from baton.sim.world import Host, World
 

@@ -15,12 +15,12 @@ from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.sim.asks import Ask
 from baton.sim.faults import Fault
-from baton.sim.front import Booking, Front, OneInstance
+from baton.sim.front import Booking, Front
 from baton.sim.gate import Found, Gate, Passage
 from baton.sim.judge import Ended, Judge
 from baton.sim.laws import ENDS_ONCE, SAME_TOKENS, LawBroken
 from baton.sim.world import Host
-from baton.wire.request_table import Lost
+from baton.wire.request_table import LostEntry
 
 RETRY_US = 30_000
 """A user whom nobody could serve asks the next thing a little later."""
@@ -31,7 +31,7 @@ RESUME_PATIENCE_US = 1_500_000
 NOTICED_US = 400_000
 """A client that has lost its router comes back within so long."""
 
-Entrance = Front | OneInstance | Gate
+Entrance = Front | Gate
 """Where a user asks."""
 
 
@@ -149,7 +149,7 @@ class Client:
             self.host.world.fire(Fault.SLOW_READER, self.name)
             self.host.after(self.ask.reads_every_us, self._read_next)
 
-    def lost(self, place: int | None, end: Lost) -> None:
+    def lost(self, place: int | None, end: LostEntry) -> None:
         while self._unread:
             self._read(*self._unread.popleft())
         self._note(f"loses its instance: {end.reason}")
@@ -157,6 +157,9 @@ class Client:
         self.judge.lost(self.name, instance, end)
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
+
+    def placed(self, where: str) -> None:
+        """Of no interest: the router may have it go on anywhere."""
 
     # ── a router that is gone ────────────────────────────────────────────────────────────────────────────────────────────
 

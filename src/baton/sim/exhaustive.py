@@ -27,8 +27,9 @@ from baton.core.engine.request import Sampling
 from baton.core.routing.events import RouterConfig
 from baton.sim.asks import Ask
 from baton.sim.faults import DiskRates, Fault, NetworkRates, Rates
+from baton.sim.fuzzed_run import Run, Verdict
 from baton.sim.porters import CopyTimes
-from baton.sim.scenario import FlatTimes, Run, Scenario, UserPlan, Verdict
+from baton.sim.scenario import FlatTimes, Scenario, UserPlan
 from baton.sim.store import StoreTimes
 from baton.sim.transfer import KvTimes
 from baton.wire.link import LinkConfig
@@ -143,7 +144,7 @@ def events_of(scenario: Scenario) -> int:
     """How many events there are before everything heals."""
     run = Run(scenario)
     healed: list[int] = []
-    run.when_healed = lambda: healed.append(run.world.events)
+    run.when_healed = lambda: healed.append(run.site.world.events)
     verdict = run.verdict()
     if verdict.broken is not None:
         raise verdict.broken
@@ -164,12 +165,12 @@ def strikes(scenario: Scenario, every: int = 1) -> Iterator[Strike]:
 def struck(scenario: Scenario, strike: Strike, *, tell_story: bool = False) -> Verdict:
     run = Run(scenario, tell_story=tell_story)
     hit = _hit_gate if strike.seat == scenario.instances else _hit_instance
-    run.world.ambush(strike.event, lambda: hit(run, strike))
+    run.site.world.ambush(strike.event, lambda: hit(run, strike))
     return run.verdict()
 
 
 def _hit_instance(run: Run, strike: Strike) -> None:
-    seat, world = run.seats[strike.seat], run.world
+    seat, world = run.site.seats[strike.seat], run.site.world
     if strike.blow is Blow.CRASH:
         world.fire(Fault.CRASH, seat.name)
         seat.crash()
@@ -183,10 +184,10 @@ def _hit_instance(run: Run, strike: Strike) -> None:
 
 
 def _hit_gate(run: Run, strike: Strike) -> None:
-    if run.fleet is None:
+    if run.site.fleet is None:
         raise RuntimeError("there is no router in this world")
-    world, gate = run.world, run.fleet.gate
-    for seat in run.seats:
+    world, gate = run.site.world, run.site.fleet.gate
+    for seat in run.site.seats:
         seat.trouble(ASLEEP_US, of_router=True)
     if strike.blow is Blow.CRASH:
         world.fire(Fault.ROUTER_CRASH, gate.host.name)

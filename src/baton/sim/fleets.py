@@ -41,20 +41,20 @@ class Fleet:
         member, door = seat.member, self.gate.doors[seat.number]
         if seat.instance is None or seat.instance.is_leaving or seat.instance.is_behind or member is None or member.drains:
             return False
-        same = member.line.link.session == door.line.link.session
+        same = member.line.session == door.line.session
         return same and member.serves and door.session is not None and self.gate.knows(seat.name)
 
     @property
     def is_quiet(self) -> bool:
         """Nothing is open at the router, and nothing kept for it."""
-        if self.gate.switch.router.open_bodies:
+        if self.gate.switch.router.open_requests:
             return False
         return all(seat.member is None or not seat.member.relay.held_choices for seat in self._seats)
 
     def nothing_held(self, judge: Judge) -> None:
         router = self.gate.switch.router
-        if router.open_bodies or router.waiting:
-            raise LawBroken(LIVENESS, f"the router still has {router.open_bodies} bodies, {router.waiting} choices wait")
+        if router.open_requests or router.waiting:
+            raise LawBroken(LIVENESS, f"the router still has {router.open_requests} bodies, {router.waiting} choices wait")
         for seat in self._seats:
             if seat.member is not None and seat.member.relay.held_choices:
                 raise LawBroken(
@@ -87,7 +87,7 @@ class Fleet:
 
     def gather_moves(self, judge: Judge) -> None:
         for line in self.gate.lines:
-            judge.took_moves("link", line.link.moves())
+            judge.took_moves("link", line.moves())
         for switch in (*self.gate.former, self.gate.switch):
             judge.took_moves("carrying", switch.router.moves())
             judge.took_moves("member", switch.router.fleet.moves())

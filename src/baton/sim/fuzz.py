@@ -23,12 +23,13 @@ from baton.core.errors import BatonError
 from baton.core.routing.fleet_members import TRANSITIONS as MEMBER_MOVES
 from baton.core.routing.routed_request import TRANSITIONS as CARRY_MOVES
 from baton.sim.faults import Fault
+from baton.sim.fuzzed_run import Verdict, run_seed
 from baton.sim.judge import haul_table, move_name, peer_tables
 from baton.sim.laws import OWN_CHECKS, LawBroken
-from baton.sim.scenario import Trim, Verdict, run_seed
+from baton.sim.scenario import Trim
 from baton.sim.shard import SeedReport
-from baton.wire.instance_sessions import STANDINGS
-from baton.wire.instance_sessions import TRANSITIONS as RELAY_MOVES
+from baton.wire.held_choices import TRANSITIONS as RELAY_MOVES
+from baton.wire.instance_sessions import SESSION_TRANSITIONS
 from baton.wire.link import TRANSITIONS as LINK_MOVES
 from baton.wire.request_table import TRANSITIONS as DESK_MOVES
 
@@ -44,7 +45,7 @@ _MACHINES: list[tuple[str, Iterable[tuple[Enum, Enum]]]] = [
     ("carrying", CARRY_MOVES),
     ("member", MEMBER_MOVES),
     ("relay", RELAY_MOVES),
-    ("standing", STANDINGS),
+    ("standing", SESSION_TRANSITIONS),
 ]
 EVERY_MOVE = tuple(move_name(machine, state, move) for machine, table in _MACHINES for state, move in table)
 

@@ -1,4 +1,4 @@
-"""The router's host: the production Switch and Router, behind one line for each instance, in front of all clients.
+"""The router's host: the production RouterSessions and Router, behind one line for each instance, in front of all clients.
 
 Owns the lives of the router and who waits for which body. A life begins with nothing: what its predecessor knew is gone,
 less what instances have kept of it. Clients are on machines of their own: they notice a crash at once, and may come back for
@@ -15,7 +15,6 @@ from typing import Protocol
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.core.routing.events import (
-    Body,
     Declined,
     Delivered,
     FleetChanged,
@@ -28,17 +27,16 @@ from baton.core.routing.events import (
     Session,
     Stage,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
+from baton.sim.gate_watcher import GateWatcher
 from baton.sim.laws import LINE_BOUND, STRANGERS, LawBroken
-from baton.sim.legs import LegBook
-from baton.sim.lines import LinkEnd, acceptor
+from baton.sim.lines import LineEnd, Lines
 from baton.sim.member import ROUTER, line_names
-from baton.sim.network import Network
 from baton.sim.world import Alarm, Host, World
 from baton.wire.engine_messages import WireError
-from baton.wire.link import LinkConfig
 from baton.wire.router_messages import FromRouter, decode_from_instance, encode_membership
-from baton.wire.router_sessions import Act, Close, Say, Switch
+from baton.wire.router_sessions import Act, Close, RouterSessions, Say
 
 TOLD = (Stage.PLACED, Stage.PREEMPTED, Stage.MOVED, Stage.ENDED)
 """What the story says of a choice; the rest is in what its instance and its client do."""
@@ -57,6 +55,9 @@ class Asker(Protocol):
         self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: Outcome | None
     ) -> None: ...
 
+    def placed(self, where: str) -> None:
+        """The instance to which one choice goes now."""
+
     def gone(self) -> None:
         """The router is gone, and the connection with it."""
 
@@ -65,7 +66,7 @@ class Asker(Protocol):
 class Found:
     """An orphaned body, as it is known by now."""
 
-    body: Body
+    body: RequestNumber
     origin: bytes
     tokens: list[list[int] | None]
     """By choice; None: nothing is known of it."""
@@ -77,7 +78,7 @@ class Passage:
     """A body, as its client holds it: of one life of the router, and of no use after that."""
 
     def __init__(self, gate: Gate, asker: Asker) -> None:
-        self.body: Body | None = None
+        self.body: RequestNumber | None = None
         """None until the router has looked at it."""
         self.asker = asker
         self.is_early = True
@@ -109,22 +110,23 @@ class Gate:
     def __init__(
         self,
         world: World,
-        network: Network,
+        lines: Lines,
         config: RouterConfig,
-        link: LinkConfig,
-        lines: int,
-        book: LegBook,
+        doors: int,
         secret: bytes,
+        book: GateWatcher | None = None,
+        seed: int = 0,
     ) -> None:
-        """`lines`: how many instances, and whoever else, may have a line to it."""
+        """`doors`: how many instances, and whoever else, may have a line to it."""
         self.host = Host(world, ROUTER)
         self.config = config
-        self.book = book
+        self.book = GateWatcher() if book is None else book
         self._secret = secret
-        self.switch: Switch
-        self.lines: list[LinkEnd] = []
+        self._seed = seed
+        self.switch: RouterSessions
+        self.lines: list[LineEnd] = []
         """Of all lives."""
-        self.former: list[Switch] = []
+        self.former: list[RouterSessions] = []
         self.found: dict[bytes, Found] = {}
         """Orphans that nobody has come for, by their origin."""
         self.doors: list[Door] = []
@@ -132,13 +134,12 @@ class Gate:
         """By origin and the moment of a crash: which instances were at work on a body."""
         self.disturbed_us = 0
         """When the router last crashed or was woken up."""
-        self._network = network
-        self._link = link
         self._lines = lines
+        self._doors = doors
         self._unseen: list[Passage] = []
         """What came while the router slept."""
-        self._passages: dict[Body, Passage] = {}
-        self._orphans: dict[Body, Found] = {}
+        self._passages: dict[RequestNumber, Passage] = {}
+        self._orphans: dict[RequestNumber, Found] = {}
         self._by_session: dict[Session, Door] = {}
         self._acts: deque[Act] = deque()
         self._acting = False
@@ -153,10 +154,10 @@ class Gate:
             self._begin()
 
     def _begin(self) -> None:
-        self.switch = Switch(Router(self.config, self._secret, self.host.lives), ROUTER)
+        self.switch = RouterSessions(Router(self.config, self._secret, self._seed + self.host.lives), ROUTER)
         self.book.begin(self.host.world.now_us)
         self._alarm = Alarm(self.host, self._tick)
-        self.doors = [Door(self, number, self._network, self._link) for number in range(self._lines)]
+        self.doors = [Door(self, number, self._lines) for number in range(self._doors)]
         self.lines += [door.line for door in self.doors]
         self._note(f"starts life {self.host.lives + 1}")
 
@@ -337,13 +338,13 @@ class Gate:
     def _act(self, act: Act) -> None:
         self.book.acted(act, self.host.world.now_us)
         match act:
+            case Delivered(body, choice, tokens, _, cached, outcome):  # by far the most
+                self._deliver(body, choice, tokens, cached, outcome)
             case Say(session, message):
                 if session in self._by_session:
                     self._by_session[session].say(message)
             case Close(session, reason):
                 self._shut(session, reason)
-            case Delivered(body, choice, tokens, _, cached, outcome):
-                self._deliver(body, choice, tokens, cached, outcome)
             case Opened(body):
                 if (passage := self._passages.get(body)) is not None and passage.is_there:
                     passage.is_early = False
@@ -362,12 +363,16 @@ class Gate:
             case Noted(body, choice, stage, where, _, why):
                 if stage in TOLD:
                     self._note(f"body {body}.{choice} {stage.value} {where or ''} {why}")
+                if stage is Stage.PLACED and (passage := self._passages.get(body)) is not None:
+                    passage.asker.placed(where or "")
 
-    def _deliver(self, body: Body, choice: int, tokens: list[int], cached: int | None, outcome: Outcome | None) -> None:
-        passage, found = self._passages.get(body), self._orphans.get(body)
+    def _deliver(
+        self, body: RequestNumber, choice: int, tokens: list[int], cached: int | None, outcome: Outcome | None
+    ) -> None:
+        passage = self._passages.get(body)
         if passage is not None and passage.is_there:
             passage.asker.progress(choice, tokens, 0, len(tokens), cached, outcome)
-        elif found is not None:
+        elif (found := self._orphans.get(body)) is not None:
             known = found.tokens[choice]
             found.tokens[choice] = (known or []) + tokens
             found.cached[choice] = cached if found.cached[choice] is None else found.cached[choice]
@@ -386,13 +391,13 @@ class Gate:
 class Door:
     """The router's end of one line."""
 
-    def __init__(self, gate: Gate, number: int, network: Network, link: LinkConfig) -> None:
+    def __init__(self, gate: Gate, number: int, lines: Lines) -> None:
         self.number = number
         self.session: Session | None = None
         self._gate = gate
         self._outbox: deque[bytes] = deque()
         theirs, ours = line_names(number)
-        self.line = acceptor(gate.host, network, ours, theirs, self, link)
+        self.line = lines.acceptor(gate.host, ours, theirs, self)
 
     def say(self, message: FromRouter) -> None:
         self._outbox.append(encode_membership(message))

@@ -13,9 +13,10 @@ from enum import Enum
 from typing import Protocol
 
 from baton.core.config import OnPreempt, TierConfig, WorkerConfig
+from baton.core.engine.orders import Cancel, StopAt
 from baton.core.engine.plan import StepPlan
 from baton.core.engine.request import Serial
-from baton.core.engine.worker import Cancelled, Effect, Event, Launch, Orphaned, StepDone, StopFound, Tick
+from baton.core.engine.worker import Effect, Event, Launch, Orphaned, StepDone, Tick
 from baton.core.tiers.transfers import (
     CopyIn,
     CopyOut,
@@ -230,7 +231,7 @@ class HaulBook:
 
     def _lets_go(self, behind: Behind, event: Event) -> None:
         """A copy for a request that is told to end is fenced at once, and the request ends with it."""
-        if not isinstance(event, Cancelled | StopFound | Orphaned):
+        if not isinstance(event, Cancel | StopAt | Orphaned):
             return
         for haul, serial in behind.loads():
             if isinstance(event, Orphaned) or serial == event.serial:

@@ -13,44 +13,31 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast, get_args
+from typing import Protocol
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.orders import TellNames
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import (
-    Accepted,
-    Deliver,
     Effect,
     Event,
-    GroupRefused,
     Launch,
     Orphaned,
     StepDone,
     Tick,
-    Withdrawn,
     Worker,
 )
-from baton.core.handover.messages import (
-    AttemptFailed,
-    Expect,
-    Fence,
-    Handover,
-    HandoverMade,
-    Heard,
-    OpenShip,
-    PeerEffect,
-    PeerEvent,
-    PeerMessage,
-    Ship,
-    Tell,
-    Verify,
-)
-from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, Look, Put, StorageEffect, StorageEvent
-from baton.executor.contract import Executor, ExecutorShape, KvView
+from baton.core.handover.messages import PeerEffect, PeerEvent
+from baton.core.tiers.transfers import StorageEffect, StorageEvent
+from baton.executor.contract import Executor, ExecutorShape
 from baton.sim.device import Device, Times
 from baton.sim.disk import Disk
 from baton.sim.faults import Fault
+from baton.sim.meter import MeteredWorker
+from baton.sim.records import PassMeter
+from baton.sim.story import tell_steps, words_of
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
 from baton.wire.engine_messages import (
@@ -58,23 +45,19 @@ from baton.wire.engine_messages import (
     Failed,
     FromEngine,
     Ready,
-    TellNames,
     ToEngine,
     decode_to_engine,
     encode_from_engine,
     pulse,
-    wire_gauges,
 )
 from baton.wire.engine_messages import (
     Peers as PeersMessage,
 )
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 
 KEY_FILE = "prefix.key"
 PULSE_US = 100_000
 """How often the engine gives a sign of life, once its front end has asked for it."""
-_OF_PEERS = frozenset(get_args(PeerEffect))
-_OF_STORAGE = frozenset(get_args(StorageEffect))
 
 
 class Conversation(Protocol):
@@ -130,6 +113,10 @@ class InstanceSpec:
     times: Times
     secret: bytes | None = None
     """The key of prefix names, where a fleet shares one; None: each instance has its own, on its disk."""
+    tick_in_flight_us: int | None = None
+    """How often leases are looked at while a step computes; None: not before it ends."""
+    meter: PassMeter | None = None
+    """Takes the CPU time of passes, where there is one."""
 
     @property
     def shape(self) -> ExecutorShape:
@@ -147,12 +134,15 @@ class Instance:
         self.last_plan: StepPlan | None = None
         self.worker: Worker | None = None
         """None until the key is there."""
+        self._driver: WorkerDriver | None = None
+        """Comes with the worker."""
         self.ordered: set[type[Event]] = set()
         """What kinds of events its worker has handled."""
         self._watcher = watcher
         self._disk = disk
-        self._executor = spec.make_executor(spec.shape)
-        self.device = Device(host, self._executor, spec.times, self._finished)
+        self.executor = spec.make_executor(spec.shape)
+        self.device = Device(host, self.executor, spec.times, self._finished)
+        self.device.number = spec.number
         self._conversation: Conversation | None = None
         self._inbox: deque[bytes] = deque()
         self._heard: deque[PeerEvent] = deque()
@@ -189,8 +179,21 @@ class Instance:
         config = self.spec.config
         # Of this life alone: what an earlier one granted opens nothing here.
         own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
-        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
+        self.worker = worker = Worker(config, PrefixIndex(secret, self.executor.fingerprint, config.blocks), own)
+        self._driver = self._drive(worker)
         ready(self)
+
+    def _drive(self, worker: Worker) -> WorkerDriver:
+        world, meter = self.host.world, self.spec.meter
+        return WorkerDriver(
+            worker if meter is None else MeteredWorker(worker, meter),
+            lambda: world.now_us,
+            launch=self._launch,
+            answer=self._reply,
+            peers=self._order_of_peers,
+            storage=self._order_of_storage,
+            tick_in_flight_us=self.spec.tick_in_flight_us,
+        )
 
     def _own_key(self, data: bytes | None) -> bytes:
         secret = keyfile.read_key(data) if data is not None else None
@@ -222,12 +225,12 @@ class Instance:
             Ready(
                 version=WIRE_VERSION,
                 context_tokens=config.sequence_tokens_max,
-                vocabulary=self._executor.vocabulary,
+                vocabulary=self.executor.vocabulary,
                 slots=config.slots,
                 blocks=config.blocks,
                 block_size=config.block_size,
                 details=f"{self.host.name}, simulated",
-                gauges=wire_gauges(worker.gauges()),
+                gauges=worker.gauges(),
             )
         )
 
@@ -255,18 +258,6 @@ class Instance:
         self._hauled.append(event)
         self._pump()
 
-    @property
-    def kv(self) -> KvView:
-        return self._executor.kv
-
-    @property
-    def fingerprint(self) -> bytes:
-        return self._executor.fingerprint
-
-    @property
-    def vocabulary(self) -> int:
-        return self._executor.vocabulary
-
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pump(self) -> None:
@@ -282,7 +273,7 @@ class Instance:
             self._pumping = False
 
     def _work_through(self) -> None:
-        worker = self.require_worker()
+        worker, driver = self.require_worker(), self.require_driver()
         while self._inbox and self._has_room:
             self._obey(decode_to_engine(self._inbox.popleft()))
         while self._heard and self._has_room:
@@ -294,11 +285,10 @@ class Instance:
             self._tell(self._hauled.popleft())
         while self._results and self._has_room:
             self._tell(StepDone(self._results.popleft()))
-        while self._has_room and (deadline := worker.next_deadline()) is not None and deadline <= self.host.world.now_us:
+        while self._has_room and driver.is_due:
             self._tell(Tick())
-        # With a step in flight its end is what the loop waits for; a full line is waited for by whoever empties it.
-        waits = not self.device.in_flight and self._has_room
-        self._alarm.set(worker.next_deadline() if waits else None)
+        # A full line is waited for by whoever empties it.
+        self._alarm.set(driver.wake_us() if self._has_room else None)
         if self._restart is not None and worker.is_idle and not self._outbox and not self.undelivered:
             restart, self._restart = self._restart, None
             self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
@@ -309,19 +299,20 @@ class Instance:
             if self.peers is not None:
                 self.peers.meet(order.addresses)
             return
-        self._tell(event_of(order))
+        self._tell(order)
         if isinstance(order, TellNames):
             self._pulse()
 
     def _pulse(self) -> None:
         """Whatever else happens: a step may compute, the line may be full."""
         worker, now_us = self.require_worker(), self.host.world.now_us
-        self._say(pulse(worker.gauges(), self.device.in_flight > 0, worker.changes(now_us)))
+        self._say(pulse(worker.gauges(), self.require_driver().steps_in_flight > 0, worker.changes(now_us)))
         self._pulses.set(now_us + PULSE_US)
 
     @property
     def _has_room(self) -> bool:
-        self._post()
+        if self._outbox:
+            self._post()
         if self._conversation is None or not self._conversation.is_full:
             self._stands_still = False
             return True
@@ -346,58 +337,40 @@ class Instance:
         self._pump()
 
     def _tell(self, event: Event) -> None:
-        worker, world = self.require_worker(), self.host.world
-        effects = worker.handle(event, world.now_us)
-        for effect in effects:
-            if world.keeps_notes:
-                self._note(effect)
-            if isinstance(effect, Launch):
-                self.last_plan = effect.plan
-                self.device.launch(effect.plan)
-            elif type(effect) in _OF_PEERS:
-                if self.peers is not None:
-                    self.peers.carry_out(cast("PeerEffect", effect))
-            elif type(effect) in _OF_STORAGE:
-                if self.storage is not None:
-                    self.storage.carry_out(cast("StorageEffect", effect))
-            elif self._conversation is not None:
-                message = message_of(effect, worker.gauges)
-                if message is not None:
-                    self._say(message)
+        effects = self.require_driver().handle(event)
         if self.at_step is not None:
-            self._tell_steps(self.at_step, event, effects)
+            tell_steps(self.at_step, event, effects)
         if self._watcher is not None:
             self.ordered.add(type(event))
             self._watcher.handled(self, event, effects)
 
-    def _note(self, effect: Effect) -> None:
-        self.host.world.progressed()
-        match effect:
-            case Launch(plan):
-                slots = plan.decode_slots.tolist()
-                chunks = [(chunk.slot, chunk.begin, chunk.end) for chunk in plan.chunks]
-                what = f"plans step {plan.step}: slots {slots} decode, chunks {chunks}, {len(plan.stops)} stop"
-            case Deliver(settled):
-                ends = [(ended.serial, ended.reason.value) for ended in settled.ended]
-                what = f"settles: {settled.counts.tolist()} tokens for {settled.serials.tolist()}, ends {ends}"
-            case Accepted(ticket, serials):
-                what = f"accepts ticket {ticket} as {list(serials)}"
-            case GroupRefused(ticket, refusal):
-                what = f"refuses ticket {ticket}: {refusal.code}"
-            case Withdrawn(ended):
-                what = f"withdraws {ended.serial}: {ended.reason}"
-            case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceHaul():
-                what = f"{_kind(effect)} {effect.haul}"
-            case _:
-                what = _peer_words(effect)
-        self.host.world.note(self.host.name, what)
+    # ── what the worker orders ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell_steps(self, at_step: Callable[[str], None], event: Event, effects: Sequence[Effect]) -> None:
-        if isinstance(event, PeerEvent):
-            at_step(f"heard {_kind(event.message)}" if isinstance(event, Heard) else _kind(event))
-        for effect in effects:
-            if type(effect) in _OF_PEERS:
-                at_step(f"told {_kind(effect.message)}" if isinstance(effect, Tell) else _kind(effect))
+    def _launch(self, launch: Launch) -> None:
+        self._note(launch)
+        self.last_plan = launch.plan
+        self.device.launch(launch.plan)
+
+    def _reply(self, answer: Answer) -> None:
+        self._note(answer)
+        if self._conversation is not None:
+            self._say(message_of(answer, self.require_worker()))
+
+    def _order_of_peers(self, effect: PeerEffect) -> None:
+        self._note(effect)
+        if self.peers is not None:
+            self.peers.carry_out(effect)
+
+    def _order_of_storage(self, effect: StorageEffect) -> None:
+        self._note(effect)
+        if self.storage is not None:
+            self.storage.carry_out(effect)
+
+    def _note(self, effect: Effect) -> None:
+        world = self.host.world
+        if world.keeps_notes:
+            world.progressed()
+            world.note(self.host.name, words_of(effect))
 
     def _say(self, message: FromEngine) -> None:
         if self._conversation is not None:
@@ -413,33 +386,7 @@ class Instance:
             raise RuntimeError(f"{self.host.name} was spoken to before it had started")
         return self.worker
 
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
-def _peer_words(effect: PeerEffect) -> str:
-    match effect:
-        case Tell(peer, message):
-            return f"tells {peer} {_kind(message)} {message.request}.{message.attempt}"
-        case Expect(handover, _, first, blocks):
-            return f"expects {_named(handover)}: blocks {blocks.tolist()} for {first} and on"
-        case OpenShip(handover, _, first, blocks):
-            return f"opens {_named(handover)}: blocks {blocks.tolist()} are {first} and on"
-        case Ship(handover, step, first, upto, last):
-            return f"ships {_named(handover)} [{first}, {upto}) of step {step}{', the last' if last else ''}"
-        case AttemptFailed(handover, fault):
-            return f"sees {_named(handover)} fail: {fault.message}"
-        case Verify(handover) | Fence(handover) | HandoverMade(handover):
-            return f"{_kind(effect)} {_named(handover)}"
-
-
-def _named(handover: Handover) -> str:
-    return f"{handover.request}.{handover.attempt} with {handover.peer}"
-
-
-PEER_STEPS = (
-    *(f"{way} {_kind_of.__name__}" for way in ("told", "heard") for _kind_of in get_args(PeerMessage)),
-    *(kind.__name__ for kind in (*get_args(PeerEffect), *get_args(PeerEvent)) if kind not in (Tell, Heard, AttemptFailed)),
-)
-"""What `Instance.at_step` is told."""
+    def require_driver(self) -> WorkerDriver:
+        if self._driver is None:
+            raise RuntimeError(f"{self.host.name} was spoken to before it had started")
+        return self._driver

@@ -20,25 +20,12 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from baton.core.config import DECODE, PREFILL, WorkerConfig
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.laws import LAWS
+from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit
 from baton.core.engine.prefix import Key, PrefixIndex
-from baton.core.engine.records import EndedRequest
 from baton.core.engine.request import FinishReason, Phase, RequestId, Serial, Submission
-from baton.core.engine.worker import (
-    Accepted,
-    Cancelled,
-    Deliver,
-    DrainOrdered,
-    Effect,
-    Event,
-    GroupRefused,
-    Orphaned,
-    StepDone,
-    StopFound,
-    Submitted,
-    Withdrawn,
-    Worker,
-)
+from baton.core.engine.worker import Deliver, Effect, Event, GroupRefused, Orphaned, StepDone, Withdrawn, Worker
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.routing.events import Outcome
 from baton.core.tiers.transfers import Haul
@@ -70,12 +57,11 @@ from baton.sim.laws import (
 )
 from baton.sim.leases import PeerBook
 from baton.sim.world import World
-from baton.wire.engine_messages import WireEnded
-from baton.wire.request_table import Lost
+from baton.wire.request_table import LostEntry
 
 AUDIT_EVERY = 32
 FOR_NOW = (RefusalCode.QUEUE_FULL, RefusalCode.DRAINING, RefusalCode.NO_INSTANCE, RefusalCode.RATE_LIMITED)
-Ended = WireEnded | Outcome
+Ended = EndedRequest | Outcome
 """How a choice ended, as an instance says it or as a router does."""
 
 State = TypeVar("State", bound=Enum)
@@ -126,10 +112,9 @@ class _Behind:
         return self._worker.scheduler.request(serial) is not None
 
     def loads(self) -> list[tuple[Haul, Serial]]:
-        tiers = self._worker.scheduler.tiers
-        if tiers is None or self._worker.giver is not None:
+        if self._worker.giver is not None:
             return []
-        return [(haul.haul, haul.serial) for haul in tiers.open() if haul.serial is not None]
+        return [(haul.haul, haul.serial) for haul in self._worker.scheduler.tiers.open() if haul.serial is not None]
 
 
 class Docket:
@@ -154,7 +139,7 @@ class Docket:
         """Answers whether something happened that is rare enough to look at everything."""
         for effect in effects:
             match effect:
-                case Accepted(_, serials):
+                case AcceptedAs(_, serials):
                     self._accepted_us.update(dict.fromkeys(serials, now_us))
                 case Deliver(settled):
                     for ended in settled.ended:
@@ -164,7 +149,7 @@ class Docket:
         if self.hauls is not None:
             self.hauls.note(_Behind(worker), event, effects, self._accepted_us, deadline_us, now_us)
         match event:
-            case Cancelled(serial) | StopFound(serial, _):
+            case Cancel(serial) | StopAt(serial, _):
                 self._doom(worker, [serial])
             case Orphaned() if worker.giver is None:  # what a giver has open is its peers'
                 self._doom(worker, [request.serial for request in worker.scheduler.requests()])
@@ -172,7 +157,7 @@ class Docket:
                 self._steps += 1
                 self._look_for_the_doomed(worker)
                 return False
-        return isinstance(event, Cancelled | StopFound | Orphaned)
+        return isinstance(event, Cancel | StopAt | Orphaned)
 
     def _time_is_billed(self, ended: EndedRequest, now_us: int) -> None:
         bill, took_us = ended.bill, now_us - self._accepted_us.pop(ended.serial)
@@ -244,14 +229,14 @@ class Judge:
         arriving = self._cheap_laws(worker, deadline_us)
         if instance.undelivered > self._undelivered_max:
             raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
-        if isinstance(event, Submitted) and isinstance(effects[0], Accepted) and DrainOrdered in instance.ordered:
+        if isinstance(event, Submit) and isinstance(effects[0], AcceptedAs) and Drain in instance.ordered:
             raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
         if docket.peers is not None:
             docket.peers.note(event, effects, deadline_us, self._world.now_us)
         rare = docket.note(worker, event, effects, deadline_us, self._world.now_us)
         if arriving != docket.awaited_blocks:
             raise LawBroken(LEDGER_SUMS, f"{docket.awaited_blocks} blocks wait for KV, {arriving} are marked for it")
-        if isinstance(event, Submitted) and isinstance(effects[0], GroupRefused):
+        if isinstance(event, Submit) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
         docket.audit_in -= 1
         if rare or docket.audit_in <= 0:
@@ -285,11 +270,11 @@ class Judge:
             raise LawBroken(QUEUE_BOUND, f"{waiting} wait, {config.waiting_max} may")
         return blocks.leased + blocks.receiving
 
-    def _refusal_at_the_worker(self, instance: Instance, worker: Worker, event: Submitted, refusal: Refusal) -> None:
+    def _refusal_at_the_worker(self, instance: Instance, worker: Worker, event: Submit, refusal: Refusal) -> None:
         waiting = sum(request.phase is Phase.WAITING for request in worker.scheduler.requests())
         if refusal.code is RefusalCode.QUEUE_FULL and waiting + len(event.group) <= worker.config.waiting_max:
             raise LawBroken(DESERVED_REFUSAL, f"{waiting} wait and {len(event.group)} come: {refusal}")
-        if refusal.code is RefusalCode.DRAINING and DrainOrdered not in instance.ordered:
+        if refusal.code is RefusalCode.DRAINING and Drain not in instance.ordered:
             raise LawBroken(DESERVED_REFUSAL, f"{instance.host.name} was never told to drain: {refusal}")
 
     def audit(self, worker: Worker) -> None:
@@ -328,12 +313,12 @@ class Judge:
     def names_of(self, instance: Instance, number: Haul) -> tuple[Key, ...]:
         """Of what an order that is under way moves."""
         tiers = instance.require_worker().scheduler.tiers
-        return () if tiers is None else next((haul.keys for haul in tiers.open() if haul.haul == number), ())
+        return next((haul.keys for haul in tiers.open() if haul.haul == number), ())
 
     def waits_for(self, instance: Instance, number: Haul) -> RequestId | None:
         """Whose KV a copy that is under way brings back."""
         scheduler = instance.require_worker().scheduler
-        serials = [] if scheduler.tiers is None else [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
+        serials = [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
         request = scheduler.request(serials[0]) if serials and serials[0] is not None else None
         return None if request is None else request.submission.request_id
 
@@ -477,7 +462,7 @@ class Judge:
         if instead if impossible else not for_now:
             raise LawBroken(DESERVED_REFUSAL, f"{name}: {refusal}")
 
-    def lost(self, name: str, instance: int, end: Lost) -> None:
+    def lost(self, name: str, instance: int, end: LostEntry) -> None:
         self.ends["lost"] += 1
         if self.calm or not self._causes.may_be_lost(instance, accepted=end.serial is not None):
             raise LawBroken(DESERVED_LOSS, f"{name} at instance {instance}: {end.reason}")

@@ -10,22 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.config import OnPreempt, WorkerConfig
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.orders import Cancel, Drain, StopAt
 from baton.core.engine.plan import StepPlan
-from baton.core.engine.records import EndedRequest
 from baton.core.engine.request import FinishReason
-from baton.core.engine.worker import (
-    Cancelled,
-    Deliver,
-    DrainOrdered,
-    Effect,
-    Event,
-    Launch,
-    Orphaned,
-    StepDone,
-    StopFound,
-    Tick,
-    Withdrawn,
-)
+from baton.core.engine.worker import Deliver, Effect, Event, Launch, Orphaned, StepDone, Tick, Withdrawn
+from baton.core.handover.faults import PdCode, PdFault
 from baton.core.handover.messages import (
     Adopted,
     Arriving,
@@ -42,8 +32,6 @@ from baton.core.handover.messages import (
     Heard,
     Offer,
     OpenShip,
-    PdCode,
-    PdFault,
     PeerId,
     PeerLost,
     PeerMessage,
@@ -129,7 +117,7 @@ class PeerBook:
             self._note_effect(event, effect, now_us)
         if isinstance(event, Heard) and isinstance(event.message, Offer):
             self._answered(event, event.message, effects)
-        if isinstance(event, DrainOrdered):
+        if isinstance(event, Drain):
             self._drains = True
         if self._drains and isinstance(event, Heard) and isinstance(event.message, Ask):
             self._begins_nothing(event, event.message, effects)
@@ -223,7 +211,7 @@ class PeerBook:
     def _lets_go(self, event: Event) -> None:
         """What a client, a peer or a lost session has given up is given up at once; what bytes may move in is fenced."""
         match event:
-            case Cancelled(serial) | StopFound(serial):
+            case Cancel(serial) | StopAt(serial):
                 kept = [handover for handover in self._asked if handover.request == serial]
             case Orphaned():
                 kept = list(self._asked)

@@ -130,12 +130,12 @@ class Porter:
         self._store = depot.store if config.tiers.store else None
         self._life = life
         self._host = life.host
-        self._pool = life.kv.pool
+        self._pool = life.executor.kv.pool
         self._rows: Bytes = np.zeros((config.tiers.host_rows, self._pool.shape[1]), dtype=np.uint8)
         self._stream = life.host.world.stream(f"porter {life.host.name} life {life.life}")
         self._tasks: dict[Haul, _Task] = {}
-        shape = f"{life.kv.dtype} {config.block_size} {life.kv.layers}".encode()
-        self._layout = hashlib.blake2b(life.fingerprint + shape, digest_size=LAYOUT_BYTES).digest()
+        shape = f"{life.executor.kv.dtype} {config.block_size} {life.executor.kv.layers}".encode()
+        self._layout = hashlib.blake2b(life.executor.fingerprint + shape, digest_size=LAYOUT_BYTES).digest()
 
     @property
     def open(self) -> int:

@@ -13,15 +13,12 @@ from baton.sim.disk import Disk
 from baton.sim.faults import DiskRates, Fault
 from baton.sim.front import Counter
 from baton.sim.instance import Instance, InstanceSpec, Watcher
-from baton.sim.lines import LinkEnd, acceptor
+from baton.sim.lines import LineEnd, Lines
 from baton.sim.member import Member, line_names
-from baton.sim.neighbours import Neighbours
-from baton.sim.network import Network
+from baton.sim.neighbours import DataConnections, Neighbours
 from baton.sim.porters import Depot, Porter
-from baton.sim.transfer import Fabric
 from baton.sim.world import Host, World
-from baton.wire.instance_sessions import Relay, RelayOut
-from baton.wire.link import LinkConfig
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 FRONT = "front"
 
@@ -31,38 +28,49 @@ def seat_name(number: int) -> str:
 
 
 class Seat:
+    when_dead: Callable[[Seat], None] | None = None
+    """Called when a life is over."""
+    when_opened: Callable[[Seat], None] | None = None
+    """Called when the present life has taken up a session."""
+    when_cut_off: Callable[[Seat, int | None], None] | None = None
+    """Called when a life is over, with the session that it was in."""
+    when_told: Callable[[Seat, SessionEffects], None] | None = None
+    """Called with what its relay makes of what it hears."""
+    at_step: Callable[[Seat, str], None] | None = None
+    """Called at each step of a hand-over that is taken here."""
+
     def __init__(
         self,
         world: World,
-        network: Network,
+        lines: Lines,
         spec: InstanceSpec,
         counter: Counter | None,
-        link: LinkConfig,
         disk: DiskRates,
         watcher: Watcher | None = None,
-        fabric: Fabric | None = None,
+        fabric: DataConnections | None = None,
         peers: Sequence[str] = (),
         grace_us: int = 0,
         depot: Depot | None = None,
+        peers_lines: Lines | None = None,
     ) -> None:
-        """`counter`: the front end's side of it; None: it serves a router, and keeps what it has for it for `grace_us`."""
+        """`counter`: the front end's side of it; None: it serves a router, and keeps what it has for it for `grace_us`.
+
+        `peers_lines`: what connects it with its peers; None: `lines`.
+        """
         self.name = seat_name(spec.number)
         self.role = spec.config.role
         self.peers = peers
         """The names of the seats it hands over to, or is handed over from."""
         self.neighbours: Neighbours | None = None
         """Of the present life, once it has started."""
-        self.peer_lines: list[LinkEnd] = []
+        self.peer_lines: list[LineEnd] = []
         """Of all lives."""
-        self.when_dead: Callable[[Seat], None] | None = None
-        self.at_step: Callable[[Seat, str], None] | None = None
-        """Called at each step of a hand-over that is taken here."""
         self._fabric, self._depot = fabric, depot
         self.number = spec.number
         self.counter = counter
         self.member: Member | None = None
         """The front end of the present life, under a router."""
-        self.relays: list[Relay] = []
+        self.relays: list[InstanceSessions] = []
         """Of all lives."""
         self.host = Host(world, self.name)
         self.front = Host(world, f"front of {spec.number}")
@@ -70,25 +78,18 @@ class Seat:
         self.disk = Disk(self.host, disk)
         self.instance: Instance | None = None
         """The present life; None while the host is down."""
-        self._network = network
+        self._lines, self._peers_lines = lines, peers_lines or lines
         self._spec = spec
-        self._link = link
         self._watcher = watcher
         self._troubled_until_us = 0
         self._hurt_until_us = 0
         self._rolled_until_us = 0
         self._rolling = False
         """Between two lives of a rolling restart."""
-        self.line: LinkEnd | None = None
+        self.line: LineEnd | None = None
         """Of the present life."""
-        self.lines: list[LinkEnd] = []
+        self.lines: list[LineEnd] = []
         """Of all lives."""
-        self.when_opened: Callable[[Seat], None] | None = None
-        """Called when the present life has taken up a session."""
-        self.when_cut_off: Callable[[Seat, int | None], None] | None = None
-        """Called when a life is over, with the session that it was in."""
-        self.when_told: Callable[[Seat, RelayOut], None] | None = None
-        """Called with what its relay makes of what it hears."""
         self.disagreement = 0.0
         self.slowness = 1.0
 
@@ -140,7 +141,7 @@ class Seat:
             return
         if self._watcher is not None:
             self._watcher.buried(self.instance)
-        session = None if self.line is None else self.line.link.session
+        session = None if self.line is None else self.line.session
         self.instance = None
         self.line = None
         self.neighbours = None
@@ -218,23 +219,23 @@ class Seat:
             self._join(life)
             return
         end = _Answering(self, self.counter, life)
-        self.line = acceptor(self.host, self._network, self.name, f"{FRONT} {self.number}", end, self._link)
+        self.line = self._lines.acceptor(self.host, *self.ends, end)
         self.lines.append(self.line)
 
     def _join(self, life: Instance) -> None:
-        self.member = member = Member(self.front, self._network, life, self._link, self._grace_us)
+        self.member = member = Member(self.front, self._lines, life, self._grace_us)
         self.line = member.line
         self.lines.append(self.line)
         self.relays.append(member.relay)
         member.when_told = self._told
         self.front.run(member.start)
 
-    def _told(self, out: RelayOut) -> None:
+    def _told(self, out: SessionEffects) -> None:
         if self.when_told is not None:
             self.when_told(self, out)
 
-    def _meet(self, life: Instance, fabric: Fabric) -> None:
-        self.neighbours = life.peers = Neighbours(life, self._network, fabric, self._link, self.peers)
+    def _meet(self, life: Instance, fabric: DataConnections) -> None:
+        self.neighbours = life.peers = Neighbours(life, self._peers_lines, fabric, self.peers)
         self.peer_lines += self.neighbours.lines
         life.device.signals = self.neighbours.sender
         life.at_step = self._step_taken
@@ -262,7 +263,7 @@ class _Answering:
         seat, line = self._seat, self._seat.line
         if line is None:
             raise RuntimeError(f"{seat.name} took up a session without a line")
-        if self._counter.knows_another_life(line.link):
+        if self._counter.knows_another_life(line):
             seat.host.world.fire(Fault.GHOST, seat.name)
         self._life.answer(line)
         if seat.when_opened is not None:

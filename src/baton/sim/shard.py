@@ -13,7 +13,7 @@ import sys
 
 import msgspec
 
-from baton.sim.scenario import Verdict, run_seed
+from baton.sim.fuzzed_run import Verdict, run_seed
 
 
 class SeedReport(msgspec.Struct, frozen=True):

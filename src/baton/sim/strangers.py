@@ -9,33 +9,25 @@ from __future__ import annotations
 import random
 from collections import deque
 
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.orders import AcceptedAs, Submit
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
+from baton.core.routing.events import Instance, Join
 from baton.sim.faults import Fault
 from baton.sim.gate import Gate
 from baton.sim.laws import FENCED, LawBroken
-from baton.sim.lines import initiator
+from baton.sim.lines import Lines
 from baton.sim.member import line_names
-from baton.sim.network import Network
 from baton.sim.world import Host, World
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    RefusedWith,
-    StepOutput,
-    Submit,
-    WireBill,
-    WireEnded,
-    WireSampling,
-    WireSubmission,
-    refused,
-)
-from baton.wire.instance_sessions import NO_GAUGES, Relay, RelayOut
-from baton.wire.link import LinkConfig
+from baton.wire.engine_messages import RefusedWith, StepOutput, refused
+from baton.wire.heartbeats import NO_GAUGES
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import (
     Beat,
     FromInstance,
     HeldGroup,
     HeldLine,
-    Join,
     Leaving,
     Settled,
     decode_from_router,
@@ -48,13 +40,13 @@ TOLD_WITHIN_US = 5_000_000
 class OldLife:
     """A process that a later one of the same name has replaced, and that was never told: it was cut off, or asleep."""
 
-    def __init__(self, world: World, network: Network, gate: Gate, join: Join, number: int, link: LinkConfig) -> None:
+    def __init__(self, world: World, lines: Lines, gate: Gate, join: Join, number: int) -> None:
         self.host = Host(world, f"old life {number}")
         self._gate = gate
         self._join = join
-        self.relay = Relay(join)
+        self.relay = InstanceSessions(join)
         self._outbox: deque[bytes] = deque()
-        self.line = initiator(self.host, network, *line_names(number), self, link)
+        self.line = lines.initiator(self.host, *line_names(number), self)
 
     def come_back(self) -> None:
         self.line.open()
@@ -76,7 +68,7 @@ class OldLife:
             self._carry_out(self.relay.heard(decode_from_router(frame), self.host.world.now_us))
         self._post()
 
-    def _carry_out(self, out: RelayOut) -> None:
+    def _carry_out(self, out: SessionEffects) -> None:
         now_us = self.host.world.now_us
         if out.fenced is not None:
             self.host.world.fire(Fault.OUTLIVED, self.host.name)
@@ -93,18 +85,18 @@ class OldLife:
             raise LawBroken(FENCED, f"{self._join.name}, life {self._join.incarnation}, was not fenced: {out.turned_away}")
 
     def _say(self, message: FromInstance) -> None:
-        if self.line.link.session is not None:
+        if self.line.session is not None:
             self._outbox.append(encode_membership(message))
             self._post()
 
     def _post(self) -> None:
-        while self._outbox and self.line.link.session is not None and not self.line.is_full:
+        while self._outbox and self.line.session is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
 
 
 # ── frames that nobody should send ───────────────────────────────────────────────────────────────────────────────────────
 
-BILL = WireBill(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+BILL = Bill()
 NOBODYS = 999_999
 """A serial and a ticket that nobody has."""
 
@@ -115,12 +107,12 @@ def _tokens_for_nobody(count: int = 1) -> StepOutput:
 
 
 def _end_of_nobody() -> StepOutput:
-    return StepOutput(b"", b"", b"", (), (), (WireEnded(NOBODYS, "stop", 3, BILL, None),), NO_GAUGES)  # type: ignore[arg-type]
+    return StepOutput(b"", b"", b"", (), (), (EndedRequest(Serial(NOBODYS), FinishReason.STOP, 3, BILL),), NO_GAUGES)
 
 
 def _held(origin: bytes, choice: int = 0, body_choices: int = 1, serial: int = 1, counts: bytes = b"") -> HeldGroup:
-    sampling = WireSampling(1, choice, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), (), 0, None)
-    asked = WireSubmission("stranger", b"\1\0\0\0", sampling, 4, b"", 0, None)
+    sampling = Sampling(1, choice, 0.0)
+    asked = Submission(RequestId("stranger"), frozen_tokens([1]), sampling, 4)
     return HeldGroup((asked,), (choice,), body_choices, origin, (HeldLine(0, serial, counts, b"", (), None, None),))
 
 
@@ -168,6 +160,6 @@ def forged(stream: random.Random, known: Join) -> list[bytes]:
 
 def _like(known: Join, name: str, incarnation: int, role: str, fingerprint: bytes) -> Join:
     return Join(
-        name, incarnation, role, fingerprint, "", "", known.slots, known.blocks, known.block_size, known.context_tokens,
-        known.vocabulary, 0, False,
+        Instance(name), incarnation, role, fingerprint, "", "", known.slots, known.blocks, known.block_size,
+        known.context_tokens, known.vocabulary,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import hashlib
 import random
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,8 +85,18 @@ class Fabric:
         self._receivers: dict[str, Receiver] = {}
         self._senders: dict[str, Sender] = {}
 
-    def enter(self, name: str, receiver: Receiver, sender: Sender) -> None:
+    @property
+    def echo(self) -> float:
+        """Chance that a message between peers is heard twice."""
+        return self.rates.echo
+
+    def connect(self, name: str, host: Host, kv: KvView, report: Report) -> tuple[Receiver, Sender]:
         """A life begins."""
+        receiver, sender = Receiver(self, name, host, kv, report), Sender(self, name, host, kv, report)
+        self.enter(name, receiver, sender)
+        return receiver, sender
+
+    def enter(self, name: str, receiver: Receiver, sender: Sender) -> None:
         self._receivers[name] = receiver
         self._senders[name] = sender
 
@@ -396,6 +406,10 @@ class Sender:
 
     def awaits(self, step: int) -> bool:
         return any(step in outflow.computing for outflow in self._outflows.values())
+
+    def layers_us(self, takes_us: int) -> Sequence[int]:
+        layers = len(self._kv.layers)
+        return [takes_us * (layer + 1) // (layers + 1) for layer in range(layers)]
 
     def layer_done(self, step: int, layer: int) -> None:
         for outflow in tuple(self._outflows.values()):

@@ -8,17 +8,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from baton.core.routing.events import Join
 from baton.sim.faults import Fault, Rates, log_uniform_us
 from baton.sim.gate import Gate
 from baton.sim.laws import FENCED, LawBroken
+from baton.sim.lines import Lines
 from baton.sim.member import ROUTER, join_of
-from baton.sim.network import Network
 from baton.sim.seats import Seat
 from baton.sim.strangers import OldLife, forged, forged_by_a_member
 from baton.sim.world import World
-from baton.wire.instance_sessions import Relay, RelayOut
-from baton.wire.link import LinkConfig
-from baton.wire.router_messages import Join
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 BY_MEMBER_SHARE = 0.3
 BY_ROUTER_SHARE = 0.5
@@ -28,16 +27,13 @@ NOTICED_US = 1_000
 
 
 class Upheaval:
-    def __init__(
-        self, world: World, network: Network, gate: Gate, seats: Sequence[Seat], rates: Rates, span_us: int, link: LinkConfig
-    ) -> None:
+    def __init__(self, world: World, lines: Lines, gate: Gate, seats: Sequence[Seat], rates: Rates, span_us: int) -> None:
         self._world = world
-        self._network = network
+        self._lines = lines
         self._gate = gate
         self._seats = seats
         self._rates = rates
         self._span_us = span_us
-        self._link = link
         self._over = False
         self._old_lives: list[OldLife] = []
         self._resets = world.stream("upheaval resets")
@@ -71,7 +67,7 @@ class Upheaval:
             else:
                 seat.boot()
 
-    def relays(self) -> list[Relay]:
+    def relays(self) -> list[InstanceSessions]:
         return [old.relay for old in self._old_lives]
 
     def heal(self) -> None:
@@ -89,7 +85,7 @@ class Upheaval:
             self._world.fire(Fault.LATE_JOIN, seat.name)
             seat.boot()
 
-    def _told(self, seat: Seat, out: RelayOut) -> None:
+    def _told(self, seat: Seat, out: SessionEffects) -> None:
         if out.fenced is not None:
             raise LawBroken(FENCED, f"{seat.name} was fenced, and no later life of it has ever been: {out.fenced}")
         if out.drain:
@@ -124,7 +120,7 @@ class Upheaval:
 
     def _reset_door(self, number: int, session: int) -> None:
         door = self._gate.doors[number]
-        if door.session is not None and door.line.link.session == session:
+        if door.session is not None and door.line.session == session:
             self._world.fire(Fault.RESET, ROUTER)
         door.line.reset(session, "connection reset")
 
@@ -139,7 +135,7 @@ class Upheaval:
         for seat in self._seats:
             seat.trouble(down_us, of_router=True)
             if tells and seat.member is not None and seat.line is not None:
-                session = seat.line.link.session
+                session = seat.line.session
                 seat.front.after(stream.randrange(NOTICED_US), seat.line.reset, session, "connection reset")
         self._gate.crash()
         self._world.after(down_us, self._gate.boot_if_down)
@@ -169,7 +165,7 @@ class Upheaval:
         if self._over or join is None or (self._gate.host.up and not known):
             return
         number = len(self._seats) + len(self._old_lives)
-        old = OldLife(self._world, self._network, self._gate, _before(join, stream.random() < 0.5), number, self._link)
+        old = OldLife(self._world, self._lines, self._gate, _before(join, stream.random() < 0.5), number)
         self._old_lives.append(old)
         old.come_back()
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from baton.core.config import DECODE, PREFILL, Role, WorkerConfig
 from baton.core.engine.change_journal import NOTES_MAX, NamesChanged, PhaseNotes, PrefixJournal
+from baton.core.engine.orders import TellNames
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.request import Phase, Serial
-from baton.core.engine.worker import ChangesWanted
 from tests.support.driver import Driver, submission
 from tests.support.workers import decode_config, prefill_config
 
@@ -102,7 +102,7 @@ def test_the_worker_tells_names_and_phases() -> None:
     driver = _driver()
     driver.submit(submission(range(12), 4, name="before"))
     driver.run()
-    driver.send(ChangesWanted())
+    driver.send(TellNames())
     driver.now_us = 1000
     (serial,) = driver.submit(submission(range(50, 60), 4, name="after"))
     driver.run()
@@ -113,7 +113,7 @@ def test_the_worker_tells_names_and_phases() -> None:
     assert {note.serial for note in changes.notes} == {serial}
     assert {note.ago_us for note in changes.notes} == {500 + driver.now_us - 1000}
     assert driver.worker.changes(driver.now_us).names == NamesChanged()
-    driver.send(ChangesWanted())
+    driver.send(TellNames())
     assert driver.worker.changes(driver.now_us).names.fresh, "whoever asks again knows nothing"
 
 
@@ -129,7 +129,7 @@ def test_notes_are_bounded() -> None:
 def test_an_instance_that_only_prefills_tells_names_but_no_phases() -> None:
     """Its serials are its own: nobody has heard of them."""
     driver = _driver(PREFILL)
-    driver.send(ChangesWanted())
+    driver.send(TellNames())
     assert driver.worker.scheduler.notes is None
     assert driver.worker.scheduler.pool.prefix.journal is not None
     assert driver.worker.changes(0).names.fresh

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from baton.core.engine.records import Bill
-from baton.core.engine.request import FinishReason
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.request import FinishReason, Serial
 from baton.core.routing import adoption as adopting
 from baton.core.routing.events import (
     Admit,
-    Body,
+    AttemptAccepted,
     CallBack,
-    ChoiceEnd,
     Claimed,
     Delivered,
     Forget,
     Left,
-    LegTaken,
     Opened,
     Orphan,
     OrphanDropped,
@@ -26,6 +25,7 @@ from baton.core.routing.events import (
     RouterConfig,
     Send,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.routed_requests import digest_of
 from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, held, submission
 
@@ -47,14 +47,14 @@ def test_after_a_lost_connection_a_choice_goes_on_where_it_is_and_the_missing_to
     bench.came(send, 5, 6)
     bench.tell(Parted(session, "reset"))
     bench.join(facts("a"), held(41, 5, 6, 7, 8))
-    ((serial, leg, place),) = admitted(bench).keep
-    assert (serial, place) == (41, 0)
-    assert bench.last[0] == admitted(bench), "nothing names the leg before it"
+    ((serial, kept),) = admitted(bench).keep
+    assert (serial, kept.choice) == (41, 0)
+    assert bench.last[0] == admitted(bench), "nothing names the attempt before it"
     assert bench.of(Delivered) == [Delivered(body, 0, [7, 8], ["lp7", "lp8"], 16, None)]
     assert not bench.of(Send)
-    bench.came(replace(send, session=bench.sessions["a"], leg=leg), 9, end=ended(FinishReason.STOP))
+    bench.came(replace(send, session=bench.sessions["a"], attempt=kept.group), 9, end=ended(FinishReason.STOP))
     assert bench.delivered(body) == [5, 6, 7, 8, 9]
-    assert [item.leg for item in bench.of(Forget)] == [leg]
+    assert [item.attempt for item in bench.of(Forget)] == [kept.group]
 
 
 def test_an_end_after_fewer_tokens_than_came_is_the_cut_of_a_client_whose_router_was_lost() -> None:
@@ -64,9 +64,9 @@ def test_an_end_after_fewer_tokens_than_came_is_the_cut_of_a_client_whose_router
     bench.came(send, 5, 6)
     bench.tell(Parted(session, "reset"))
     bench.join(facts("a"), held(41, 5, 6, 7, 8))
-    ((_, leg, _),) = admitted(bench).keep
-    end = replace(ended(FinishReason.STOP), generated_tokens=3)
-    bench.came(replace(send, session=bench.sessions["a"], leg=leg), end=end)
+    ((_, kept),) = admitted(bench).keep
+    end = msgspec.structs.replace(ended(FinishReason.STOP), generated_tokens=3)
+    bench.came(replace(send, session=bench.sessions["a"], attempt=kept.group), end=end)
     outcomes = [item.outcome for item in bench.of(Delivered) if item.outcome is not None]
     assert [outcome.generated_tokens for outcome in outcomes] == [3]
 
@@ -79,9 +79,9 @@ def test_a_session_that_replaces_another_brings_its_choices_along() -> None:
     bench.came(send, 5)
     name = bench.router.fleet.members[send.session].name
     bench.join(facts(name), held(41, 5))
-    assert [serial for serial, _, _ in admitted(bench).keep] == [41]
+    assert [serial for serial, _ in admitted(bench).keep] == [41]
     assert not bench.of(Send)
-    assert bench.router.carried()[0].choices[0].losses == 0
+    assert bench.router.requests()[0].choices[0].losses == 0
     assert bench.delivered(body) == [5]
 
 
@@ -91,7 +91,7 @@ def test_what_ended_meanwhile_is_delivered_with_its_end() -> None:
     body, send = bench.open(*choices("x", 1))
     bench.came(send, 5)
     bench.tell(Parted(session, "reset"))
-    bench.join(facts("a"), held(41, 5, 6, end=ChoiceEnd(FinishReason.STOP, 2, Bill(computed_tokens=42))))
+    bench.join(facts("a"), held(41, 5, 6, end=EndedRequest(Serial(0), FinishReason.STOP, 2, Bill(computed_tokens=42))))
     (last,) = bench.of(Delivered)
     assert (last.tokens, last.outcome and last.outcome.reason) == ([6], FinishReason.STOP)
     assert last.outcome is not None
@@ -152,16 +152,16 @@ def test_a_body_that_nobody_knows_is_an_orphan_that_goes_on_until_somebody_claim
     orphan = orphaned(bench)
     assert (orphan.origin, orphan.delivered) == (b"origin 1", (None, (3, 4, 5, 6)))
     assert (orphan.extras, orphan.outcomes) == (((), ("lp5", "lp6")), (None, None))
-    ((_, leg, _),) = admitted(bench).keep
-    bench.tell(Claimed(orphan.body))
-    send = Send(session, leg, (), (1,), 2, b"")
+    ((_, kept),) = admitted(bench).keep
+    bench.tell(Claimed(orphan.request))
+    send = Send(session, kept.group, (), (1,), 2, b"")
     bench.came(send, 7)
-    assert bench.of(Delivered) == [Delivered(orphan.body, 1, [7], None, None, None)]
+    assert bench.of(Delivered) == [Delivered(orphan.request, 1, [7], None, None, None)]
     bench.pass_us(bench.config.orphan_grace_us + 400_000)
     (gone,) = bench.of(Delivered)
     assert (gone.choice, gone.outcome and gone.outcome.reason) == (0, FinishReason.RESCHEDULE), "nobody had told of it"
     bench.came(send, 8, end=ended(FinishReason.STOP))
-    assert bench.router.open_bodies == 0
+    assert bench.router.open_requests == 0
     assert not bench.ever(OrphanDropped)
 
 
@@ -172,18 +172,18 @@ def test_a_later_join_completes_an_orphan_and_the_longest_history_wins() -> None
     assert orphan.delivered == ((5,), (7,))
     bench.join(facts("b"), held(3, 8, choice=1, of=2, before=(7,)))
     assert not bench.of(Orphan)
-    assert [serial for serial, _, _ in admitted(bench).keep] == [3]
-    assert bench.of(Delivered) == [Delivered(orphan.body, 1, [8], ["lp8"], None, None)]
+    assert [serial for serial, _ in admitted(bench).keep] == [3]
+    assert bench.of(Delivered) == [Delivered(orphan.request, 1, [8], ["lp8"], None, None)]
     bench.join(facts("c"), held(4, choice=1, of=2, before=(7,)), held(5, 6, 9, of=2, before=(5,)))
-    assert [serial for serial, _, _ in admitted(bench).keep] == [5]
+    assert [serial for serial, _ in admitted(bench).keep] == [5]
     assert len(bench.of(CallBack)) == 1, "the shorter history of choice 0 is not needed any more"
-    assert bench.of(Delivered) == [Delivered(orphan.body, 0, [6, 9], ["lp6", "lp9"], None, None)]
+    assert bench.of(Delivered) == [Delivered(orphan.request, 0, [6, 9], ["lp6", "lp9"], None, None)]
 
 
 def test_of_two_histories_in_one_join_the_longer_is_kept() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5, end=RESCHEDULED), held(2, 6, before=(5,)))
-    assert [serial for serial, _, _ in admitted(bench).keep] == [2]
+    assert [serial for serial, _ in admitted(bench).keep] == [2]
     assert orphaned(bench).delivered == ((5, 6),)
 
 
@@ -210,48 +210,48 @@ def test_an_orphan_that_nobody_claims_is_cancelled_and_dropped() -> None:
     bench = Bench(RouterConfig(orphan_grace_us=2_000_000))
     session = bench.join(facts("a"), held(1, 5), held(2, 6, origin=b"origin 2", end=ended(FinishReason.STOP)))
     first, second = bench.of(Orphan)
-    bench.tell(Claimed(second.body))
+    bench.tell(Claimed(second.request))
     assert bench.of(Forget), "it had ended, and its client has everything"
     bench.pass_us(2_300_000)
-    assert bench.of(OrphanDropped) == [OrphanDropped(first.body)]
+    assert bench.of(OrphanDropped) == [OrphanDropped(first.request)]
     assert [item.session for item in bench.of(CallBack)] == [session]
     assert not bench.of(Delivered)
-    assert bench.tell(Claimed(first.body)) == []
-    assert bench.router.open_bodies == 0
+    assert bench.tell(Claimed(first.request)) == []
+    assert bench.router.open_requests == 0
 
 
 def test_choices_that_no_instance_holds_begin_anew_when_it_is_known_what_was_asked() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5, of=2))
     orphan = orphaned(bench)
-    bench.tell(Claimed(orphan.body, choices("x", 2)))
+    bench.tell(Claimed(orphan.request, choices("x", 2)))
     bench.pass_us(1_100_000)
     send = bench.sent()
     assert (send.choices, send.group[0].generated.tolist(), send.group[0].leader) == ((1,), [], None)
-    bench.tell(LegTaken(send.session, send.leg))
+    bench.tell(AttemptAccepted(send.session, send.attempt))
     bench.came(send, 8)
-    assert bench.of(Delivered)[0].body == orphan.body
+    assert bench.of(Delivered)[0].request == orphan.request
 
 
 def test_a_client_may_leave_an_orphan() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5))
     orphan = orphaned(bench)
-    bench.tell(Claimed(orphan.body))
-    bench.tell(Left(orphan.body))
+    bench.tell(Claimed(orphan.request))
+    bench.tell(Left(orphan.request))
     assert bench.of(CallBack)
-    assert bench.router.open_bodies == 0
+    assert bench.router.open_requests == 0
 
 
 def test_what_makes_no_sense_is_not_kept() -> None:
     bench = Bench()
     odd = replace(held(3, 5, of=2), choice=2)
     bench.join(facts("a"), held(1, 5, origin=b""), odd, held(4, 5, of=2), held(5, 5, choice=0, of=1))
-    assert [serial for serial, _, _ in admitted(bench).keep] == [4]
+    assert [serial for serial, _ in admitted(bench).keep] == [4]
 
 
 def test_numbers_of_orphans_are_nobodys() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5), held(2, 5, origin=b"origin 9"))
-    assert [item.body for item in bench.of(Orphan)] == [Body(-1), Body(-2)]
-    assert bench.arrive(submission("y"), origin=b"new") == Body(1)
+    assert [item.request for item in bench.of(Orphan)] == [RequestNumber(-1), RequestNumber(-2)]
+    assert bench.arrive(submission("y"), origin=b"new") == RequestNumber(1)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from baton.core.config import BadConfig
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason
 from baton.core.routing.events import (
     Admit,
@@ -19,7 +19,6 @@ from baton.core.routing.events import (
     HangUp,
     Instance,
     Joined,
-    Ledger,
     Neighbours,
     OrderDrain,
     Parted,
@@ -29,7 +28,7 @@ from baton.core.routing.events import (
     Sign,
     TurnAway,
 )
-from baton.core.routing.fleet_members import FENCE_US, Fleet, MemberMove
+from baton.core.routing.fleet_members import FENCE_US, FleetMembers, MemberMove
 from baton.core.routing.router import SETTLE_US
 from tests.support.routing import Bench, ended, facts, held, submission
 
@@ -167,7 +166,7 @@ def test_a_session_is_replaced_by_a_newer_one_of_the_same_life() -> None:
 
 
 def test_names_of_the_past_are_bounded() -> None:
-    fleet = Fleet(RouterConfig())
+    fleet = FleetMembers(RouterConfig())
     for number in range(5000):
         member = fleet.admit(Session(number), facts(f"i{number}", incarnation=9), draining=False, now_us=0)
         if number:
@@ -223,9 +222,9 @@ def test_what_the_router_slept_through_is_nobodys_silence() -> None:
 def test_a_silent_engine_behind_a_living_front_end_is_found() -> None:
     bench = Bench()
     session = bench.join(facts("a"))
-    bench.tell(Beaten(session, Sign(Ledger(), 599_999, False)))
+    bench.tell(Beaten(session, Sign(SchedulerGauges(), 599_999, False)))
     assert not bench.of(HangUp)
-    bench.tell(Beaten(session, Sign(Ledger(), 600_000, False)))
+    bench.tell(Beaten(session, Sign(SchedulerGauges(), 600_000, False)))
     assert bench.of(HangUp)
     assert changes(bench) == [("a", "suspected")]
 
@@ -236,7 +235,7 @@ def test_an_engine_that_computes_and_finishes_no_step_is_stuck() -> None:
 
     def beat(computing: bool, steps: int) -> list[tuple[str, str]]:
         bench.now_us += 200_000
-        bench.tell(Beaten(session, Sign(Ledger(steps=steps), 0, computing)))
+        bench.tell(Beaten(session, Sign(SchedulerGauges(steps=steps), 0, computing)))
         return changes(bench)
 
     assert not any(beat(computing=False, steps=5) for _ in range(30)), "it has nothing to do"
@@ -275,7 +274,7 @@ def test_what_a_draining_instance_does_not_finish_in_time_goes_on_elsewhere_and_
     assert not bench.of(CallBack), "nobody else is there"
     bench.join(facts("b"))
     bench.pass_us(300_000)
-    assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
+    assert bench.of(CallBack) == [CallBack(send.session, send.attempt, (0,))]
     assert bench.sent().group[0].generated.tolist() == [1]
     assert bench.router.counts.retries["drained"] == 1
 

@@ -1,14 +1,17 @@
-"""A client's body is carried from instance to instance: every token once, one end."""
+"""A client's request goes from instance to instance: every token once, one end."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.core.engine.records import Bill
+from baton.core.engine.ended import Bill
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason
 from baton.core.errors import InvariantViolated, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.events import (
+    AttemptAccepted,
+    Beaten,
     CallBack,
     Came,
     Cut,
@@ -18,7 +21,6 @@ from baton.core.routing.events import (
     Drains,
     Forget,
     Left,
-    LegTaken,
     Noted,
     Opened,
     Parted,
@@ -26,9 +28,10 @@ from baton.core.routing.events import (
     RouterConfig,
     Send,
     Session,
+    Sign,
     Stage,
 )
-from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, held, submission
+from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, held, submission, which
 
 STOP = ended(FinishReason.STOP)
 
@@ -52,8 +55,8 @@ def test_a_body_is_opened_by_the_instance_that_takes_it_and_forgotten_there_at_i
     bench.came(send, 7, end=STOP)
     last = outcome(bench)
     assert (last.tokens, last.outcome and last.outcome.generated_tokens) == ([7], 3)
-    assert bench.of(Forget) == [Forget(send.session, send.leg)]
-    assert bench.router.open_bodies == 0
+    assert bench.of(Forget) == [Forget(send.session, send.attempt)]
+    assert bench.router.open_requests == 0
 
 
 def test_what_its_instance_lost_goes_on_at_once_elsewhere_after_what_was_delivered() -> None:
@@ -81,8 +84,8 @@ def test_choices_that_were_lost_together_travel_together_and_whoever_is_first_le
     bench.join(facts("b"))
     _, send = bench.open(*choices("x", 3))
     assert [item.leader for item in send.group] == [None, "x/0", "x/0"]
-    bench.came(send, 1, place=1)
-    bench.came(send, 9, place=0, end=STOP)
+    bench.came(send, 1, nth=1)
+    bench.came(send, 9, nth=0, end=STOP)
     bench.tell(Parted(send.session, "reset"))
     again = bench.sent()
     assert again.choices == (1, 2)
@@ -238,7 +241,7 @@ def test_a_refusal_that_is_the_instances_own_is_not_the_clients(code: RefusalCod
         assert bench.sent().session != send.session
     bench.take(bench.sent())
     assert bench.of(Opened)
-    assert not bench.ever(Forget), "a refused leg has nothing to forget"
+    assert not bench.ever(Forget), "a refused attempt has nothing to forget"
 
 
 def test_a_refusal_that_is_about_the_request_reaches_the_client() -> None:
@@ -248,8 +251,8 @@ def test_a_refusal_that_is_about_the_request_reaches_the_client() -> None:
     body = bench.arrive(submission("x"))
     bench.refuse(bench.sent(), RefusalCode.POOL_EXCEEDED)
     (declined,) = bench.of(Declined)
-    assert (declined.body, declined.refusal.code) == (body, RefusalCode.POOL_EXCEEDED)
-    assert bench.router.open_bodies == 0
+    assert (declined.request, declined.refusal.code) == (body, RefusalCode.POOL_EXCEEDED)
+    assert bench.router.open_requests == 0
     assert bench.router.counts.declined == {"kv_pool_exceeded": 1}
 
 
@@ -279,7 +282,7 @@ def test_a_body_whose_instances_are_lost_before_they_answer_is_declined_in_the_e
     (declined,) = bench.of(Declined)
     assert declined.refusal.code is RefusalCode.NO_INSTANCE
     assert not bench.ever(Delivered)
-    assert (bench.router.open_bodies, bench.router.waiting) == (0, 0)
+    assert (bench.router.open_requests, bench.router.waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("tokens", [0, 2])
@@ -376,7 +379,7 @@ def test_without_anybody_who_serves_a_body_waits_a_while_and_is_declined() -> No
     bench.pass_us(3_000_000)
     second = bench.arrive(submission("y"))
     bench.pass_us(2_500_000)
-    assert [(item.body, item.refusal.code) for item in bench.of(Declined)] == [(first, RefusalCode.NO_INSTANCE)]
+    assert [(item.request, item.refusal.code) for item in bench.of(Declined)] == [(first, RefusalCode.NO_INSTANCE)]
     bench.join(facts("a"))
     bench.take(bench.sent())
     assert bench.of(Opened) == [Opened(second)]
@@ -394,7 +397,7 @@ def test_who_has_tokens_waits_for_an_instance_until_the_deadline() -> None:
     assert last is not None
     assert last.fault is not None
     assert (last.reason, last.fault.code) == (FinishReason.RESCHEDULE, PdCode.TIMEOUT)
-    assert bench.router.open_bodies == 0
+    assert bench.router.open_requests == 0
 
 
 # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -404,9 +407,9 @@ def test_when_the_client_leaves_the_instance_is_called_back_and_every_choice_end
     bench = Bench()
     bench.join(facts("a"))
     body, send = bench.open(*choices("x", 2))
-    bench.came(send, 1, place=1, end=STOP)
+    bench.came(send, 1, nth=1, end=STOP)
     bench.tell(Left(body))
-    assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
+    assert bench.of(CallBack) == [CallBack(send.session, send.attempt, (0,))]
     assert [(item.choice, item.outcome and item.outcome.reason) for item in bench.of(Delivered)] == [(0, FinishReason.ABORT)]
     assert bench.of(Forget)
     bench.came(send, 2)
@@ -421,7 +424,7 @@ def test_a_body_that_is_left_before_it_was_taken_gets_no_answer() -> None:
     body = bench.arrive(submission("x"))
     send = bench.sent()
     bench.tell(Left(body))
-    assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
+    assert bench.of(CallBack) == [CallBack(send.session, send.attempt, (0,))]
     bench.take(send)
     assert not bench.ever(Opened)
     assert not bench.ever(Delivered)
@@ -433,7 +436,7 @@ def test_a_cut_choice_gives_no_more_tokens_and_ends_with_the_bill() -> None:
     body, send = bench.open(submission("x"))
     bench.came(send, 1, 2, 3)
     bench.tell(Cut(body, 0, 2))
-    assert bench.of(CutShort) == [CutShort(send.session, send.leg, 0, 2)]
+    assert bench.of(CutShort) == [CutShort(send.session, which(send), 2)]
     bench.came(send, 4)
     assert bench.last == []
     bench.came(send, end=ended(FinishReason.STOP, bill=Bill(computed_tokens=42)))
@@ -459,7 +462,7 @@ def test_a_cut_choice_needs_no_instance_any_more(when: str) -> None:
     assert last is not None
     assert (last.reason, last.generated_tokens) == (FinishReason.STOP, 1)
     assert len(bench.of(CallBack)) == (when == "sent")
-    assert bench.router.open_bodies == 0
+    assert bench.router.open_requests == 0
 
 
 def test_at_its_deadline_what_waits_ends_and_what_flows_goes_on() -> None:
@@ -467,21 +470,21 @@ def test_at_its_deadline_what_waits_ends_and_what_flows_goes_on() -> None:
     bench.join(facts("a"))
     bench.join(facts("b"))
     body, send = bench.open(*choices("x", 3))
-    bench.came(send, 1, place=0)
-    bench.came(send, 2, place=1)
-    bench.came(send, 2, place=1, end=ended(FinishReason.ERROR))
+    bench.came(send, 1, nth=0)
+    bench.came(send, 2, nth=1)
+    bench.came(send, 2, nth=1, end=ended(FinishReason.ERROR))
     moved = bench.sent()
     bench.pass_us(2_000_000)
     assert [(item.choice, item.outcome and item.outcome.reason) for item in bench.of(Delivered)] == [
         (1, FinishReason.RESCHEDULE), (2, FinishReason.RESCHEDULE),
     ], "one was on its way, the other had no token yet"  # fmt: skip
-    assert bench.of(CallBack) == [CallBack(moved.session, moved.leg, (0,)), CallBack(send.session, send.leg, (2,))]
+    assert bench.of(CallBack) == [CallBack(moved.session, moved.attempt, (1,)), CallBack(send.session, send.attempt, (2,))]
     assert not bench.pass_us(10_000_000), "the router sleeps from beat to beat"
-    bench.came(send, 3, place=0)
+    bench.came(send, 3, nth=0)
     assert bench.delivered(body, 0) == [1, 3]
-    bench.came(send, 4, place=0, end=STOP)
+    bench.came(send, 4, nth=0, end=STOP)
     assert outcome(bench).outcome is not None
-    assert bench.router.open_bodies == 0
+    assert bench.router.open_requests == 0
 
 
 @pytest.mark.parametrize("how", ["lost", "preempted", "drained"])
@@ -503,7 +506,7 @@ def test_after_its_deadline_an_answer_does_not_move_any_more(how: str) -> None:
     assert last is not None
     assert last.fault is not None
     assert (last.reason, last.fault.code, last.generated_tokens) == (FinishReason.RESCHEDULE, PdCode.TIMEOUT, 1)
-    assert bench.router.open_bodies == 0
+    assert bench.router.open_requests == 0
 
 
 def test_what_has_begun_waits_for_an_instance_that_can_hold_it_and_holds_up_nobody() -> None:
@@ -532,7 +535,7 @@ def test_a_tenant_has_no_more_open_than_it_may_and_pays_for_its_tokens() -> None
     assert (declined.refusal.code, declined.refusal.retry_after_s) == (RefusalCode.RATE_LIMITED, 1)
     bench.arrive(submission("other"), tenant="another")
     assert bench.of(Send)
-    bench.came(send, *range(40), place=0, end=STOP)
+    bench.came(send, *range(40), nth=0, end=STOP)
     bench.tell(Left(body))
     bench.arrive(submission("z"))
     (declined,) = bench.of(Declined)
@@ -542,7 +545,7 @@ def test_a_tenant_has_no_more_open_than_it_may_and_pays_for_its_tokens() -> None
     assert bench.of(Send)
 
 
-# ── details of a leg ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── details of an attempt───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_absent_limit_is_the_same_on_all_legs() -> None:
@@ -584,7 +587,7 @@ def test_bills_of_all_legs_are_summed_and_what_is_computed_again_says_so() -> No
     second = Bill(cached_tokens=0, computed_tokens=44, recomputed_tokens=1, queue_us=10, attempts=3)
     bench.came(again, 3, cached=0, end=ended(FinishReason.STOP, bill=second))
     last = outcome(bench)
-    assert last.cached_tokens is None, "said once, of the first leg"
+    assert last.cached_tokens is None, "said once, of the first attempt"
     assert last.outcome is not None
     assert last.outcome.bill == Bill(
         cached_tokens=16, computed_tokens=28, recomputed_tokens=43, queue_us=15, prefill_us=7, decode_us=1, attempts=2
@@ -592,15 +595,13 @@ def test_bills_of_all_legs_are_summed_and_what_is_computed_again_says_so() -> No
 
 
 def test_phases_come_to_the_timeline_also_when_the_leg_is_over() -> None:
-    from baton.core.routing.events import Beaten, Ledger, Sign
-
     bench = Bench()
     bench.join(facts("d", "decode"))
     bench.join(facts("p", "prefill"))
     body, send = bench.open(submission("x"))
 
     def note(phase: str, ago_us: int) -> list[tuple[Stage, str | None, int, str]]:
-        bench.tell(Beaten(send.session, Sign(Ledger(), 0, True, notes=(PhaseNote(send.leg, 0, phase, ago_us),))))
+        bench.tell(Beaten(send.session, Sign(SchedulerGauges(), 0, True, notes=(PhaseNote(which(send), phase, ago_us),))))
         return [(item.stage, item.where, bench.now_us - item.at_us, item.why) for item in bench.of(Noted)]
 
     assert note("WAITING", 5) == []
@@ -623,8 +624,9 @@ def test_what_is_late_is_counted_and_means_nothing() -> None:
     bench.tell(Parted(send.session, "reset"))
     again = bench.sent()
     late = [
-        Came(send.session, send.leg, 0, [1]), Came(again.session, send.leg, 0, [1]), Came(again.session, again.leg, 5, [1]),
-        Came(again.session, again.leg, 0, [1]), LegTaken(send.session, send.leg), Parted(send.session, "again"),
+        Came(send.session, which(send), [1]), Came(again.session, which(send), [1]),
+        Came(again.session, which(again)._replace(choice=5), [1]),
+        Came(again.session, which(again), [1]), AttemptAccepted(send.session, send.attempt), Parted(send.session, "again"),
         Left(type(body)(99)), Cut(type(body)(99), 0, 1), Cut(body, 7, 1),
     ]  # fmt: skip
     for event in late:
@@ -648,13 +650,13 @@ def test_a_leg_that_is_refused_after_its_choices_were_cut_has_nothing_to_forget(
     bench.join(facts("a"))
     bench.join(facts("b"))
     body, first = bench.open(*choices("x", 2))
-    bench.came(first, 1, place=0, end=ended(FinishReason.ERROR))
+    bench.came(first, 1, nth=0, end=ended(FinishReason.ERROR))
     again = bench.sent()
     bench.tell(Cut(body, 0, 1))
-    assert bench.of(CallBack) == [CallBack(again.session, again.leg, (0,))]
+    assert bench.of(CallBack) == [CallBack(again.session, again.attempt, (0,))]
     bench.refuse(again, RefusalCode.QUEUE_FULL)
-    bench.came(first, 1, place=1, end=STOP)
-    assert bench.of(Forget) == [Forget(first.session, first.leg)]
+    bench.came(first, 1, nth=1, end=STOP)
+    assert bench.of(Forget) == [Forget(first.session, first.attempt)]
 
 
 def test_a_body_arrives_once() -> None:

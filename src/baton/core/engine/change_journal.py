@@ -21,10 +21,15 @@ KEYS_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class NamesChanged:
+    """Changes in which prefixes an instance holds, by block key; each key is in one of the two."""
+
     fresh: bool = False
     """What was told before is void."""
     named: tuple[bytes, ...] = ()
     forgotten: tuple[bytes, ...] = ()
+
+
+NO_NAMES_CHANGED = NamesChanged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    names: NamesChanged = NamesChanged()
+    names: NamesChanged = NO_NAMES_CHANGED
     notes: tuple[Note, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""Whom to preempt: pure functions of the table and of measured rates. None is an answer: nobody may be asked to yield.
+"""Chooses whom to preempt: pure functions of the table and of measured rates. None: no request may be asked to yield.
 
 Only decoding requests are candidates (restarting half a prefill wastes it), and none that has yielded `max_preemptions`
 times. Nobody yields for the benefit of a less important request: a candidate's priority number is at least the asker's.

@@ -8,13 +8,17 @@ from enum import Enum
 from itertools import islice
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.gauges import HandoverGauges
+from baton.core.engine.held_prefills import HeldPrefills
 from baton.core.engine.plan import Chunk, Logprobs, StepPlan
-from baton.core.engine.prefill_scheduler import GeneralPrefillScheduler, PrefillScheduler
 from baton.core.engine.prefix import Key
-from baton.core.engine.records import EndedRequest, HandoverGauges, Settled
+from baton.core.engine.queued_requests import SOUGHT_AHEAD
+from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, Serial, Submission
-from baton.core.engine.scheduler import SOUGHT_AHEAD
+from baton.core.engine.scheduler import Scheduler
 from baton.core.errors import InvariantViolated
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.handover.messages import (
     Adopted,
     Ask,
@@ -28,9 +32,6 @@ from baton.core.handover.messages import (
     Heard,
     Offer,
     OpenShip,
-    PdCode,
-    PdFault,
-    PdStage,
     PeerEvent,
     PeerId,
     PeerLost,
@@ -43,7 +44,8 @@ from baton.core.handover.messages import (
     Shipped,
     Tell,
 )
-from baton.core.handover.protocol import Acts, gauges_of, next_state, prompt_digest
+from baton.core.handover.protocol import Acts, gauges_of, prompt_digest
+from baton.core.state_machine import StateMachine
 
 STEPS_AHEAD = 2
 """A giver offers so many steps' worth of prefill in advance: enough to stay busy, and no more, since it costs room at D."""
@@ -125,10 +127,11 @@ class Given:
 
 
 class Giver:
-    def __init__(self, config: WorkerConfig, scheduler: PrefillScheduler | GeneralPrefillScheduler) -> None:
+    def __init__(self, config: WorkerConfig, scheduler: Scheduler, held: HeldPrefills) -> None:
         self._worker_config = config
         self._config = config.handover
         self._scheduler = scheduler
+        self._held = held
         self._fingerprint = scheduler.pool.prefix.fingerprint
         self._open: dict[Handover, Given] = {}
         self._queue: dict[Handover, Given] = {}
@@ -139,7 +142,7 @@ class Giver:
         self._queued_tokens = 0
         """Of all that are still AHEAD."""
         self._peers: dict[PeerId, None] = {}
-        self._moves = dict.fromkeys(GIVER, 0)
+        self._states = StateMachine(GIVER, "a hand-over")
         self._failed: Counter[PdCode] = Counter()
         self._made = 0
         self._now_us = 0
@@ -152,7 +155,7 @@ class Giver:
         return tuple(self._open.values())
 
     def moves(self) -> dict[tuple[Giving, GiverMove], int]:
-        return dict(self._moves)
+        return self._states.moves()
 
     def gauges(self) -> HandoverGauges:
         return gauges_of(len(self._peers), len(self._open), self._made, self._failed)
@@ -241,7 +244,7 @@ class Giver:
         ahead = sum(self._unplanned(entry) for entry in self._active.values() if entry.state in SOON)
         most = STEPS_AHEAD * self._worker_config.step_tokens
         while ahead < most and (entry := self._next_to_offer()) is not None:
-            serial = self._scheduler.hold(entry.submission, self._keys_of(entry), entry.submission.known_tokens + 1, now_us)
+            serial = self._held.hold(entry.submission, self._keys_of(entry), entry.submission.known_tokens + 1, now_us)
             if serial is None:
                 break
             entry.serial = serial
@@ -254,11 +257,9 @@ class Giver:
     def _next_to_offer(self) -> Given | None:
         """In the order of arrival; one whose KV is being brought from the store lets others pass."""
         tiers = self._scheduler.tiers
-        if tiers is None:
-            return next(iter(self._queue.values()), None)
         for entry in islice(self._queue.values(), SOUGHT_AHEAD):
             if not entry.is_sought:
-                entry.is_sought = self._scheduler.seek(entry.handover, entry.submission, self._keys_of(entry))
+                entry.is_sought = self._held.seek(entry.handover, entry.submission, self._keys_of(entry))
             if not tiers.is_seeking(entry.handover):
                 return entry
         return None
@@ -339,7 +340,7 @@ class Giver:
         entry.renew_us = self._now_us + self._renews_every_us(grant)
         entry.shipped_upto = grant.cached_tokens // self._block_size
         self._move(entry, GiverMove.GRANTED)
-        self._scheduler.begin(entry.serial)
+        self._held.begin(entry.serial)
         return []
 
     def _adopted(self, entry: Given | None) -> Acts:
@@ -366,7 +367,7 @@ class Giver:
         first, found = entry.shipped_upto, computed // self._block_size
         blocks = self._scheduler.slots.blocks(slot)[first:]
         blocks.setflags(write=False)
-        self._scheduler.lend(self._serial_of(entry))
+        self._scheduler.pin(self._serial_of(entry))
         acts: Acts = [OpenShip(entry.handover, entry.grant.token, first, blocks)]
         if found > first:
             acts.append(Ship(entry.handover, None, first, found, last=False))
@@ -454,7 +455,7 @@ class Giver:
     def _order_leave(self, entry: Given) -> Acts:
         """Its slot comes back with the executor's acknowledgement, or at once where it has that already or needs none."""
         serial = self._serial_of(entry)
-        self._scheduler.give_back(serial)
+        self._scheduler.unpin(serial)
         if entry.row_has_ended:
             self._move(entry, GiverMove.LEFT)
             return []
@@ -498,12 +499,10 @@ class Giver:
         return self._by_serial[Serial(int(self._scheduler.slots.serial[slot]))]
 
     def _move(self, entry: Given, move: GiverMove) -> None:
-        before, entry.state = entry.state, next_state(GIVER, entry.state, move)
-        self._moves[before, move] += 1
+        before, entry.state = entry.state, self._states.after(entry.state, move)
         if before is Giving.QUEUED:
             del self._queue[entry.handover]
-            if self._scheduler.tiers is not None:
-                self._scheduler.tiers.forget_seeker(entry.handover)
+            self._scheduler.tiers.forget_seeker(entry.handover)
         if before in AHEAD and entry.state not in AHEAD:
             self._queued_tokens -= entry.submission.known_tokens
         if entry.state is Giving.OFFERED:

@@ -1,29 +1,36 @@
 """What a router is told and what it orders: the values that `core.router` decides with. No decisions here.
 
-    body      what a client asked for in one request: one or more choices, each a `Submission`
+    request   what a client asked for in one HTTP request: one or more choices, each a `Submission`
     session   the driver's number for one connection of one life of an instance; never used twice
-    leg       choices of one body that travel to one session together; the router's number for that journey
+    attempt   choices of one request that travel to one session together
 
-A choice is carried from leg to leg until it has ended. Each leg after the first is the original submission with everything
-that was delivered so far in `generated`: the instance goes on after it.
+A choice goes from attempt to attempt until it has ended. Each attempt after the first is the original submission with
+everything that was delivered so far in `generated`: the instance goes on after it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
 
-from baton.core.engine.records import Bill
+from msgspec import Meta
+
+from baton.core.bounds import NAME_CHARS_MAX, Address, Count, Fingerprint, Incarnation, Message, Name, Positive
+from baton.core.engine.change_journal import NO_NAMES_CHANGED, NamesChanged
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal
-from baton.core.handover.messages import PdFault
+from baton.core.handover.faults import PdFault
 from baton.core.routing.config import Policy as Policy
 from baton.core.routing.config import RouterConfig as RouterConfig
+from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
-Body = NewType("Body", int)
+MEMBERSHIP_VERSION = 1
+"""Of the messages between routers and instances."""
+
 Session = NewType("Session", int)
-Leg = NewType("Leg", int)
 Instance = NewType("Instance", str)
 """An instance's name. It outlives its lives: each life has a higher incarnation."""
 
@@ -31,71 +38,36 @@ Instance = NewType("Instance", str)
 # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What an instance says of itself as it joins; true for its whole life."""
+class Join(Message, tag="join", frozen=True):
+    """What an instance says of itself as it joins; true for its whole life. The first frame of a session."""
 
-    name: Instance
-    incarnation: int
-    role: str
-    fingerprint: bytes
+    name: Annotated[Instance, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+    incarnation: Incarnation
+    role: Name
+    fingerprint: Fingerprint
     """Of the model: instances of one router have the same."""
-    url: str
+    url: Address
     """Its own HTTP address, for people."""
-    peer_address: str
-    """Where instances that decode ask it to prefill; empty where nobody can."""
-    slots: int
-    blocks: int
-    block_size: int
-    context_tokens: int
+    peer_address: Address
+    """Where instances that decode ask it to prefill; empty where none can."""
+    slots: Positive
+    blocks: Positive
+    block_size: Positive
+    context_tokens: Positive
     """Longest sequence that could ever run there."""
-    vocabulary: int
-    pid: int = 0
+    vocabulary: Positive
+    pid: Count = 0
     """On its own machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ledger:
-    """An instance's own gauges, as of its last sign of life."""
-
-    running: int = 0
-    waiting: int = 0
-    free: int = 0
-    evictable: int = 0
-    used: int = 0
-    """Blocks of running requests."""
-    leased: int = 0
-    receiving: int = 0
-    leaving: int = 0
-    """Blocks that are being copied to host memory."""
-    host_blocks: int = 0
-    """Room for so many in host memory."""
-    host_used: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    handovers: int = 0
-    """Made."""
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Changes in which prefixes an instance holds, by block key; each key in one of the two."""
-
-    fresh: bool = False
-    """What was known before is void."""
-    named: tuple[bytes, ...] = ()
-    forgotten: tuple[bytes, ...] = ()
+    draining: bool = False
+    version: int = MEMBERSHIP_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseNote:
     """A request entered a phase at an instance. For the timeline; nothing is decided from it."""
 
-    leg: Leg
-    place: int
-    """Which choice of the leg. It may have ended meanwhile."""
+    attempt: ChoiceAttempt
+    """May be over."""
     phase: str
     """As `core.request.Phase` names it."""
     ago_us: int
@@ -106,12 +78,12 @@ class PhaseNote:
 class Sign:
     """A sign of life. Sent every `beat_us`, whether or not anything has changed."""
 
-    ledger: Ledger
+    ledger: SchedulerGauges
     engine_silent_us: int
     """How long ago the engine process last gave a sign of life to its front end."""
     computing: bool
     """Steps are in flight, so `ledger.steps` must grow."""
-    names: Names = Names()
+    names: NamesChanged = NO_NAMES_CHANGED
     notes: tuple[PhaseNote, ...] = ()
 
 
@@ -133,7 +105,7 @@ class HeldChoice:
     extras: tuple[object, ...]
     """One for each of `tokens` where log-probabilities were asked for, else empty."""
     cached_tokens: int | None
-    end: ChoiceEnd | None
+    end: EndedRequest | None
     """How it ended there meanwhile."""
 
 
@@ -143,7 +115,7 @@ class HeldChoice:
 @dataclass(frozen=True, slots=True)
 class Joined:
     session: Session
-    facts: Facts
+    facts: Join
     draining: bool = False
     held: tuple[HeldChoice, ...] = ()
 
@@ -171,75 +143,63 @@ class Drains:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
-    """A body of a client. All of its choices share one prompt or each has its own; `leader` says which."""
+    """A request of a client. All of its choices share one prompt or each has its own; `leader` says which."""
 
-    body: Body
+    request: RequestNumber
     tenant: str
     group: tuple[Submission, ...]
     origin: bytes
-    """Opaque; travels with every leg, so that it survives this router."""
+    """Opaque; travels with every attempt, so that it survives this router."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The client is gone, or took the body back."""
+    """The client is gone, or took the request back."""
 
-    body: Body
+    request: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A stop string was found: the choice ends after `keep` tokens."""
 
-    body: Body
+    request: RequestNumber
     choice: int
     keep: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claimed:
-    """A client has come for an orphaned body."""
+    """A client has come for an orphaned request."""
 
-    body: Body
+    request: RequestNumber
     group: tuple[Submission, ...] = ()
     """All of its choices as they were asked for, where that is known: those that no instance holds begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class LegTaken:
+class AttemptAccepted:
     session: Session
-    leg: Leg
+    attempt: AttemptId
 
 
 @dataclass(frozen=True, slots=True)
-class LegRefused:
+class AttemptRefused:
     session: Session
-    leg: Leg
+    attempt: AttemptId
     refusal: Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceEnd:
-    """How an instance says that a choice ended there."""
-
-    reason: FinishReason
-    generated_tokens: int
-    bill: Bill
-    fault: PdFault | None = None
 
 
 class Came(NamedTuple):
     """Tokens of a choice, or its end, or both. A tuple: one is made for each row of each step."""
 
     session: Session
-    leg: Leg
-    place: int
-    """Which choice of the leg."""
+    attempt: ChoiceAttempt
     tokens: list[int]
     extras: object = None
     """Travels to the client with the tokens (their log-probabilities); not looked at."""
     cached_tokens: int | None = None
-    end: ChoiceEnd | None = None
+    end: EndedRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +207,9 @@ class Due:
     """`next_deadline` has come."""
 
 
-RouterEvent = Joined | Beaten | Parted | Drains | Arrived | Left | Cut | Claimed | LegTaken | LegRefused | Came | Due
+RouterEvent = (
+    Joined | Beaten | Parted | Drains | Arrived | Left | Cut | Claimed | AttemptAccepted | AttemptRefused | Came | Due
+)
 
 
 # ── effects ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,13 +217,10 @@ RouterEvent = Joined | Beaten | Parted | Drains | Arrived | Left | Cut | Claimed
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """The instance belongs to the fleet. Serials of `keep` are the router's from now on, each as (leg, place).
-
-    Whatever else it held nobody wants.
-    """
+    """The instance belongs to the fleet. It goes on with the serials of `keep`, each as that attempt, and drops the rest."""
 
     session: Session
-    keep: tuple[tuple[int, Leg, int], ...] = ()
+    keep: tuple[tuple[int, ChoiceAttempt], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,74 +254,73 @@ class OrderDrain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Send:
-    """Submit these choices there; answer LegTaken or LegRefused."""
+    """Submit these choices there; answer AttemptAccepted or AttemptRefused."""
 
     session: Session
-    leg: Leg
+    attempt: AttemptId
     group: tuple[Submission, ...]
     choices: tuple[int, ...]
-    """Which choices of their body these are."""
+    """Which choices of their request these are."""
     body_choices: int
     origin: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CallBack:
-    """Nobody waits for these choices of a leg any more; whatever the instance made of them."""
+    """These choices of an attempt are not wanted any more, whatever the instance made of them."""
 
     session: Session
-    leg: Leg
-    places: tuple[int, ...]
+    attempt: AttemptId
+    choices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CutShort:
     session: Session
-    leg: Leg
-    place: int
+    attempt: ChoiceAttempt
     keep: int
-    """Of the outputs, those of earlier legs included."""
+    """Of the outputs, those of earlier attempts included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """A body is over: the instance need not keep what it knows of these choices."""
+    """A request is over: the instance need not keep what it knows of these choices."""
 
     session: Session
-    leg: Leg
+    attempt: AttemptId
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """To the client: the body was accepted by an instance, for the first time."""
+    """To the client: the request was accepted by an instance, for the first time."""
 
-    body: Body
+    request: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """To the client: the body was not accepted. Nothing of it was delivered."""
+    """To the client: the request was not accepted. Nothing of it was delivered."""
 
-    body: Body
+    request: RequestNumber
     refusal: Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a choice ended, over all of its legs."""
+    """How a choice ended, over all of its attempts."""
 
     reason: FinishReason
     """RESCHEDULE where it could not be carried on; `fault` says why then."""
     generated_tokens: int
     bill: Bill
-    """Summed over its legs; `attempts` counts legs."""
+    """Summed over its attempts."""
     fault: PdFault | None = None
 
 
 class Delivered(NamedTuple):
     """To the client: tokens in order, none twice, none missing; and the end, once. A tuple, as Came is."""
 
-    body: Body
+    request: RequestNumber
     choice: int
     tokens: list[int]
     extras: object
@@ -372,9 +330,9 @@ class Delivered(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Orphan:
-    """A body of a router that was lost has been found: everything that is known of it. A client may claim it."""
+    """A request of a router that was lost has been found: everything that is known of it. A client may claim it."""
 
-    body: Body
+    request: RequestNumber
     origin: bytes
     delivered: tuple[tuple[int, ...] | None, ...]
     """By choice: all of its tokens so far. None: nothing is known of it."""
@@ -386,7 +344,7 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class OrphanDropped:
-    body: Body
+    request: RequestNumber
 
 
 class Stage(Enum):
@@ -407,7 +365,7 @@ class Stage(Enum):
 class Noted:
     """For the log, the metrics and the timeline: something happened to a choice."""
 
-    body: Body
+    request: RequestNumber
     choice: int
     stage: Stage
     where: Instance | None

@@ -64,7 +64,7 @@ class _Tenant:
     open: int = field(default=0)
 
 
-class Quota:
+class RateLimits:
     def __init__(self, config: RouterConfig) -> None:
         self._concurrency = config.key_concurrency
         self._per_minute = config.key_tokens_per_minute

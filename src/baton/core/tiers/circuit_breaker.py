@@ -1,4 +1,4 @@
-"""Leaves a store alone that has failed several times in a row, and tries it again with one question after a while.
+"""Leaves a store alone that has failed several times in a row, and tries it again with one order after a while.
 
 closed ──failures──▶ open ──time──▶ trying (one order only) ──success──▶ closed
                       ▲──────────── failure, twice the time ──┘

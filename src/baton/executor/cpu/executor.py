@@ -16,10 +16,11 @@ import sys
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -277,7 +278,9 @@ class TorchCpuExecutor:
         counts = np.ones(len(draws), dtype=np.int32)
         counts[work.first_decode :] += accepted(sampled.tokens[work.first_decode :], work.drafts)
         stands = nth < counts[sequences]
-        lines = [replace(line, row=int(sequences[line.row])) for line in sampled.logprobs if stands[line.row]]
+        lines = [
+            msgspec.structs.replace(line, row=int(sequences[line.row])) for line in sampled.logprobs if stands[line.row]
+        ]
         return _Yield(sampled.tokens[stands], counts, joined_logprobs(lines))
 
     def _attention(self, step: int, batch: PackedBatch) -> AttentionContext:
@@ -306,7 +309,7 @@ class TorchCpuExecutor:
             counts=counts,
             tokens=yielded.tokens,
             known=answer.known,
-            logprobs=tuple(replace(line, row=int(work.rows[line.row])) for line in yielded.logprobs),
+            logprobs=tuple(msgspec.structs.replace(line, row=int(work.rows[line.row])) for line in yielded.logprobs),
             drafted=self._drafted(answer, work),
         )
 

@@ -11,8 +11,9 @@ and how many tokens it yields comes back with the step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -247,7 +248,7 @@ class Stepper:
         sampled = self._shaping.sample(drawn.logits.index_select(0, rows).float(), slots[real], positions[real])
         out[rows] = torch.from_numpy(sampled.tokens).to(out.device)
         unfilled = np.concatenate([chunks, sampled_chunks + decodes])
-        return [replace(line, row=int(unfilled[line.row])) for line in sampled.logprobs]
+        return [msgspec.structs.replace(line, row=int(unfilled[line.row])) for line in sampled.logprobs]
 
     def _advance(self, work: _Work, sequences: int, chunk_rows: int, told: torch.Tensor, used: int) -> int:
         """Writes what was drawn into the slots; how many words are told."""
@@ -322,7 +323,7 @@ class Stepper:
 def _placed(lines: list[Logprobs], sources: list[tuple[int, int, int]]) -> tuple[Logprobs, ...]:
     """`sources`: (row of the answer, its first drawn row, how many of those stand)."""
     row_of = {first + nth: row for row, first, count in sources for nth in range(count)}
-    return joined_logprobs([replace(line, row=row_of[line.row]) for line in lines if line.row in row_of])
+    return joined_logprobs([msgspec.structs.replace(line, row=row_of[line.row]) for line in lines if line.row in row_of])
 
 
 def _launch_advance(
