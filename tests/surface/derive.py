@@ -16,7 +16,7 @@ from baton.cli.reference import metric_rows, option_rows, router_parts
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason
 from baton.core.errors import RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.kv import file_store
 from baton.kv.store import parse_url
 from baton.router.app import create_router_app
