@@ -16,7 +16,7 @@ import numpy as np
 
 from baton.core.engine.plan import Int32s
 from baton.core.handover.messages import Handover, PeerEvent, PeerId, Shipped
-from baton.kv.shared_memory import allocate
+from baton.kv.shared_memory import allocate_pool
 from baton.kv.transfer_contract import KvLayout, KvMemory, Sender, make_sender
 
 TOKEN = b"for measuring it"
@@ -60,7 +60,7 @@ def layout_of(layer_bytes: int, layers: int) -> KvLayout:
 
 def filled_pool(layer_bytes: int, layers: int, blocks: int) -> KvMemory:
     """Every page of it touched, as in a pool that is in use."""
-    memory = allocate(layout_of(layer_bytes, layers), blocks)
+    memory = allocate_pool(layout_of(layer_bytes, layers), blocks)
     memory.pool[:] = np.arange(memory.layout.block_bytes, dtype=np.uint32).astype(np.uint8)
     memory.pool[:, 0] = np.arange(blocks, dtype=np.uint32).astype(np.uint8)
     return memory

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from baton.kv.rate_limit import Pace
+from baton.kv.rate_limit import ByteRateLimit
 
 HOST = "127.0.0.1"
 CHUNK = 64 << 10
@@ -21,7 +21,7 @@ class _Lane:
     """One direction."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._pace = Pace(bytes_per_s)
+        self._pace = ByteRateLimit(bytes_per_s)
         self._turn = threading.Lock()
 
     def pass_on(self, data: bytes, to: socket.socket) -> None:

@@ -59,9 +59,9 @@ def valkey_server(port: int | None = None, options: Sequence[str] = ()) -> Itera
 @cache
 def mooncake_why_not() -> str | None:
     """Why there can be no Mooncake store here."""
-    from baton.kv.mooncake_client import why_not
+    from baton.kv.mooncake_client import why_unavailable
 
-    return why_not() or (None if _master().exists() else f"{_master()} is not there")
+    return why_unavailable() or (None if _master().exists() else f"{_master()} is not there")
 
 
 @contextlib.contextmanager

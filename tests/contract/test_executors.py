@@ -16,7 +16,7 @@ from baton.core.errors import InvariantViolated
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.counting import CountingExecutor
 from baton.executor.cpu.executor import TorchCpuExecutor
-from baton.executor.drafts import Naive, Ngrams, Proposer
+from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from baton.executor.scripted import ScriptedExecutor
 from tests.support.on_cuda import NEEDS_CUDA, blocks_as_bytes, on_cuda, put_block
 from tests.support.planner import GREEDY, Planner, generate
@@ -43,7 +43,7 @@ def _scripted_in_bursts(_: Path) -> Executor:
     return ScriptedExecutor(replace(SHAPE, burst=3), vocabulary=97)
 
 
-def _torch_cpu_drafting(folder: Path, proposer: Proposer) -> Executor:
+def _torch_cpu_drafting(folder: Path, proposer: DraftProposer) -> Executor:
     return TorchCpuExecutor.load(
         folder, dtype="float64", slots=SHAPE.slots, blocks=SHAPE.blocks, block_size=SHAPE.block_size, context_tokens=64,
         burst=4, proposer=proposer,
@@ -51,11 +51,11 @@ def _torch_cpu_drafting(folder: Path, proposer: Proposer) -> Executor:
 
 
 def _torch_cpu_ngrams(folder: Path) -> Executor:
-    return _torch_cpu_drafting(folder, Ngrams(drafts=3, ngram_min=1, ngram_max=3))
+    return _torch_cpu_drafting(folder, NgramProposer(drafts=3, ngram_min=1, ngram_max=3))
 
 
 def _torch_cpu_naive(folder: Path) -> Executor:
-    return _torch_cpu_drafting(folder, Naive())
+    return _torch_cpu_drafting(folder, NaiveProposer())
 
 
 def _counting(_: Path) -> Executor:
@@ -72,7 +72,7 @@ def _cuda_invariant(_: Path) -> Executor:
 
 
 def _cuda_drafts(_: Path) -> Executor:
-    return on_cuda("tiny-qwen3", replace(SHAPE, burst=4), proposer=Ngrams(drafts=3, ngram_min=1, ngram_max=3))
+    return on_cuda("tiny-qwen3", replace(SHAPE, burst=4), proposer=NgramProposer(drafts=3, ngram_min=1, ngram_max=3))
 
 
 def _cuda_as_written(_: Path) -> Executor:

@@ -22,10 +22,10 @@ import pytest
 
 from baton.core.errors import InvariantViolated
 from baton.core.handover.messages import Arriving, Fenced, ShipFailed, Shipped, Spoilt, Verified
-from baton.kv.shared_memory import release
+from baton.kv.shared_memory import release_pool
 from baton.kv.transfer_contract import KvLayout, TransferUnavailable, available, make_receiver, make_sender
 from baton.kv.transfer_frames import END_FRAME, HELLO_BYTES, encode_hello, encode_pieces
-from baton.kv.transfer_mooncake import MooncakeRoad
+from baton.kv.transfer_mooncake import MooncakeSenderKind
 from tests.support import transfers as support
 from tests.support.transfers import (
     GIVER_BLOCKS,
@@ -57,10 +57,10 @@ def _engine_stays_up() -> Iterator[None]:
         yield
         return
     memory = make_pool(1)
-    road = MooncakeRoad(memory, "127.0.0.1")
+    road = MooncakeSenderKind(memory, "127.0.0.1")
     yield
     road.close()
-    release(memory)
+    release_pool(memory)
 
 
 @pytest.fixture(autouse=True)

@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 from baton.core.config import BadConfig
 from baton.core.engine.plan import Int32s
 from baton.executor import drafts
-from baton.executor.drafts import Drafts, Naive, Ngrams, accepted, no_drafts
+from baton.executor.drafts import DraftTokens, NaiveProposer, NgramProposer, accepted_drafts, no_drafts
 
 SEQUENCES = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 """Of few different tokens, so that they repeat themselves."""
 NGRAMS = st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(0, 4)).map(
-    lambda sizes: Ngrams(drafts=sizes[0], ngram_min=sizes[1], ngram_max=sizes[1] + sizes[2])
+    lambda sizes: NgramProposer(drafts=sizes[0], ngram_min=sizes[1], ngram_max=sizes[1] + sizes[2])
 )
 
 
-def guesses(proposer: Ngrams | Naive, sequences: list[list[int]], slots: list[int] | None = None) -> list[list[int]]:
+def guesses(
+    proposer: NgramProposer | NaiveProposer, sequences: list[list[int]], slots: list[int] | None = None
+) -> list[list[int]]:
     """What is guessed for each sequence when all of them are asked about at once; behind a sequence lies rubbish."""
     slots = list(range(len(sequences))) if slots is None else slots
     table = np.full((max(slots) + 1, max(map(len, sequences)) + 3), 1, dtype=np.int32)
@@ -31,7 +33,7 @@ def guesses(proposer: Ngrams | Naive, sequences: list[list[int]], slots: list[in
     return [row[:count].tolist() for row, count in zip(made.tokens, made.counts, strict=True)]
 
 
-def by_the_book(proposer: Ngrams, sequence: list[int]) -> list[int]:
+def by_the_book(proposer: NgramProposer, sequence: list[int]) -> list[int]:
     """The definition, word for word."""
     known = len(sequence)
     for length in range(proposer.ngram_max, proposer.ngram_min - 1, -1):
@@ -42,13 +44,15 @@ def by_the_book(proposer: Ngrams, sequence: list[int]) -> list[int]:
 
 
 @given(NGRAMS, st.lists(SEQUENCES, min_size=1, max_size=6))
-def test_the_longest_end_that_came_before_counts_and_its_latest_place(proposer: Ngrams, sequences: list[list[int]]) -> None:
+def test_the_longest_end_that_came_before_counts_and_its_latest_place(
+    proposer: NgramProposer, sequences: list[list[int]]
+) -> None:
     assert guesses(proposer, sequences) == [by_the_book(proposer, sequence) for sequence in sequences]
 
 
 @given(NGRAMS, st.lists(SEQUENCES, min_size=1, max_size=6))
 def test_a_guess_does_not_depend_on_neighbours_their_order_or_how_many_are_looked_at_together(
-    proposer: Ngrams, sequences: list[list[int]]
+    proposer: NgramProposer, sequences: list[list[int]]
 ) -> None:
     alone = [guesses(proposer, [sequence])[0] for sequence in sequences]
     slots = [3 * place for place in reversed(range(len(sequences)))]
@@ -71,31 +75,31 @@ def test_a_guess_does_not_depend_on_neighbours_their_order_or_how_many_are_looke
     ids=["follows", "latest", "longest", "overlaps", "too short", "zero is a token", "alone"],
 )
 def test_examples(sequence: list[int], guess: list[int]) -> None:
-    assert guesses(Ngrams(drafts=3, ngram_min=2, ngram_max=3), [sequence]) == [guess]
+    assert guesses(NgramProposer(drafts=3, ngram_min=2, ngram_max=3), [sequence]) == [guess]
 
 
 def test_nobody_asks_and_nothing_is_guessed() -> None:
     table, nobody = np.zeros((2, 8), dtype=np.int32), np.empty(0, dtype=np.int32)
-    made = Ngrams(4, 1, 3).propose(table, nobody, nobody.astype(np.int64))
+    made = NgramProposer(4, 1, 3).propose(table, nobody, nobody.astype(np.int64))
     assert (len(made.tokens), len(made.counts)) == (0, 0)
 
 
 @given(st.lists(SEQUENCES, min_size=1, max_size=4))
 def test_naive_guesses_nothing(sequences: list[list[int]]) -> None:
-    assert guesses(Naive(), sequences) == [[] for _ in sequences]
+    assert guesses(NaiveProposer(), sequences) == [[] for _ in sequences]
 
 
 @pytest.mark.parametrize(("count", "least", "most"), [(0, 1, 3), (4, 0, 3), (4, 3, 2)])
 def test_sizes_that_make_no_sense_are_refused(count: int, least: int, most: int) -> None:
     with pytest.raises(BadConfig):
-        Ngrams(count, least, most)
+        NgramProposer(count, least, most)
 
 
-def rectangle(guessed: list[list[int]], width: int) -> Drafts:
+def rectangle(guessed: list[list[int]], width: int) -> DraftTokens:
     tokens: Int32s = np.full((len(guessed), width), 9, dtype=np.int32)
     for row, guess in enumerate(guessed):
         tokens[row, : len(guess)] = guess
-    return Drafts(tokens, np.array([len(guess) for guess in guessed], dtype=np.int32))
+    return DraftTokens(tokens, np.array([len(guess) for guess in guessed], dtype=np.int32))
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=4), min_size=1, max_size=5), st.data())
@@ -109,11 +113,11 @@ def test_drafts_stand_up_to_the_first_that_was_not_drawn(rows: list[list[tuple[i
         right = [token == guess for token, guess in row]
         wanted.append(right.index(False) if False in right else len(right))
     made = rectangle([[guess for _, guess in row] for row in rows], width=data.draw(st.integers(4, 5)))
-    assert accepted(np.array(drawn, dtype=np.int32), made).tolist() == wanted
+    assert accepted_drafts(np.array(drawn, dtype=np.int32), made).tolist() == wanted
 
 
 def test_without_drafts_none_stand() -> None:
-    assert accepted(np.array([3, 4], dtype=np.int32), no_drafts(2)).tolist() == [0, 0]
+    assert accepted_drafts(np.array([3, 4], dtype=np.int32), no_drafts(2)).tolist() == [0, 0]
 
 
 def test_a_cut_leaves_the_first_ones() -> None:

@@ -18,7 +18,7 @@ from baton.executor.dummy_weights import draw_weights
 from baton.executor.fingerprint import fingerprint_of, model_mark
 from baton.executor.layer_probe import take_probe
 from baton.executor.model_loading import load_model, load_shape, shape_config
-from baton.executor.model_shapes import SHAPES, Shape, UnknownShape, note_shape, parse_shape, shape_in, shape_mark
+from baton.executor.model_shapes import SHAPES, ModelShape, UnknownShape, note_shape, parse_shape, shape_in, shape_mark
 from baton.executor.model_support import UnsupportedModel
 
 TINY = [name for name in SHAPES if name.startswith("tiny-")]
@@ -51,7 +51,7 @@ def test_a_folder_of_a_shape_is_served_and_its_tokens_differ_with_the_seed(name:
     for seed in (0, 0, 1):
         folder = tmp_path / str(len(answers))
         folder.mkdir()
-        note_shape(folder, Shape(name, seed))
+        note_shape(folder, ModelShape(name, seed))
         executor = TorchCpuExecutor.load(folder, dtype="float64", slots=2, block_size=16, blocks=32)
         try:
             answers.append(generate(executor, [[1, 2, 3, 4], [300, 7]], 12))
@@ -104,8 +104,8 @@ def test_another_seed_draws_other_numbers() -> None:
 
 @given(st.sampled_from(sorted(SHAPES)), st.integers(0, (1 << 63) - 1))
 def test_a_shape_is_named_with_or_without_its_seed(name: str, seed: int) -> None:
-    assert parse_shape(f"shape:{name}@{seed}") == Shape(name, seed)
-    assert parse_shape(f"shape:{name}") == Shape(name, 0)
+    assert parse_shape(f"shape:{name}@{seed}") == ModelShape(name, seed)
+    assert parse_shape(f"shape:{name}") == ModelShape(name, 0)
     assert parse_shape(name) is None
 
 
@@ -118,11 +118,11 @@ def test_what_names_no_shape_is_refused(model: str) -> None:
 
 
 def test_a_mark_tells_shapes_and_seeds_apart_and_is_the_folders(tmp_path: Path) -> None:
-    marks = {shape_mark(Shape(name, seed)) for name in SHAPES for seed in (0, 1)}
+    marks = {shape_mark(ModelShape(name, seed)) for name in SHAPES for seed in (0, 1)}
     assert len(marks) == 2 * len(SHAPES)
-    note_shape(tmp_path, Shape("tiny-llama", 9))
-    assert shape_in(tmp_path) == Shape("tiny-llama", 9)
-    assert model_mark(tmp_path) == load_model(tmp_path, "float32").mark == shape_mark(Shape("tiny-llama", 9))
+    note_shape(tmp_path, ModelShape("tiny-llama", 9))
+    assert shape_in(tmp_path) == ModelShape("tiny-llama", 9)
+    assert model_mark(tmp_path) == load_model(tmp_path, "float32").mark == shape_mark(ModelShape("tiny-llama", 9))
     mark = model_mark(tmp_path)
     assert fingerprint_of(mark, "float32", "a").startswith(mark)
     assert len({fingerprint_of(mark, dtype, layout) for dtype in ("float32", "bfloat16") for layout in "ab"}) == 4

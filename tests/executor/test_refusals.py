@@ -21,7 +21,7 @@ from transformers import (
 
 from baton.executor.model_loading import load_model
 from baton.executor.model_support import UnsupportedModel
-from baton.executor.paged_attention import Discovery, paged_attention
+from baton.executor.paged_attention import LayerDiscovery, paged_attention
 
 PLAIN = {name: value for name, value in SIZES.items() if name != "head_dim"}
 
@@ -69,7 +69,7 @@ def call(**arguments: object) -> None:
     module = torch.nn.Module()
     module.layer_idx = 0
     heads = torch.zeros(1, 2, 3, 16)
-    context = Discovery("probe")
+    context = LayerDiscovery("probe")
     paged_attention(module, heads, heads, heads, None, **{"paged": context, **arguments})
 
 

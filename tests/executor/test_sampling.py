@@ -20,8 +20,8 @@ from transformers import (
 
 from baton.core.engine.request import Sampling, Tokens
 from baton.core.errors import InvariantViolated
-from baton.executor.penalties import Penalties
-from baton.executor.sampling import LOGPROB_LEAST, Sampled, Sampler
+from baton.executor.penalties import SlotPenalties
+from baton.executor.sampling import LOGPROB_LEAST, SampledTokens, Sampler
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(seed=0, temperature=0)
@@ -86,7 +86,7 @@ def tokens_of(*ids: int) -> Tokens:
 
 def sample_one(
     logits: npt.ArrayLike, sampling: Sampling, position: int = 1, tokens: Tokens | None = None, prompt_tokens: int = 1
-) -> Sampled:
+) -> SampledTokens:
     table = torch.tensor(np.asarray(logits, dtype=np.float64)).unsqueeze(0)
     sampler = Sampler(1, table.shape[1], CPU)
     sampler.start(0, tokens_of(0) if tokens is None else tokens, prompt_tokens, sampling)
@@ -333,15 +333,15 @@ def test_no_rows_yield_nothing_and_empty_slots_are_refused() -> None:
 
 
 def test_penalties_take_memory_only_for_slots_that_use_them() -> None:
-    penalties = Penalties(1024, 1000, CPU)
-    assert penalties.lanes == 0
+    penalties = SlotPenalties(1024, 1000, CPU)
+    assert penalties.rows == 0
     for slot in range(3):
         penalties.start(slot, tokens_of(1), 1, replace(GREEDY, presence_penalty=0.5))
-    assert penalties.lanes == 4
+    assert penalties.rows == 4
     for slot in range(100):
         penalties.start(3 + slot, tokens_of(1), 1, replace(GREEDY, presence_penalty=0.5))
         penalties.stop(3 + slot)
-    assert penalties.lanes == 4
+    assert penalties.rows == 4
 
 
 def test_a_gap_in_the_outputs_of_a_penalised_slot_is_a_bug_and_says_so() -> None:

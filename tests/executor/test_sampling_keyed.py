@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from baton.core.engine.request import Sampling, Tokens
-from baton.executor.gumbel_noise import exact_log, hashes, row_keys, stream_of
+from baton.executor.gumbel_noise import exact_log, hashes, noise_stream, row_keys
 from baton.executor.sampling import Sampler
 
 CPU = torch.device("cpu")
@@ -204,7 +204,7 @@ def test_frequencies_follow_the_softmax_of_what_a_cut_leaves(cut: dict[str, floa
 
 @pytest.mark.parametrize("ids", [(0, 1, 2, 3), (0, 64, 128, 192), (0, 65_536, 131_072, 196_608), (5, 700, 49_151, 30_000)])
 def test_the_noise_of_four_tokens_comes_in_every_order_alike(ids: tuple[int, ...]) -> None:
-    streams = np.full(100_000, stream_of(1, 0), dtype=np.uint64)
+    streams = np.full(100_000, noise_stream(1, 0), dtype=np.uint64)
     keys = row_keys(streams, np.arange(100_000, dtype=np.int64), CPU)
     order = hashes(torch.tensor(ids, dtype=torch.int32), keys).argsort(dim=1).numpy()
     places = {permutation: n for n, permutation in enumerate(itertools.permutations(range(4)))}

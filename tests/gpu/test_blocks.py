@@ -14,7 +14,7 @@ from baton.core.errors import InvariantViolated
 from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled
 from baton.executor.contract import KvView
 from baton.executor.cuda.blocks import STRAIGHT_BYTES, CudaBlocks
-from baton.kv.host_memory import Copier, HostMemory
+from baton.kv.host_memory import HostCopier, HostMemory
 
 pytestmark = pytest.mark.cuda
 
@@ -155,7 +155,7 @@ def test_the_host_tier_works_on_a_device() -> None:
         heard.release()
 
     memory = HostMemory(10, 65_536, blocks.allocate)
-    copier = Copier(blocks, memory, report)
+    copier = HostCopier(blocks, memory, report)
     before = pool.cpu()
     out, rows, back = some(10, BLOCKS, 1), some(10, 10, 2), some(10, BLOCKS, 3)
     copier.copy(CopyOut(Haul(1), out, rows))

@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from baton.executor.cuda.attention import CudaAttention, Rotation
+from baton.executor.cuda.attention import CudaAttention, RotaryForm
 from baton.executor.cuda.batch import ChunkPart, DecodePart, DecodeWork, DeviceBatch
 from baton.executor.cuda.kernels_decode import ITEM_WORDS
-from baton.executor.cuda.products import Workbench
-from baton.executor.cuda.streaming import streams_of
+from baton.executor.cuda.products import ProductScratch
+from baton.executor.cuda.streaming import streaming_limits
 from baton.executor.kv_pool import LayerKv, LayerSpec
 
 pytestmark = [pytest.mark.cuda]
@@ -76,7 +76,7 @@ def batch_of(case: Case, device: str) -> DeviceBatch:
     return DeviceBatch(order.to(torch.int32).view(sequences, width).to(device), some, some, None, decodes)
 
 
-def attended(case: Case, bench: Workbench, device: str) -> tuple[torch.Tensor, LayerKv]:
+def attended(case: Case, bench: ProductScratch, device: str) -> tuple[torch.Tensor, LayerKv]:
     def randoms(*size: int, seed: int) -> torch.Tensor:
         return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
 
@@ -85,7 +85,7 @@ def attended(case: Case, bench: Workbench, device: str) -> tuple[torch.Tensor, L
     sequences = len(case.contexts)
     angles = torch.randn(sequences, DIM // 2, generator=torch.Generator().manual_seed(4)).repeat(1, 2).to(device)
     norms = torch.rand(2, DIM, generator=torch.Generator().manual_seed(5)).to(device)
-    rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16(), norms, 1e-6)
+    rotation = RotaryForm(angles.cos().bfloat16(), angles.sin().bfloat16(), norms, 1e-6)
     spec = LayerSpec(KV_HEADS, DIM, DIM, DIM**-0.5, case.window, None)
     qkv = randoms(sequences, (heads + 2 * KV_HEADS) * DIM, seed=6)
     out = CudaAttention(batch, [kv], bench).attend_fused(0, spec, heads, qkv, rotation)
@@ -97,9 +97,9 @@ def attended(case: Case, bench: Workbench, device: str) -> tuple[torch.Tensor, L
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_early_attention_is_attention(case: Case) -> None:
     device = torch.device("cuda")
-    if streams_of(device) is None:
+    if streaming_limits(device) is None:
         pytest.skip("this device has no copy engine")
-    early, usual = Workbench(device, invariant=False), Workbench(device, invariant=False)
+    early, usual = ProductScratch(device, invariant=False), ProductScratch(device, invariant=False)
     assert early.streams is not None
     usual.streams = None
     given, kept = attended(case, early, "cuda")

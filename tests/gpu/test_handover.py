@@ -15,7 +15,7 @@ import torch
 
 from baton.core.handover.messages import Arriving, Handover, PeerEvent, PeerId, Shipped, Verified
 from baton.executor.cuda.blocks import CudaBlocks
-from baton.kv.shared_memory import mirror_of, release
+from baton.kv.shared_memory import allocate_mirror, release_pool
 from baton.kv.transfer_contract import KvLayout, KvMemory, make_receiver, make_sender
 
 pytest.importorskip("xxhash", reason="checks of pieces in host memory need it")
@@ -37,7 +37,7 @@ def pool_of(seed: int) -> torch.Tensor:
 
 def memory_of(pool: torch.Tensor, shared: bool) -> KvMemory:
     device = CudaBlocks(pool)
-    return mirror_of(LAYOUT, device, device if shared else None)
+    return allocate_mirror(LAYOUT, device, device if shared else None)
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def test_all_that_a_prefill_computed_is_on_the_other_device(kind: str, shared: b
     wanted[TARGETS.tolist()] = pool_of(7)[SOURCES.tolist()]
     assert torch.equal(pool, wanted)
     receiver.close()
-    release(memory)
+    release_pool(memory)
 
 
 def _give(kind: str, shared: bool, address: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from baton.core.engine.request import Sampling
 from baton.executor.contract import Executor, ExecutorShape
-from baton.executor.drafts import Naive, Ngrams
+from baton.executor.drafts import NaiveProposer, NgramProposer
 from tests.support.on_cuda import assert_alike, blocks_as_bytes, closing, on_cuda
 from tests.support.planner import GREEDY, Lane, Planner
 
@@ -44,21 +44,21 @@ class Run:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
     from baton.executor.cuda.chunks import MixedSize
-    from baton.executor.cuda.runner import Chunks, Drawn, Runner
+    from baton.executor.cuda.runner import DeviceChunks, LogitRows, ModelRunner
 
-    noted, filled, mixed = Taken(), Runner.mixed_filled, Runner.mixed
+    noted, filled, mixed = Taken(), ModelRunner.mixed_filled, ModelRunner.mixed
 
-    def note_filled(runner: Runner, size: MixedSize, chunks: torch.Tensor) -> Drawn:
+    def note_filled(runner: ModelRunner, size: MixedSize, chunks: torch.Tensor) -> LogitRows:
         assert size in runner._graphs
         noted.replayed.append(tuple(size))
         return filled(runner, size, chunks)
 
-    def note_plain(runner: Runner, chunks: Chunks, sequences: int, written: object) -> Drawn:
+    def note_plain(runner: ModelRunner, chunks: DeviceChunks, sequences: int, written: object) -> LogitRows:
         noted.plain += 1
         return mixed(runner, chunks, sequences, written)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Runner, "mixed_filled", note_filled)
-    monkeypatch.setattr(Runner, "mixed", note_plain)
+    monkeypatch.setattr(ModelRunner, "mixed_filled", note_filled)
+    monkeypatch.setattr(ModelRunner, "mixed", note_plain)
     return noted
 
 
@@ -101,7 +101,7 @@ def test_captured_steps_with_chunks_are_those_kernel_by_kernel(
     taken: Taken, name: str, dtype: str, invariant: bool, burst: int
 ) -> None:
     shape = ExecutorShape(slots=SLOTS, blocks=160, block_size=16, context_tokens=512, burst=burst)
-    proposer = Ngrams(drafts=DRAFTS, ngram_min=1, ngram_max=3) if burst > 1 else Naive()
+    proposer = NgramProposer(drafts=DRAFTS, ngram_min=1, ngram_max=3) if burst > 1 else NaiveProposer()
     with closing(on_cuda(name, shape, dtype, invariant=invariant, proposer=proposer, graphs=False)) as eager:
         wanted = run_mixed(eager)
     assert not taken.replayed

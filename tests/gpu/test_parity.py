@@ -93,13 +93,13 @@ def chunk_logits(name: str, tokens: list[int]) -> torch.Tensor:
     """Ours of every position, by one chunk through fused layers."""
     from baton.executor.cuda.fuse import fuse_for_cuda
     from baton.executor.cuda.pool import CudaPool
-    from baton.executor.cuda.products import Workbench
+    from baton.executor.cuda.products import ProductScratch
     from baton.executor.cuda.rehearsal import one_chunk
     from baton.executor.model_loading import forward
 
     loaded = load_shape(name, "bfloat16", "cuda")
     with torch.inference_mode():
-        bench = Workbench(loaded.model.device, invariant=False)
+        bench = ProductScratch(loaded.model.device, invariant=False)
         fuse_for_cuda(loaded, bench, len(tokens))
         pool = CudaPool(loaded.layers, 32, 16, loaded.dtype, loaded.model.device)
         ids = torch.tensor([tokens], device="cuda")

@@ -101,12 +101,12 @@ def test_a_prefill_that_is_handed_over_layer_by_layer_goes_on_elsewhere(
 
 def hand_over(kind: str, giver: Executor, taker: Executor, prompt: list[int]) -> list[int]:
     """Through mirrors in host memory; the tokens of both, one after the other."""
-    from baton.kv.shared_memory import mirror_of, release
+    from baton.kv.shared_memory import allocate_mirror, release_pool
     from baton.kv.transfer_contract import make_receiver, make_sender
 
     assert giver.kv.device is not None
     assert taker.kv.device is not None
-    memories = [mirror_of(layout_of(executor), executor.kv.device) for executor in (giver, taker)]
+    memories = [allocate_mirror(layout_of(executor), executor.kv.device) for executor in (giver, taker)]
     sent, got = queue.SimpleQueue[PeerEvent](), queue.SimpleQueue[PeerEvent]()
     sender, receiver = make_sender(kind, memories[0], sent.put), make_receiver(kind, memories[1], got.put)
     giver.on_layer = sender.layer_done
@@ -134,5 +134,5 @@ def hand_over(kind: str, giver: Executor, taker: Executor, prompt: list[int]) ->
     sender.close()
     receiver.close()
     for memory in memories:
-        release(memory)
+        release_pool(memory)
     return first.outputs + later.outputs

@@ -13,7 +13,7 @@ import pytest
 from baton.core.config import ReservePolicy, WorkerConfig
 from baton.core.engine.request import FinishReason, Sampling
 from baton.executor.contract import Executor
-from baton.executor.drafts import Naive, Ngrams, Proposer
+from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from tests.support.driver import Driver, shape_of, submission
 from tests.support.on_cuda import assert_alike, closing, on_cpu, on_cuda
 
@@ -24,7 +24,7 @@ CALM = WorkerConfig(
     slots=8, blocks=256, block_size=16, context_tokens=256, step_tokens=512, depth=1, prefix_cache=False,
     reserve=ReservePolicy.NONE,
 )  # fmt: skip
-NGRAMS = Ngrams(drafts=3, ngram_min=1, ngram_max=3)
+NGRAMS = NgramProposer(drafts=3, ngram_min=1, ngram_max=3)
 WISHES = (
     Sampling(seed=0, temperature=0.0),
     Sampling(seed=1, temperature=0.9),
@@ -40,22 +40,22 @@ PROMPTS = [[*SHARED, *np.random.default_rng(seed).integers(0, 320, 5 + 11 * seed
 NEW_TOKENS = 40
 PRECISIONS = ("float32", "bfloat16, batch-invariant")
 
-SCENES: dict[str, tuple[WorkerConfig, Proposer]] = {
-    "all at once": (replace(CALM, depth=2), Naive()),
-    "chunked": (replace(CALM, step_tokens=24, depth=3), Naive()),
-    "prefix cache": (replace(CALM, prefix_cache=True, depth=2), Naive()),
-    "preempted": (replace(CALM, blocks=24, depth=2), Naive()),
+SCENES: dict[str, tuple[WorkerConfig, DraftProposer]] = {
+    "all at once": (replace(CALM, depth=2), NaiveProposer()),
+    "chunked": (replace(CALM, step_tokens=24, depth=3), NaiveProposer()),
+    "prefix cache": (replace(CALM, prefix_cache=True, depth=2), NaiveProposer()),
+    "preempted": (replace(CALM, blocks=24, depth=2), NaiveProposer()),
     "preempted in chunks, with a prefix cache": (
         replace(CALM, blocks=24, step_tokens=32, depth=3, prefix_cache=True),
-        Naive(),
+        NaiveProposer(),
     ),
     "drafts": (replace(CALM, burst=4, depth=2), NGRAMS),
     "drafts, preempted": (replace(CALM, blocks=24, burst=4, step_tokens=64, depth=2, prefix_cache=True), NGRAMS),
-    "naive drafts": (replace(CALM, burst=4, depth=2), Naive()),
+    "naive drafts": (replace(CALM, burst=4, depth=2), NaiveProposer()),
 }
 
 
-def build(config: WorkerConfig, precision: str, proposer: Proposer) -> Executor:
+def build(config: WorkerConfig, precision: str, proposer: DraftProposer) -> Executor:
     if precision == "float32":
         return on_cuda(NAME, shape_of(config), proposer=proposer)
     return on_cuda(NAME, shape_of(config), "bfloat16", invariant=True, proposer=proposer)
@@ -81,7 +81,7 @@ def one_by_one(executor: Executor) -> list[list[int]]:
 @cache
 def undisturbed(precision: str) -> list[list[int]]:
     """Each request alone, in one chunk, without drafts."""
-    with closing(build(CALM, precision, Naive())) as executor:
+    with closing(build(CALM, precision, NaiveProposer())) as executor:
         return one_by_one(executor)
 
 
@@ -119,8 +119,8 @@ def test_tokens_are_those_of_an_undisturbed_run(scene: str, precision: str) -> N
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("proposer", [Naive(), NGRAMS], ids=str)
-def test_those_that_stay_notice_nothing_of_those_that_leave(precision: str, proposer: Proposer) -> None:
+@pytest.mark.parametrize("proposer", [NaiveProposer(), NGRAMS], ids=str)
+def test_those_that_stay_notice_nothing_of_those_that_leave(precision: str, proposer: DraftProposer) -> None:
     config = replace(CALM, blocks=64, burst=4 if proposer is NGRAMS else 1, depth=2)
     with closing(build(config, precision, proposer)) as executor:
         driver = Driver(config, executor)

@@ -10,27 +10,27 @@ from typing import Any
 
 import pytest
 
-from baton.kv.file_ledger import Account, Busy, FileLock, Ledger
+from baton.kv.file_ledger import FileLedger, FileLock, FolderUsage, LockBusy
 
 LATER = time.monotonic() + 10_000
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    made = Ledger(str(tmp_path / "ledger"))
+def ledger(tmp_path: Path) -> FileLedger:
+    made = FileLedger(str(tmp_path / "ledger"))
     made.recount(made.read(LATER), 0, LATER)
     return made
 
 
-def take(ledger: Ledger, size: int, limit: int | None = None) -> bool:
+def take(ledger: FileLedger, size: int, limit: int | None = None) -> bool:
     return ledger.take(size, limit, lambda: "begun", LATER) == "begun"
 
 
-def used(ledger: Ledger) -> int | None:
+def used(ledger: FileLedger) -> int | None:
     return ledger.read(LATER).used_bytes
 
 
-def test_what_is_taken_counts_until_it_is_given_back(ledger: Ledger) -> None:
+def test_what_is_taken_counts_until_it_is_given_back(ledger: FileLedger) -> None:
     assert take(ledger, 100)
     assert take(ledger, 50)
     assert used(ledger) == 150
@@ -40,13 +40,13 @@ def test_what_is_taken_counts_until_it_is_given_back(ledger: Ledger) -> None:
     assert used(ledger) == 0
 
 
-def test_the_limit_may_be_reached_and_not_passed(ledger: Ledger) -> None:
+def test_the_limit_may_be_reached_and_not_passed(ledger: FileLedger) -> None:
     assert take(ledger, 100, limit=100)
     assert not take(ledger, 1, limit=100)
     assert used(ledger) == 100
 
 
-def test_what_could_not_be_begun_is_not_counted(ledger: Ledger) -> None:
+def test_what_could_not_be_begun_is_not_counted(ledger: FileLedger) -> None:
     take(ledger, 10)
 
     def fail() -> None:
@@ -58,13 +58,13 @@ def test_what_could_not_be_begun_is_not_counted(ledger: Ledger) -> None:
     assert used(ledger) == 10
 
 
-def used_by_others(ledger: Ledger) -> int:
+def used_by_others(ledger: FileLedger) -> int:
     """What a process would find that came now, after a crash of ours."""
     data = Path(ledger._lock.path).read_bytes()
     return int.from_bytes(data[8:16], "little")
 
 
-def test_what_is_taken_while_somebody_counts_is_counted(ledger: Ledger) -> None:
+def test_what_is_taken_while_somebody_counts_is_counted(ledger: FileLedger) -> None:
     take(ledger, 500)
     before = ledger.read(LATER)
     take(ledger, 30)
@@ -74,8 +74,8 @@ def test_what_is_taken_while_somebody_counts_is_counted(ledger: Ledger) -> None:
 
 
 def test_nobody_takes_anything_before_it_is_known_how_much_there_is(tmp_path: Path) -> None:
-    ledger = Ledger(str(tmp_path / "ledger"))
-    assert ledger.read(LATER) == Account(None, 0)
+    ledger = FileLedger(str(tmp_path / "ledger"))
+    assert ledger.read(LATER) == FolderUsage(None, 0)
     assert not take(ledger, 1)
     ledger.give_back(1, LATER)
     assert used(ledger) is None
@@ -86,7 +86,7 @@ def test_nobody_takes_anything_before_it_is_known_how_much_there_is(tmp_path: Pa
 
 def test_a_lock_has_one_holder(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
-    with FileLock(path).held(LATER), pytest.raises(Busy), FileLock(path).held(time.monotonic()):
+    with FileLock(path).held(LATER), pytest.raises(LockBusy), FileLock(path).held(time.monotonic()):
         pass
     with FileLock(path).held(time.monotonic()):
         pass
@@ -94,7 +94,7 @@ def test_a_lock_has_one_holder(tmp_path: Path) -> None:
 
 def test_threads_that_share_a_lock_wait_no_longer_than_they_may(tmp_path: Path) -> None:
     lock = FileLock(str(tmp_path / "lock"))
-    with lock.held(LATER), pytest.raises(Busy), lock.held(time.monotonic() - 1):
+    with lock.held(LATER), pytest.raises(LockBusy), lock.held(time.monotonic() - 1):
         pass
 
 

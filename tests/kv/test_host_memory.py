@@ -13,7 +13,7 @@ from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
 from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled, HaulFenced, StorageEvent
 from baton.kv.block_access import Bytes2d, HostBlocks
-from baton.kv.host_memory import Copier, Grip, HostMemory
+from baton.kv.host_memory import HostCopier, HostMemory, TransferHold
 from tests.support.blocks import DEADLINE_S, GatedBlocks
 
 BLOCKS, ROWS, BLOCK_BYTES = 8, 6, 32
@@ -24,7 +24,7 @@ class Bench:
         self.pool = pool
         self.memory = HostMemory(ROWS, BLOCK_BYTES)
         self._told: queue.SimpleQueue[StorageEvent] = queue.SimpleQueue()
-        self.copier = Copier(blocks or HostBlocks(pool), self.memory, self._told.put)
+        self.copier = HostCopier(blocks or HostBlocks(pool), self.memory, self._told.put)
 
     def next(self) -> StorageEvent:
         return self._told.get(timeout=DEADLINE_S)
@@ -171,22 +171,22 @@ def test_an_order_that_cannot_be_is_a_bug_and_says_so(bench: Bench, order: CopyO
 
 def test_rows_are_as_long_as_blocks() -> None:
     with pytest.raises(InvariantViolated, match="rows of 31 bytes"):
-        Copier(HostBlocks(filled_pool()), HostMemory(ROWS, BLOCK_BYTES - 1), lambda _: None)
+        HostCopier(HostBlocks(filled_pool()), HostMemory(ROWS, BLOCK_BYTES - 1), lambda _: None)
 
 
 # ── who answers a fence ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_fence_is_answered_by_whoever_lets_go_last() -> None:
-    held = Grip()
+    held = TransferHold()
     assert held.take()
     assert not held.fence(), "the holder answers"
-    assert not held.strays()
+    assert not held.is_abandoned()
     assert not held.let_go()
-    assert held.strays()
-    loose = Grip()
+    assert held.is_abandoned()
+    loose = TransferHold()
     assert loose.take()
     assert loose.let_go()
     assert loose.fence(), "whoever fences answers"
-    assert loose.strays()
+    assert loose.is_abandoned()
     assert not loose.take(), "and nothing is touched any more"

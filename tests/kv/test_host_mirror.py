@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from baton.core.engine.plan import Int32s
 from baton.core.handover.messages import Arriving, Fenced, Handover, PeerEvent, PeerId, ShipFailed, Shipped, Spoilt, Verified
 from baton.kv.block_access import HostBlocks
-from baton.kv.host_mirror import PARTS_AHEAD, Ferry, Mirror, Staging
-from baton.kv.send_queue import Run
-from baton.kv.shared_memory import free_pages, mirror_of, release, shared_bytes
+from baton.kv.host_mirror import PARTS_AHEAD, HostMirror, MirrorCopier, MirrorStaging
+from baton.kv.send_queue import BlockRun
+from baton.kv.shared_memory import allocate_mirror, free_pages, release_pool, shared_bytes
 from baton.kv.transfer_contract import KvLayout, KvMemory, available, make_receiver, make_sender
 from baton.kv.transfer_frames import FRAME_BYTES, HELLO_BYTES, TAKEN, WELCOME
 from baton.kv.transfer_shm import introduction_bytes
@@ -56,7 +56,7 @@ class Side:
             free_pages(shared.fd, block * LAYOUT.block_bytes, LAYOUT.block_bytes)
             self.given_back.put(block)
 
-        self.mirror = Mirror(self.device, rows, give_back)
+        self.mirror = HostMirror(self.device, rows, give_back)
         self.memory = KvMemory(LAYOUT, rows, LAYOUT.spans, shared.fd, self.mirror)
 
     def next(self) -> PeerEvent:
@@ -80,14 +80,14 @@ class Side:
 def giver() -> Iterator[Side]:
     side = Side(seed=1)
     yield side
-    release(side.memory)
+    release_pool(side.memory)
 
 
 @pytest.fixture
 def taker() -> Iterator[Side]:
     side = Side()
     yield side
-    release(side.memory)
+    release_pool(side.memory)
 
 
 def kept_bytes(memory: KvMemory) -> int:
@@ -310,7 +310,7 @@ def test_a_giver_that_closes_gives_everything_back(giver: Side, deaf: DeafTaker)
 
 
 def test_a_mirror_costs_nothing_before_it_is_used() -> None:
-    memory = mirror_of(LAYOUT, HostBlocks(np.zeros((BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)))
+    memory = allocate_mirror(LAYOUT, HostBlocks(np.zeros((BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)))
     assert kept_bytes(memory) == 0
     memory.pool[3] = 1
     memory.pool[4] = 2
@@ -320,7 +320,7 @@ def test_a_mirror_costs_nothing_before_it_is_used() -> None:
     assert kept_bytes(memory) == LAYOUT.block_bytes
     assert not memory.pool[3].any()
     assert (memory.pool[4] == 2).all()
-    release(memory)
+    release_pool(memory)
 
 
 def test_giving_back_touches_no_neighbour() -> None:
@@ -363,69 +363,73 @@ def test_runs_come_out_of_the_mirror_whole_and_in_order(named: list[tuple[int, i
     kv = np.arange(BLOCKS * LAYOUT.block_bytes, dtype=np.uint32).astype(np.uint8).reshape(BLOCKS, -1)
     device, rows = HostBlocks(kv), np.zeros_like(kv)
     device.run_bytes = at_once * 4096
-    mirror, lane = Mirror(device, rows, lambda _block: None), SlowLane()
+    mirror, io_thread = HostMirror(device, rows, lambda _block: None), SlowLane()
     ready = deque(
-        Run(range(low, min(2, low + count)), first, min(BLOCKS, first + blocks)) for low, count, first, blocks in named
+        BlockRun(range(low, min(2, low + count)), first, min(BLOCKS, first + blocks)) for low, count, first, blocks in named
     )
     wanted = [(layer, block) for run in ready for block in range(run.first, run.upto) for layer in run.layers]
-    ferry = Ferry("test", mirror, mirror.fetch, lane.post)
+    copier = MirrorCopier("test", mirror, mirror.fetch, io_thread.post)
     order = np.arange(BLOCKS - 1, -1, -1, dtype=np.int32)
-    staging = Staging(ferry, mirror, LAYOUT.spans, GIVEN, 0, order, lambda: ready.popleft() if ready else None, lambda: None)
+    staging = MirrorStaging(
+        copier, mirror, LAYOUT.spans, GIVEN, 0, order, lambda: ready.popleft() if ready else None, lambda: None
+    )
     found: list[tuple[int, int]] = []
     while True:
         part = staging.next()
         if part is None and staging.is_empty:
             break
         if part is None:
-            lane.do_one()
+            io_thread.do_one()
             continue
         low, high = LAYOUT.spans[part.layers.start][0], LAYOUT.spans[part.layers.stop - 1][1]
         assert part.upto - part.first <= max(1, at_once * 4096 // (high - low))
         blocks = order[part.first : part.upto]
         assert (rows[blocks, low:high] == kv[blocks, low:high]).all()
         found += [(layer, block) for block in range(part.first, part.upto) for layer in part.layers]
-    ferry.close()
+    copier.close()
     assert found == wanted
 
 
 def test_no_more_is_brought_than_may_lie_ahead() -> None:
     kv = np.ones((BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
-    device, lane = GatedBlocks(kv), SlowLane()
-    mirror = Mirror(device, np.zeros_like(kv), lambda _block: None)
-    ferry = Ferry("test", mirror, mirror.fetch, lane.post)
-    ready = deque([Run(range(2), 0, BLOCKS)])
+    device, io_thread = GatedBlocks(kv), SlowLane()
+    mirror = HostMirror(device, np.zeros_like(kv), lambda _block: None)
+    copier = MirrorCopier("test", mirror, mirror.fetch, io_thread.post)
+    ready = deque([BlockRun(range(2), 0, BLOCKS)])
     order = np.arange(BLOCKS, dtype=np.int32)
     device.gate.release(100)
-    staging = Staging(ferry, mirror, LAYOUT.spans, GIVEN, 0, order, lambda: ready.popleft() if ready else None, lambda: None)
+    staging = MirrorStaging(
+        copier, mirror, LAYOUT.spans, GIVEN, 0, order, lambda: ready.popleft() if ready else None, lambda: None
+    )
     assert staging.next() is None
     assert [device.next() for _ in range(PARTS_AHEAD)] == [[block] for block in range(PARTS_AHEAD)]
     for _ in range(PARTS_AHEAD):
-        lane.do_one()
+        io_thread.do_one()
     assert device.is_quiet
-    assert staging.next() == Run(range(2), 0, 1)
+    assert staging.next() == BlockRun(range(2), 0, 1)
     assert device.next() == [PARTS_AHEAD]
-    ferry.close()
+    copier.close()
 
 
 def test_what_is_dropped_does_not_move_and_is_not_told() -> None:
     kv = np.ones((BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
-    device, lane, told = GatedBlocks(kv), SlowLane(), []
-    mirror = Mirror(device, np.zeros_like(kv), lambda _block: None)
-    ferry = Ferry("test", mirror, mirror.fetch, lane.post)
+    device, io_thread, told = GatedBlocks(kv), SlowLane(), []
+    mirror = HostMirror(device, np.zeros_like(kv), lambda _block: None)
+    copier = MirrorCopier("test", mirror, mirror.fetch, io_thread.post)
     other = Handover(PeerId("x"), 2, 1)
-    ferry.carry(GIVEN, ids(1), 0, 4, lambda: told.append("first"))
-    ferry.carry(GIVEN, ids(2), 0, 4, lambda: told.append("second"))
-    ferry.carry(other, ids(3), 0, 4, lambda: told.append("other"))
+    copier.copy(GIVEN, ids(1), 0, 4, lambda: told.append("first"))
+    copier.copy(GIVEN, ids(2), 0, 4, lambda: told.append("second"))
+    copier.copy(other, ids(3), 0, 4, lambda: told.append("other"))
     assert device.next() == [1]
-    ferry.drop(GIVEN, lambda: told.append("dropped"))
-    ferry.drop(Handover(PeerId("x"), 3, 1), lambda: told.append("unknown"))
+    copier.drop(GIVEN, lambda: told.append("dropped"))
+    copier.drop(Handover(PeerId("x"), 3, 1), lambda: told.append("unknown"))
     assert told == ["unknown"]
     device.gate.release(100)
     assert device.next() == [3]
-    lane.do_one()
-    lane.do_one()
+    io_thread.do_one()
+    io_thread.do_one()
     assert told == ["unknown", "dropped", "other"]
-    closer = threading.Thread(target=ferry.close)
+    closer = threading.Thread(target=copier.close)
     closer.start()
     closer.join(DEADLINE_S)
     assert not closer.is_alive()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.kv.lazy_store import LateStore
+from baton.kv.lazy_store import LazyStore
 from baton.kv.store import BadStore, Store, StoreFailed
 from tests.support.memory_store import MemoryStore
 
@@ -17,7 +17,7 @@ def test_a_store_is_opened_when_it_is_used_and_again_until_that_works() -> None:
             raise troubles.pop(0)
         return inner
 
-    store = LateStore("memory", opener)
+    store = LazyStore("memory", opener)
     arena = memoryview(bytearray(64))
     store.attach(arena)
     with pytest.raises(StoreFailed, match="down"):
@@ -41,7 +41,7 @@ def test_one_that_never_opened_closes() -> None:
     def opener() -> Store:
         raise StoreFailed("down")
 
-    LateStore("memory", opener).close()
+    LazyStore("memory", opener).close()
 
 
 def test_whatever_opening_raises_is_a_failure_and_it_is_tried_again() -> None:
@@ -52,7 +52,7 @@ def test_whatever_opening_raises_is_a_failure_and_it_is_tried_again() -> None:
             raise troubles.pop(0)
         return inner
 
-    store = LateStore("memory", opener)
+    store = LazyStore("memory", opener)
     for reason in ("RuntimeError: a bug of the library", "UnicodeError: label too long"):
         with pytest.raises(StoreFailed, match=reason):
             store.look(["a"])

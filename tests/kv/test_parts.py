@@ -18,21 +18,21 @@ from xxhash import xxh3_64_intdigest
 
 from baton.core.errors import InvariantViolated
 from baton.core.handover.messages import Handover, PeerId
-from baton.kv.checksums import Checks, DeviceChecks
-from baton.kv.expected_blocks import Expected
-from baton.kv.io_thread import Lane
-from baton.kv.rate_limit import Pace
-from baton.kv.scatter_io import Vectors
-from baton.kv.shared_memory import allocate, flat, map_sealed, release, shared_bytes
+from baton.kv.checksums import BlockChecksums, DeviceChecksums
+from baton.kv.expected_blocks import ExpectedBlocks
+from baton.kv.io_thread import IoThread
+from baton.kv.rate_limit import ByteRateLimit
+from baton.kv.scatter_io import ScatterBuffers
+from baton.kv.shared_memory import allocate_pool, map_sealed, pool_bytes, release_pool, shared_bytes
 from baton.kv.transfer_contract import KvLayout, KvMemory, available
 from baton.kv.transfer_frames import (
     FRAME_BYTES,
     HELLO_BYTES,
     TOKEN_MAX,
-    End,
-    Hello,
-    Malformed,
-    Pieces,
+    EndFrame,
+    HelloFrame,
+    MalformedFrame,
+    PiecesFrame,
     decode_frame,
     decode_hello,
     encode_hello,
@@ -85,7 +85,7 @@ linux = pytest.mark.skipif(available("shm") is not None, reason=str(available("s
 
 @linux
 def test_a_shared_pool_is_zeros_that_nobody_can_resize() -> None:
-    memory = allocate(LAYOUT, 100)
+    memory = allocate_pool(LAYOUT, 100)
     assert not memory.pool.any()
     assert memory.fd is not None
     for size in (0, memory.pool.size + 1):
@@ -94,7 +94,7 @@ def test_a_shared_pool_is_zeros_that_nobody_can_resize() -> None:
     with pytest.raises(PermissionError):
         fcntl.fcntl(memory.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     assert memory.pool.ctypes.data % mmap.PAGESIZE == 0, "copies between pools are fast only when both are aligned alike"
-    release(memory)
+    release_pool(memory)
     assert memory.fd is None
 
 
@@ -143,9 +143,9 @@ def test_what_is_no_memfd_is_not_mapped() -> None:
 
 
 def test_a_check_is_the_xor_of_seeded_hashes_of_its_pieces() -> None:
-    memory = allocate(LAYOUT, 3)
+    memory = allocate_pool(LAYOUT, 3)
     memory.pool[:] = np.arange(3 * 104, dtype=np.uint16).reshape(3, 104).astype(np.uint8)
-    checks = Checks(40, 2, LAYOUT.spans, flat(memory))
+    checks = BlockChecksums(40, 2, LAYOUT.spans, pool_bytes(memory))
     checks.add(range(3), 40, np.array([2, 0], dtype=np.int32))
     expected = b""
     for index, block in ((40, 2), (41, 0)):
@@ -154,13 +154,13 @@ def test_a_check_is_the_xor_of_seeded_hashes_of_its_pieces() -> None:
             value ^= xxh3_64_intdigest(memory.pool[block, begin:end].tobytes(), seed=layer << 32 | index)
         expected += value.to_bytes(8, "little")
     assert checks.digest() == expected
-    release(memory)
+    release_pool(memory)
 
 
 @given(st.permutations([(layer, block) for layer in range(3) for block in range(2)]))
 def test_the_order_of_pieces_does_not_matter_to_the_checks(order: list[tuple[int, int]]) -> None:
     pool = memoryview(bytes(range(208)))
-    whole, parts = Checks(5, 2, LAYOUT.spans, pool), Checks(5, 2, LAYOUT.spans, pool)
+    whole, parts = BlockChecksums(5, 2, LAYOUT.spans, pool), BlockChecksums(5, 2, LAYOUT.spans, pool)
     whole.add(range(3), 5, np.arange(2, dtype=np.int32))
     for layer, block in order:
         parts.add(range(layer, layer + 1), 5 + block, np.array([block], dtype=np.int32))
@@ -171,7 +171,7 @@ def test_the_order_of_pieces_does_not_matter_to_the_checks(order: list[tuple[int
 def test_checks_of_a_device_find_what_those_of_the_host_find(order: list[tuple[int, int]], flipped: int) -> None:
     pool = np.arange(208, dtype=np.uint8).reshape(2, 104)
     device = DeviceLike(pool)
-    whole, parts, moved, harmed = (DeviceChecks(5, 2, LAYOUT.spans, device) for _ in range(4))
+    whole, parts, moved, harmed = (DeviceChecksums(5, 2, LAYOUT.spans, device) for _ in range(4))
     whole.add(range(3), 5, np.arange(2, dtype=np.int32))
     moved.add(range(3), 5, np.array([1, 0], dtype=np.int32))
     for layer, block in order:
@@ -192,11 +192,11 @@ tokens = st.binary(min_size=1, max_size=TOKEN_MAX)
 def test_a_hello_comes_back_as_it_was_said(kind: str, request: int, attempt: int, token: bytes) -> None:
     data = encode_hello(kind, Handover(PeerId("d"), request, attempt), LAYOUT.digest, token)
     assert len(data) == HELLO_BYTES
-    assert decode_hello(kind, data) == Hello(request, attempt, LAYOUT.digest, token)
+    assert decode_hello(kind, data) == HelloFrame(request, attempt, LAYOUT.digest, token)
 
 
 def test_a_hello_of_another_kind_is_malformed() -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedFrame):
         decode_hello("shm", encode_hello("tcp", Handover(PeerId("d"), 1, 1), LAYOUT.digest, b"t"))
 
 
@@ -209,19 +209,19 @@ def test_a_token_of_no_size_is_our_own_mistake(token: bytes) -> None:
 @given(st.integers(0, 65535), st.integers(0, 65535), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_a_range_comes_back_as_it_was_named(low: int, high: int, first: int, count: int) -> None:
     found = decode_frame(encode_pieces(range(low, high), first, count))
-    assert isinstance(found, Pieces)
+    assert isinstance(found, PiecesFrame)
     assert (found.layers.start, found.layers.stop, found.first, found.count) == (low, high, first, count)
 
 
 @given(st.binary(min_size=FRAME_BYTES, max_size=FRAME_BYTES), st.binary(min_size=HELLO_BYTES, max_size=HELLO_BYTES))
 def test_any_bytes_are_a_frame_or_malformed(frame: bytes, hello: bytes) -> None:
-    expected = Expected(3, np.arange(4, dtype=np.int32), 5)
+    expected = ExpectedBlocks(3, np.arange(4, dtype=np.int32), 5)
     try:
         found = decode_frame(frame)
-        assert isinstance(found, End) or expected.claim(found) in (None, "block out of range", "layer out of range")
-    except Malformed:
+        assert isinstance(found, EndFrame) or expected.claim(found) in (None, "block out of range", "layer out of range")
+    except MalformedFrame:
         pass
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedFrame):
         decode_hello("tcp", hello if not hello.startswith(b"BKV1") else hello[::-1])
 
 
@@ -230,8 +230,8 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes, hello: bytes) -> None:
 
 @given(st.randoms(use_true_random=False), st.integers(1, 6), st.integers(1, 4), st.integers(0, 9))
 def test_everything_expected_comes_once(draw: object, blocks: int, layers: int, first: int) -> None:
-    expected = Expected(first, np.arange(blocks, dtype=np.int32) * 2, layers)
-    pieces = [Pieces(range(layer, layer + 1), first + block, 1) for layer in range(layers) for block in range(blocks)]
+    expected = ExpectedBlocks(first, np.arange(blocks, dtype=np.int32) * 2, layers)
+    pieces = [PiecesFrame(range(layer, layer + 1), first + block, 1) for layer in range(layers) for block in range(blocks)]
     draw.shuffle(pieces)  # type: ignore[attr-defined]
     for piece in pieces:
         assert not expected.complete
@@ -243,14 +243,14 @@ def test_everything_expected_comes_once(draw: object, blocks: int, layers: int, 
 
 
 def test_nothing_expected_is_complete() -> None:
-    assert Expected(0, np.empty(0, dtype=np.int32), 3).complete
+    assert ExpectedBlocks(0, np.empty(0, dtype=np.int32), 3).complete
 
 
 # ── pace ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_pace_keeps_to_its_rate() -> None:
-    pace = Pace(1000.0)
+    pace = ByteRateLimit(1000.0)
     assert pace.delay_s(5.0) == 0.0
     pace.spent(500, 5.0)
     assert pace.delay_s(5.0) == pytest.approx(0.5)
@@ -262,7 +262,7 @@ def test_pace_keeps_to_its_rate() -> None:
 
 
 def test_without_a_limit_nothing_waits() -> None:
-    pace = Pace(None)
+    pace = ByteRateLimit(None)
     assert pace.at_once(3000) == 3000
     pace.spent(10**12, 1.0)
     assert pace.delay_s(1.0) == 0.0
@@ -280,7 +280,7 @@ def test_vectors_go_through_their_memory_once_and_in_order(
     shape: list[tuple[int, int]], steps: list[int], limit: int
 ) -> None:
     memory = memoryview(bytes(range(100)))
-    vectors, at = Vectors(), 0
+    vectors, at = ScatterBuffers(), 0
     for count, size in shape:
         vectors.add([memory[at + piece * size : at + (piece + 1) * size] for piece in range(count)])
         at += count * size
@@ -303,17 +303,17 @@ def test_a_socket_that_was_closed_in_the_same_turn_does_not_end_the_lane() -> No
     """Both ends were ready at once, and the first to be served closed the other."""
     done = threading.Event()
     pairs = [socket.socketpair(), socket.socketpair()]
-    lane = Lane("test", lambda _now: None, lambda: None)
+    io_thread = IoThread("test", lambda _now: None, lambda: None)
 
     def close_all(_events: int) -> None:
         for ours, _ in pairs:
-            lane.watch(ours, 0, lambda _: None)
+            io_thread.watch(ours, 0, lambda _: None)
             ours.close()
 
     for ours, theirs in pairs:
-        lane.watch(ours, selectors.EVENT_READ, close_all)
+        io_thread.watch(ours, selectors.EVENT_READ, close_all)
         theirs.close()
-    lane.start()
-    lane.post(done.set)
+    io_thread.start()
+    io_thread.post(done.set)
     assert done.wait(5)
-    lane.close()
+    io_thread.close()

@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.core.handover.messages import Handover, PeerId
-from baton.kv.send_queue import SIGNALLED_STEPS_MAX, Run, ShipBook, Signals
+from baton.kv.send_queue import SIGNALLED_STEPS_MAX, BlockRun, LayerSignals, SendQueue
 
 LAYERS = 5
 HANDOVER = Handover(PeerId("d"), 1, 1)
 
 
-def _book(tasks_max: int = 8) -> tuple[ShipBook, Signals]:
-    signals = Signals(LAYERS)
-    return ShipBook(LAYERS, signals, tasks_max), signals
+def _book(tasks_max: int = 8) -> tuple[SendQueue, LayerSignals]:
+    signals = LayerSignals(LAYERS)
+    return SendQueue(LAYERS, signals, tasks_max), signals
 
 
-def _all_runs(book: ShipBook, handover: Handover = HANDOVER) -> list[Run]:
+def _all_runs(book: SendQueue, handover: Handover = HANDOVER) -> list[BlockRun]:
     runs = []
     while (run := book.next_run(handover)) is not None:
         runs.append(run)
@@ -32,7 +32,7 @@ def test_a_signal_of_layer_0_before_the_task_is_known_is_kept() -> None:
     assert book.ship(HANDOVER, 3, 0, 2, True) is None
     assert _all_runs(book) == []
     assert book.open(HANDOVER, 0, 2) is None
-    assert _all_runs(book) == [Run(range(1), 0, 2)]
+    assert _all_runs(book) == [BlockRun(range(1), 0, 2)]
 
 
 def test_neighbouring_layers_go_as_one_run() -> None:
@@ -41,12 +41,12 @@ def test_neighbouring_layers_go_as_one_run() -> None:
     book.ship(HANDOVER, 7, 4, 9, True)
     for layer in (0, 1, 3):
         signals.layer_done(7, layer)
-    assert _all_runs(book) == [Run(range(2), 4, 9), Run(range(3, 4), 4, 9)]
+    assert _all_runs(book) == [BlockRun(range(2), 4, 9), BlockRun(range(3, 4), 4, 9)]
     signals.layer_done(7, 2)
-    assert _all_runs(book) == [Run(range(2, 3), 4, 9)]
+    assert _all_runs(book) == [BlockRun(range(2, 3), 4, 9)]
     assert not book.finished(HANDOVER)
     signals.step_done(7)
-    assert _all_runs(book) == [Run(range(4, 5), 4, 9)]
+    assert _all_runs(book) == [BlockRun(range(4, 5), 4, 9)]
     assert book.finished(HANDOVER)
 
 
@@ -54,12 +54,12 @@ def test_what_is_complete_goes_at_once_with_all_its_layers() -> None:
     book, _ = _book()
     book.open(HANDOVER, 0, 3)
     book.ship(HANDOVER, None, 0, 3, True)
-    assert _all_runs(book) == [Run(range(LAYERS), 0, 3)]
+    assert _all_runs(book) == [BlockRun(range(LAYERS), 0, 3)]
 
 
 def test_runs_may_be_kept_short() -> None:
-    signals = Signals(LAYERS)
-    book = ShipBook(LAYERS, signals, 8, run_layers_max=2)
+    signals = LayerSignals(LAYERS)
+    book = SendQueue(LAYERS, signals, 8, run_layers_max=2)
     book.open(HANDOVER, 0, 3)
     book.ship(HANDOVER, None, 0, 3, True)
     assert [run.layers for run in _all_runs(book)] == [range(2), range(2, 4), range(4, 5)]
@@ -74,7 +74,7 @@ def test_signals_of_steps_that_never_end_are_bounded_and_nothing_is_lost() -> No
         signals.layer_done(step, 0)
     assert _all_runs(book) == []
     signals.step_done(0)
-    assert _all_runs(book) == [Run(range(LAYERS), 0, 1)]
+    assert _all_runs(book) == [BlockRun(range(LAYERS), 0, 1)]
 
 
 def test_a_late_signal_of_a_step_that_is_over_means_nothing() -> None:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from baton.core.handover.messages import Spoilt
-from baton.kv.shared_memory import allocate, release
+from baton.kv.shared_memory import allocate_pool, release_pool
 from baton.kv.transfer_contract import available
 from baton.kv.transfer_frames import encode_hello
-from baton.kv.transfer_shm import ShmRoad, encode_introduction
+from baton.kv.transfer_shm import ShmSenderKind, encode_introduction
 from tests.support.transfers import GIVER_BLOCKS, LAYOUT, TOKEN, Pair, giver_names, ids, pair_of, taker_names
 
 pytestmark = pytest.mark.skipif(available("shm") is not None, reason=str(available("shm")))
@@ -83,11 +83,11 @@ def test_only_this_user_finds_the_socket(pair: Pair) -> None:
 
 
 def test_what_is_passed_cannot_be_mapped_to_write() -> None:
-    memory = allocate(LAYOUT, 3)
-    road = ShmRoad(memory)
+    memory = allocate_pool(LAYOUT, 3)
+    road = ShmSenderKind(memory)
     _, (passed,) = road.introduce(ids(0))
     assert mmap.mmap(passed, memory.pool.nbytes, prot=mmap.PROT_READ)[:1] == b"\0"
     with pytest.raises(PermissionError):
         mmap.mmap(passed, memory.pool.nbytes)
     road.close()
-    release(memory)
+    release_pool(memory)

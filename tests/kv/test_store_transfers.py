@@ -20,7 +20,7 @@ from baton.core.tiers.transfers import Get, Haul, Hauled, HaulFailed, HaulFenced
 from baton.kv.block_access import Bytes2d
 from baton.kv.host_memory import HostMemory
 from baton.kv.store import BadStore, Store
-from baton.kv.store_transfers import ALIGNMENT, CLOSE_S, HANGS, StoreHauler, StoreTally
+from baton.kv.store_transfers import ALIGNMENT, CLOSE_S, STORE_HANGS, StoreTally, StoreTransfers
 from baton.wire.envelope import HEADER_BYTES, object_name
 from tests.support.memory_store import DEADLINE_S, MemoryStore
 
@@ -33,14 +33,14 @@ NAMES = [object_name(LAYOUT, key) for key in KEYS]
 
 
 class Bench:
-    """Rows that are all different, and a hauler between them and a store."""
+    """Rows that are all different, and transfers between them and a store."""
 
     def __init__(self, store: Store, *, threads: int = 1, objects: int = 4, waiting_max: int = 8) -> None:
         self.memory = HostMemory(ROWS, BLOCK_BYTES)
         self.memory.rows[:] = np.arange(1, ROWS + 1, dtype=np.uint8)[:, None]
         self._told: queue.SimpleQueue[StorageEvent] = queue.SimpleQueue()
         arena_bytes = objects * OBJECT_BYTES
-        self.hauler = StoreHauler(store, self.memory, LAYOUT, self._told.put, threads, arena_bytes, waiting_max)
+        self.transfers = StoreTransfers(store, self.memory, LAYOUT, self._told.put, threads, arena_bytes, waiting_max)
         self._hauls = 0
 
     def next(self) -> StorageEvent:
@@ -59,18 +59,18 @@ class Bench:
 
     def look(self, *which: int) -> Haul:
         haul = self._number()
-        self.hauler.haul(Look(haul, tuple(KEYS[at] for at in which)))
+        self.transfers.start(Look(haul, tuple(KEYS[at] for at in which)))
         return haul
 
     def put(self, *which: int) -> Haul:
         """Row i under key i."""
         haul = self._number()
-        self.hauler.haul(Put(haul, tuple(KEYS[at] for at in which), numbers(*which)))
+        self.transfers.start(Put(haul, tuple(KEYS[at] for at in which), numbers(*which)))
         return haul
 
     def get(self, which: tuple[int, ...], rows: tuple[int, ...]) -> Haul:
         haul = self._number()
-        self.hauler.haul(Get(haul, tuple(KEYS[at] for at in which), numbers(*rows)))
+        self.transfers.start(Get(haul, tuple(KEYS[at] for at in which), numbers(*rows)))
         return haul
 
     def retried(self, order: Callable[[], Haul]) -> Hauled:
@@ -81,7 +81,7 @@ class Bench:
             if isinstance(event, Hauled):
                 return event
             assert isinstance(event, HaulFailed)
-            assert event.reason == HANGS
+            assert event.reason == STORE_HANGS
 
     def _number(self) -> Haul:
         self._hauls += 1
@@ -107,7 +107,7 @@ def bench(store: MemoryStore) -> Iterator[Bench]:
     made = Bench(store)
     yield made
     store.go_on()
-    made.hauler.close()
+    made.transfers.close()
 
 
 # ── what arrives ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,12 +123,12 @@ def test_what_was_put_is_found_and_comes_back_into_other_rows(bench: Bench, stor
     assert bench.next() == Hauled(Haul(3), (True, True, True, True, False, True))
     assert bench.firsts == [1, 2, 3, 4, 5, 6, 7, 8, 6, 5, 4, 3, 13, 1, 15, 16]
     block = BLOCK_BYTES
-    assert bench.hauler.tally() == StoreTally(
+    assert bench.transfers.tally() == StoreTally(
         stored_blocks=6, stored_bytes=6 * block, fetched_blocks=5, fetched_bytes=5 * block, missing_blocks=1
     )
 
 
-def test_another_hauler_with_the_same_layout_finds_it_and_one_with_another_does_not(
+def test_another_process_with_the_same_layout_finds_it_and_one_with_another_does_not(
     bench: Bench, store: MemoryStore
 ) -> None:
     bench.put(0)
@@ -138,7 +138,7 @@ def test_another_hauler_with_the_same_layout_finds_it_and_one_with_another_does_
     other.get((0,), (3,))
     assert other.next() == Hauled(Haul(1), (True,))
     assert other.firsts[3] == 1
-    other.hauler.close()
+    other.transfers.close()
 
 
 def test_what_finds_no_room_is_told_and_counted_and_fails_nothing(
@@ -147,7 +147,7 @@ def test_what_finds_no_room_is_told_and_counted_and_fails_nothing(
     store.objects_max = 2
     bench.put(0, 1, 2, 3)
     assert bench.next() == Hauled(Haul(1), (True, True, False, False))
-    assert bench.hauler.tally() == StoreTally(stored_blocks=2, stored_bytes=2 * BLOCK_BYTES, unstored_blocks=2)
+    assert bench.transfers.tally() == StoreTally(stored_blocks=2, stored_bytes=2 * BLOCK_BYTES, unstored_blocks=2)
     bench.put(4)
     bench.next()
     assert [record.message for record in caplog.records] == [
@@ -197,7 +197,7 @@ def test_buffers_of_all_calls_lie_in_the_one_arena_that_was_attached(
     assert places == [thread * 4 * OBJECT_BYTES for thread in range(6)], "each thread has a part of it"
     assert all(buffer.nbytes == HEADER_BYTES + BLOCK_BYTES for buffer in buffers)
     store.go_on()
-    bench.hauler.close()
+    bench.transfers.close()
 
 
 def address(view: memoryview) -> int:
@@ -243,7 +243,7 @@ def test_what_is_bad_never_reaches_a_row_and_is_dropped_and_counted(
     bench.get((0, 1, 2), (8, 9, 10))
     assert bench.next() == Hauled(Haul(2), (True, False, True))
     assert bench.firsts[8:11] == [1, 10, 3], "the row is as it was"
-    assert bench.hauler.tally().bad == {flaw: 1}
+    assert bench.transfers.tally().bad == {flaw: 1}
     assert store.dropped == [NAMES[1]]
     assert NAMES[1] not in store.objects
     bench.put(1)
@@ -259,20 +259,20 @@ def test_blocks_that_changed_places_are_not_taken_for_each_other(bench: Bench, s
     bench.get((0, 1), (8, 9))
     assert bench.next() == Hauled(Haul(2), (False, False))
     assert bench.firsts[8:10] == [9, 10]
-    assert bench.hauler.tally().bad == {"other key": 2}
+    assert bench.transfers.tally().bad == {"other key": 2}
 
 
 def test_a_block_of_another_layout_is_not_taken(bench: Bench, store: MemoryStore) -> None:
     foreign: queue.SimpleQueue[StorageEvent] = queue.SimpleQueue()
-    other = StoreHauler(store, bench.memory, OTHER_LAYOUT, foreign.put)
-    other.haul(Put(Haul(1), KEYS[:1], numbers(0)))
+    other = StoreTransfers(store, bench.memory, OTHER_LAYOUT, foreign.put)
+    other.start(Put(Haul(1), KEYS[:1], numbers(0)))
     assert foreign.get(timeout=DEADLINE_S) == Hauled(Haul(1), (True,))
     other.close()
     assert NAMES[0] not in store.objects, "it has another name"
     store.objects[NAMES[0]] = store.objects.pop(object_name(OTHER_LAYOUT, KEYS[0]))
     bench.get((0,), (8,))
     assert bench.next() == Hauled(Haul(1), (False,))
-    assert bench.hauler.tally().bad == {"other layout": 1}
+    assert bench.transfers.tally().bad == {"other layout": 1}
 
 
 def test_what_else_came_is_good_even_if_the_bad_cannot_be_dropped(
@@ -291,7 +291,7 @@ def test_what_else_came_is_good_even_if_the_bad_cannot_be_dropped(
     bench.get((0, 1), (8, 9))
     assert bench.next() == Hauled(Haul(2), (False, True))
     assert bench.firsts[9] == 2
-    bench.hauler.close()
+    bench.transfers.close()
 
 
 @settings(max_examples=60, deadline=None)
@@ -307,8 +307,8 @@ def test_no_flipped_byte_anywhere_is_served(at: int, flip: int) -> None:
     bench.get((0,), (8,))
     assert bench.next() == Hauled(Haul(2), (False,))
     assert bench.firsts[8] == 9
-    assert sum(bench.hauler.tally().bad.values()) == 1
-    bench.hauler.close()
+    assert sum(bench.transfers.tally().bad.values()) == 1
+    bench.transfers.close()
 
 
 # ── a store that fails ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -328,7 +328,7 @@ def test_a_store_that_fails_fails_the_haul_with_its_reason(
     store.fails = ""
     bench.look(0)
     assert bench.next() == Hauled(Haul(4), (False,))
-    assert bench.hauler.tally().errors == 3
+    assert bench.transfers.tally().errors == 3
     assert [record.message for record in caplog.records] == [
         "the store fails, and KV is computed again meanwhile: refused",
         "the store works again",
@@ -380,7 +380,7 @@ def test_whatever_a_store_raises_or_leaves_out_fails_the_haul_and_no_thread(erro
         assert bench.next_of(bench.get((0,), (8,))) == reason
         assert bench.next_of(bench.put(0)) == reason
     assert bench.firsts[8] == 9
-    bench.hauler.close()
+    bench.transfers.close()
 
 
 def test_what_no_store_should_raise_is_logged_with_its_traceback_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -392,7 +392,7 @@ def test_what_no_store_should_raise_is_logged_with_its_traceback_once(caplog: py
     erred, fails = caplog.records
     assert (erred.levelno, erred.exc_info is not None) == (logging.ERROR, True)
     assert fails.message == "the store fails, and KV is computed again meanwhile: RuntimeError: who am I?"
-    bench.hauler.close()
+    bench.transfers.close()
 
 
 def test_what_else_came_is_good_even_if_dropping_the_bad_raises(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +407,7 @@ def test_what_else_came_is_good_even_if_dropping_the_bad_raises(store: MemorySto
     monkeypatch.setattr(store, "drop", drop)
     bench.get((0, 1), (8, 9))
     assert bench.next() == Hauled(Haul(2), (False, True))
-    bench.hauler.close()
+    bench.transfers.close()
 
 
 # ── a store that hangs ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -419,12 +419,12 @@ def test_a_fence_is_answered_while_the_store_hangs_and_nothing_arrives_afterward
     store.hang("get")
     haul = bench.get((0,), (8,))
     store.wait_inside(1)
-    assert bench.hauler.fence(haul)
+    assert bench.transfers.fence(haul)
     assert bench.next() == HaulFenced(haul)
     store.go_on()
     assert bench.retried(lambda: bench.get((7,), (9,))).came == (False,), "by the same thread, which has come back"
     assert bench.firsts[8] == 9
-    assert not bench.hauler.fence(haul), "it is over"
+    assert not bench.transfers.fence(haul), "it is over"
 
 
 def test_a_fence_that_finds_rows_being_written_is_answered_when_they_no_longer_are(
@@ -446,7 +446,7 @@ def test_a_fence_that_finds_rows_being_written_is_answered_when_they_no_longer_a
     gate.release()
     for _ in range(2):
         reached.get(timeout=DEADLINE_S)
-    assert bench.hauler.fence(haul)
+    assert bench.transfers.fence(haul)
     assert bench.is_quiet, "the second row is being written"
     gate.release()
     assert bench.next() == HaulFenced(haul)
@@ -459,7 +459,7 @@ def test_what_is_put_is_what_the_rows_held_although_they_are_reused_after_the_fe
     store.hang("put")
     haul = bench.put(0)
     store.wait_inside(1)
-    assert bench.hauler.fence(haul)
+    assert bench.transfers.fence(haul)
     assert bench.next() == HaulFenced(haul)
     bench.memory.rows[0] = 77
     store.go_on()
@@ -473,7 +473,7 @@ def test_what_waits_behind_a_hanging_store_is_let_go_of_at_once(bench: Bench, st
     bench.put(0)
     store.wait_inside(1)
     haul = bench.put(1)
-    assert bench.hauler.fence(haul)
+    assert bench.transfers.fence(haul)
     assert bench.next() == HaulFenced(haul)
     store.go_on()
     assert bench.next() == Hauled(Haul(1), (True,))
@@ -486,7 +486,7 @@ def test_a_fence_between_two_parts_ends_the_haul_there(bench: Bench, store: Memo
     store.hang("put")
     haul = bench.put(*range(9))
     store.wait_inside(1)
-    bench.hauler.fence(haul)
+    bench.transfers.fence(haul)
     assert bench.next() == HaulFenced(haul)
     store.go_on()
     bench.retried(lambda: bench.put(12))
@@ -498,19 +498,19 @@ def test_while_all_threads_are_lost_hauls_fail_at_once_and_work_again_when_the_s
     store.hang("put")
     first, second, third = bench.put(0), bench.put(1), bench.put(2)
     store.wait_inside(2)
-    bench.hauler.fence(first)
+    bench.transfers.fence(first)
     assert bench.next() == HaulFenced(first)
     assert bench.is_quiet, "the second may return, and the third waits for that"
-    bench.hauler.fence(second)
-    assert [bench.next(), bench.next()] == [HaulFenced(second), HaulFailed(third, HANGS)]
+    bench.transfers.fence(second)
+    assert [bench.next(), bench.next()] == [HaulFenced(second), HaulFailed(third, STORE_HANGS)]
     fourth = bench.put(3)
-    assert bench.next() == HaulFailed(fourth, HANGS)
+    assert bench.next() == HaulFailed(fourth, STORE_HANGS)
     fifth = bench.look(0)
     assert bench.next() == Hauled(fifth, (False,)), "looking has a thread of its own"
-    assert bench.hauler.tally().errors == 2
+    assert bench.transfers.tally().errors == 2
     store.go_on()
     assert bench.retried(lambda: bench.put(4)).came == (True,)
-    bench.hauler.close()
+    bench.transfers.close()
     assert store.closed
 
 
@@ -527,7 +527,7 @@ def test_no_more_wait_than_may(bench: Bench, store: MemoryStore) -> None:
 
 
 def test_a_haul_that_was_never_ordered_is_not_known(bench: Bench) -> None:
-    assert not bench.hauler.fence(Haul(99))
+    assert not bench.transfers.fence(Haul(99))
     assert bench.is_quiet
 
 
@@ -544,7 +544,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(store: MemoryStore, monkey
     store.hang("get")
     bench.get((0,), (8,))
     store.wait_inside(1)
-    bench.hauler.close()
+    bench.transfers.close()
     assert not store.closed, "somebody is still inside"
     store.go_on()
 
@@ -568,7 +568,7 @@ def test_closing_waits_no_longer_for_many_threads_that_hang_than_for_one(
     with monkeypatch.context() as patched:
         patched.setattr("baton.kv.store_transfers.time.monotonic", lambda: clock_s)
         patched.setattr(threading.Thread, "join", join)
-        bench.hauler.close()
+        bench.transfers.close()
     assert clock_s == 100.0 + CLOSE_S
     assert not store.closed
     store.go_on()

@@ -9,7 +9,7 @@ import numpy as np
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
-from baton.kv.shared_memory import release
+from baton.kv.shared_memory import release_pool
 from baton.node.kv_pool_memory import PoolMemory, blocks_of, layout_of
 from baton.node.settings import EngineSettings
 from tests.support.devices import DeviceLike
@@ -64,7 +64,7 @@ def test_a_pool_in_host_memory_is_what_transfers_work_on() -> None:
     assert memory.mirror is None
     assert memory.layout == layout_of(executor)
     assert memory.fd is not None, "a peer on this host may map what it is to read"
-    release(memory)
+    release_pool(memory)
 
 
 def test_a_pool_on_a_device_has_a_mirror_that_costs_nothing_yet() -> None:
@@ -76,4 +76,4 @@ def test_a_pool_on_a_device_has_a_mirror_that_costs_nothing_yet() -> None:
     assert memory.layout.layer_bytes == (32, 32, 32)
     assert memory.fd is not None
     assert os.fstat(memory.fd).st_blocks == 0
-    release(memory)
+    release_pool(memory)

@@ -24,7 +24,7 @@ from baton.core.handover.messages import (
     Verified,
     Verify,
 )
-from baton.kv.shared_memory import allocate, mirror_of, release
+from baton.kv.shared_memory import allocate_mirror, allocate_pool, release_pool
 from baton.kv.transfer_contract import KvLayout, KvMemory
 from baton.node.kv_transfers import NoTransfer, Transfers, kinds_of
 from tests.support.devices import DeviceLike
@@ -50,11 +50,11 @@ class Side:
 
 @pytest.fixture
 def memories() -> Iterator[tuple[KvMemory, KvMemory]]:
-    made = allocate(LAYOUT, 8), allocate(LAYOUT, 8)
+    made = allocate_pool(LAYOUT, 8), allocate_pool(LAYOUT, 8)
     made[0].pool[:] = np.arange(made[0].pool.size, dtype=np.uint32).reshape(made[0].pool.shape).astype(np.uint8)
     yield made
     for memory in made:
-        release(memory)
+        release_pool(memory)
 
 
 @pytest.fixture
@@ -76,14 +76,14 @@ def on_devices(
     """Both sides have their KV on a device; the last says whether they are on one host."""
     setting, same_host = request.param
     devices = [DeviceLike(memory.pool, memory.fd) for memory in memories]
-    mirrors, made = [mirror_of(LAYOUT, device, device) for device in devices], []
+    mirrors, made = [allocate_mirror(LAYOUT, device, device) for device in devices], []
     for role, mirror in zip((PREFILL, DECODE), mirrors, strict=True):
         events: queue.SimpleQueue[PeerEvent] = queue.SimpleQueue()
         made.append(Side(Transfers(role, setting, mirror, events.put, HOST), events))
     yield made[0], made[1], (devices[0], devices[1]), same_host and setting == "auto"
     for side, mirror in zip(made, mirrors, strict=True):
         side.transfers.close()
-        release(mirror)
+        release_pool(mirror)
 
 
 def with_settings(*pairs: tuple[str, str]) -> pytest.MarkDecorator:

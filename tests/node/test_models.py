@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.executor.model_shapes import Shape, UnknownShape, shape_in, shape_mark
+from baton.executor.model_shapes import ModelShape, UnknownShape, shape_in, shape_mark
 from baton.node import models
 from baton.node.models import ModelUnavailable, check_load_format, mark_of, resolve_model
 from baton.node.settings import LoadFormat
@@ -129,8 +129,8 @@ def test_a_download_that_fails_says_why(cache: Path, monkeypatch: pytest.MonkeyP
 def test_a_shape_becomes_a_folder_with_all_but_weights(cache: Path) -> None:
     folder = resolve_model("shape:tiny-llama@4")
     assert resolve_model("shape:tiny-llama@4") == folder != resolve_model("shape:tiny-llama")
-    assert shape_in(folder) == Shape("tiny-llama", 4)
-    assert mark_of(folder, scripted=False) == shape_mark(Shape("tiny-llama", 4))
+    assert shape_in(folder) == ModelShape("tiny-llama", 4)
+    assert mark_of(folder, scripted=False) == shape_mark(ModelShape("tiny-llama", 4))
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     assert (folder / "tokenizer.json").is_file()
     assert not list(folder.glob("*.safetensors"))

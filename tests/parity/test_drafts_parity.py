@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from baton.core.engine.request import FinishReason, Sampling, Serial, Submission
-from baton.executor.drafts import Naive, Ngrams, Proposer
+from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from tests.support.driver import submission
 from tests.support.guessing import Listening, Oracle, drafting
 from tests.support.tiny import FAMILIES, VOCABULARY, TinyModel, make_model
 
 TOKENS = 24
-NGRAMS = Ngrams(drafts=4, ngram_min=1, ngram_max=3)
+NGRAMS = NgramProposer(drafts=4, ngram_min=1, ngram_max=3)
 
 SAMPLINGS = [
     Sampling(seed=0, temperature=0.0),
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(folder: Path) -> Iterator[Make]:
     made: list[Listening] = []
 
-    def build(proposer: Proposer | None, **choices: object) -> Listening:
+    def build(proposer: DraftProposer | None, **choices: object) -> Listening:
         made.append(drafting(folder, proposer, **choices))  # type: ignore[arg-type]
         return made[-1]
 
@@ -97,13 +97,13 @@ def test_mixed_wishes_in_slots_that_are_reused_get_the_tokens_of_decoding_withou
     wanted = answers(make(None), group)
     assert {one.reason for one in wanted} == {FinishReason.STOP, FinishReason.LENGTH}
     known = wholes(group, wanted)
-    for proposer in (NGRAMS, Oracle(known, 4), Oracle(known, 4, lies=3), Naive()):
+    for proposer in (NGRAMS, Oracle(known, 4), Oracle(known, 4, lies=3), NaiveProposer()):
         driver = make(proposer, depth=depth)
         same(answers(driver, group), wanted)
         drafts = driver.worker.scheduler.drafts()
         assert 0 <= drafts.accepted <= drafts.fed
-        assert (drafts.fed == 0) is isinstance(proposer, Naive)
-        assert (drafts.accepted == 0) is isinstance(proposer, Naive)
+        assert (drafts.fed == 0) is isinstance(proposer, NaiveProposer)
+        assert (drafts.accepted == 0) is isinstance(proposer, NaiveProposer)
         assert driver.worker.scheduler.broken_rows == 0
 
 
@@ -154,7 +154,7 @@ def test_native_attention_takes_drafts_too(make: Make) -> None:
 
 
 @pytest.mark.parametrize("proposer", [NGRAMS, None], ids=["n-grams", "oracle"])
-def test_preemption_in_the_middle_of_accepted_runs_changes_no_token(make: Make, proposer: Proposer | None) -> None:
+def test_preemption_in_the_middle_of_accepted_runs_changes_no_token(make: Make, proposer: DraftProposer | None) -> None:
     group = asks()
     wanted = answers(make(None), group)
     driver = make(proposer or Oracle(wholes(group, wanted), 4, lies=7), slots=8, blocks=13, context_tokens=104)

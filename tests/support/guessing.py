@@ -12,7 +12,7 @@ from baton.core.config import WorkerConfig
 from baton.core.engine.plan import Int32s, Int64s
 from baton.core.engine.worker import Deliver, Effect
 from baton.executor.cpu.executor import TorchCpuExecutor
-from baton.executor.drafts import Drafts, Proposer
+from baton.executor.drafts import DraftProposer, DraftTokens
 from tests.support.driver import Driver
 
 
@@ -25,8 +25,8 @@ class Oracle:
         self._lies = lies
         self._made = 0
 
-    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> Drafts:
-        made = Drafts(np.zeros((len(slots), self._drafts), dtype=np.int32), np.zeros(len(slots), dtype=np.int32))
+    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> DraftTokens:
+        made = DraftTokens(np.zeros((len(slots), self._drafts), dtype=np.int32), np.zeros(len(slots), dtype=np.int32))
         for row, (slot, count) in enumerate(zip(slots.tolist(), known.tolist(), strict=True)):
             guess = self._guess(tokens[slot, :count].tolist())
             made.tokens[row, : len(guess)] = guess
@@ -64,7 +64,7 @@ class Listening(Driver):
 
 def drafting(
     folder: Path,
-    proposer: Proposer | None,
+    proposer: DraftProposer | None,
     *,
     drafts: int = 4,
     dtype: str = "float64",

@@ -20,9 +20,9 @@ from baton.core.config import WorkerConfig
 from baton.core.engine.worker import Effect
 from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, HaulFenced, Look, Put, StorageEvent
 from baton.executor.contract import Executor, ExecutorShape, KvView
-from baton.executor.drafts import Naive, Proposer
+from baton.executor.drafts import DraftProposer, NaiveProposer
 from baton.executor.model_loading import load_shape
-from baton.executor.model_shapes import Shape, note_shape
+from baton.executor.model_shapes import ModelShape, note_shape
 from tests.support.driver import IDLE_PASSES_MAX, Driver, shape_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ NEEDS_CUDA = [
 ]
 STEP_TOKENS = 2560
 WAIT_S = 60.0
-NAIVE = Naive()
+NAIVE = NaiveProposer()
 TINY = ("tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-qwen3-moe")
 
 
@@ -46,7 +46,7 @@ def on_cuda(
     dtype: str = "float32",
     *,
     invariant: bool = False,
-    proposer: Proposer = NAIVE,
+    proposer: DraftProposer = NAIVE,
     graphs: bool = True,
 ) -> Executor:
     from baton.executor.cuda.executor import TorchCudaExecutor
@@ -57,10 +57,12 @@ def on_cuda(
     )
 
 
-def on_cpu(name: str, shape: ExecutorShape, folder: Path, dtype: str = "float32", *, proposer: Proposer = NAIVE) -> Executor:
+def on_cpu(
+    name: str, shape: ExecutorShape, folder: Path, dtype: str = "float32", *, proposer: DraftProposer = NAIVE
+) -> Executor:
     from baton.executor.cpu.executor import TorchCpuExecutor
 
-    note_shape(folder, Shape(name))
+    note_shape(folder, ModelShape(name))
     return TorchCpuExecutor.load(
         folder, dtype=dtype, slots=shape.slots, blocks=shape.blocks, block_size=shape.block_size,
         context_tokens=shape.context_tokens, burst=shape.burst, proposer=proposer,
@@ -103,15 +105,17 @@ class StoringDriver(Driver):
 
     def __init__(self, config: WorkerConfig, executor: Executor, store: Store | None = None) -> None:
         from baton.kv.block_access import HostBlocks
-        from baton.kv.host_memory import Copier, HostMemory
-        from baton.kv.store_transfers import StoreHauler
+        from baton.kv.host_memory import HostCopier, HostMemory
+        from baton.kv.store_transfers import StoreTransfers
 
         super().__init__(config, executor)
         blocks = executor.kv.device or HostBlocks(executor.kv.pool)
         host = HostMemory(config.tiers.host_rows, blocks.block_bytes, blocks.allocate)
         self._told: queue.SimpleQueue[StorageEvent] = queue.SimpleQueue()
-        self._copier = Copier(blocks, host, self._told.put)
-        self._hauler = None if store is None else StoreHauler(store, host, layout_of(executor).digest, self._told.put)
+        self._copier = HostCopier(blocks, host, self._told.put)
+        self._store_transfers = (
+            None if store is None else StoreTransfers(store, host, layout_of(executor).digest, self._told.put)
+        )
         self._open = 0
         self.orders: Counter[str] = Counter()
         """How many of each kind there were."""
@@ -124,10 +128,10 @@ class StoringDriver(Driver):
             case CopyOut() | CopyIn():
                 self._copier.copy(effect)
             case Look() | Get() | Put():
-                assert self._hauler is not None
-                self._hauler.haul(effect)
+                assert self._store_transfers is not None
+                self._store_transfers.start(effect)
             case FenceHaul(haul):
-                known = self._copier.fence(haul) or (self._hauler is not None and self._hauler.fence(haul))
+                known = self._copier.fence(haul) or (self._store_transfers is not None and self._store_transfers.fence(haul))
                 if not known:
                     self._told.put(HaulFenced(haul))
             case _:
@@ -155,8 +159,8 @@ class StoringDriver(Driver):
 
     def close(self) -> None:
         self._copier.close()
-        if self._hauler is not None:
-            self._hauler.close()
+        if self._store_transfers is not None:
+            self._store_transfers.close()
 
 
 def first_difference(given: list[int], wanted: list[int]) -> str:

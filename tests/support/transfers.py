@@ -18,9 +18,9 @@ import pytest
 
 from baton.core.engine.plan import Int32s
 from baton.core.handover.messages import Arriving, Handover, PeerEvent, PeerId
-from baton.kv.checksums import Checks, DeviceChecks
-from baton.kv.sender import Road
-from baton.kv.shared_memory import allocate, flat, mirror_of, release
+from baton.kv.checksums import BlockChecksums, DeviceChecksums
+from baton.kv.sender import SenderKind
+from baton.kv.shared_memory import allocate_mirror, allocate_pool, pool_bytes, release_pool
 from baton.kv.transfer_contract import (
     KINDS,
     KvLayout,
@@ -32,9 +32,9 @@ from baton.kv.transfer_contract import (
     make_sender,
 )
 from baton.kv.transfer_frames import TAKEN, WELCOME, encode_hello, encode_pieces
-from baton.kv.transfer_mooncake import MooncakeRoad
-from baton.kv.transfer_shm import ShmRoad
-from baton.kv.transfer_tcp import TcpRoad
+from baton.kv.transfer_mooncake import MooncakeSenderKind
+from baton.kv.transfer_shm import ShmSenderKind
+from baton.kv.transfer_tcp import TcpSenderKind
 from tests.support.devices import DeviceLike
 
 LAYOUT = KvLayout(b"a model", "float32", 4, (4096, 8192, 512, 12, 4096))
@@ -93,7 +93,7 @@ def taker_names(request: int, attempt: int = 1) -> Handover:
 
 
 def make_pool(blocks: int, seed: int | None = None) -> KvMemory:
-    memory = allocate(LAYOUT, blocks)
+    memory = allocate_pool(LAYOUT, blocks)
     if seed is not None:
         memory.pool[:] = np.random.default_rng(seed).integers(0, 256, memory.pool.shape, dtype=np.uint8)
     return memory
@@ -104,7 +104,7 @@ def worked_on(memory: KvMemory, place: str) -> KvMemory:
     if place == HOST:
         return memory
     device = DeviceLike(memory.pool, memory.fd)
-    return mirror_of(memory.layout, device, device if place == SHARED_DEVICE else None)
+    return allocate_mirror(memory.layout, device, device if place == SHARED_DEVICE else None)
 
 
 def ids(*blocks: int) -> Int32s:
@@ -116,21 +116,21 @@ def some_blocks(count: int, of: int, seed: int) -> Int32s:
 
 
 def checks_of(memory: KvMemory, first: int, blocks: Int32s) -> bytes:
-    checks: Checks | DeviceChecks = Checks(first, len(blocks), memory.spans, flat(memory))
+    checks: BlockChecksums | DeviceChecksums = BlockChecksums(first, len(blocks), memory.spans, pool_bytes(memory))
     if PLACE == SHARED_DEVICE:
-        checks = DeviceChecks(first, len(blocks), memory.spans, DeviceLike(memory.pool))
+        checks = DeviceChecksums(first, len(blocks), memory.spans, DeviceLike(memory.pool))
     checks.add(range(LAYERS), first, blocks)
     return checks.digest()
 
 
-def road_of(kind: str, memory: KvMemory) -> Road:
+def sender_kind_of(kind: str, memory: KvMemory) -> SenderKind:
     match kind:
         case "shm":
-            return ShmRoad(memory)
+            return ShmSenderKind(memory)
         case "mooncake":
-            return MooncakeRoad(memory, "127.0.0.1")
+            return MooncakeSenderKind(memory, "127.0.0.1")
         case _:
-            return TcpRoad()
+            return TcpSenderKind()
 
 
 class Pair:
@@ -144,14 +144,14 @@ class Pair:
         self._memories = worked_on(self.giver, PLACE), worked_on(self.taker, PLACE)
         self.receiver = make_receiver(kind, self._memories[1], self.got, **(receiver or {}))
         self.sender = make_sender(kind, self._memories[0], self.sent, **(sender or {}))
-        self._road = road_of(kind, self.giver)  # so that what lines spoken by hand name outlives them
+        self._transport = sender_kind_of(kind, self.giver)  # so that what lines spoken by hand name outlives them
 
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
-        self._road.close()
+        self._transport.close()
         for memory in (self.giver, self.taker, *self._memories):
-            release(memory)
+            release_pool(memory)
 
     def arrived(self, sources: Int32s, targets: Int32s) -> bool:
         return bool((self.giver.pool[sources] == self.taker.pool[targets]).all())
@@ -172,12 +172,12 @@ class HandLine:
     def __init__(self, kind: str, memory: KvMemory, address: str) -> None:
         self._kind = kind
         self._memory = memory
-        self._road = road_of(kind, memory)
-        self.sock = self._road.connect(address)
+        self._transport = sender_kind_of(kind, memory)
+        self.sock = self._transport.connect(address)
         self.sock.settimeout(WAIT_S)
 
     def hello(self, request: int, token: bytes, blocks: Int32s, digest: bytes = LAYOUT.digest) -> None:
-        more, fds = self._road.introduce(blocks)
+        more, fds = self._transport.introduce(blocks)
         data = encode_hello(self._kind, giver_names(request), digest, token) + more
         if fds:
             socket.send_fds(self.sock, [data], fds)
@@ -191,7 +191,7 @@ class HandLine:
         """Announce, and where the bytes travel on the line send them, or the first part of them."""
         low, high = LAYOUT.spans[layers.start][0], LAYOUT.spans[layers.stop - 1][1]
         data = encode_pieces(layers, first, len(blocks))
-        if self._road.carries:
+        if self._transport.carries_bytes:
             data += self._memory.pool[blocks, low:high].tobytes()
         self.sock.sendall(data[: int(len(data) * part)])
 
@@ -206,7 +206,7 @@ class HandLine:
 
     def close(self) -> None:
         self.sock.close()
-        self._road.close()
+        self._transport.close()
 
 
 class SenderProcess:

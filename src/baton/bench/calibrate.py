@@ -422,7 +422,7 @@ def model_sizes(folder: Path, dtype: str) -> ModelSizes:
     from transformers import AutoConfig
 
     from baton.executor.model_loading import DTYPES
-    from baton.executor.model_support import text_config, vars_of
+    from baton.executor.model_support import optional_attribute, text_config
 
     parameters = 0
     for file in sorted(folder.glob("*.safetensors")):
@@ -430,8 +430,8 @@ def model_sizes(folder: Path, dtype: str) -> ModelSizes:
             parameters += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     config = text_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
-    head_dim = vars_of(config, "head_dim", None) or int(config.hidden_size) // heads
-    kv_heads = vars_of(config, "num_key_value_heads", None) or heads
+    head_dim = optional_attribute(config, "head_dim", None) or int(config.hidden_size) // heads
+    kv_heads = optional_attribute(config, "num_key_value_heads", None) or heads
     table = int(config.vocab_size) * int(config.hidden_size)
     item_bytes = DTYPES[dtype].itemsize
     return ModelSizes(

@@ -26,10 +26,10 @@ from baton.bench.gpu_steps import CannotMeasure, Shared, Stepper, Timing, stream
 from baton.core.engine.request import Sampling
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.cpu.executor import TorchCpuExecutor
-from baton.executor.drafts import Naive, Ngrams
+from baton.executor.drafts import NaiveProposer, NgramProposer
 from baton.executor.kv_pool import kv_bytes_per_block
 from baton.executor.model_loading import LoadedModel, load_shape
-from baton.executor.model_shapes import Shape, note_shape, shape_fields
+from baton.executor.model_shapes import ModelShape, note_shape, shape_fields
 
 KV_SHARE = 0.85
 """Of the memory that is free beside the weights."""
@@ -60,7 +60,7 @@ def make_on_cuda(
     # Imported here because triton is not everywhere, and tests drive other executors.
     from baton.executor.cuda.executor import TorchCudaExecutor
 
-    proposer = Naive() if shape.burst == 1 else Ngrams(shape.burst - 1, *NGRAMS)
+    proposer = NaiveProposer() if shape.burst == 1 else NgramProposer(shape.burst - 1, *NGRAMS)
     return TorchCudaExecutor.of(
         loaded, shape, step_tokens=step_tokens, proposer=proposer, attention=attention, batch_invariant=batch_invariant
     )
@@ -224,7 +224,7 @@ def _tokens(bench: Bench, name: str) -> list[list[int]]:
 
 def _tokens_on_cpu(scale: Scale, name: str) -> list[list[int]]:
     with tempfile.TemporaryDirectory() as folder:
-        note_shape(Path(folder), Shape(name))
+        note_shape(Path(folder), ModelShape(name))
         executor = TorchCpuExecutor.load(
             Path(folder), dtype="float32", slots=CHECK_LOAD.at_once, block_size=scale.block_size, blocks=CHECK_BLOCKS,
             context_tokens=CHECK_CONTEXT, attention="gather",

@@ -53,14 +53,14 @@ class DeviceBlocks(Protocol):
     def share(self) -> bytes:
         """What opens our blocks in another process of this host, to read; nothing where that cannot be."""
 
-    def open(self, handle: bytes, blocks: int) -> DeviceWindow | str:
+    def open(self, handle: bytes, blocks: int) -> RemoteDeviceBlocks | str:
         """Another's, so many of the same length. A string says why it cannot be."""
 
     def digests(self, blocks: Int32s, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
         """[spans, blocks]: a hash of these bytes of each block, which differs if any of its words does."""
 
 
-class DeviceWindow(Protocol):
+class RemoteDeviceBlocks(Protocol):
     """The blocks of another process, on a device that ours can read."""
 
     def pull(self, sources: Int32s, targets: Int32s, begin: int, end: int) -> None:

@@ -28,7 +28,7 @@ CELLS_MAX = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class DraftTokens:
     """Guesses for some rows. Row i has `counts[i]` of them, at the beginning of `tokens[i]`."""
 
     tokens: Int32s
@@ -41,17 +41,17 @@ class Drafts:
         """[rows, the most drafts]: which cells of `tokens` are drafts."""
         return np.asarray(np.arange(self.tokens.shape[1]) < self.counts[:, None])
 
-    def cut(self, room: Int64s) -> Drafts:
+    def cut(self, room: Int64s) -> DraftTokens:
         """At most so many of each row."""
-        return Drafts(self.tokens, np.minimum(self.counts, room).astype(np.int32))
+        return DraftTokens(self.tokens, np.minimum(self.counts, room).astype(np.int32))
 
 
-def no_drafts(rows: int) -> Drafts:
-    return Drafts(np.empty((rows, 0), dtype=np.int32), np.zeros(rows, dtype=np.int32))
+def no_drafts(rows: int) -> DraftTokens:
+    return DraftTokens(np.empty((rows, 0), dtype=np.int32), np.zeros(rows, dtype=np.int32))
 
 
-class Proposer(Protocol):
-    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> Drafts:
+class DraftProposer(Protocol):
+    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> DraftTokens:
         """Guess what follows the first `known[i]` (at least 1) of `tokens[slots[i]]`, for every i."""
 
     def __str__(self) -> str:
@@ -59,10 +59,10 @@ class Proposer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Naive:
+class NaiveProposer:
     """Guesses nothing. Whatever is done for drafts is done, and one token a step comes of it."""
 
-    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> Drafts:
+    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> DraftTokens:
         del tokens, known
         return no_drafts(len(slots))
 
@@ -71,7 +71,7 @@ class Naive:
 
 
 @dataclass(frozen=True, slots=True)
-class Ngrams:
+class NgramProposer:
     """Guesses that a sequence goes on as it did when it last ended like this.
 
     Of its ends of `ngram_min` to `ngram_max` tokens the longest one that stands somewhere before counts, and there the
@@ -88,13 +88,13 @@ class Ngrams:
         if not 1 <= self.ngram_min <= self.ngram_max:
             raise BadConfig(f"ngram_min ({self.ngram_min}) and ngram_max ({self.ngram_max}) must rise from 1")
 
-    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> Drafts:
+    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> DraftTokens:
         resumes = known.copy()
         for rows in _in_portions(known):
             resumes[rows] = self._resumes(tokens[slots[rows], : int(known[rows[0]])], known[rows])
         places = np.minimum(resumes[:, None] + np.arange(self.drafts), known[:, None] - 1)
         counts = np.minimum(known - resumes, self.drafts).astype(np.int32)
-        return Drafts(tokens[slots[:, None], places], counts)
+        return DraftTokens(tokens[slots[:, None], places], counts)
 
     def _resumes(self, tokens: Int32s, known: Int64s) -> Int64s:
         """By row: where what followed begins; at the end of what is known where nothing was found.
@@ -131,7 +131,7 @@ def _in_portions(known: Int64s) -> Iterator[Int64s]:
         begin = end
 
 
-def accepted(drawn: Tokens, drafts: Drafts) -> Int32s:
+def accepted_drafts(drawn: Tokens, drafts: DraftTokens) -> Int32s:
     """How many of each row's drafts stand. `drawn` has 1 + counts[i] tokens for row i, row after row."""
     width = drafts.tokens.shape[1]
     if not width:

@@ -14,7 +14,7 @@ import math
 import numpy as np
 import torch
 
-from baton.executor.gumbel_noise import RowKeys, hashes, row_keys, stream_of
+from baton.executor.gumbel_noise import RowKeys, hashes, noise_stream, row_keys
 
 CHUNK = 1 << 26
 """So many numbers are drawn at once: what is needed beside the weights is some of these."""
@@ -32,7 +32,7 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
 
 def _keys(name: str, seed: int, device: torch.device) -> RowKeys:
     tensor = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    stream = np.array([stream_of(seed, tensor)], dtype=np.uint64)
+    stream = np.array([noise_stream(seed, tensor)], dtype=np.uint64)
     return row_keys(stream, np.zeros(1, dtype=np.int64), device)
 
 

@@ -44,7 +44,7 @@ class RowKeys:
         return RowKeys(self.slope[rows], self.offset[rows])
 
 
-def stream_of(seed: int, choice: int) -> int:
+def noise_stream(seed: int, choice: int) -> int:
     """The 64-bit name of one choice's stream. Seeds count modulo 2⁶⁴, so -1 and 2⁶⁴-1 are the same seed."""
     of_seed = _mix64(np.array([seed & _WORD], dtype=np.uint64))
     return int(_mix64(of_seed + _STRIDE * np.array([(choice & _WORD) + 1], dtype=np.uint64))[0])

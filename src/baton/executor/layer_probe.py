@@ -17,11 +17,19 @@ from transformers import PreTrainedModel
 from baton.core.engine.plan import Start
 from baton.core.engine.request import Sampling, frozen_tokens
 from baton.executor.contract import ExecutorShape
-from baton.executor.cpu.fused_layers import TOLERANCE, FastLayer, FastNorm, PackedLinear, can_pack, looks_common, pack_head
-from baton.executor.cpu.native_kernels import LANES, Kernels
+from baton.executor.cpu.fused_layers import (
+    TOLERANCE,
+    FastLayer,
+    FastNorm,
+    PackedLinear,
+    can_pack,
+    has_common_parts,
+    pack_head,
+)
+from baton.executor.cpu.native_kernels import LANES, NativeKernels
 from baton.executor.kv_pool import KvPool, LayerSpec
 from baton.executor.model_loading import forward
-from baton.executor.packing import Feed, PackedBatch, pack
+from baton.executor.packing import FeedRange, PackedBatch, pack
 from baton.executor.paged_attention import GatherAttention
 from baton.executor.slot_table import SlotTable
 
@@ -34,7 +42,7 @@ PACKED_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ModuleCall:
     """One call of one module."""
 
     arguments: tuple[object, ...]
@@ -43,22 +51,22 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class LayerProbe:
     batch: PackedBatch
     pool: KvPool
-    seen: dict[str, Sight]
+    seen: dict[str, ModuleCall]
 
     def agrees(self, name: str, candidate: torch.nn.Module, tolerance: float) -> bool:
         """Whether the candidate answers as the module of that name did."""
-        sight = self.seen[name]
-        keywords = dict(sight.keywords)
+        call = self.seen[name]
+        keywords = dict(call.keywords)
         if "paged" in keywords:
             keywords["paged"] = GatherAttention(self.batch, self.pool.layers)
-        given, wanted = candidate(*sight.arguments, **keywords).float(), sight.output.float()
+        given, wanted = candidate(*call.arguments, **keywords).float(), call.output.float()
         return given.shape == wanted.shape and bool((given - wanted).abs().max() <= tolerance * wanted.abs().max())
 
 
-def fuse_model(model: PreTrainedModel, layers: list[LayerSpec], kernels: Kernels) -> None:
+def fuse_model(model: PreTrainedModel, layers: list[LayerSpec], kernels: NativeKernels) -> None:
     """Replace, in place, what proves itself replaceable, and say in the log how much that was."""
     dtype = kernels.dtype
     if not can_pack(dtype):
@@ -73,10 +81,10 @@ def fuse_model(model: PreTrainedModel, layers: list[LayerSpec], kernels: Kernels
     log.info("%d of %d layers fused; beside them %d norms and %d products", fast, len(layers), norms, packed)
 
 
-def take_probe(model: PreTrainedModel, layers: list[LayerSpec], dtype: torch.dtype) -> Probe:
+def take_probe(model: PreTrainedModel, layers: list[LayerSpec], dtype: torch.dtype) -> LayerProbe:
     batch = _probe_batch()
     pool = KvPool(layers, 1, LANES, dtype)
-    seen: dict[str, Sight] = {}
+    seen: dict[str, ModuleCall] = {}
     hooks = [
         module.register_forward_hook(recorder(name, seen), with_kwargs=True)
         for name, module in model.named_modules()
@@ -85,16 +93,16 @@ def take_probe(model: PreTrainedModel, layers: list[LayerSpec], dtype: torch.dty
     forward(model, batch.ids, batch.positions, batch.logit_rows, GatherAttention(batch, pool.layers))
     for hook in hooks:
         hook.remove()
-    return Probe(batch, pool, seen)
+    return LayerProbe(batch, pool, seen)
 
 
 Hook = Callable[[torch.nn.Module, tuple[object, ...], dict[str, object], object], None]
 
 
-def recorder(name: str, seen: dict[str, Sight]) -> Hook:
+def recorder(name: str, seen: dict[str, ModuleCall]) -> Hook:
     def record(_: torch.nn.Module, arguments: tuple[object, ...], keywords: dict[str, object], output: object) -> None:
         if isinstance(output, torch.Tensor):
-            seen[name] = Sight(arguments, keywords, output)
+            seen[name] = ModuleCall(arguments, keywords, output)
 
     return record
 
@@ -104,10 +112,10 @@ def _probe_batch() -> PackedBatch:
     tokens = frozen_tokens(range(PROBE_TOKENS))
     first_block = np.zeros(1, dtype=np.int32)
     slots.start(Start(0, 0, tokens, PROBE_TOKENS, 0, LANES, Sampling(seed=0), first_block))
-    return pack(slots, [Feed(0, 0, PROBE_TOKENS, samples=True)], np.empty(0, dtype=np.int32))
+    return pack(slots, [FeedRange(0, 0, PROBE_TOKENS, samples=True)], np.empty(0, dtype=np.int32))
 
 
-def _replace_layers(model: PreTrainedModel, layers: list[LayerSpec], kernels: Kernels, probe: Probe) -> int:
+def _replace_layers(model: PreTrainedModel, layers: list[LayerSpec], kernels: NativeKernels, probe: LayerProbe) -> int:
     replaced = 0
     stack = next(
         (
@@ -122,7 +130,7 @@ def _replace_layers(model: PreTrainedModel, layers: list[LayerSpec], kernels: Ke
     name, parts = stack
     for index, spec in enumerate(layers):
         layer = parts[index]
-        if f"{name}.{index}" not in probe.seen or not looks_common(layer, spec):
+        if f"{name}.{index}" not in probe.seen or not has_common_parts(layer, spec):
             continue
         fast = _first_agreeing(
             partial(FastLayer, layer, spec, index, kernels),
@@ -137,7 +145,7 @@ def _replace_layers(model: PreTrainedModel, layers: list[LayerSpec], kernels: Ke
 
 
 def _first_agreeing(
-    make: Callable[[float], torch.nn.Module], name: str, probe: Probe, tolerance: float
+    make: Callable[[float], torch.nn.Module], name: str, probe: LayerProbe, tolerance: float
 ) -> torch.nn.Module | None:
     for offset in NORM_OFFSETS:
         try:
@@ -149,7 +157,7 @@ def _first_agreeing(
     return None
 
 
-def _replace_norms(model: PreTrainedModel, kernels: Kernels, probe: Probe) -> int:
+def _replace_norms(model: PreTrainedModel, kernels: NativeKernels, probe: LayerProbe) -> int:
     replaced = 0
     for name, module in list(model.named_modules()):
         parameters = dict(module.named_parameters())
@@ -163,7 +171,7 @@ def _replace_norms(model: PreTrainedModel, kernels: Kernels, probe: Probe) -> in
     return replaced
 
 
-def _pack_products(model: PreTrainedModel, probe: Probe) -> int:
+def _pack_products(model: PreTrainedModel, probe: LayerProbe) -> int:
     """Pack the large products of layers that stay as they are."""
     packed = 0
     for name, module in list(model.named_modules()):

@@ -19,9 +19,9 @@ from transformers.utils import logging as transformers_logging
 from baton.executor.dummy_weights import draw_weights
 from baton.executor.fingerprint import model_mark
 from baton.executor.kv_pool import LayerSpec
-from baton.executor.model_shapes import Shape, shape_fields, shape_in, shape_mark
-from baton.executor.model_support import UnsupportedModel, check_config, text_config, vars_of
-from baton.executor.paged_attention import ATTENTION_NAME, AttentionContext, Discovery, register_attention
+from baton.executor.model_shapes import ModelShape, shape_fields, shape_in, shape_mark
+from baton.executor.model_support import UnsupportedModel, check_config, optional_attribute, text_config
+from baton.executor.paged_attention import ATTENTION_NAME, AttentionContext, LayerDiscovery, register_attention
 
 DTYPES = {
     "float64": torch.float64,
@@ -80,7 +80,7 @@ def load_shape(name: str, dtype: str, device: str = "cpu", seed: int = 0) -> Loa
             config, dtype=number_format, attn_implementation=ATTENTION_NAME, **_experts(config, number_format)
         )
     draw_weights(model, seed)
-    return _describe(model, config, number_format, shape_mark(Shape(name, seed)))
+    return _describe(model, config, number_format, shape_mark(ModelShape(name, seed)))
 
 
 def shape_config(name: str) -> PretrainedConfig:
@@ -90,7 +90,7 @@ def shape_config(name: str) -> PretrainedConfig:
 
 def _experts(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
     """How a model computes its experts, where what it would choose cannot."""
-    has_experts = vars_of(text_config(config), "num_experts", None) is not None
+    has_experts = optional_attribute(text_config(config), "num_experts", None) is not None
     return {"experts_implementation": "eager"} if has_experts and dtype is torch.float64 else {}
 
 
@@ -117,7 +117,7 @@ def _describe(model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dty
 def discover_layers(model: PreTrainedModel, expected: int) -> list[LayerSpec]:
     """Run a few tokens through the model and write down what each attention layer asked for."""
     name = str(model.config.model_type)
-    discovery = Discovery(name)
+    discovery = LayerDiscovery(name)
     row = torch.arange(DRY_TOKENS, device=model.device)[None]
     with torch.inference_mode():
         model(

@@ -17,7 +17,7 @@ from pathlib import Path
 from baton.core.errors import BatonError
 
 PREFIX = "shape:"
-NOTE = "dummy.json"
+SHAPE_FILE = "dummy.json"
 """In a folder that has no weights: which shape it is, and the seed of what stands in for them."""
 SEED_MAX = (1 << 63) - 1
 
@@ -30,7 +30,7 @@ class UnknownShape(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     name: str
     seed: int = 0
 
@@ -90,7 +90,7 @@ SHAPES: dict[str, Fields] = {
 }  # fmt: skip
 
 
-def parse_shape(model: str) -> Shape | None:
+def parse_shape(model: str) -> ModelShape | None:
     """What `shape:NAME` or `shape:NAME@SEED` names; None where the model is called otherwise."""
     if not model.startswith(PREFIX):
         return None
@@ -98,7 +98,7 @@ def parse_shape(model: str) -> Shape | None:
     shape_fields(name)
     if at and not (re.fullmatch(r"\d{1,19}", seed) and int(seed) <= SEED_MAX):
         raise UnknownShape(f"{model!r}: after the @ comes a seed, a whole number")
-    return Shape(name, int(seed) if at else 0)
+    return ModelShape(name, int(seed) if at else 0)
 
 
 def shape_fields(name: str) -> Fields:
@@ -107,23 +107,23 @@ def shape_fields(name: str) -> Fields:
     return SHAPES[name]
 
 
-def shape_mark(shape: Shape) -> bytes:
+def shape_mark(shape: ModelShape) -> bytes:
     """Stands for the weights too: they follow from it."""
     known = json.dumps([shape.name, shape.seed, shape_fields(shape.name)], sort_keys=True)
     return hashlib.blake2b(b"shape:" + known.encode(), digest_size=16).digest()
 
 
-def note_shape(folder: Path, shape: Shape) -> None:
+def note_shape(folder: Path, shape: ModelShape) -> None:
     """Make of a folder one that `shape_in` knows."""
     (folder / "config.json").write_text(json.dumps(shape_fields(shape.name)))
-    (folder / NOTE).write_text(json.dumps({"shape": shape.name, "seed": shape.seed}))
+    (folder / SHAPE_FILE).write_text(json.dumps({"shape": shape.name, "seed": shape.seed}))
 
 
-def shape_in(folder: Path) -> Shape | None:
+def shape_in(folder: Path) -> ModelShape | None:
     """Which shape a folder stands for; None where it has a model of its own."""
-    path = folder / NOTE
+    path = folder / SHAPE_FILE
     if not path.is_file():
         return None
     note = json.loads(path.read_text())
     shape_fields(str(note["shape"]))
-    return Shape(str(note["shape"]), int(note["seed"]))
+    return ModelShape(str(note["shape"]), int(note["seed"]))

@@ -43,14 +43,14 @@ def check_config(config: PretrainedConfig) -> type[PreTrainedModel]:
     if type(config) not in mapping:
         raise UnsupportedModel(name, "an architecture that transformers does not offer as a causal language model")
     model_class = cast("type[PreTrainedModel]", mapping[type(config)])
-    if bool(vars_of(model_class, "_is_stateful", False)):
+    if bool(optional_attribute(model_class, "_is_stateful", False)):
         raise UnsupportedModel(name, "recurrent layers (a state carried from token to token)")
-    if not bool(vars_of(model_class, "_supports_attention_backend", False)):
+    if not bool(optional_attribute(model_class, "_supports_attention_backend", False)):
         raise UnsupportedModel(name, "attention outside transformers' attention interface")
     return model_class
 
 
-def vars_of(thing: object, name: str, default: object) -> object:
+def optional_attribute(thing: object, name: str, default: object) -> object:
     """An attribute that some architectures have and others lack; the one place where absence is normal."""
     return getattr(thing, name, default)
 
@@ -58,23 +58,25 @@ def vars_of(thing: object, name: str, default: object) -> object:
 def _config_features(decoder: PretrainedConfig) -> list[str]:
     features = [f"layers of the type {kind!r}" for kind in _layer_types(decoder) if kind not in SERVED_LAYER_TYPES]
     features += [f"{kind!r} RoPE scaling" for kind in _rope_types(decoder) if kind in REFUSED_ROPE_TYPES]
-    if vars_of(decoder, "num_kv_shared_layers", 0):
+    if optional_attribute(decoder, "num_kv_shared_layers", 0):
         features.append("layers that share another layer's KV")
-    if not vars_of(decoder, "is_causal", True) or vars_of(decoder, "use_bidirectional_attention", False):
+    if not optional_attribute(decoder, "is_causal", True) or optional_attribute(
+        decoder, "use_bidirectional_attention", False
+    ):
         features.append("bidirectional attention (is_causal=False)")
-    if vars_of(decoder, "add_cross_attention", False):
+    if optional_attribute(decoder, "add_cross_attention", False):
         features.append("cross attention")
     return features
 
 
 def _layer_types(decoder: PretrainedConfig) -> list[str]:
-    types = vars_of(decoder, "layer_types", None) or ()
+    types = optional_attribute(decoder, "layer_types", None) or ()
     return [str(kind) for kind in cast("tuple[object, ...]", types)]
 
 
 def _rope_types(decoder: PretrainedConfig) -> list[str]:
     """RoPE parameters are one dictionary, or one for each layer type."""
-    parameters = vars_of(decoder, "rope_parameters", None) or {}
+    parameters = optional_attribute(decoder, "rope_parameters", None) or {}
     if not isinstance(parameters, dict):
         return []
     groups = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

@@ -20,7 +20,7 @@ from baton.core.engine.plan import Int32s
 from baton.executor.slot_table import SlotTable
 
 
-class Feed(NamedTuple):
+class FeedRange(NamedTuple):
     """Tokens [begin, end) of a slot go through the model; the last one's logits are drawn from when `samples`."""
 
     slot: int
@@ -55,7 +55,7 @@ class PackedBatch:
         return self.ids.shape[1]
 
 
-def pack(slots: SlotTable, chunks: list[Feed], decode_slots: Int32s, drafted: Int32s | None = None) -> PackedBatch:
+def pack(slots: SlotTable, chunks: list[FeedRange], decode_slots: Int32s, drafted: Int32s | None = None) -> PackedBatch:
     """`drafted`: how many of the tokens behind the last known one each decode feeds too; None where no decode does.
 
     Logits are wanted of the last token of a chunk that samples, and of every token of a decode.

@@ -1,8 +1,8 @@
-"""Our name in the `transformers` attention interface, and what runs behind it.
+"""The attention function that `transformers` calls by our name, and the contexts that serve it.
 
-The model is called with `paged=<context>`; its layers hand that keyword to `paged_attention`, which hands the layer's call
-to the context. There is no global state. `Discovery`, at load, learns what each layer asks for and refuses what we do not
-implement; `GatherAttention` or `NativeAttention`, in each step, writes the new KV into blocks and attends to them.
+The model is called with `paged=<context>`; its layers pass that keyword to `paged_attention`, which passes the layer's call
+to the context. There is no global state. At load, `LayerDiscovery` records the arguments of each layer and rejects those
+that are not implemented; in each step, `GatherAttention` or `NativeAttention` writes the new KV into blocks and attends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from baton.executor.cpu.gather_attention import attend_gathered, write_gathered
 from baton.executor.kv_pool import LayerKv, LayerSpec
-from baton.executor.model_support import UnsupportedModel, vars_of
+from baton.executor.model_support import UnsupportedModel, optional_attribute
 from baton.executor.packing import PackedBatch
 
 ATTENTION_NAME = "baton_paged"
@@ -76,7 +76,7 @@ def paged_attention(
     name = type(module).__name__
     if paged is None:
         raise UnsupportedModel(name, "attention layers that do not receive the caller's keyword arguments")
-    if is_causal is False or vars_of(module, "is_causal", True) is False:
+    if is_causal is False or optional_attribute(module, "is_causal", True) is False:
         raise UnsupportedModel(name, "bidirectional attention (is_causal=False)")
     if dropout:
         raise UnsupportedModel(name, "dropout at inference")
@@ -98,14 +98,14 @@ def paged_attention(
 
 
 def _layer_index(module: torch.nn.Module) -> int:
-    index = vars_of(module, "layer_idx", None)
+    index = optional_attribute(module, "layer_idx", None)
     if not isinstance(index, int):
         raise UnsupportedModel(type(module).__name__, "attention layers without a layer index")
     return index
 
 
 @dataclass(slots=True)
-class Discovery:
+class LayerDiscovery:
     """Learns each layer's shape from one tiny forward, and compares the mask a model wants with the one we compute.
 
     Masks arrive as a table over probe positions (see `probe_mask`), far beyond the few tokens of the dry forward, so that a
@@ -158,7 +158,7 @@ def probe_mask(*, mask_function: MaskFunction, attention_mask: torch.Tensor | No
     """What `transformers` asks for a mask under our name.
 
     Steps give no attention mask and get none back. The dry forward gives one of ones, and gets the answers of the model's
-    mask function at the probe positions, which `Discovery` compares with ours.
+    mask function at the probe positions, which `LayerDiscovery` compares with ours.
     """
     if attention_mask is None:
         return None

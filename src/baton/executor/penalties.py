@@ -1,15 +1,15 @@
-"""What the penalties of a slot remember: which tokens its prompt held and how often each was put out.
+"""The tokens that the penalties of a slot count: those of its prompt, and how often each was generated.
 
-Owns device memory for slots that use penalties, and only for those: a `lane` each, taken when such a slot starts and given
-back when it stops. Memory grows to the most lanes ever in use at once.
+Owns device memory for slots that use penalties, and only for those: one row each, taken when such a slot starts and given
+back when it stops. Memory grows to the largest number of rows in use at once.
 
-    marks    [lanes, vocabulary]  int32   2 · times put out + 1 if the prompt holds it (only where repetition is penalised)
-    history  [lanes, positions]   int32   the tokens themselves: where to look in `marks`
+    marks    [rows, vocabulary]  int32   2 · times generated + 1 if the prompt holds it (only with a repetition penalty)
+    history  [rows, positions]   int32   the tokens themselves: which entries of `marks` to read
 
-`marks` is the truth and `history` only a list of places to look, so what is stale, doubled or padding in it does no harm.
+`marks` decides. `history` only lists the entries to read, so stale, repeated or padding entries do no harm.
 
-A row at position p sees exactly the tokens before p. If tokens were recorded at p or later (drafts that were not accepted),
-they are forgotten first; a gap before p is a bug and says so.
+A row at position p sees exactly the tokens before p. Tokens recorded at p or later (drafts that were not accepted) are
+removed first; a gap before p raises InvariantViolated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def penalises(sampling: Sampling) -> bool:
     return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-class Penalties:
+class SlotPenalties:
     def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
         self._device = device
         self._marks = torch.zeros((0, vocabulary), dtype=torch.int32, device=device)
@@ -41,7 +41,7 @@ class Penalties:
         self._free: list[int] = []
         self.held = np.zeros(slots, dtype=np.bool_)
         """Which slots have a lane; the columns below mean something only for those."""
-        self._lane = np.zeros(slots, dtype=np.int64)
+        self._row = np.zeros(slots, dtype=np.int64)
         self._base = np.zeros(slots, dtype=np.int64)
         """The position of the first token in the slot's history."""
         self._recorded = np.zeros(slots, dtype=np.int64)
@@ -50,22 +50,22 @@ class Penalties:
         """Repetition, presence, frequency."""
 
     @property
-    def lanes(self) -> int:
+    def rows(self) -> int:
         return len(self._marks)
 
     def start(self, slot: int, tokens: Tokens, prompt_tokens: int, sampling: Sampling) -> None:
         self.stop(slot)
-        lane = self._take_lane()
+        row_index = self._take_row()
         base = 0 if sampling.repetition_penalty != 1.0 else prompt_tokens
         history = torch.from_numpy(np.array(tokens[base:], dtype=np.int32)).to(self._device)
         self._make_room(len(history))
         outputs = history[prompt_tokens - base :].long()
-        marks = self._marks[lane].zero_()
+        marks = self._marks[row_index].zero_()
         marks[history[: prompt_tokens - base].long()] = _PROMPT
         marks.index_add_(0, outputs, torch.full_like(outputs, _OUTPUT, dtype=torch.int32))
-        self._history[lane, : len(history)] = history
+        self._history[row_index, : len(history)] = history
         self.held[slot] = True
-        self._lane[slot] = lane
+        self._row[slot] = row_index
         self._base[slot] = base
         self._recorded[slot] = len(tokens)
         self._weights[slot] = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
@@ -73,7 +73,7 @@ class Penalties:
     def stop(self, slot: int) -> None:
         if self.held[slot]:
             self.held[slot] = False
-            self._free.append(int(self._lane[slot]))
+            self._free.append(int(self._row[slot]))
 
     def apply(self, logits: torch.Tensor, rows: Int64s, slots: Slots, positions: Int64s) -> None:
         """Penalise the given rows of `logits` in place; each belongs to a slot with a lane, no slot twice."""
@@ -82,12 +82,12 @@ class Penalties:
         width = int((positions - self._base[slots]).max(initial=0))
         if width == 0:
             return
-        lane = torch.from_numpy(self._lane[slots]).to(self._device).unsqueeze(1)
+        row_index = torch.from_numpy(self._row[slots]).to(self._device).unsqueeze(1)
         row = torch.from_numpy(rows).to(self._device).unsqueeze(1)
         weights = torch.from_numpy(self._weights[slots]).to(self._device).to(logits.dtype)
         repetition, presence, frequency = weights[:, 0:1], weights[:, 1:2], weights[:, 2:3]
-        places = self._history[lane.squeeze(1), :width].long()
-        marks = self._marks[lane, places]
+        places = self._history[row_index.squeeze(1), :width].long()
+        marks = self._marks[row_index, places]
         values = logits[row, places]
         repeated = torch.where(values < 0, values * repetition, values / repetition)
         values = torch.where(marks > 0, repeated, values)
@@ -100,25 +100,25 @@ class Penalties:
         """Remember what was drawn: int64 tokens on the device, one for each slot, no slot twice."""
         at = positions - self._base[slots]
         self._make_room(int(at.max(initial=-1)) + 1)
-        lane = torch.from_numpy(self._lane[slots]).to(self._device)
-        self._marks[lane, tokens] += _OUTPUT
-        self._history[lane, torch.from_numpy(at).to(self._device)] = tokens.to(torch.int32)
+        row_index = torch.from_numpy(self._row[slots]).to(self._device)
+        self._marks[row_index, tokens] += _OUTPUT
+        self._history[row_index, torch.from_numpy(at).to(self._device)] = tokens.to(torch.int32)
         self._recorded[slots] = positions + 1
 
     def _rewind(self, slot: int, position: int) -> None:
         recorded = int(self._recorded[slot])
         if recorded == position:
             return
-        base, lane = int(self._base[slot]), int(self._lane[slot])
+        base, row_index = int(self._base[slot]), int(self._row[slot])
         if recorded < position or position < base:
             raise InvariantViolated(f"slot {slot} draws at position {position} but {recorded} tokens are recorded")
-        undone = self._history[lane, position - base : recorded - base].long()
-        self._marks[lane].index_add_(0, undone, torch.full_like(undone, -_OUTPUT, dtype=torch.int32))
+        undone = self._history[row_index, position - base : recorded - base].long()
+        self._marks[row_index].index_add_(0, undone, torch.full_like(undone, -_OUTPUT, dtype=torch.int32))
         self._recorded[slot] = position
 
-    def _take_lane(self) -> int:
+    def _take_row(self) -> int:
         if not self._free:
-            old, grown = self.lanes, min(max(1, 2 * self.lanes), len(self.held))
+            old, grown = self.rows, min(max(1, 2 * self.rows), len(self.held))
             self._marks = _grown(self._marks, (grown, self._marks.shape[1]))
             self._history = _grown(self._history, (grown, self._history.shape[1]))
             self._free.extend(reversed(range(old, grown)))
@@ -126,7 +126,7 @@ class Penalties:
 
     def _make_room(self, positions: int) -> None:
         if positions > self._history.shape[1]:
-            self._history = _grown(self._history, (self.lanes, max(positions, 2 * self._history.shape[1])))
+            self._history = _grown(self._history, (self.rows, max(positions, 2 * self._history.shape[1])))
 
 
 def _grown(table: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

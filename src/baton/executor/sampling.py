@@ -29,23 +29,23 @@ import torch
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import Sampling, Tokens
 from baton.core.errors import InvariantViolated
-from baton.executor.gumbel_noise import RowKeys, row_keys, stream_of
-from baton.executor.penalties import Penalties, penalises
-from baton.executor.scratch_buffers import Scratch
+from baton.executor.gumbel_noise import RowKeys, noise_stream, row_keys
+from baton.executor.penalties import SlotPenalties, penalises
+from baton.executor.scratch_buffers import ScratchBuffers
 from baton.executor.token_choice import (
     DRAW_ELEMENTS,
-    Cuts,
+    TruncationLimits,
+    argmax_tokens,
     draw_from_all,
-    draw_from_leaders,
     draw_from_nucleus,
-    finite,
-    greatest,
-    leaders,
+    draw_from_top_k,
+    finite_logits,
+    top_tokens,
 )
 
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
-Draw = Callable[[torch.Tensor, RowKeys, Cuts, Scratch], torch.Tensor]
+Draw = Callable[[torch.Tensor, RowKeys, TruncationLimits, ScratchBuffers], torch.Tensor]
 
 LOGPROB_LEAST = -9999.0
 _TEMPERATURE_LEAST, _TEMPERATURE_MOST = 1e-6, 1e6
@@ -53,7 +53,7 @@ _TEMPERATURE_LEAST, _TEMPERATURE_MOST = 1e-6, 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTokens:
     tokens: Tokens
     """[rows]"""
     logprobs: tuple[Logprobs, ...]
@@ -65,8 +65,8 @@ class Sampler:
         self._vocabulary = vocabulary
         self._device = device
         self._draw_rows = max(1, DRAW_ELEMENTS // vocabulary)
-        self._scratch = Scratch(device)
-        self._penalties = Penalties(slots, vocabulary, device)
+        self._scratch = ScratchBuffers(device)
+        self._penalties = SlotPenalties(slots, vocabulary, device)
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._banned: dict[int, torch.Tensor] = {}
         self._occupied = np.zeros(slots, dtype=np.bool_)
@@ -91,7 +91,7 @@ class Sampler:
         self._greedy[slot] = greedy
         self._reports[slot] = sampling.logprobs is not None
         self._alternatives[slot] = min(sampling.logprobs or 0, self._vocabulary)
-        self._stream[slot] = stream_of(sampling.seed, sampling.choice)
+        self._stream[slot] = noise_stream(sampling.seed, sampling.choice)
         self._temperature[slot] = min(max(sampling.temperature, _TEMPERATURE_LEAST), _TEMPERATURE_MOST)
         self._top_k[slot] = sampling.top_k if 0 < sampling.top_k < self._vocabulary else 0
         self._top_p[slot] = sampling.top_p if sampling.top_p < 1 else math.inf
@@ -115,18 +115,18 @@ class Sampler:
         self._banned.pop(slot, None)
         self._penalties.stop(slot)
 
-    def sample(self, logits: torch.Tensor, slots: Slots, positions: Int64s) -> Sampled:
+    def sample(self, logits: torch.Tensor, slots: Slots, positions: Int64s) -> SampledTokens:
         """One token for each row of `logits` [rows, vocabulary], to stand at `positions` of the sequences in `slots`."""
         if not self._occupied[slots].all():
             raise InvariantViolated(f"rows of empty slots: {slots[~self._occupied[slots]].tolist()}")
         if len(slots) == 0:
-            return Sampled(np.empty(0, dtype=np.int32), ())
+            return SampledTokens(np.empty(0, dtype=np.int32), ())
         tokens = self._tokens(logits, slots, positions)
-        return Sampled(tokens.to(torch.int32).cpu().numpy(), self._logprobs(logits, slots, tokens))
+        return SampledTokens(tokens.to(torch.int32).cpu().numpy(), self._logprobs(logits, slots, tokens))
 
     def _tokens(self, logits: torch.Tensor, slots: Slots, positions: Int64s) -> torch.Tensor:
         if self._plain[slots].all():
-            return greatest(finite(logits))
+            return argmax_tokens(finite_logits(logits))
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         for rows in self._waves(slots):
             at = self._index(rows)
@@ -145,12 +145,12 @@ class Sampler:
             yield np.flatnonzero(wave == number)
 
     def _choose(self, logits: torch.Tensor, slots: Slots, positions: Int64s) -> torch.Tensor:
-        shaped = finite(self._shaped(logits, slots, positions))
+        shaped = finite_logits(self._shaped(logits, slots, positions))
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         greedy = self._greedy[slots]
         if greedy.any():
             rows = np.flatnonzero(greedy)
-            tokens[self._index(rows)] = greatest(_rows_of(shaped, rows))
+            tokens[self._index(rows)] = argmax_tokens(_rows_of(shaped, rows))
         for draw, mine in self._draws(slots):
             for begin in range(0, len(mine), self._draw_rows):
                 rows = mine[begin : begin + self._draw_rows]
@@ -186,11 +186,11 @@ class Sampler:
         nucleus = self._top_p[slots] < math.inf
         yield draw_from_all, np.flatnonzero(drawn & ~leading & ~nucleus)
         yield draw_from_nucleus, np.flatnonzero(drawn & ~leading & nucleus)
-        yield draw_from_leaders, np.flatnonzero(drawn & leading)
+        yield draw_from_top_k, np.flatnonzero(drawn & leading)
 
-    def _cuts(self, slots: Slots) -> Cuts:
+    def _cuts(self, slots: Slots) -> TruncationLimits:
         top_k, top_p, floor = self._top_k[slots], self._top_p[slots], self._floor[slots]
-        return Cuts(
+        return TruncationLimits(
             temperature=torch.from_numpy(self._temperature[slots]).to(self._device).unsqueeze(1),
             top_k=torch.from_numpy(top_k).to(self._device).unsqueeze(1),
             top_p=torch.from_numpy(top_p).to(self._device).unsqueeze(1),
@@ -206,10 +206,10 @@ class Sampler:
             return ()
         at = self._index(rows)
         counts = self._alternatives[slots[rows]]
-        every = torch.log_softmax(finite(_rows_of(logits, rows)), dim=-1).clamp_(min=LOGPROB_LEAST)
+        every = torch.log_softmax(finite_logits(_rows_of(logits, rows)), dim=-1).clamp_(min=LOGPROB_LEAST)
         chosen = every.gather(1, tokens[at].unsqueeze(1)).to(torch.float32).cpu().numpy()
         at_least_one = np.maximum(counts, 1)
-        ids, top = leaders(every, self._index(at_least_one).unsqueeze(1), int(at_least_one.max()))
+        ids, top = top_tokens(every, self._index(at_least_one).unsqueeze(1), int(at_least_one.max()))
         top_ids = ids.to(torch.int32).cpu().numpy()
         tops = top.to(torch.float32).cpu().numpy()
         return tuple(

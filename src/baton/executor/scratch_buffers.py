@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 
-class Scratch:
+class ScratchBuffers:
     """Taking a name again overwrites what was handed out under it before: nothing in a buffer outlives a draw."""
 
     def __init__(self, device: torch.device) -> None:

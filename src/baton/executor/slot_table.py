@@ -13,7 +13,7 @@ from baton.core.engine.plan import Chunk, Int32s, Int64s, Outcome, Start
 from baton.core.engine.request import Tokens
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import ExecutorShape
-from baton.executor.drafts import Drafts
+from baton.executor.drafts import DraftTokens
 
 NO_BLOCK = -1
 """Marks an entry of a block table that was never grown; block ids start at 0."""
@@ -99,7 +99,7 @@ class SlotTable:
         present = self.table[slots[:, None], at] != NO_BLOCK
         return np.asarray(np.logical_and.accumulate(present, axis=1).sum(axis=1), dtype=np.int64)
 
-    def draft(self, slots: Int32s, drafts: Drafts) -> None:
+    def draft(self, slots: Int32s, drafts: DraftTokens) -> None:
         """Put drafts behind what is known, for a step to read; they are not known for that."""
         rows, nth = drafts.within.nonzero()
         self.tokens[slots[rows], self.known[slots[rows]] + nth] = drafts.tokens[rows, nth]

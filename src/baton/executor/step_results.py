@@ -12,7 +12,7 @@ from baton.core.engine.plan import Int32s, Int64s, Logprobs, Outcome, StepPlan
 
 
 @dataclass(slots=True)
-class Answer:
+class ResultRows:
     """One row for each stop, chunk and decode of the plan, in that order."""
 
     slots: Int32s
@@ -21,13 +21,13 @@ class Answer:
     known: Int64s
 
 
-def begin_answer(plan: StepPlan) -> Answer:
+def begin_rows(plan: StepPlan) -> ResultRows:
     """As if no slot that the plan names were held."""
     named = [(stop.slot, stop.epoch) for stop in plan.stops] + [(chunk.slot, chunk.epoch) for chunk in plan.chunks]
     slots = np.array([slot for slot, _ in named], dtype=np.int32)
     epochs = np.array([epoch for _, epoch in named], dtype=np.int64)
     rows = len(named) + len(plan.decode_slots)
-    return Answer(
+    return ResultRows(
         slots=np.concatenate([slots, plan.decode_slots]).astype(np.int32),
         epochs=np.concatenate([epochs, plan.decode_epochs]).astype(np.int64),
         outcomes=np.full(rows, Outcome.NOTHING_EMPTY_SLOT, dtype=np.int8),

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.executor.gumbel_noise import SHARES, RowKeys, gumbel, hash_products, hashes
-from baton.executor.scratch_buffers import Scratch
+from baton.executor.scratch_buffers import ScratchBuffers
 
 BLOCK = 64
 """Columns are padded to blocks of this many: the best block is found first, then the best within it."""
@@ -44,7 +44,7 @@ Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class TruncationLimits:
     """What truncation asks of each row, as float64 or int64 [rows, 1] on the device. Neutral values cut nothing."""
 
     temperature: torch.Tensor
@@ -59,7 +59,7 @@ class Cuts:
     top_k_most: int
 
 
-def finite(logits: torch.Tensor) -> torch.Tensor:
+def finite_logits(logits: torch.Tensor) -> torch.Tensor:
     """The same tensor where each row's maximum is finite, as in a sound model; a repaired copy otherwise."""
     if bool(torch.isfinite(logits.amax(dim=-1)).all()):
         return logits
@@ -68,22 +68,22 @@ def finite(logits: torch.Tensor) -> torch.Tensor:
     return repaired.masked_fill_(hopeless, 0.0)
 
 
-def greatest(logits: torch.Tensor) -> torch.Tensor:
-    """int64 [rows]: each row's greatest value. Needs `finite` logits."""
-    lanes = _blocks(_padded(logits))
-    block = lanes.amax(dim=2).argmax(dim=1)
+def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [rows]: each row's greatest value. Needs `finite_logits`."""
+    by_block = _blocks(_padded(logits))
+    block = by_block.amax(dim=2).argmax(dim=1)
     rows = torch.arange(len(logits), device=logits.device)
-    return lanes[rows, block].argmax(dim=1).add_(block * BLOCK)
+    return by_block[rows, block].argmax(dim=1).add_(block * BLOCK)
 
 
-def draw_from_all(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
+def draw_from_all(logits: torch.Tensor, keys: RowKeys, cuts: TruncationLimits, scratch: ScratchBuffers) -> torch.Tensor:
     """int64 [rows]: draws where neither top-k nor top-p applies."""
     finalists = [race.finalists(first_row) for first_row, race in _races(logits, keys, cuts, scratch)]
     rows, ids, values = (torch.cat(column) for column in zip(*finalists, strict=True))
     return _finish(rows, ids, values, keys)
 
 
-def draw_from_nucleus(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
+def draw_from_nucleus(logits: torch.Tensor, keys: RowKeys, cuts: TruncationLimits, scratch: ScratchBuffers) -> torch.Tensor:
     """int64 [rows]: draws where top-p applies but not top-k."""
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for first_row, race in _races(logits, keys, cuts, scratch):
@@ -93,10 +93,10 @@ def draw_from_nucleus(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: 
     return chosen
 
 
-def draw_from_leaders(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
+def draw_from_top_k(logits: torch.Tensor, keys: RowKeys, cuts: TruncationLimits, scratch: ScratchBuffers) -> torch.Tensor:
     """int64 [rows]: draws where top-k applies to every row."""
     values = _tempered(logits, cuts.temperature, scratch)
-    ids, ranked = leaders(values, cuts.top_k, cuts.top_k_most)
+    ids, ranked = top_tokens(values, cuts.top_k, cuts.top_k_most)
     stays = (torch.arange(ids.shape[1], device=ids.device) < cuts.top_k) & (ranked > -math.inf)
     kept = stays & (ranked >= cuts.floor) if cuts.has_floor else stays
     if cuts.has_top_p:
@@ -107,18 +107,18 @@ def draw_from_leaders(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: 
     return _finish(rows, ids[rows, columns], ranked[rows, columns], keys)
 
 
-def leaders(values: torch.Tensor, count: torch.Tensor, count_most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_tokens(values: torch.Tensor, count: torch.Tensor, count_most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, values), ranked, of at least the `count` [rows, 1] first of each row; -inf pads the rows to the same length.
 
     Which of several equal values `torch.topk` takes is not defined, so it only says above which value to look: all those
     are collected in order of id and sorted stably. The k-th greatest block bounds the k-th greatest value from below, so
     the blocks' maxima suffice unless there are too few of them.
     """
-    lanes = _blocks(_padded(values))
-    tops = lanes.amax(dim=2)
+    by_block = _blocks(_padded(values))
+    tops = by_block.amax(dim=2)
     among = tops if count_most <= tops.shape[1] else values
     least = among.topk(count_most, dim=1).values.gather(1, count - 1).clamp_(min=torch.finfo(values.dtype).min)
-    rows, ids = _cells(torch.ge, lanes, tops, least)
+    rows, ids = _cells(torch.ge, by_block, tops, least)
     per_row = torch.bincount(rows, minlength=len(values))
     columns = torch.arange(len(rows), device=rows.device) - (per_row.cumsum(0) - per_row)[rows]
     shape = (len(values), max(count_most, int(per_row.max())))
@@ -152,22 +152,24 @@ class _Race:
 
         None of the others can win. Rows are counted from `first_row`.
         """
-        lanes = _blocks(self.arrivals)
-        bounds = lanes.amin(dim=2)
-        limit = self._pace(lanes, bounds.argmin(dim=1))
-        rows, ids = _cells(torch.le, lanes, bounds, limit)
+        by_block = _blocks(self.arrivals)
+        bounds = by_block.amin(dim=2)
+        limit = self._pace(by_block, bounds.argmin(dim=1))
+        rows, ids = _cells(torch.le, by_block, bounds, limit)
         return rows + first_row, ids, self.values[rows, ids]
 
-    def _pace(self, lanes: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    def _pace(self, by_block: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         """float32 [rows, 1]: when the one with the least bound arrives, with slack."""
         rows = torch.arange(len(block), device=block.device)
-        token = (block * BLOCK + lanes[rows, block].argmin(dim=1)).unsqueeze(1)
+        token = (block * BLOCK + by_block[rows, block].argmin(dim=1)).unsqueeze(1)
         share = hashes(token.to(torch.int32), self.keys).to(torch.float64).add_(0.5).div_(SHARES)
         arrival = share.neg_().log1p_().mul_(-SHARES * _SLACK).div_(self.shares.gather(1, token))
         return arrival.to(torch.float32)
 
 
-def _races(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: Scratch) -> Iterator[tuple[int, _Race]]:
+def _races(
+    logits: torch.Tensor, keys: RowKeys, cuts: TruncationLimits, scratch: ScratchBuffers
+) -> Iterator[tuple[int, _Race]]:
     """(first row, race) for some rows after others; a race's tables are valid until the next is asked for.
 
     The vocabulary is passed over some twenty times: on a CPU, in pieces that stay in its caches.
@@ -190,7 +192,7 @@ def _races(logits: torch.Tensor, keys: RowKeys, cuts: Cuts, scratch: Scratch) ->
         yield first, _Race(arrivals, values, shares, own)
 
 
-def _pull_into_nucleus(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, scratch: Scratch) -> None:
+def _pull_into_nucleus(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, scratch: ScratchBuffers) -> None:
     """Redraw, in place, the rows whose token lies outside their top-p set, until none does.
 
     The winner among all tokens that lies in the set is the winner of the set, so most rows need no second look. One that
@@ -210,7 +212,7 @@ def _pull_into_nucleus(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, s
         chosen[rows] = race.winners()
 
 
-def _perhaps_outside(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+def _perhaps_outside(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, scratch: ScratchBuffers) -> torch.Tensor:
     """Rows not plainly inside: a cheap sum, whose rounding the slack covers, spares most rows the exact one."""
     value = race.values.gather(1, chosen.unsqueeze(1))
     mask = scratch.take("mask", (len(chosen), race.values.shape[1]), torch.float32)
@@ -218,7 +220,7 @@ def _perhaps_outside(chosen: torch.Tensor, race: _Race, top_p: torch.Tensor, scr
     return (reached * _SLACK >= top_p).squeeze(1).nonzero().squeeze(1)
 
 
-def _ahead(values: torch.Tensor, token: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+def _ahead(values: torch.Tensor, token: torch.Tensor, scratch: ScratchBuffers) -> torch.Tensor:
     """1 for those that rank before the row's token, 0 for it and those after.
 
     As numbers: a CPU compares five times faster into float32 than into booleans, and dividing by 0 makes inf.
@@ -233,13 +235,13 @@ def _ahead(values: torch.Tensor, token: torch.Tensor, scratch: Scratch) -> torch
 
 
 def _cells(
-    compare: Compare, lanes: torch.Tensor, bounds: torch.Tensor, limit: torch.Tensor
+    compare: Compare, by_block: torch.Tensor, bounds: torch.Tensor, limit: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, ids) of all cells that compare true with their row's limit, by row, then id; looks only into blocks whose
     bound does."""
     near_rows, near_blocks = compare(bounds, limit).nonzero(as_tuple=True)
-    near, lane = compare(lanes[near_rows, near_blocks], limit[near_rows]).nonzero(as_tuple=True)
-    return near_rows[near], near_blocks[near] * BLOCK + lane
+    near, column = compare(by_block[near_rows, near_blocks], limit[near_rows]).nonzero(as_tuple=True)
+    return near_rows[near], near_blocks[near] * BLOCK + column
 
 
 def _finish(rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, keys: RowKeys) -> torch.Tensor:
@@ -252,8 +254,8 @@ def _finish(rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, keys: R
     return nobody.scatter_reduce_(0, rows[first], ids[first], "amin")
 
 
-def _tempered(logits: torch.Tensor, temperature: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """Values to draw by: 0 at each row's greatest, below 0 elsewhere, padded to whole blocks. Needs `finite` logits."""
+def _tempered(logits: torch.Tensor, temperature: torch.Tensor, scratch: ScratchBuffers) -> torch.Tensor:
+    """Values to draw by: 0 at each row's maximum, below 0 elsewhere, padded to whole blocks. Needs `finite_logits`."""
     rows, vocabulary = logits.shape
     values = scratch.take("values", (rows, _whole_blocks(vocabulary)), logits.dtype)
     inside = values[:, :vocabulary]
@@ -263,7 +265,7 @@ def _tempered(logits: torch.Tensor, temperature: torch.Tensor, scratch: Scratch)
     return values
 
 
-def _softmax(values: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+def _softmax(values: torch.Tensor, scratch: ScratchBuffers) -> torch.Tensor:
     """Probabilities in float32. torch computes them row by row, in an order that depends on the row's length alone."""
     shares = scratch.take("shares", (len(values), values.shape[1]), torch.float32)
     return torch.softmax(values, dim=-1, dtype=torch.float32, out=shares)

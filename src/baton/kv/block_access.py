@@ -18,7 +18,7 @@ Bytes2d = npt.NDArray[np.uint8]
 """[blocks, bytes a block]"""
 
 
-class Blocks(Protocol):
+class BlockAccess(Protocol):
     """From any thread, several at once. A call returns when its bytes are where they belong; the caller owns the blocks.
 
     `host` is [rows, bytes a block], and what lies at an offset in a block lies at the same offset in a row.
@@ -39,7 +39,7 @@ class Blocks(Protocol):
         """Zeroed host memory of the kind that is quickest to copy from and to."""
 
 
-class Window(Protocol):
+class RemoteBlocks(Protocol):
     """The blocks of another process, on a device that ours can read."""
 
     def pull(self, sources: Int32s, targets: Int32s, begin: int, end: int) -> None:
@@ -48,13 +48,13 @@ class Window(Protocol):
     def close(self) -> None: ...
 
 
-class Sharing(Protocol):
+class DeviceSharing(Protocol):
     """A device whose blocks another process of this host may read, and that can read another's."""
 
     def share(self) -> bytes:
         """What opens our blocks elsewhere, to read; nothing where that cannot be."""
 
-    def open(self, handle: bytes, blocks: int) -> Window | str:
+    def open(self, handle: bytes, blocks: int) -> RemoteBlocks | str:
         """Another's, of whom we know that a block is what ours is. A string says why it cannot be."""
 
     def digests(self, blocks: Int32s, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
@@ -87,6 +87,6 @@ def zeroed(size: int) -> Bytes:
     return np.zeros(size, dtype=np.uint8)
 
 
-def at_once(blocks: Blocks, piece_bytes: int) -> int:
+def blocks_per_copy(blocks: BlockAccess, piece_bytes: int) -> int:
     """How many pieces of so many bytes go in one call."""
     return max(1, blocks.run_bytes // max(1, piece_bytes))

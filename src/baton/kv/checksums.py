@@ -14,12 +14,12 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from baton.core.engine.plan import Int32s
-from baton.kv.block_access import Sharing
+from baton.kv.block_access import DeviceSharing
 
 Spans = tuple[tuple[int, int], ...]
 
 
-class Checks:
+class BlockChecksums:
     """Of blocks `first`… of a sequence, `blocks` of them, which lie in `pool`."""
 
     def __init__(self, first: int, blocks: int, spans: Spans, pool: memoryview) -> None:
@@ -45,10 +45,10 @@ class Checks:
         return np.array(self._values, dtype="<u8").tobytes()
 
 
-class DeviceChecks:
+class DeviceChecksums:
     """The same of blocks on a device, which are hashed there."""
 
-    def __init__(self, first: int, blocks: int, spans: Spans, device: Sharing) -> None:
+    def __init__(self, first: int, blocks: int, spans: Spans, device: DeviceSharing) -> None:
         self._first = first
         self._spans = spans
         self._device = device

@@ -9,17 +9,17 @@ from __future__ import annotations
 import numpy as np
 
 from baton.core.engine.plan import Int32s
-from baton.kv.transfer_frames import Pieces
+from baton.kv.transfer_frames import PiecesFrame
 
 
-class Expected:
+class ExpectedBlocks:
     def __init__(self, first: int, blocks: Int32s, layers: int) -> None:
         self.first = first
         self.blocks = blocks
         self._claimed = np.zeros((len(blocks), layers), dtype=np.bool_)
         self._missing = len(blocks) * layers
 
-    def claim(self, pieces: Pieces) -> str | None:
+    def claim(self, pieces: PiecesFrame) -> str | None:
         """Why these may not come now; None when they may, and then they may not come again."""
         layers, begin = pieces.layers, pieces.first - self.first
         if begin < 0 or not 0 < pieces.count <= len(self.blocks) - begin:
@@ -32,11 +32,11 @@ class Expected:
         window[:] = True
         return None
 
-    def keep(self, pieces: Pieces) -> None:
+    def keep(self, pieces: PiecesFrame) -> None:
         """What was claimed has landed."""
         self._missing -= pieces.count * len(pieces.layers)
 
-    def targets(self, pieces: Pieces) -> Int32s:
+    def targets(self, pieces: PiecesFrame) -> Int32s:
         """Our blocks that these go to."""
         begin = pieces.first - self.first
         return self.blocks[begin : begin + pieces.count]

@@ -27,7 +27,7 @@ _POLL_S = (0.0005, 0.02)
 """How long to wait before asking again for a lock that another process has: at first, and at most."""
 
 
-class Busy(Exception):
+class LockBusy(Exception):
     """Somebody else has the lock for longer than we may wait."""
 
 
@@ -43,7 +43,7 @@ class FileLock:
     def held(self, deadline: float) -> Iterator[int]:
         """With the open file. `deadline` is on the monotonic clock; Busy when it passes."""
         if not self._mutex.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise Busy(self.path)
+            raise LockBusy(self.path)
         try:
             fd = self._take(deadline)
             try:
@@ -65,7 +65,7 @@ class FileLock:
                 if fd >= 0:
                     os.close(fd)
             if time.monotonic() >= deadline:
-                raise Busy(self.path)
+                raise LockBusy(self.path)
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, most_s)
 
@@ -88,18 +88,18 @@ def _is_at(fd: int, path: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class FolderUsage:
     used_bytes: int | None
     """None: not known, count again."""
     taken_bytes: int
     """Of all time; what was taken between two looks is the difference."""
 
 
-class Ledger:
+class FileLedger:
     def __init__(self, path: str) -> None:
         self._lock = FileLock(path)
 
-    def read(self, deadline: float) -> Account:
+    def read(self, deadline: float) -> FolderUsage:
         with self._lock.held(deadline) as fd:
             return _read(fd)
 
@@ -112,7 +112,7 @@ class Ledger:
             was = _read(fd)
             if was.used_bytes is None or (limit is not None and was.used_bytes + size > limit):
                 return None
-            _write(fd, Account(was.used_bytes + size, was.taken_bytes + size))
+            _write(fd, FolderUsage(was.used_bytes + size, was.taken_bytes + size))
             begun = False
             try:
                 made = begin()
@@ -126,31 +126,31 @@ class Ledger:
         with self._lock.held(deadline) as fd:
             was = _read(fd)
             if was.used_bytes is not None:
-                _write(fd, Account(max(0, was.used_bytes - size), was.taken_bytes))
+                _write(fd, FolderUsage(max(0, was.used_bytes - size), was.taken_bytes))
 
-    def recount(self, before: Account, found: int, deadline: float) -> int:
+    def recount(self, before: FolderUsage, found: int, deadline: float) -> int:
         """`found` bytes were there after `before` was read; what was taken since may be among them and counts twice.
         Answers the bytes that are now in use."""
         with self._lock.held(deadline) as fd:
             now = _read(fd)
             used = found + max(0, now.taken_bytes - before.taken_bytes)
-            _write(fd, Account(used, now.taken_bytes))
+            _write(fd, FolderUsage(used, now.taken_bytes))
             return used
 
     @contextlib.contextmanager
-    def still(self, deadline: float) -> Iterator[None]:
+    def frozen(self, deadline: float) -> Iterator[None]:
         """Nobody begins anything meanwhile."""
         with self._lock.held(deadline):
             yield
 
 
-def _read(fd: int) -> Account:
+def _read(fd: int) -> FolderUsage:
     data = os.pread(fd, _RECORD.size + 1, 0)
     if len(data) != _RECORD.size or not data.startswith(_MAGIC):
-        return Account(None, 0)
+        return FolderUsage(None, 0)
     _, used, taken = _RECORD.unpack(data)
-    return Account(used, taken)
+    return FolderUsage(used, taken)
 
 
-def _write(fd: int, account: Account) -> None:
+def _write(fd: int, account: FolderUsage) -> None:
     os.pwrite(fd, _RECORD.pack(_MAGIC, account.used_bytes or 0, account.taken_bytes), 0)

@@ -1,12 +1,12 @@
-"""Rows of host memory, and the one thread that copies between them and the device's blocks.
+"""Rows of host memory, and the thread that copies between them and the device's blocks.
 
-Owns the memory of the rows and what a haul's hold on them is (`Grip`). Which row holds what is known to the core alone.
-Copies into the device go before those out of it: for the first a request waits, for the others nobody. Of each kind they are
-made in the order in which they were ordered. Who orders sees to it that none needs what another, not yet reported, brings.
-Orders and fences return at once, and what became of them is reported. A fence is answered after the blocks that are being
-copied in one go, however long the copy is: one block where the host can address them, a run of them on a device.
+Owns the memory of the rows and the hold that a transfer has on them (`TransferHold`). The core decides which row holds
+which block. Copies into the device go before copies out of it, because requests wait for them; each kind is done in the
+order in which it was given. The caller must not order a copy that depends on another one not yet reported. `copy` and
+`fence` return at once and their outcome is reported. A fence takes effect after the current copy call: one block where the
+host can address them, at most `run_bytes` on a device.
 
-How many copies wait is bounded by whoever orders them: each holds rows and blocks of its own.
+The caller bounds how many copies wait: each holds rows and blocks of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable
 from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
 from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled, HaulFenced, StorageEvent
-from baton.kv.block_access import Blocks, Bytes, Bytes2d, at_once, zeroed
-from baton.kv.shared_memory import within
+from baton.kv.block_access import BlockAccess, Bytes, Bytes2d, blocks_per_copy, zeroed
+from baton.kv.shared_memory import ids_within
 
 Report = Callable[[StorageEvent], None]
 """Called from any thread; never blocks."""
@@ -32,11 +32,11 @@ class HostMemory:
         self.rows: Bytes2d = allocate(rows * block_bytes).reshape(rows, block_bytes)
 
     def demand(self, rows: Int32s) -> None:
-        if not within(rows, len(self.rows)):
+        if not ids_within(rows, len(self.rows)):
             raise InvariantViolated(f"rows {rows.tolist()} are not all of the {len(self.rows)} that there are")
 
 
-class Grip:
+class TransferHold:
     """One haul's hold on rows and blocks: between the thread that moves bytes and the one that fences it.
 
     The thread takes the grip before it touches any, and looks at `fenced` between two of its copies. A fence that finds the
@@ -48,7 +48,7 @@ class Grip:
         self._held = False
         self.fenced = False
 
-    def strays(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Fenced and let go: what goes on with this haul, if anything does, is no business of the core."""
         return self.fenced and not self._held
 
@@ -71,18 +71,18 @@ class Grip:
             return not self._held
 
 
-class Copier:
-    def __init__(self, blocks: Blocks, memory: HostMemory, report: Report) -> None:
+class HostCopier:
+    def __init__(self, blocks: BlockAccess, memory: HostMemory, report: Report) -> None:
         if blocks.block_bytes != memory.rows.shape[1]:
             raise InvariantViolated(f"rows of {memory.rows.shape[1]} bytes are not for blocks of {blocks.block_bytes}")
         self._blocks = blocks
-        self._at_once = at_once(blocks, blocks.block_bytes)
+        self._at_once = blocks_per_copy(blocks, blocks.block_bytes)
         self._memory = memory
         self._report = report
-        self._open: dict[Haul, Grip] = {}
-        self._waiting_in: deque[tuple[CopyIn, Grip]] = deque()
-        self._waiting_out: deque[tuple[CopyOut, Grip]] = deque()
-        self._news = threading.Condition()
+        self._open: dict[Haul, TransferHold] = {}
+        self._waiting_in: deque[tuple[CopyIn, TransferHold]] = deque()
+        self._waiting_out: deque[tuple[CopyOut, TransferHold]] = deque()
+        self._condition = threading.Condition()
         self._closing = False
         self.out_bytes = 0
         self.in_bytes = 0
@@ -92,56 +92,56 @@ class Copier:
 
     def copy(self, order: CopyOut | CopyIn) -> None:
         self._memory.demand(order.rows)
-        if not within(order.blocks, self._blocks.blocks) or len(order.blocks) != len(order.rows):
+        if not ids_within(order.blocks, self._blocks.blocks) or len(order.blocks) != len(order.rows):
             raise InvariantViolated(f"blocks {order.blocks.tolist()} cannot be copied to or from {len(order.rows)} rows")
-        grip = self._open[order.haul] = Grip()
-        with self._news:
+        hold = self._open[order.haul] = TransferHold()
+        with self._condition:
             if isinstance(order, CopyIn):
-                self._waiting_in.append((order, grip))
+                self._waiting_in.append((order, hold))
             else:
-                self._waiting_out.append((order, grip))
-            self._news.notify()
+                self._waiting_out.append((order, hold))
+            self._condition.notify()
 
-    def fence(self, haul: Haul) -> bool:
+    def fence(self, transfer: Haul) -> bool:
         """False: it is not one of ours, or is over, and is not answered here."""
-        grip = self._open.get(haul)
-        if grip is not None and grip.fence():
-            self._open.pop(haul, None)
-            self._report(HaulFenced(haul))
-        return grip is not None
+        hold = self._open.get(transfer)
+        if hold is not None and hold.fence():
+            self._open.pop(transfer, None)
+            self._report(HaulFenced(transfer))
+        return hold is not None
 
     def close(self) -> None:
         """What waits is not copied, and what is being copied ends after its run of blocks."""
         self._closing = True
-        with self._news:
-            self._news.notify()
+        with self._condition:
+            self._condition.notify()
         self._thread.join()
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
-            order, grip = task
-            if not grip.take():
+            order, hold = task
+            if not hold.take():
                 continue  # fenced while it waited
-            copied = self._copied(order, grip)
-            done = grip.let_go()
+            copied = self._copied(order, hold)
+            done = hold.let_go()
             self._open.pop(order.haul, None)
             if not done:
                 self._report(HaulFenced(order.haul))
             elif copied:
                 self._report(Hauled(order.haul, (True,) * len(order.rows)))
 
-    def _next(self) -> tuple[CopyOut | CopyIn, Grip] | None:
-        with self._news:
-            self._news.wait_for(lambda: self._waiting_in or self._waiting_out or self._closing)
+    def _next(self) -> tuple[CopyOut | CopyIn, TransferHold] | None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._waiting_in or self._waiting_out or self._closing)
             if self._closing:
                 return None
             return self._waiting_in.popleft() if self._waiting_in else self._waiting_out.popleft()
 
-    def _copied(self, order: CopyOut | CopyIn, grip: Grip) -> bool:
+    def _copied(self, order: CopyOut | CopyIn, hold: TransferHold) -> bool:
         out = isinstance(order, CopyOut)
         move, size = self._blocks.read if out else self._blocks.write, self._blocks.block_bytes
         for at in range(0, len(order.rows), self._at_once):
-            if grip.fenced or self._closing:
+            if hold.fenced or self._closing:
                 return False
             blocks, rows = order.blocks[at : at + self._at_once], order.rows[at : at + self._at_once]
             move(blocks, rows, self._memory.rows, 0, size)

@@ -17,10 +17,10 @@ from collections.abc import Callable
 
 Work = Callable[[], None]
 Post = Callable[[Work, bool], bool]
-"""`Lane.post`."""
+"""`IoThread.post`."""
 
 
-class Lane:
+class IoThread:
     def __init__(self, name: str, turn: Callable[[float], float | None], on_end: Work, queue_max: int = 4096) -> None:
         """`turn(now)` is called again and again, and says in how many seconds at the latest; None is whenever."""
         self._turn = turn
@@ -28,14 +28,14 @@ class Lane:
         self._queue: deque[Work] = deque()
         self._queue_max = queue_max
         self._selector = selectors.DefaultSelector()
-        self._bell_in, self._bell_out = socket.socketpair()
-        self._bell_in.setblocking(False)
-        self._bell_out.setblocking(False)
-        self._rung = False
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._signalled = False
         self._closing = False
         self._over = False
-        self._gate = threading.Lock()
-        self._selector.register(self._bell_out, selectors.EVENT_READ, self._heard_bell)
+        self._lock = threading.Lock()
+        self._selector.register(self._wake_out, selectors.EVENT_READ, self._woken)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -43,21 +43,21 @@ class Lane:
 
     def post(self, work: Work, urgent: bool = False) -> bool:
         """From any thread: do this on the lane. False when the queue is full; when the lane is over, done here and now."""
-        with self._gate:
+        with self._lock:
             if not self._over:
                 if len(self._queue) >= self._queue_max and not urgent:
                     return False
                 self._queue.append(work)
-                self._ring()
+                self._signal()
                 return True
         work()
         return True
 
     def wake(self) -> None:
         """From any thread: take a turn soon."""
-        with self._gate:
+        with self._lock:
             if not self._over:
-                self._ring()
+                self._signal()
 
     def close(self) -> None:
         self._closing = True
@@ -75,14 +75,14 @@ class Lane:
         elif known:
             self._selector.unregister(sock)
 
-    def _ring(self) -> None:
-        if not self._rung:
-            self._rung = True
-            self._bell_in.send(b"!")
+    def _signal(self) -> None:
+        if not self._signalled:
+            self._signalled = True
+            self._wake_in.send(b"!")
 
-    def _heard_bell(self, _events: int) -> None:
-        self._bell_out.recv(64)
-        self._rung = False  # before the queue is looked at: what is posted from here on rings again
+    def _woken(self, _events: int) -> None:
+        self._wake_out.recv(64)
+        self._signalled = False  # before the queue is looked at: what is posted from here on rings again
 
     def _run(self) -> None:
         try:
@@ -90,19 +90,23 @@ class Lane:
                 delay_s = self._turn(time.monotonic())
                 for key, events in self._selector.select(delay_s):
                     key.data(events)
-                self._empty_queue()
+                self._run_queue()
         finally:
             self._end()
 
-    def _empty_queue(self) -> None:
+    def _run_queue(self) -> None:
         for _ in range(len(self._queue)):
             self._queue.popleft()()
 
     def _end(self) -> None:
         self._on_end()
-        with self._gate:
+        with self._lock:
             self._over = True
-        self._empty_queue()
+        self._run_queue()
         self._selector.close()
-        self._bell_in.close()
-        self._bell_out.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+
+def ignore_events(_events: int) -> None:
+    """The callback of a socket that is not watched any more."""

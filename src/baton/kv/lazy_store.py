@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from baton.kv.store import BadStore, Store, StoreFailed, StoreStat
-from baton.kv.store_guard import Border
+from baton.kv.store_guard import StoreGuard
 
 
-class LateStore:
+class LazyStore:
     def __init__(self, kind: str, opener: Callable[[], Store]) -> None:
         self.kind = kind
         self._opener = opener
@@ -22,8 +22,8 @@ class LateStore:
         self._arenas: list[memoryview] = []
         self._opening = threading.Lock()
         """May be held for long."""
-        self._border = Border()
-        self._gate = threading.Lock()
+        self._guard = StoreGuard()
+        self._lock = threading.Lock()
         """Over the arenas, and whether the store is there."""
 
     def look(self, names: Sequence[str]) -> list[bool]:
@@ -39,7 +39,7 @@ class LateStore:
         self._opened().drop(names)
 
     def attach(self, arena: memoryview) -> None:
-        with self._gate:
+        with self._lock:
             self._arenas.append(arena)
             if self._store is not None:
                 self._store.attach(arena)
@@ -54,18 +54,18 @@ class LateStore:
         return self._opened().clear()
 
     def close(self) -> None:
-        with self._gate:
+        with self._lock:
             if self._store is not None:
                 self._store.close()
 
     def open(self) -> Store:
         """Raises BadStore where there can be no such store; whoever only uses it sees one that fails."""
-        with self._opening, self._border.guarded():
+        with self._opening, self._guard.guarded():
             return self._store or self._open()
 
     def _open(self) -> Store:
         store = self._opener()
-        with self._gate:
+        with self._lock:
             for arena in self._arenas:
                 store.attach(arena)
             self._store = store

@@ -35,12 +35,12 @@ from baton.kv.store import StoreFailed
 _AREA_BYTES = 8 << 20
 _AREAS_MAX_BYTES = 1 << 30
 _ANSWER_MAX_BYTES = 1 << 28
-_KNOCK = struct.pack("<4B4I", 21, 0, 0, 0, 1, 0, 0, 0)
+_PROBE = struct.pack("<4B4I", 21, 0, 0, 0, 1, 0, 0, 0)
 """A call of a function that no master has, which it answers: magic number, version, kinds; call 1, function 0, no data."""
 
 Area = npt.NDArray[np.uint8]
 
-_left_behind: list[tuple[Client, Link]] = []
+_left_behind: list[tuple[MooncakeClient, MooncakeConnection]] = []
 """Never closed, so neither they nor the memory that they know may go."""
 
 
@@ -63,7 +63,7 @@ class _Mounted(TypedDict):
     ret: int
 
 
-class Client(Protocol):
+class MooncakeClient(Protocol):
     """What we use of theirs. Zero is success, less is a code of theirs."""
 
     def setup(
@@ -82,7 +82,7 @@ class Client(Protocol):
 
 
 @cache
-def why_not() -> str | None:
+def why_unavailable() -> str | None:
     try:
         client_class()
     except ImportError as error:
@@ -90,15 +90,15 @@ def why_not() -> str | None:
     return None
 
 
-def client_class() -> Callable[[], Client]:
+def client_class() -> Callable[[], MooncakeClient]:
     load_libraries()
     from mooncake.store import MooncakeDistributedStore
 
-    made: Callable[[], Client] = MooncakeDistributedStore
+    made: Callable[[], MooncakeClient] = MooncakeDistributedStore
     return made
 
 
-def _end_by_themselves(timeout_s: float) -> None:
+def _set_call_timeouts(timeout_s: float) -> None:
     """Calls that were given up shall, unless the environment says otherwise; theirs take half a minute each."""
     limit_ms = str(math.ceil(max(1.0, timeout_s) * 1000))
     settings = {"MC_RPC_TIMEOUT_MS": limit_ms, "MC_RPC_CONNECT_TIMEOUT_MS": "1000", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
@@ -107,7 +107,7 @@ def _end_by_themselves(timeout_s: float) -> None:
 
 
 @dataclass(frozen=True)
-class LinkSettings:
+class MooncakeSettings:
     shown: str
     master: tuple[str, int]
     admin: tuple[str, int]
@@ -119,93 +119,93 @@ class LinkSettings:
     """Under which others reach us; None: found out."""
 
 
-class Link:
+class MooncakeConnection:
     """Their client, made when it is needed; closed when the last call that uses it has ended."""
 
-    def __init__(self, settings: LinkSettings, timeout_s: float) -> None:
+    def __init__(self, settings: MooncakeSettings, timeout_s: float) -> None:
         self._settings = settings
         self._timeout_s = timeout_s
         self._making = threading.Lock()
-        self._gate = threading.Lock()
-        self._client: Client | None = None
+        self._lock = threading.Lock()
+        self._client: MooncakeClient | None = None
         self._users = 0
         self._closed = False
         self._arena: memoryview | None = None
         self._registered: list[tuple[int, int, memoryview]] = []
         """Address, size, and what keeps it from going."""
-        self.areas = Areas(settings.shown)
-        self.given_bytes = 0
+        self.areas = RegisteredAreas(settings.shown)
+        self.mounted_bytes = 0
 
     @contextlib.contextmanager
-    def client(self) -> Iterator[Client]:
-        client = self._take()
+    def client(self) -> Iterator[MooncakeClient]:
+        client = self._acquire()
         try:
             yield client
         finally:
-            self._leave()
+            self._release()
 
     def attach(self, arena: memoryview) -> None:
         self._arena = arena
 
-    def knows(self, address: int, size: int) -> bool:
+    def is_registered(self, address: int, size: int) -> bool:
         return any(begin <= address and address + size <= begin + length for begin, length, _ in self._registered)
 
-    def mount(self, client: Client) -> None:
+    def mount(self, client: MooncakeClient) -> None:
         """Give the memory that we are to give, once."""
         with self._making:
-            if self.given_bytes or not self._settings.segment_bytes:
+            if self.mounted_bytes or not self._settings.segment_bytes:
                 return
             answer = client.allocate_and_mount_segment(self._settings.segment_bytes, self._settings.protocol)
             if answer["ret"]:
                 raise StoreFailed(f"{self._settings.shown} does not take {self._settings.segment_bytes} bytes of our memory")
-            self.given_bytes = self._settings.segment_bytes
+            self.mounted_bytes = self._settings.segment_bytes
 
     def ask_master(self, path: str) -> bytes:
         host, port = self._settings.admin
-        line = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        conn = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
         try:
-            line.request("GET", path)
-            answer = line.getresponse()
+            conn.request("GET", path)
+            answer = conn.getresponse()
             content = answer.read(_ANSWER_MAX_BYTES)
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             hint = "the master's HTTP port, which ?admin= names"
             raise StoreFailed(f"{self._settings.shown}: {host}:{port} ({hint}) is not reached: {error}") from error
         finally:
-            line.close()
+            conn.close()
         if answer.status != http.HTTPStatus.OK:
             raise StoreFailed(f"{self._settings.shown}: {host}:{port} answers {path} with {answer.status}")
         return content
 
     def close(self) -> None:
-        with self._gate:
+        with self._lock:
             self._closed = True
         self._close_if_unused()
 
-    def _take(self) -> Client:
+    def _acquire(self) -> MooncakeClient:
         if not self._making.acquire(timeout=self._timeout_s):
             raise StoreFailed(f"{self._settings.shown} is still being connected to")
         try:
-            with self._gate:
+            with self._lock:
                 if self._closed:
                     raise StoreFailed(f"{self._settings.shown} is closed")
                 self._users += 1
             with contextlib.ExitStack() as unless_made:
-                unless_made.callback(self._leave)
+                unless_made.callback(self._release)
                 if self._client is None:
-                    self._client = self._made()
+                    self._client = self._new_client()
                 self._register(self._client)
                 unless_made.pop_all()
             return self._client
         finally:
             self._making.release()
 
-    def _leave(self) -> None:
-        with self._gate:
+    def _release(self) -> None:
+        with self._lock:
             self._users -= 1
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        with self._gate:
+        with self._lock:
             if not self._closed or self._users or self._client is None:
                 return
             client, self._client = self._client, None
@@ -218,51 +218,51 @@ class Link:
         self._registered.clear()
         self.areas.forget()
 
-    def _made(self) -> Client:
+    def _new_client(self) -> MooncakeClient:
         settings, (host, port) = self._settings, self._settings.master
         self.ask_master("/health")
-        found = self._knock()
+        found = self._probe_master()
         ours = settings.host or found
-        _end_by_themselves(self._timeout_s)
+        _set_call_timeouts(self._timeout_s)
         client = client_class()()
         if client.setup(ours, settings.metadata, 0, 0, settings.protocol, settings.device, f"{host}:{port}"):
             raise StoreFailed(f"{settings.shown} does not take us in as {ours}")
         return client
 
-    def _knock(self) -> str:
+    def _probe_master(self) -> str:
         """The address that we have for the master, once it reacts on the port of its calls.
 
         Whatever it does will do, even to hang up on what it does not understand. That the system accepts a connection says
         nothing: it does so for a process that stands still, too.
         """
         try:
-            with socket.create_connection(self._settings.master, self._timeout_s) as line:
-                line.sendall(_KNOCK)
-                line.recv(1)
-                return str(line.getsockname()[0])
+            with socket.create_connection(self._settings.master, self._timeout_s) as conn:
+                conn.sendall(_PROBE)
+                conn.recv(1)
+                return str(conn.getsockname()[0])
         except (OSError, UnicodeError) as error:
             raise StoreFailed(f"{self._settings.shown} is not reached: {error}") from error
 
-    def _register(self, client: Client) -> None:
+    def _register(self, client: MooncakeClient) -> None:
         arena = self._arena
-        if arena is None or self.knows(address_of(arena), len(arena)):
+        if arena is None or self.is_registered(address_of(arena), len(arena)):
             return
         if client.register_buffer(address_of(arena), len(arena)):
             raise StoreFailed(f"{self._settings.shown} does not take an arena of {len(arena)} bytes")
         self._registered.append((address_of(arena), len(arena), arena))
 
 
-class Areas:
+class RegisteredAreas:
     """Memory of ours that the client knows. Each piece belongs to one call, until that has ended."""
 
     def __init__(self, shown: str) -> None:
         self._shown = shown
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         self._spare: list[Area] = []
         self._all: list[Area] = []
 
-    def take(self, client: Client, size: int) -> Area:
-        with self._gate:
+    def take(self, client: MooncakeClient, size: int) -> Area:
+        with self._lock:
             for at, area in enumerate(self._spare):
                 if area.size >= size:
                     return self._spare.pop(at)
@@ -276,11 +276,11 @@ class Areas:
             return area
 
     def give_back(self, area: Area) -> None:
-        with self._gate:
+        with self._lock:
             self._spare.append(area)
 
     @contextlib.contextmanager
-    def lent(self, client: Client, size: int) -> Iterator[Area]:
+    def lent(self, client: MooncakeClient, size: int) -> Iterator[Area]:
         area = self.take(client, size)
         try:
             yield area
@@ -288,7 +288,7 @@ class Areas:
             self.give_back(area)
 
     def forget(self) -> None:
-        with self._gate:
+        with self._lock:
             self._spare.clear()
             self._all.clear()
 

@@ -36,7 +36,7 @@ class _TransferEngine(Protocol):
 
 
 @cache
-def why_not() -> str | None:
+def why_unavailable() -> str | None:
     try:
         _engine_class()
     except ImportError as error:
@@ -69,11 +69,11 @@ def _in_order(folder: Path) -> list[Path]:
     )
 
 
-class Engine:
+class TransferEngine:
     """One a process and address, while somebody uses it."""
 
-    _gate = threading.Lock()
-    _open: dict[str, Engine] = {}  # noqa: RUF012 - the one table of them, on purpose
+    _lock = threading.Lock()
+    _open: dict[str, TransferEngine] = {}  # noqa: RUF012 - the one table of them, on purpose
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -85,16 +85,16 @@ class Engine:
         self.name = f"{host}:{self._theirs.get_rpc_port()}"
 
     @classmethod
-    def take(cls, host: str) -> Engine:
+    def take(cls, host: str) -> TransferEngine:
         ipaddress.ip_address(host)
-        with cls._gate:
+        with cls._lock:
             if host not in cls._open:
                 cls._open[host] = cls(host)
             cls._open[host]._users += 1
             return cls._open[host]
 
     def give_back(self) -> None:
-        with self._gate:
+        with self._lock:
             self._users -= 1
             if self._users == 0:
                 del self._open[self._host]
@@ -102,13 +102,13 @@ class Engine:
 
     def register(self, address: int, size: int) -> None:
         """Once, however many ask for it."""
-        with self._gate:
+        with self._lock:
             if not self._registered[address] and self._theirs.register_memory(address, size):
                 raise TransferUnavailable(f"mooncake's Transfer Engine does not take {size} bytes of memory")
             self._registered[address] += 1
 
     def unregister(self, address: int) -> None:
-        with self._gate:
+        with self._lock:
             self._registered[address] -= 1
             if not self._registered[address]:
                 self._theirs.unregister_memory(address)

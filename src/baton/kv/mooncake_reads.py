@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.kv.io_thread import Post
-from baton.kv.mooncake_engine import Engine
+from baton.kv.mooncake_engine import TransferEngine
 
-HELPERS = 4
+READ_THREADS = 4
 """Reads under way at once."""
-HELPERS_MAX = 32
+READ_THREADS_MAX = 32
 """With those that hang."""
 STAGING_BYTES = 4 << 20
 CLOSE_S = 2.0
@@ -36,7 +36,7 @@ _left_behind: list[list[Staging]] = []
 
 
 @dataclass(eq=False)
-class Read:
+class RemoteRead:
     peer: str
     of: list[int]
     """Addresses over there, of pieces of `size`."""
@@ -47,42 +47,42 @@ class Read:
     abandoned: bool = False
 
 
-class Readers:
-    def __init__(self, engine: Engine, staging_bytes: int) -> None:
+class RemoteReaders:
+    def __init__(self, engine: TransferEngine, staging_bytes: int) -> None:
         self._engine = engine
         self._staging_bytes = staging_bytes
-        self._orders: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
-        self._gate = threading.Lock()
+        self._orders: queue.SimpleQueue[RemoteRead | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._areas: list[Staging] = []
         self._spare: list[Staging] = []
-        self._helpers: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
         self._post: Post | None = None
 
     def begin(self, post: Post) -> None:
         self._post = post
-        for _ in range(HELPERS):
-            self._add_helper()
+        for _ in range(READ_THREADS):
+            self._add_thread()
 
-    def order(self, read: Read) -> None:
+    def order(self, read: RemoteRead) -> None:
         self._orders.put(read)
 
-    def abandon(self, read: Read) -> None:
+    def abandon(self, read: RemoteRead) -> None:
         """On the lane: nobody waits for it any more."""
-        with self._gate:
+        with self._lock:
             read.abandoned = True
             stuck = read.under_way
         if stuck:
-            self._add_helper()
+            self._add_thread()
 
     def close(self) -> None:
         """On the lane, as the last thing."""
         self._closing.set()
-        for _ in self._helpers:
+        for _ in self._threads:
             self._orders.put(None)
-        for helper in self._helpers:
-            helper.join(CLOSE_S)
-        if any(helper.is_alive() for helper in self._helpers):
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+        if any(thread.is_alive() for thread in self._threads):
             _left_behind.append(self._areas)  # it may still write there
             return
         for area in self._areas:
@@ -91,14 +91,14 @@ class Readers:
         self._areas.clear()
         self._spare.clear()
 
-    def _add_helper(self) -> None:
-        self._helpers = [helper for helper in self._helpers if helper.is_alive()]
-        if len(self._helpers) >= HELPERS_MAX or self._closing.is_set():
+    def _add_thread(self) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if len(self._threads) >= READ_THREADS_MAX or self._closing.is_set():
             return
         area = self._spare.pop() if self._spare else self._new_area()
-        helper = threading.Thread(target=self._help, args=(area,), name="kv-mooncake-read", daemon=True)
-        self._helpers.append(helper)
-        helper.start()
+        thread = threading.Thread(target=self._run, args=(area,), name="kv-mooncake-read", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _new_area(self) -> Staging:
         area: Staging = np.frombuffer(mmap.mmap(-1, self._staging_bytes), dtype=np.uint8)
@@ -106,30 +106,32 @@ class Readers:
         self._areas.append(area)
         return area
 
-    def _help(self, area: Staging) -> None:
+    def _run(self, area: Staging) -> None:
         """A helper's life: read, let the lane have it, go on when the lane has copied it."""
         taken = threading.Semaphore(0)
         while (read := self._orders.get()) is not None and not self._closing.is_set():
-            if not self._wanted(read, under_way=True):
+            if not self._still_wanted(read, under_way=True):
                 continue
             to = [area.ctypes.data + number * read.size for number in range(len(read.of))]
             done = self._engine.read(read.peer, to, read.of, [read.size] * len(read.of))
-            if not self._wanted(read, under_way=False):
+            if not self._still_wanted(read, under_way=False):
                 self._spare.append(area)  # another has taken our place
                 return
             if self._post is not None:
-                self._post(partial(self._bring, read, area, None if done else "cannot read what was announced", taken), True)
+                self._post(
+                    partial(self._deliver, read, area, None if done else "cannot read what was announced", taken), True
+                )
             while not taken.acquire(timeout=0.1):
                 if self._closing.is_set():
                     return
 
-    def _wanted(self, read: Read, under_way: bool) -> bool:
-        with self._gate:
+    def _still_wanted(self, read: RemoteRead, under_way: bool) -> bool:
+        with self._lock:
             read.under_way = under_way and not read.abandoned
             return not read.abandoned
 
     @staticmethod
-    def _bring(read: Read, area: Staging, problem: str | None, taken: threading.Semaphore) -> None:
+    def _deliver(read: RemoteRead, area: Staging, problem: str | None, taken: threading.Semaphore) -> None:
         """On the lane."""
         if not read.abandoned:
             read.take(area, problem)

@@ -28,9 +28,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from baton.kv.mooncake_client import Area, Client, Link, LinkSettings, address_of, client_class
+from baton.kv.mooncake_client import Area, MooncakeClient, MooncakeConnection, MooncakeSettings, address_of, client_class
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, StoreStat, StoreUrl, parse_size
-from baton.kv.store_guard import Border
+from baton.kv.store_guard import StoreGuard
 
 PORT = 50051
 ADMIN_PORT = 9003
@@ -57,7 +57,7 @@ def open_mooncake(url: StoreUrl, timeout_s: float, limit_bytes: int | None) -> S
     return MooncakeStore(_settings_of(url, limit_bytes), timeout_s)
 
 
-def _settings_of(url: StoreUrl, limit_bytes: int | None) -> LinkSettings:
+def _settings_of(url: StoreUrl, limit_bytes: int | None) -> MooncakeSettings:
     for name in url.options:
         if name not in _OPTIONS:
             raise BadStore(f"{url}: a mooncake store has no option {name!r}, only limit, {', '.join(_OPTIONS)}")
@@ -65,7 +65,7 @@ def _settings_of(url: StoreUrl, limit_bytes: int | None) -> LinkSettings:
         raise BadStore(f"{url}: nothing follows the port of a mooncake store")
     segment = url.options.get("segment")
     given = limit_bytes if limit_bytes is not None else SEGMENT_BYTES
-    return LinkSettings(
+    return MooncakeSettings(
         shown=str(url), master=(url.host, url.port or PORT), admin=_admin_of(url),
         metadata=url.options.get("metadata", "P2PHANDSHAKE"), protocol=url.options.get("protocol", "tcp"),
         device=url.options.get("device", ""), segment_bytes=given if segment is None else parse_size(segment),
@@ -83,15 +83,15 @@ def _admin_of(url: StoreUrl) -> tuple[str, int]:
 class MooncakeStore:
     kind = "mooncake"
 
-    def __init__(self, settings: LinkSettings, timeout_s: float) -> None:
+    def __init__(self, settings: MooncakeSettings, timeout_s: float) -> None:
         self._settings = settings
         self._timeout_s = timeout_s
-        self._link = Link(settings, timeout_s)
-        self._threads = _Threads(settings.shown, _CALLS_MAX)
+        self._connection = MooncakeConnection(settings, timeout_s)
+        self._threads = _DaemonThreads(settings.shown, _CALLS_MAX)
 
     def look(self, names: Sequence[str]) -> list[bool]:
         codes = self._call(lambda client: client.batch_is_exist(_keys(names))) if names else []
-        return [self._sound(code) > 0 for code in codes]
+        return [self._checked(code) > 0 for code in codes]
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int]:
         if not names:
@@ -99,7 +99,7 @@ class MooncakeStore:
         sizes = [len(view) for view in into]
         area, codes = self._call(lambda client: self._fetch(client, names, sizes), self._give_back)
         with contextlib.ExitStack() as afterwards:
-            afterwards.callback(self._link.areas.give_back, area)
+            afterwards.callback(self._connection.areas.give_back, area)
             counts = [self._count(code) for code in codes]
             for view, begin, count in zip(into, _begins(sizes)[:-1], counts, strict=True):
                 if count > 0:
@@ -110,48 +110,48 @@ class MooncakeStore:
         if not names:
             return []
         codes = self._call(lambda client: self._send(client, names, objects))
-        return [code not in (_NO_ROOM, _TRANSFER_FAILED) and self._sound(code) == 0 for code in codes]
+        return [code not in (_NO_ROOM, _TRANSFER_FAILED) and self._checked(code) == 0 for code in codes]
 
     def drop(self, names: Sequence[str]) -> None:
         codes = self._call(lambda client: client.batch_remove(_keys(names), True)) if names else []
         for code in codes:
             if code not in _NOT_THERE:
-                self._sound(code)
+                self._checked(code)
 
     def attach(self, arena: memoryview) -> None:
         """Connects and registers it, if that can be; else when it can. Kept until the connection is closed."""
-        self._link.attach(arena)
+        self._connection.attach(arena)
         with contextlib.suppress(StoreFailed):
             self._call(lambda client: client.batch_is_exist([]))
 
     def names(self) -> Iterator[tuple[str, int]]:
-        listed = self._bounded(lambda: self._link.ask_master("/get_all_keys")).decode("utf-8", "replace").split("\n")
+        listed = self._bounded(lambda: self._connection.ask_master("/get_all_keys")).decode("utf-8", "replace").split("\n")
         keys = [key for key in listed if key.startswith(PREFIX)]
         for begin in range(0, len(keys), _PAGE):
             yield from self._sizes(keys[begin : begin + _PAGE])
 
     def stat(self) -> StoreStat:
         sizes = [size for _, size in self.names()]
-        metrics = self._bounded(lambda: self._link.ask_master("/metrics")).decode("utf-8", "replace")
+        metrics = self._bounded(lambda: self._connection.ask_master("/metrics")).decode("utf-8", "replace")
         values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("master_") and " " in line)
         capacity = int(float(values.get("master_total_capacity_bytes", "0")))
-        details = {"capacity of all instances": str(capacity), "given by this one": str(self._link.given_bytes)}
+        details = {"capacity of all instances": str(capacity), "given by this one": str(self._connection.mounted_bytes)}
         return StoreStat(self.kind, len(sizes), sum(sizes), capacity or None, details)
 
     def clear(self) -> int:
-        return self._sound(self._call(lambda client: client.remove_by_regex(f"^{PREFIX}", True)))
+        return self._checked(self._call(lambda client: client.remove_by_regex(f"^{PREFIX}", True)))
 
     def close(self) -> None:
         """Waits no longer than the time-out; what hangs then ends with the process."""
         with contextlib.suppress(StoreFailed):
-            self._bounded(self._link.close)
+            self._bounded(self._connection.close)
         self._threads.close()
 
     # ── in the caller's thread ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _call(self, job: Callable[[Client], T], late: Callable[[T], None] | None = None) -> T:
+    def _call(self, job: Callable[[MooncakeClient], T], late: Callable[[T], None] | None = None) -> T:
         def work() -> T:
-            with self._link.client() as client:
+            with self._connection.client() as client:
                 return job(client)
 
         return self._bounded(work, late)
@@ -163,7 +163,7 @@ class MooncakeStore:
         if future.done():
             return future.result()
         if not future.cancel() and late is not None:
-            future.add_done_callback(lambda ended: _hand(ended, late))
+            future.add_done_callback(lambda ended: _pass_on(ended, late))
         raise StoreFailed(f"{self._settings.shown} does not answer within {self._timeout_s:g} s")
 
     def _sizes(self, keys: list[str]) -> Iterator[tuple[str, int]]:
@@ -174,43 +174,43 @@ class MooncakeStore:
                 yield key.removeprefix(PREFIX), in_memory[0].buffer_descriptor.size
 
     def _give_back(self, fetched: tuple[Area, list[int]]) -> None:
-        self._link.areas.give_back(fetched[0])
+        self._connection.areas.give_back(fetched[0])
 
     def _count(self, code: int) -> int:
         if code in _NOT_THERE:
             return MISSING
-        return OVERSIZED if code == _DOES_NOT_FIT else self._sound(code)
+        return OVERSIZED if code == _DOES_NOT_FIT else self._checked(code)
 
-    def _sound(self, code: int) -> int:
+    def _checked(self, code: int) -> int:
         if code < 0:
             raise StoreFailed(f"{self._settings.shown} answers with mooncake's error {code}")
         return code
 
     # ── in a thread of ours ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _fetch(self, client: Client, names: Sequence[str], sizes: list[int]) -> tuple[Area, list[int]]:
+    def _fetch(self, client: MooncakeClient, names: Sequence[str], sizes: list[int]) -> tuple[Area, list[int]]:
         begins = _begins(sizes)
-        area = self._link.areas.take(client, begins[-1])
+        area = self._connection.areas.take(client, begins[-1])
         with contextlib.ExitStack() as unless_ended:
-            unless_ended.callback(self._link.areas.give_back, area)
+            unless_ended.callback(self._connection.areas.give_back, area)
             codes = client.batch_get_into(_keys(names), [area.ctypes.data + begin for begin in begins[:-1]], sizes)
             unless_ended.pop_all()
         return area, codes
 
-    def _send(self, client: Client, names: Sequence[str], objects: Sequence[memoryview]) -> list[int]:
-        self._link.mount(client)
+    def _send(self, client: MooncakeClient, names: Sequence[str], objects: Sequence[memoryview]) -> list[int]:
+        self._connection.mount(client)
         sizes = [len(content) for content in objects]
         addresses = [address_of(content) for content in objects]
-        if all(self._link.knows(address, size) for address, size in zip(addresses, sizes, strict=True)):
+        if all(self._connection.is_registered(address, size) for address, size in zip(addresses, sizes, strict=True)):
             return client.batch_put_from(_keys(names), addresses, sizes)
         begins = _begins(sizes)
-        with self._link.areas.lent(client, begins[-1]) as area:
+        with self._connection.areas.lent(client, begins[-1]) as area:
             for content, begin in zip(objects, begins[:-1], strict=True):
                 area[begin : begin + len(content)] = np.frombuffer(content, np.uint8)
             return client.batch_put_from(_keys(names), [area.ctypes.data + begin for begin in begins[:-1]], sizes)
 
 
-class _Threads:
+class _DaemonThreads:
     """So many at most, made when they are needed. A ThreadPoolExecutor will not do: the process would not end while one of
     its threads hangs."""
 
@@ -219,15 +219,15 @@ class _Threads:
         self._most = most
         self._made = 0
         self._closed = False
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         """Over the above."""
         self._idle = threading.Semaphore(0)
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._border = Border()
+        self._guard = StoreGuard()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        with self._gate:
+        with self._lock:
             if self._closed:
                 raise StoreFailed(f"{self._shown} is closed")
             self._waiting.put(lambda: self._do(work, future))
@@ -238,7 +238,7 @@ class _Threads:
 
     def close(self) -> None:
         """Each ends when it has done what it is at."""
-        with self._gate:
+        with self._lock:
             self._closed = True
             for _ in range(self._made):
                 self._waiting.put(None)
@@ -253,7 +253,7 @@ class _Threads:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            with self._border.guarded():
+            with self._guard.guarded():
                 came = work()
         except (BadStore, StoreFailed) as failure:
             future.set_exception(failure)
@@ -273,6 +273,6 @@ def _begins(sizes: Sequence[int]) -> list[int]:
     return begins
 
 
-def _hand(ended: Future[T], late: Callable[[T], None]) -> None:
+def _pass_on(ended: Future[T], late: Callable[[T], None]) -> None:
     if ended.exception() is None:
         late(ended.result())

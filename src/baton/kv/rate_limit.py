@@ -7,7 +7,7 @@ LATE_S = 0.02
 """A thread that wakes late on a busy machine makes up for so much; a network would not have slept."""
 
 
-class Pace:
+class ByteRateLimit:
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_at_s = 0.0

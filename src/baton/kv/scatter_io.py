@@ -28,7 +28,7 @@ class _Run:
         return found
 
 
-class Vectors:
+class ScatterBuffers:
     def __init__(self) -> None:
         self._runs: deque[_Run] = deque()
         self.left = 0

@@ -19,7 +19,7 @@ SEQUENCE_BLOCKS_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRun:
     """Blocks [first, upto) of the sequence, these layers of each."""
 
     layers: range
@@ -47,7 +47,7 @@ class _Task:
     orders: list[_Order] = field(default_factory=list)
 
 
-class Signals:
+class LayerSignals:
     """Which layers of which steps are written. The one thing here that other threads touch, under their own lock."""
 
     def __init__(self, layers: int) -> None:
@@ -73,10 +73,10 @@ class Signals:
         return self._layers.get(step, 0) & self._all
 
 
-class ShipBook:
+class SendQueue:
     """A refusal is a string that says why; None is agreement."""
 
-    def __init__(self, layers: int, signals: Signals, tasks_max: int, run_layers_max: int | None = None) -> None:
+    def __init__(self, layers: int, signals: LayerSignals, tasks_max: int, run_layers_max: int | None = None) -> None:
         self._all = (1 << layers) - 1
         self._run_layers_max = run_layers_max or layers
         self._signals = signals
@@ -109,7 +109,7 @@ class ShipBook:
         task.last = last
         return self._wrong_orders(task)
 
-    def next_run(self, handover: Handover) -> Run | None:
+    def next_run(self, handover: Handover) -> BlockRun | None:
         """The next that may be sent; once returned it counts as sent."""
         task = self._tasks.get(handover)
         if task is None or not task.opened:
@@ -123,7 +123,7 @@ class ShipBook:
                 order.waiting &= ~(((1 << count) - 1) << begin)
                 if not order.waiting:
                     del task.orders[at]
-                return Run(range(begin, begin + count), order.first, order.upto)
+                return BlockRun(range(begin, begin + count), order.first, order.upto)
         return None
 
     def finished(self, handover: Handover) -> bool:

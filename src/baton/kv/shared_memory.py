@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.kv.block_access import Blocks, Sharing
-from baton.kv.host_mirror import Mirror
+from baton.kv.block_access import BlockAccess, DeviceSharing
+from baton.kv.host_mirror import HostMirror
 from baton.kv.transfer_contract import KvLayout, KvMemory
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -73,7 +73,7 @@ def _seals() -> int:
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def allocate(layout: KvLayout, blocks: int) -> KvMemory:
+def allocate_pool(layout: KvLayout, blocks: int) -> KvMemory:
     """A pool of its own, shared where the system can."""
     size = blocks * layout.block_bytes
     if why_not_shared() is not None:
@@ -82,15 +82,15 @@ def allocate(layout: KvLayout, blocks: int) -> KvMemory:
     return KvMemory(layout, shared.array.reshape(blocks, layout.block_bytes), layout.spans, shared.fd)
 
 
-def mirror_of(layout: KvLayout, device: Blocks, sharing: Sharing | None = None) -> KvMemory:
-    """What stands for a pool on a device. Give it back with `release`, when no transfer uses it any more."""
+def allocate_mirror(layout: KvLayout, device: BlockAccess, sharing: DeviceSharing | None = None) -> KvMemory:
+    """What stands for a pool on a device. Give it back with `release_pool`, when no transfer uses it any more."""
     shared = shared_bytes(device.blocks * layout.block_bytes)
     rows = shared.array.reshape(device.blocks, layout.block_bytes)
 
     def give_back(block: int) -> None:
         free_pages(shared.fd, block * layout.block_bytes, layout.block_bytes)
 
-    return KvMemory(layout, rows, layout.spans, shared.fd, Mirror(device, rows, give_back), sharing)
+    return KvMemory(layout, rows, layout.spans, shared.fd, HostMirror(device, rows, give_back), sharing)
 
 
 def free_pages(fd: int, offset: int, size: int) -> None:
@@ -108,18 +108,18 @@ def _fallocate() -> Callable[[int, int, int, int], int]:
     return made
 
 
-def release(memory: KvMemory) -> None:
+def release_pool(memory: KvMemory) -> None:
     """Close the fd; the memory itself goes with the last view of it."""
     if memory.fd is not None:
         os.close(memory.fd)
         memory.fd = None
 
 
-def flat(memory: KvMemory) -> memoryview:
+def pool_bytes(memory: KvMemory) -> memoryview:
     """The pool as one run of bytes."""
     return memory.pool.data.cast("B")
 
 
-def within(blocks: npt.NDArray[np.signedinteger[Any]], upto: int) -> bool:
+def ids_within(blocks: npt.NDArray[np.signedinteger[Any]], upto: int) -> bool:
     """All of these are ids of a pool of so many blocks."""
     return not len(blocks) or (int(blocks.min()) >= 0 and int(blocks.max()) < upto)

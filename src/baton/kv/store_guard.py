@@ -18,9 +18,9 @@ log = logging.getLogger("baton.store")
 T = TypeVar("T")
 
 
-class Border:
+class StoreGuard:
     def __init__(self) -> None:
-        self._told: set[type[Exception]] = set()
+        self._logged: set[type[Exception]] = set()
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -30,8 +30,8 @@ class Border:
         except (BadStore, StoreFailed):
             raise
         except Exception as error:  # broad: code of others has no list of what it may raise
-            news = type(error) not in self._told
-            self._told.add(type(error))
+            news = type(error) not in self._logged
+            self._logged.add(type(error))
             # The traceback once for each kind: a library that errs does so at every call.
             log.log(
                 logging.ERROR if news else logging.DEBUG, "the store erred, and that counts as its failure", exc_info=True

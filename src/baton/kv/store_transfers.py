@@ -28,9 +28,9 @@ from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 from baton.core.tiers.transfers import Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put
 from baton.kv.block_access import Bytes, Bytes2d
-from baton.kv.host_memory import Grip, HostMemory, Report
+from baton.kv.host_memory import HostMemory, Report, TransferHold
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed
-from baton.kv.store_guard import Border
+from baton.kv.store_guard import StoreGuard
 from baton.wire.envelope import HEADER_BYTES, Flaw, object_name, stamp, unseal
 
 log = logging.getLogger("baton.store")
@@ -45,8 +45,8 @@ WAITING_MAX = 1024
 CLOSE_S = 2.0
 """How long closing waits for threads that are inside the store, for all of them together."""
 
-HANGS = "the store hangs: none of its calls has returned"
-BEHIND = "too many transfers wait for the store"
+STORE_HANGS = "the store hangs: none of its calls has returned"
+TOO_MANY_WAITING = "too many transfers wait for the store"
 
 Order = Look | Get | Put
 
@@ -72,7 +72,7 @@ class StoreTally:
 @dataclass(slots=True, eq=False)
 class _Task:
     order: Order
-    grip: Grip = field(default_factory=Grip)
+    hold: TransferHold = field(default_factory=TransferHold)
 
 
 class _Arena:
@@ -85,7 +85,7 @@ class _Arena:
         """The same as numpy copies it, which lets other threads run meanwhile."""
 
 
-class _Crew:
+class _WorkerThreads:
     """Threads that do one kind of work, and what waits for them."""
 
     def __init__(self, name: str, work: Callable[[_Task, _Arena], None], arenas: Sequence[_Arena], waiting_max: int) -> None:
@@ -94,7 +94,7 @@ class _Crew:
         self._waiting_max = waiting_max
         self._at_work: list[_Task | None] = [None] * len(arenas)
         """By thread."""
-        self._news = threading.Condition()
+        self._condition = threading.Condition()
         self._closing = False
         self._threads = [
             threading.Thread(target=self._run, args=(number, arena), name=f"{name}-{number}", daemon=True)
@@ -105,18 +105,18 @@ class _Crew:
 
     def add(self, task: _Task) -> str | None:
         """Why it is not taken; None when it is."""
-        with self._news:
+        with self._condition:
             if self._is_lost():
-                return HANGS
+                return STORE_HANGS
             if len(self._waiting) >= self._waiting_max:
-                return BEHIND
+                return TOO_MANY_WAITING
             self._waiting.append(task)
-            self._news.notify()
+            self._condition.notify()
             return None
 
     def fenced(self, task: _Task) -> list[_Task]:
         """Answers what waits in vain, now that this one is fenced, and forgets it."""
-        with self._news:
+        with self._condition:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(task)
             if not self._is_lost():
@@ -127,9 +127,9 @@ class _Crew:
 
     def stop(self) -> None:
         """What waits is left."""
-        with self._news:
+        with self._condition:
             self._closing = True
-            self._news.notify_all()
+            self._condition.notify_all()
 
     def ended(self, deadline_s: float) -> bool:
         """False: at the deadline a thread is still inside the store."""
@@ -138,20 +138,20 @@ class _Crew:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _is_lost(self) -> bool:
-        return all(task is not None and task.grip.strays() for task in self._at_work)
+        return all(task is not None and task.hold.is_abandoned() for task in self._at_work)
 
     def _run(self, number: int, arena: _Arena) -> None:
         while True:
-            with self._news:
+            with self._condition:
                 self._at_work[number] = None
-                self._news.wait_for(lambda: self._waiting or self._closing)
+                self._condition.wait_for(lambda: self._waiting or self._closing)
                 if self._closing:
                     return
                 task = self._at_work[number] = self._waiting.popleft()
             self._work(task, arena)
 
 
-class StoreHauler:
+class StoreTransfers:
     def __init__(
         self,
         store: Store,
@@ -164,14 +164,14 @@ class StoreHauler:
     ) -> None:
         """`layout`: the digest of what a block is. The store is closed with us."""
         self._store = store
-        self._border = Border()
+        self._guard = StoreGuard()
         self._memory = memory
         self._layout = layout
         self._report = report
         self._open: dict[Haul, _Task] = {}
         self._counted: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
         """Over what is counted, `_failing` and `_full`."""
         self._failing = False
         """The last call of the store failed, and it was said."""
@@ -180,59 +180,61 @@ class StoreHauler:
         object_bytes = HEADER_BYTES + self._block_bytes
         stride = -(-object_bytes // ALIGNMENT) * ALIGNMENT
         arena = np.zeros((2 * threads, max(1, arena_bytes // stride), stride), dtype=np.uint8)
-        with contextlib.suppress(BadStore, StoreFailed), self._border.guarded():
+        with contextlib.suppress(BadStore, StoreFailed), self._guard.guarded():
             store.attach(arena.data.cast("B"))  # once: a store may keep only what it was told last
         arenas = [_Arena(part, object_bytes) for part in arena]
-        self._lookers = _Crew("baton-store-look", self._work, [_Arena(arena[0, :0], 0)], waiting_max)  # it moves nothing
-        self._readers = _Crew("baton-store-read", self._work, arenas[:threads], waiting_max)
-        self._writers = _Crew("baton-store-write", self._work, arenas[threads:], waiting_max)
+        self._look_threads = _WorkerThreads(
+            "baton-store-look", self._work, [_Arena(arena[0, :0], 0)], waiting_max
+        )  # it moves nothing
+        self._read_threads = _WorkerThreads("baton-store-read", self._work, arenas[:threads], waiting_max)
+        self._write_threads = _WorkerThreads("baton-store-write", self._work, arenas[threads:], waiting_max)
 
     @property
     def _block_bytes(self) -> int:
         return int(self._memory.rows.shape[1])
 
-    def haul(self, order: Order) -> None:
+    def start(self, order: Order) -> None:
         if not isinstance(order, Look):
             self._memory.demand(order.rows)
         task = self._open[order.haul] = _Task(order)
-        reason = self._crew_of(task).add(task)
+        reason = self._pool_of(task).add(task)
         if reason is not None:
             self._fail(task, reason)
 
-    def fence(self, haul: Haul) -> bool:
+    def fence(self, transfer: Haul) -> bool:
         """False: it is not one of ours, or is over, and is not answered here."""
-        task = self._open.get(haul)
+        task = self._open.get(transfer)
         if task is None:
             return False
-        if task.grip.fence():
-            self._open.pop(haul, None)
-            self._report(HaulFenced(haul))
-        for left in self._crew_of(task).fenced(task):
-            self._fail(left, HANGS)
+        if task.hold.fence():
+            self._open.pop(transfer, None)
+            self._report(HaulFenced(transfer))
+        for left in self._pool_of(task).fenced(task):
+            self._fail(left, STORE_HANGS)
         return True
 
     def tally(self) -> StoreTally:
-        with self._gate:
+        with self._lock:
             return StoreTally(**self._counted, bad=dict(self._bad))
 
     def close(self) -> None:
         """What waits is left. A store that has not returned from a call is left open: it ends with the process."""
         deadline_s = time.monotonic() + CLOSE_S
-        crews = (self._lookers, self._readers, self._writers)
-        for crew in crews:
-            crew.stop()
-        if all(crew.ended(deadline_s) for crew in crews):
-            with contextlib.suppress(BadStore, StoreFailed), self._border.guarded():
+        pools = (self._look_threads, self._read_threads, self._write_threads)
+        for pool in pools:
+            pool.stop()
+        if all(pool.ended(deadline_s) for pool in pools):
+            with contextlib.suppress(BadStore, StoreFailed), self._guard.guarded():
                 self._store.close()
 
-    def _crew_of(self, task: _Task) -> _Crew:
+    def _pool_of(self, task: _Task) -> _WorkerThreads:
         match task.order:
             case Look():
-                return self._lookers
+                return self._look_threads
             case Get():
-                return self._readers
+                return self._read_threads
             case Put():
-                return self._writers
+                return self._write_threads
 
     # ── on the threads of a crew ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -249,18 +251,18 @@ class StoreHauler:
         order, at_once = task.order, len(arena.objects)
         if isinstance(order, Look):
             names = self._names(order.keys)
-            return [] if task.grip.fenced else self._border.asked(lambda: self._store.look(names), names)
+            return [] if task.hold.fenced else self._guard.asked(lambda: self._store.look(names), names)
         move = self._get if isinstance(order, Get) else self._put
         came: list[bool] = []
         for at in range(0, len(order.keys), at_once):
-            if task.grip.fenced:
+            if task.hold.fenced:
                 break
             came += move(task, arena, order.keys[at : at + at_once], order.rows[at : at + at_once])
         return came
 
     def _get(self, task: _Task, arena: _Arena, keys: Sequence[Key], rows: Int32s) -> list[bool]:
         names, objects = self._names(keys), arena.objects[: len(keys)]
-        sizes = self._border.asked(lambda: self._store.get(names, objects), names)
+        sizes = self._guard.asked(lambda: self._store.get(names, objects), names)
         flaws = [self._flaw(key, data, size) for key, data, size in zip(keys, objects, sizes, strict=True)]
         bad = [name for name, flaw in zip(names, flaws, strict=True) if isinstance(flaw, Flaw)]
         if bad:
@@ -291,35 +293,35 @@ class StoreHauler:
         names, objects = self._names(keys), arena.objects[: len(keys)]
         for key, whole in zip(keys, objects, strict=True):
             stamp(key, self._layout, whole)
-        stored = self._border.asked(lambda: self._store.put(names, objects), names)
+        stored = self._guard.asked(lambda: self._store.put(names, objects), names)
         kept = sum(stored)
         self._count(stored_blocks=kept, stored_bytes=kept * self._block_bytes, unstored_blocks=len(stored) - kept)
-        self._say_whether_full(kept < len(stored))
+        self._log_full(kept < len(stored))
         return stored
 
     def _moved(self, task: _Task, moves: list[tuple[Bytes, Bytes]]) -> bool:
         """Copy the first of each pair to the second, while it may. False: it was fenced, and that is answered."""
-        grip = task.grip
-        if not grip.take():
+        hold = task.hold
+        if not hold.take():
             return False
         for source, target in moves:
-            if grip.fenced:
+            if hold.fenced:
                 break
             np.copyto(target, source)
-        if grip.let_go():
+        if hold.let_go():
             return True
         self._open.pop(task.order.haul, None)
         self._report(HaulFenced(task.order.haul))
         return False
 
     def _drop(self, names: list[str], flaws: list[Flaw]) -> None:
-        with self._gate:
+        with self._lock:
             news = any(flaw not in self._bad for flaw in flaws)
             self._bad.update(flaws)
         level = logging.WARNING if news else logging.DEBUG  # a disk that rots is said once; how much, the counters say
         log.log(level, "stored blocks were bad, and are dropped: %s", dict(Counter(flaws)))
         try:
-            with self._border.guarded():
+            with self._guard.guarded():
                 self._store.drop(names)
         except (BadStore, StoreFailed) as failure:  # what else came is good all the same
             log.warning("the store did not drop them: %s", failure)
@@ -330,23 +332,23 @@ class StoreHauler:
 
     def _end(self, task: _Task, event: Hauled | HaulFailed) -> None:
         self._open.pop(task.order.haul, None)
-        if not task.grip.fenced:  # else that was the answer
-            self._say(event)
+        if not task.hold.fenced:  # else that was the answer
+            self._log_failing(event)
             self._report(event)
 
-    def _say(self, event: Hauled | HaulFailed) -> None:
+    def _log_failing(self, event: Hauled | HaulFailed) -> None:
         """One line when the store begins to fail, one when it does so no longer."""
         failing = isinstance(event, HaulFailed)
-        with self._gate:
+        with self._lock:
             changed, self._failing = failing != self._failing, failing
         if changed and isinstance(event, HaulFailed):
             log.warning("the store fails, and KV is computed again meanwhile: %s", event.reason)
         elif changed:
             log.warning("the store works again")
 
-    def _say_whether_full(self, full: bool) -> None:
+    def _log_full(self, full: bool) -> None:
         """One line when it begins and one when it ends; how much is not kept, the counters say."""
-        with self._gate:
+        with self._lock:
             changed, self._full = full != self._full, full
         if changed and full:
             log.warning("the store has no room; KV that does not fit is computed again when it is needed")
@@ -354,7 +356,7 @@ class StoreHauler:
             log.warning("the store has room again")
 
     def _count(self, **more: int) -> None:
-        with self._gate:
+        with self._lock:
             self._counted.update(more)
 
     def _names(self, keys: Sequence[Key]) -> list[str]:

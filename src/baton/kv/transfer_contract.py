@@ -24,8 +24,8 @@ import numpy as np
 from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
 from baton.core.handover.messages import Handover, PeerEvent
-from baton.kv.block_access import Bytes2d, Sharing
-from baton.kv.host_mirror import Mirror
+from baton.kv.block_access import Bytes2d, DeviceSharing
+from baton.kv.host_mirror import HostMirror
 
 KINDS = ("shm", "tcp", "mooncake")
 
@@ -89,9 +89,9 @@ class KvMemory:
     """[begin, end) of each layer inside a block; `layout.spans`, and no other."""
     fd: int | None = None
     """The sealed memfd that the pool lies in, where it is shared; `shm` sends from no other."""
-    mirror: Mirror | None = None
+    mirror: HostMirror | None = None
     """Where the blocks themselves lie on a device, and this is what stands for them."""
-    sharing: Sharing | None = None
+    sharing: DeviceSharing | None = None
     """That device, where others on this host may read from it."""
 
     def __post_init__(self) -> None:
@@ -103,6 +103,10 @@ class KvMemory:
     @property
     def blocks(self) -> int:
         return int(self.pool.shape[0])
+
+    def span(self, layers: range) -> tuple[int, int]:
+        """[begin, end) of these neighbouring layers inside a block."""
+        return self.spans[layers.start][0], self.spans[layers.stop - 1][1]
 
 
 Report = Callable[[PeerEvent], None]
@@ -195,9 +199,9 @@ def available(kind: str) -> str | None:
 
             return why_not_shared()
         case "mooncake":
-            from baton.kv.mooncake_engine import why_not
+            from baton.kv.mooncake_engine import why_unavailable
 
-            return why_not()
+            return why_unavailable()
         case _:
             return f"there is no transfer called {kind!r}, only {', '.join(KINDS)}"
 

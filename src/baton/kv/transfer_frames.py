@@ -38,7 +38,7 @@ class FrameKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class HelloFrame:
     request: int
     attempt: int
     layout_digest: bytes
@@ -46,17 +46,17 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class PiecesFrame:
     layers: range
     first: int
     count: int
 
 
-class End:
+class EndFrame:
     """Nothing more will come."""
 
 
-class Malformed(ValueError):
+class MalformedFrame(ValueError):
     """A peer said something that is not in this language."""
 
 
@@ -67,11 +67,11 @@ def encode_hello(kind: str, handover: Handover, layout_digest: bytes, token: byt
     return _HELLO.pack(_MAGIC, number, handover.request, handover.attempt, layout_digest, len(token), token)
 
 
-def decode_hello(kind: str, data: bytes | bytearray) -> Hello:
+def decode_hello(kind: str, data: bytes | bytearray) -> HelloFrame:
     magic, number, request, attempt, digest, size, token = _HELLO.unpack(data)
     if magic != _MAGIC or number != _KIND_NUMBERS[kind] or not 0 < size <= TOKEN_MAX:
-        raise Malformed("no hello")
-    return Hello(request, attempt, digest, token[:size])
+        raise MalformedFrame("no hello")
+    return HelloFrame(request, attempt, digest, token[:size])
 
 
 def encode_pieces(layers: range, first: int, count: int) -> bytes:
@@ -81,10 +81,10 @@ def encode_pieces(layers: range, first: int, count: int) -> bytes:
 END_FRAME = _FRAME.pack(FrameKind.END, 0, 0, 0, 0)
 
 
-def decode_frame(data: bytes | bytearray) -> Pieces | End:
+def decode_frame(data: bytes | bytearray) -> PiecesFrame | EndFrame:
     kind, low, high, first, count = _FRAME.unpack(data)
     if kind == FrameKind.END:
-        return End()
+        return EndFrame()
     if kind != FrameKind.PIECES:
-        raise Malformed(f"no frame is of kind {kind}")
-    return Pieces(range(low, high), first, count)
+        raise MalformedFrame(f"no frame is of kind {kind}")
+    return PiecesFrame(range(low, high), first, count)

@@ -18,11 +18,12 @@ import numpy as np
 
 from baton.core.engine.plan import Int32s
 from baton.kv.io_thread import Post
-from baton.kv.mooncake_engine import Engine
-from baton.kv.mooncake_reads import STAGING_BYTES, Read, Readers, Staging
-from baton.kv.receiver import Fetched, LineReceiver, Slice, Source
-from baton.kv.sender import LineSender
-from baton.kv.shared_memory import within
+from baton.kv.mooncake_engine import TransferEngine
+from baton.kv.mooncake_reads import STAGING_BYTES, RemoteRead, RemoteReaders, Staging
+from baton.kv.receiver import ConnectionReceiver
+from baton.kv.receiver_kind import BlockSlice, Fetched, KvSource
+from baton.kv.sender import ConnectionSender
+from baton.kv.shared_memory import ids_within
 from baton.kv.transfer_contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
 from baton.kv.transfer_tcp import begin_connecting, listen, written_address
 
@@ -34,17 +35,17 @@ _ADDRESS_MAX = 1 << 63
 
 
 def mooncake_sender(memory: KvMemory, report: Report, options: SenderOptions) -> Sender:
-    return LineSender(memory, report, MooncakeRoad(memory, options.get("host", "127.0.0.1")), options)
+    return ConnectionSender(memory, report, MooncakeSenderKind(memory, options.get("host", "127.0.0.1")), options)
 
 
-class MooncakeRoad:
+class MooncakeSenderKind:
     kind = "mooncake"
-    carries = False
+    carries_bytes = False
     shares_device = False
     keeps_last = False
 
     def __init__(self, memory: KvMemory, host: str) -> None:
-        self._engine = Engine.take(host)
+        self._engine = TransferEngine.take(host)
         self._memory = memory  # what is registered must not go before we do
         self._address = memory.pool.ctypes.data
         self._engine.register(self._address, memory.pool.nbytes)
@@ -65,20 +66,20 @@ class MooncakeRoad:
 
 
 def mooncake_receiver(memory: KvMemory, report: Report, options: ReceiverOptions) -> Receiver:
-    return LineReceiver(memory, report, _MooncakePort(memory, options.get("host", "127.0.0.1")), options)
+    return ConnectionReceiver(memory, report, _MooncakeReceiverKind(memory, options.get("host", "127.0.0.1")), options)
 
 
-class _MooncakePort:
+class _MooncakeReceiverKind:
     kind = "mooncake"
 
     def __init__(self, memory: KvMemory, host: str) -> None:
         self._memory = memory
         self.listener = listen(host)
         self.address = written_address(self.kind, self.listener)
-        self._readers = Readers(Engine.take(host), max(STAGING_BYTES, memory.layout.block_bytes))
+        self._read_threads = RemoteReaders(TransferEngine.take(host), max(STAGING_BYTES, memory.layout.block_bytes))
 
     def begin(self, post: Post) -> None:
-        self._readers.begin(post)
+        self._read_threads.begin(post)
 
     def admit(self, _sock: socket.socket) -> str | None:
         return None
@@ -86,10 +87,10 @@ class _MooncakePort:
     def introduction_bytes(self, blocks: int) -> int:
         return _POOL.size + 4 * blocks
 
-    def meet(self, introduction: bytes, _fds: list[int], _blocks: int) -> Source | str | None:
+    def open_source(self, introduction: bytes, _fds: list[int], _blocks: int) -> KvSource | str | None:
         address, pool_blocks, name = _POOL.unpack_from(introduction)
         blocks = np.frombuffer(introduction, dtype="<i4", offset=_POOL.size).astype(np.int32)
-        if not within(blocks, pool_blocks):
+        if not ids_within(blocks, pool_blocks):
             return "source block out of range"
         if address + pool_blocks * self._memory.layout.block_bytes > _ADDRESS_MAX:
             return "no address of a pool"
@@ -97,26 +98,26 @@ class _MooncakePort:
             peer = name.rstrip(b"\0").decode("ascii")
         except UnicodeDecodeError:
             return "no name of an engine"
-        return _MooncakeSource(self._readers, peer, address, blocks, self._memory)
+        return _MooncakeSource(self._read_threads, peer, address, blocks, self._memory)
 
     def close(self) -> None:
         self.listener.close()
-        self._readers.close()
+        self._read_threads.close()
 
 
 class _MooncakeSource:
     slice_bytes = STAGING_BYTES
     reads_device = False
 
-    def __init__(self, readers: Readers, peer: str, address: int, blocks: Int32s, memory: KvMemory) -> None:
-        self._readers = readers
+    def __init__(self, readers: RemoteReaders, peer: str, address: int, blocks: Int32s, memory: KvMemory) -> None:
+        self._read_threads = readers
         self._peer = peer
         self._address = address
         self._blocks = blocks
         self._memory = memory
-        self._read: Read | None = None
+        self._read: RemoteRead | None = None
 
-    def fetch(self, part: Slice, fetched: Fetched) -> None:
+    def fetch(self, part: BlockSlice, fetched: Fetched) -> None:
         size, stride = part.high - part.low, self._memory.layout.block_bytes
         blocks = self._blocks[part.begin : part.begin + len(part.targets)].tolist()
         of = [self._address + block * stride + part.low for block in blocks]
@@ -127,15 +128,15 @@ class _MooncakeSource:
                 self._copy(staged, part)
             fetched(problem)
 
-        self._read = Read(self._peer, of, size, take)
-        self._readers.order(self._read)
+        self._read = RemoteRead(self._peer, of, size, take)
+        self._read_threads.order(self._read)
 
-    def _copy(self, staged: Staging, part: Slice) -> None:
+    def _copy(self, staged: Staging, part: BlockSlice) -> None:
         """On the lane: from a staging area into our blocks."""
         size, count = part.high - part.low, len(part.targets)
         self._memory.pool[:, part.low : part.high][part.targets] = staged[: count * size].reshape(count, size)
 
     def close(self) -> None:
         if self._read is not None:
-            self._readers.abandon(self._read)
+            self._read_threads.abandon(self._read)
             self._read = None

@@ -26,11 +26,12 @@ import numpy as np
 
 from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
-from baton.kv.block_access import Bytes2d, Window
+from baton.kv.block_access import Bytes2d, RemoteBlocks
 from baton.kv.io_thread import Post
-from baton.kv.receiver import SLICE_BYTES, Fetched, LineReceiver, Slice, Source
-from baton.kv.sender import LineSender
-from baton.kv.shared_memory import map_sealed, within
+from baton.kv.receiver import SLICE_BYTES, ConnectionReceiver
+from baton.kv.receiver_kind import BlockSlice, Fetched, KvSource
+from baton.kv.sender import ConnectionSender
+from baton.kv.shared_memory import ids_within, map_sealed
 from baton.kv.transfer_contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
 
 log = logging.getLogger(__name__)
@@ -43,11 +44,11 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def shm_receiver(memory: KvMemory, report: Report, options: ReceiverOptions) -> Receiver:
-    return LineReceiver(memory, report, _ShmPort(memory), options)
+    return ConnectionReceiver(memory, report, _ShmReceiverKind(memory), options)
 
 
 def shm_sender(memory: KvMemory, report: Report, options: SenderOptions) -> Sender:
-    return LineSender(memory, report, ShmRoad(memory), options)
+    return ConnectionSender(memory, report, ShmSenderKind(memory), options)
 
 
 def encode_introduction(pool_blocks: int, handle: bytes, blocks: Int32s) -> bytes:
@@ -58,9 +59,9 @@ def introduction_bytes(blocks: int) -> int:
     return _POOL.size + 4 * blocks
 
 
-class ShmRoad:
+class ShmSenderKind:
     kind = "shm"
-    carries = False
+    carries_bytes = False
     keeps_last = True
 
     def __init__(self, memory: KvMemory) -> None:
@@ -97,12 +98,12 @@ class _Map:
     """Another process's pool, read-only."""
 
     blocks: Bytes2d
-    lines: int
-    window: Window | None
+    connections: int
+    remote: RemoteBlocks | None
     """The way to it that is shorter, where it lies on a device."""
 
 
-class _ShmPort:
+class _ShmReceiverKind:
     kind = "shm"
 
     def __init__(self, memory: KvMemory) -> None:
@@ -127,20 +128,20 @@ class _ShmPort:
     def introduction_bytes(self, blocks: int) -> int:
         return introduction_bytes(blocks)
 
-    def meet(self, introduction: bytes, fds: list[int], _blocks: int) -> Source | str | None:
+    def open_source(self, introduction: bytes, fds: list[int], _blocks: int) -> KvSource | str | None:
         try:
             if len(fds) != 1:
                 return "no memory was passed"
             pool_blocks, handle_bytes, handle = _POOL.unpack_from(introduction)
             blocks = np.frombuffer(introduction, dtype="<i4", offset=_POOL.size).astype(np.int32)
-            if not within(blocks, pool_blocks):
+            if not ids_within(blocks, pool_blocks):
                 return "source block out of range"
             return self._source(fds[0], pool_blocks, handle[:handle_bytes], blocks)
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _source(self, fd: int, pool_blocks: int, handle: bytes, blocks: Int32s) -> Source | str:
+    def _source(self, fd: int, pool_blocks: int, handle: bytes, blocks: Int32s) -> KvSource | str:
         status = os.fstat(fd)
         name, size = (status.st_dev, status.st_ino), pool_blocks * self._memory.layout.block_bytes
         known = self._maps.get(name)
@@ -148,16 +149,16 @@ class _ShmPort:
             mapped = map_sealed(fd, size)
             if isinstance(mapped, str):
                 return mapped
-            window = self._window(handle, pool_blocks)
-            known = self._maps[name] = _Map(mapped.reshape(-1, self._memory.layout.block_bytes), 0, window)
+            remote = self._remote(handle, pool_blocks)
+            known = self._maps[name] = _Map(mapped.reshape(-1, self._memory.layout.block_bytes), 0, remote)
         elif known.blocks.size != size:
             return "the pool that was passed has another size"
-        known.lines += 1
-        if known.window is not None:
-            return _DeviceSource(self, name, known.window, blocks)
+        known.connections += 1
+        if known.remote is not None:
+            return _DeviceSource(self, name, known.remote, blocks)
         return _ShmSource(self, name, known, blocks, self._memory)
 
-    def _window(self, handle: bytes, pool_blocks: int) -> Window | None:
+    def _remote(self, handle: bytes, pool_blocks: int) -> RemoteBlocks | None:
         """None where KV comes through the host; one of both sides has no device, or it cannot be read from here."""
         if not handle or self._memory.sharing is None:
             return None
@@ -171,11 +172,11 @@ class _ShmPort:
     def unmap(self, name: tuple[int, int]) -> None:
         """One line fewer; with the last one the map goes."""
         known = self._maps[name]
-        known.lines -= 1
-        if known.lines == 0:
+        known.connections -= 1
+        if known.connections == 0:
             del self._maps[name]
-            if known.window is not None:
-                known.window.close()
+            if known.remote is not None:
+                known.remote.close()
 
     def close(self) -> None:
         self.listener.close()
@@ -186,37 +187,39 @@ class _DeviceSource:
     slice_bytes = ON_DEVICE_BYTES
     reads_device = True
 
-    def __init__(self, port: _ShmPort, name: tuple[int, int], window: Window, blocks: Int32s) -> None:
-        self._port = port
+    def __init__(self, transport: _ShmReceiverKind, name: tuple[int, int], remote: RemoteBlocks, blocks: Int32s) -> None:
+        self._transport = transport
         self._name = name
-        self._window: Window | None = window
+        self._remote: RemoteBlocks | None = remote
         self._blocks = blocks
 
-    def fetch(self, part: Slice, fetched: Fetched) -> None:
-        if self._window is None:
+    def fetch(self, part: BlockSlice, fetched: Fetched) -> None:
+        if self._remote is None:
             raise InvariantViolated("fetched from a line that is closed")
         sources = self._blocks[part.begin : part.begin + len(part.targets)]
-        self._window.pull(sources, part.targets, part.low, part.high)
+        self._remote.pull(sources, part.targets, part.low, part.high)
         fetched(None)
 
     def close(self) -> None:
-        if self._window is not None:
-            self._window = None
-            self._port.unmap(self._name)
+        if self._remote is not None:
+            self._remote = None
+            self._transport.unmap(self._name)
 
 
 class _ShmSource:
     slice_bytes = SLICE_BYTES
     reads_device = False
 
-    def __init__(self, port: _ShmPort, name: tuple[int, int], mapped: _Map, blocks: Int32s, memory: KvMemory) -> None:
-        self._port = port
+    def __init__(
+        self, transport: _ShmReceiverKind, name: tuple[int, int], mapped: _Map, blocks: Int32s, memory: KvMemory
+    ) -> None:
+        self._transport = transport
         self._name = name
         self._mapped: _Map | None = mapped
         self._blocks = blocks
         self._memory = memory
 
-    def fetch(self, part: Slice, fetched: Fetched) -> None:
+    def fetch(self, part: BlockSlice, fetched: Fetched) -> None:
         if self._mapped is None:
             raise InvariantViolated("fetched from a line that is closed")
         to = self._memory.pool[:, part.low : part.high]
@@ -235,4 +238,4 @@ class _ShmSource:
     def close(self) -> None:
         if self._mapped is not None:
             self._mapped = None
-            self._port.unmap(self._name)
+            self._transport.unmap(self._name)

@@ -11,19 +11,20 @@ import socket
 
 from baton.core.engine.plan import Int32s
 from baton.kv.io_thread import Post
-from baton.kv.receiver import LineReceiver, Source
-from baton.kv.sender import LineSender
+from baton.kv.receiver import ConnectionReceiver
+from baton.kv.receiver_kind import KvSource
+from baton.kv.sender import ConnectionSender
 from baton.kv.transfer_contract import KvMemory, Receiver, ReceiverOptions, Report, Sender, SenderOptions
 
 BACKLOG = 128
 
 
 def tcp_receiver(memory: KvMemory, report: Report, options: ReceiverOptions) -> Receiver:
-    return LineReceiver(memory, report, _TcpPort(options.get("host", "127.0.0.1")), options)
+    return ConnectionReceiver(memory, report, _TcpReceiverKind(options.get("host", "127.0.0.1")), options)
 
 
 def tcp_sender(memory: KvMemory, report: Report, options: SenderOptions) -> Sender:
-    return LineSender(memory, report, TcpRoad(), options)
+    return ConnectionSender(memory, report, TcpSenderKind(), options)
 
 
 def listen(host: str) -> socket.socket:
@@ -68,9 +69,9 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
 
 
-class TcpRoad:
+class TcpSenderKind:
     kind = "tcp"
-    carries = True
+    carries_bytes = True
     shares_device = False
     keeps_last = False
 
@@ -84,7 +85,7 @@ class TcpRoad:
         """Nothing is held."""
 
 
-class _TcpPort:
+class _TcpReceiverKind:
     kind = "tcp"
 
     def __init__(self, host: str) -> None:
@@ -100,7 +101,7 @@ class _TcpPort:
     def introduction_bytes(self, _blocks: int) -> int:
         return 0
 
-    def meet(self, _introduction: bytes, _fds: list[int], _blocks: int) -> Source | str | None:
+    def open_source(self, _introduction: bytes, _fds: list[int], _blocks: int) -> KvSource | str | None:
         return None
 
     def close(self) -> None:

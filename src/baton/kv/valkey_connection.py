@@ -34,7 +34,7 @@ _ITEMS_MAX = 1 << 16
 _DEPTH_MAX = 4
 
 
-class Wire(BaseParser):
+class ReplyParser(BaseParser):
     """Replies, as the library's connection reads them, and as we do."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Wire(BaseParser):
 
     # ── what the library's connection calls ──────────────────────────────────────────────────────────────────────────────
 
-    def on_connect(self, connection: Line) -> None:
+    def on_connect(self, connection: ValkeyConnection) -> None:
         self._socket = connection._sock
         self._begin = self._end = 0
 
@@ -187,11 +187,11 @@ class Wire(BaseParser):
         return self._socket
 
 
-class Line(valkey.Connection):
+class ValkeyConnection(valkey.Connection):
     """A connection of the library's, with our way of reading replies."""
 
     def __init__(self, host: str, port: int, db: int, username: str | None, password: str | None, timeout_s: float) -> None:
-        self.wire = Wire()
+        self.reply_parser = ReplyParser()
         self._timeout_s = timeout_s
         super().__init__(  # type: ignore[no-untyped-call]
             host=host, port=port, db=db, username=username, password=password,
@@ -199,11 +199,11 @@ class Line(valkey.Connection):
             parser_class=self._parser_of, client_name="baton", lib_name=None, lib_version=None,
         )  # fmt: skip
 
-    def _parser_of(self, socket_read_size: int) -> Wire:  # noqa: ARG002 - theirs; we read as much as we need
-        return self.wire
+    def _parser_of(self, socket_read_size: int) -> ReplyParser:  # noqa: ARG002 - theirs; we read as much as we need
+        return self.reply_parser
 
     def connect(self) -> None:
-        self.wire.deadline_s = time.monotonic() + self._timeout_s
+        self.reply_parser.deadline_s = time.monotonic() + self._timeout_s
         super().connect()  # type: ignore[no-untyped-call]
 
 

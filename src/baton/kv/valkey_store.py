@@ -20,7 +20,7 @@ from valkey.exceptions import OutOfMemoryError, ResponseError, ValkeyError
 
 from baton.core.errors import InvariantViolated
 from baton.kv.store import BadStore, Store, StoreFailed, StoreStat, StoreUrl
-from baton.kv.valkey_connection import Command, Line, Reply, Wire
+from baton.kv.valkey_connection import Command, Reply, ReplyParser, ValkeyConnection
 
 PORT = 6379
 PREFIX = b"baton:"
@@ -46,8 +46,8 @@ class ValkeyStore:
         self._timeout_s = timeout_s
         self._limit_bytes = limit_bytes
         self._closed = False
-        self._lines = valkey.ConnectionPool(
-            connection_class=Line, host=url.host, port=url.port or PORT, db=int(url.path or 0),
+        self._connections = valkey.ConnectionPool(
+            connection_class=ValkeyConnection, host=url.host, port=url.port or PORT, db=int(url.path or 0),
             username=url.user, password=url.password, timeout_s=timeout_s,
         )  # fmt: skip
 
@@ -57,8 +57,8 @@ class ValkeyStore:
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int]:
         if not names:
             return []
-        with self._connected() as wire:
-            return wire.fetch((b"MGET", *(_key(name) for name in names)), into)
+        with self._connected() as parser:
+            return parser.fetch((b"MGET", *(_key(name) for name in names)), into)
 
     def put(self, names: Sequence[str], objects: Sequence[memoryview]) -> list[bool]:
         commands = [(b"SET", _key(name), content, b"NX") for name, content in zip(names, objects, strict=True)]
@@ -94,54 +94,54 @@ class ValkeyStore:
 
     def close(self) -> None:
         self._closed = True
-        self._lines.disconnect()
+        self._connections.disconnect()
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _ask(self, commands: Sequence[Command]) -> list[Reply]:
         if not commands:
             return []
-        with self._connected() as wire:
-            replies = wire.ask(commands)
+        with self._connected() as parser:
+            replies = parser.ask(commands)
         for reply in replies:
             if isinstance(reply, ValkeyError) and not _bearable(reply):
                 raise StoreFailed(f"{self._shown}: {reply}")
         return replies
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[Wire]:
+    def _connected(self) -> Iterator[ReplyParser]:
         deadline_s = time.monotonic() + self._timeout_s
         if self._closed:
             raise StoreFailed(f"{self._shown} is closed")
         try:
-            line = self._line()
-            line.wire.deadline_s = deadline_s
-            with self._kept_if_sound(line):
-                yield line.wire
+            conn = self._checked_out()
+            conn.reply_parser.deadline_s = deadline_s
+            with self._kept_if_sound(conn):
+                yield conn.reply_parser
         except (TimeoutError, valkey.exceptions.TimeoutError) as error:
             raise StoreFailed(f"{self._shown} does not answer within {self._timeout_s:g} s") from error
         except (OSError, ValkeyError) as error:
             raise StoreFailed(f"{self._shown}: {error}") from error
 
-    def _line(self) -> Line:
+    def _checked_out(self) -> ValkeyConnection:
         try:
-            line = self._lines.get_connection("baton")
+            conn = self._connections.get_connection("baton")
         except ValueError as error:  # of the resolver, for names that no host can have
             raise StoreFailed(f"{self._shown}: {error}") from error
-        if not isinstance(line, Line):
+        if not isinstance(conn, ValkeyConnection):
             raise InvariantViolated("the pool made a connection that is not ours")
-        return line
+        return conn
 
     @contextlib.contextmanager
-    def _kept_if_sound(self, line: Line) -> Iterator[None]:
+    def _kept_if_sound(self, conn: ValkeyConnection) -> Iterator[None]:
         sound = False
         try:
             yield
             sound = True
         finally:
             if not sound:
-                line.disconnect()  # type: ignore[no-untyped-call]
-            self._lines.release(line)
+                conn.disconnect()  # type: ignore[no-untyped-call]
+            self._connections.release(conn)
 
     def _pages(self) -> Iterator[list[bytes]]:
         """All our keys; one may come twice."""

@@ -20,7 +20,7 @@ from baton.core.config import (
 )
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
-from baton.executor.drafts import Naive, Ngrams, Proposer
+from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.devices import choose_device, look_around
 from baton.node.scripted_text import BYTE_VOCABULARY
@@ -50,7 +50,7 @@ def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tup
     return executor, f"{settings.dtype} on {details}" + (f", {proposer}" if settings.burst > 1 else "")
 
 
-def _on_cpu(settings: EngineSettings, folder: Path, proposer: Proposer, allocate: Allocate) -> tuple[Executor, str]:
+def _on_cpu(settings: EngineSettings, folder: Path, proposer: DraftProposer, allocate: Allocate) -> tuple[Executor, str]:
     # Imported here because torch takes seconds, and the scripted executor must not pay for it.
     from baton.executor.cpu.executor import TorchCpuExecutor
 
@@ -70,7 +70,7 @@ def _on_cpu(settings: EngineSettings, folder: Path, proposer: Proposer, allocate
     return executor, "CPU"
 
 
-def _on_cuda(settings: EngineSettings, folder: Path, proposer: Proposer) -> tuple[Executor, str]:
+def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer) -> tuple[Executor, str]:
     # Imported here because it imports triton, which is not everywhere.
     from baton.executor.cuda.executor import TorchCudaExecutor
 
@@ -91,13 +91,13 @@ def _on_cuda(settings: EngineSettings, folder: Path, proposer: Proposer) -> tupl
     return executor, executor.details
 
 
-def build_proposer(settings: EngineSettings) -> Proposer:
+def build_proposer(settings: EngineSettings) -> DraftProposer:
     """Who guesses tokens, checked against the sizes that bound a decode."""
     if settings.burst > 1:
         _check_drafts(settings)
     if settings.speculate is not Speculate.NGRAM:
-        return Naive()
-    return Ngrams(settings.draft_tokens, settings.ngram_min, settings.ngram_max)
+        return NaiveProposer()
+    return NgramProposer(settings.draft_tokens, settings.ngram_min, settings.ngram_max)
 
 
 def _check_drafts(settings: EngineSettings) -> None:

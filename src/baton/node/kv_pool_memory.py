@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from baton.core.config import ROLES
 from baton.executor.contract import Executor, zeroed
-from baton.kv.block_access import Blocks, HostBlocks
-from baton.kv.shared_memory import mirror_of, shared_bytes
+from baton.kv.block_access import BlockAccess, HostBlocks
+from baton.kv.shared_memory import allocate_mirror, shared_bytes
 from baton.kv.transfer_contract import KvLayout, KvMemory
 from baton.node.kv_transfers import kinds_of
 from baton.node.settings import EngineSettings
@@ -36,7 +36,7 @@ class PoolMemory:
         """What transfers work on. Once an executor: a mirror is made here."""
         layout, kv = layout_of(executor), executor.kv
         if kv.device is not None:
-            return mirror_of(layout, kv.device, kv.device)
+            return allocate_mirror(layout, kv.device, kv.device)
         return KvMemory(layout, kv.pool, kv.layers, self._fd)
 
 
@@ -45,5 +45,5 @@ def layout_of(executor: Executor) -> KvLayout:
     return KvLayout(executor.fingerprint, executor.kv.dtype, executor.shape.block_size, sizes)
 
 
-def blocks_of(executor: Executor) -> Blocks:
+def blocks_of(executor: Executor) -> BlockAccess:
     return HostBlocks(executor.kv.pool) if executor.kv.device is None else executor.kv.device

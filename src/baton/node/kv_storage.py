@@ -16,12 +16,12 @@ from baton.core.config import BadConfig
 from baton.core.engine.gauges import StoreTraffic
 from baton.core.errors import InvariantViolated
 from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Haul, HaulFenced, StorageEffect
-from baton.kv.block_access import Blocks
-from baton.kv.host_memory import Copier, HostMemory, Report
-from baton.kv.lazy_store import LateStore
+from baton.kv.block_access import BlockAccess
+from baton.kv.host_memory import HostCopier, HostMemory, Report
+from baton.kv.lazy_store import LazyStore
 from baton.kv.store import BadStore, Store, StoreFailed, open_store, parse_url
-from baton.kv.store_guard import Border
-from baton.kv.store_transfers import StoreHauler, StoreTally
+from baton.kv.store_guard import StoreGuard
+from baton.kv.store_transfers import StoreTally, StoreTransfers
 from baton.kv.transfer_contract import KvLayout
 from baton.node.settings import EngineSettings
 from baton.wire.envelope import Flaw
@@ -48,12 +48,12 @@ def check_storage(settings: EngineSettings) -> None:
 
 
 class Storage:
-    def __init__(self, blocks: Blocks, layout: KvLayout, rows: int, store: Store | None, report: Report) -> None:
+    def __init__(self, blocks: BlockAccess, layout: KvLayout, rows: int, store: Store | None, report: Report) -> None:
         """`rows` of host memory, of the kind that suits the blocks. The store is closed with us."""
         host = HostMemory(rows, layout.block_bytes, blocks.allocate)
         self._report = report
-        self._copier = Copier(blocks, host, report)
-        self._hauler = None if store is None else StoreHauler(store, host, layout.digest, report)
+        self._copier = HostCopier(blocks, host, report)
+        self._store_transfers = None if store is None else StoreTransfers(store, host, layout.digest, report)
 
     def carry_out(self, effect: StorageEffect) -> None:
         match effect:
@@ -62,17 +62,17 @@ class Storage:
             case FenceHaul(haul):
                 self._fence(haul)
             case _:
-                if self._hauler is None:
+                if self._store_transfers is None:
                     raise InvariantViolated(f"haul {effect.haul} is for a store, and there is none")
-                self._hauler.haul(effect)
+                self._store_transfers.start(effect)
 
     def _fence(self, haul: Haul) -> None:
-        known = self._copier.fence(haul) or (self._hauler is not None and self._hauler.fence(haul))
+        known = self._copier.fence(haul) or (self._store_transfers is not None and self._store_transfers.fence(haul))
         if not known:  # it is over: whatever was said of it stands
             self._report(HaulFenced(haul))
 
     def traffic(self) -> StoreTraffic:
-        tally = StoreTally() if self._hauler is None else self._hauler.tally()
+        tally = StoreTally() if self._store_transfers is None else self._store_transfers.tally()
         return StoreTraffic(
             saved_bytes=self._copier.out_bytes,
             loaded_bytes=self._copier.in_bytes,
@@ -81,26 +81,26 @@ class Storage:
             missing_blocks=tally.missing_blocks,
             errors=tally.errors,
             # All flaws from the start: a rate over a series that is not there yet misses its first event.
-            bad_blocks={} if self._hauler is None else dict.fromkeys(Flaw, 0) | dict(tally.bad),
+            bad_blocks={} if self._store_transfers is None else dict.fromkeys(Flaw, 0) | dict(tally.bad),
         )
 
     def close(self) -> None:
         self._copier.close()
-        if self._hauler is not None:
-            self._hauler.close()
+        if self._store_transfers is not None:
+            self._store_transfers.close()
 
 
 @dataclass
 class _Opening:
     """What became of the first opening, for whoever waits."""
 
-    store: LateStore
+    store: LazyStore
     trouble: BadStore | StoreFailed | None = None
     over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         try:
-            with Border().guarded():
+            with StoreGuard().guarded():
                 self.store.open()
                 self.store.look([PROBE])
         except (BadStore, StoreFailed) as trouble:
@@ -114,7 +114,7 @@ def open_kv_store(settings: EngineSettings, wait_s: float = OPENING_S) -> Store 
         return None
     url = parse_url(settings.kv_store)
     opening = _Opening(
-        LateStore(url.kind, partial(open_store, settings.kv_store, limit_bytes=settings.kv_store_limit_bytes))
+        LazyStore(url.kind, partial(open_store, settings.kv_store, limit_bytes=settings.kv_store_limit_bytes))
     )
     threading.Thread(target=opening.run, name="baton-store-open", daemon=True).start()
     if not opening.over.wait(wait_s):

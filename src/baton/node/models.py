@@ -23,7 +23,7 @@ from pathlib import Path
 from baton.core.errors import BatonError
 from baton.executor.cache_folder import cache_folder
 from baton.executor.fingerprint import SCRIPTED_MARK, model_mark
-from baton.executor.model_shapes import PREFIX, SHAPES, Shape, note_shape, parse_shape, shape_in, shape_mark
+from baton.executor.model_shapes import PREFIX, SHAPES, ModelShape, note_shape, parse_shape, shape_in, shape_mark
 from baton.node.settings import LoadFormat
 
 Progress = Callable[[str], None]
@@ -94,7 +94,7 @@ def resolve_model(name: str, progress: Progress = _silent) -> Path:
     )
 
 
-def _shape_folder(shape: Shape) -> Path:
+def _shape_folder(shape: ModelShape) -> Path:
     """All that a model has but the weights, which its loader draws; one token a byte."""
     # Imported here because whoever asks for help needs no tokeniser.
     from baton.node.scripted_text import write_byte_tokenizer

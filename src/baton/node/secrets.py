@@ -8,7 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
-from baton.kv.file_store import ready_folder
+from baton.kv.file_store import prepare_folder
 from baton.kv.store import parse_url
 from baton.wire.keyfile import KEY_BYTES, read_key, write_key
 
@@ -33,7 +33,7 @@ def store_key(store: str, folder: Path) -> str:
     """
     url = parse_url(store)
     if url.kind == "file":
-        ready_folder(url.path)
+        prepare_folder(url.path)
         folder = Path(url.path).expanduser()
     return prefix_secret(folder).hex()
 

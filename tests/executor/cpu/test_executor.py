@@ -18,7 +18,7 @@ from baton.core.engine.plan import Chunk, Int32s, Int64s, Outcome, Start, StepPl
 from baton.core.engine.request import Sampling, frozen_tokens
 from baton.core.errors import InvariantViolated
 from baton.executor.cpu.executor import NICENESS, TorchCpuExecutor
-from baton.executor.drafts import Drafts
+from baton.executor.drafts import DraftTokens
 from baton.executor.fingerprint import fingerprint_model, model_mark
 
 BLOCK_SIZE = 8
@@ -138,8 +138,8 @@ def test_no_token_past_the_limit(executor: TorchCpuExecutor) -> None:
 class Insistent:
     """Guesses the same token again and again."""
 
-    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> Drafts:
-        return Drafts(np.ones((len(slots), 9), dtype=np.int32), np.full(len(slots), 9, dtype=np.int32))
+    def propose(self, tokens: Int32s, slots: Int32s, known: Int64s) -> DraftTokens:
+        return DraftTokens(np.ones((len(slots), 9), dtype=np.int32), np.full(len(slots), 9, dtype=np.int32))
 
     def __str__(self) -> str:
         return "ones"

@@ -11,8 +11,8 @@ import torch
 from tests.support.tiny import family_config, save_random
 
 from baton.executor.cpu import native_kernels as native
-from baton.executor.cpu.native_attention import NativeAttention, serves
-from baton.executor.cpu.native_kernels import Kernels, RotateArguments, head_panels, load_kernels
+from baton.executor.cpu.native_attention import NativeAttention, can_serve
+from baton.executor.cpu.native_kernels import NativeKernels, RotateArguments, head_panels, load_kernels
 from baton.executor.kv_pool import KvPool, LayerSpec
 from baton.executor.layer_probe import fuse_model, take_probe
 from baton.executor.model_loading import load_model
@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     found = load_kernels(request.param)
     assert found is not None, "the tests expect a compiler"
     return found
@@ -65,7 +65,7 @@ def pools_full_of_nan(spec: LayerSpec, blocks: int, block_size: int, dtype: torc
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_native_and_gathered_attention_agree(kernels: Kernels, seed: int) -> None:
+def test_native_and_gathered_attention_agree(kernels: NativeKernels, seed: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     dim, block_size, group = draw.choice([16, 32, 64, 80]), draw.choice([16, 32, 64]), draw.choice([1, 2, 3, 7])
@@ -99,7 +99,7 @@ def test_native_and_gathered_attention_agree(kernels: Kernels, seed: int) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_norm_gate_rotation_and_head_agree_with_torch(kernels: Kernels, rows: int) -> None:
+def test_norm_gate_rotation_and_head_agree_with_torch(kernels: NativeKernels, rows: int) -> None:
     torch.manual_seed(rows)
     near = {"rtol": 1e-2 if kernels.dtype is torch.bfloat16 else 1e-5, "atol": TOLERANCE[kernels.dtype]}
     x, weight = torch.randn(rows, 64).to(kernels.dtype), torch.randn(64)
@@ -116,7 +116,7 @@ def test_norm_gate_rotation_and_head_agree_with_torch(kernels: Kernels, rows: in
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotation_with_norms_of_queries_and_keys_agrees_with_torch(kernels: Kernels, normed: bool) -> None:
+def test_rotation_with_norms_of_queries_and_keys_agrees_with_torch(kernels: NativeKernels, normed: bool) -> None:
     torch.manual_seed(0)
     tokens, heads, kv_heads, dim = 11, 4, 2, 32
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim).to(kernels.dtype)
@@ -138,7 +138,7 @@ def test_rotation_with_norms_of_queries_and_keys_agrees_with_torch(kernels: Kern
     assert torch.equal(given[:, heads + kv_heads :], qkv[:, heads + kv_heads :])
 
 
-def test_kernels_and_torch_share_one_pool_of_threads(kernels: Kernels) -> None:
+def test_kernels_and_torch_share_one_pool_of_threads(kernels: NativeKernels) -> None:
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     assert len({line.split()[-1] for line in maps if "libgomp" in line}) == 1
 
@@ -163,9 +163,9 @@ def test_a_failing_compiler_leaves_nothing_behind(
 
 
 def test_odd_sizes_are_left_to_the_gathered_path() -> None:
-    assert serves([LayerSpec(1, 64, 64, 1.0)], 32)
-    assert not serves([LayerSpec(1, 20, 20, 1.0)], 32)
-    assert not serves([LayerSpec(1, 64, 64, 1.0)], 8)
+    assert can_serve([LayerSpec(1, 64, 64, 1.0)], 32)
+    assert not can_serve([LayerSpec(1, 20, 20, 1.0)], 32)
+    assert not can_serve([LayerSpec(1, 64, 64, 1.0)], 8)
 
 
 @pytest.mark.parametrize(("family", "fused"), [("llama", 3), ("qwen3", 3), ("mistral", 3), ("gemma2", 0), ("gemma3", 0)])

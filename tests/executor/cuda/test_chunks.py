@@ -13,13 +13,13 @@ from baton.executor.cuda.chunks import (
     CHUNK_TOKENS,
     NO_CHUNKS,
     ChunkArrays,
-    Frame,
+    ChunkFrame,
     MixedSize,
-    lay_out,
+    lay_out_chunks,
     mixed_sizes,
-    size_for,
+    smallest_size,
 )
-from baton.executor.packing import Feed
+from baton.executor.packing import FeedRange
 from baton.executor.slot_table import NO_BLOCK, SlotTable
 
 SHAPE = ExecutorShape(slots=8, blocks=8 * 6, block_size=4, context_tokens=24)
@@ -38,23 +38,23 @@ TABLE = table_of_all()
 
 
 @st.composite
-def feeds(draw: st.DrawFn) -> list[Feed]:
+def feeds(draw: st.DrawFn) -> list[FeedRange]:
     slots = draw(st.lists(st.integers(0, SHAPE.slots - 1), max_size=MOST, unique=True))
     spans = [
         sorted(draw(st.lists(st.integers(0, SHAPE.context_tokens), min_size=2, max_size=2, unique=True))) for _ in slots
     ]
-    return [Feed(slot, begin, end, draw(st.booleans())) for slot, (begin, end) in zip(slots, spans, strict=True)]
+    return [FeedRange(slot, begin, end, draw(st.booleans())) for slot, (begin, end) in zip(slots, spans, strict=True)]
 
 
-def filled_of(chunks: ChunkArrays, spare_rows: int, queries: int) -> tuple[Frame, ChunkArrays]:
-    frame = Frame(len(chunks.positions) + spare_rows, MOST, queries, SPARE)
+def filled_of(chunks: ChunkArrays, spare_rows: int, queries: int) -> tuple[ChunkFrame, ChunkArrays]:
+    frame = ChunkFrame(len(chunks.positions) + spare_rows, MOST, queries, SPARE)
     filled = frame.fill(chunks)
     assert len(filled) == frame.length
     return frame, ChunkArrays(*(filled[place] for place in frame.places))
 
 
-def laid_out(chosen: list[Feed], queries: int) -> ChunkArrays:
-    return lay_out(chosen, TABLE, queries) if chosen else NO_CHUNKS
+def laid_out(chosen: list[FeedRange], queries: int) -> ChunkArrays:
+    return lay_out_chunks(chosen, TABLE, queries) if chosen else NO_CHUNKS
 
 
 def rows_of_tiles(chunks: ChunkArrays, queries: int) -> list[tuple[int, int]]:
@@ -67,7 +67,7 @@ def rows_of_tiles(chunks: ChunkArrays, queries: int) -> list[tuple[int, int]]:
 
 
 @given(feeds(), st.integers(0, 30), st.integers(1, 16))
-def test_what_is_filled_up_keeps_the_chunks_as_they_were(chosen: list[Feed], spare_rows: int, queries: int) -> None:
+def test_what_is_filled_up_keeps_the_chunks_as_they_were(chosen: list[FeedRange], spare_rows: int, queries: int) -> None:
     plain = laid_out(chosen, queries)
     _, filled = filled_of(plain, spare_rows, queries)
     for name, before, after in zip(ChunkArrays._fields, plain, filled, strict=True):
@@ -75,7 +75,7 @@ def test_what_is_filled_up_keeps_the_chunks_as_they_were(chosen: list[Feed], spa
 
 
 @given(feeds(), st.integers(0, 30), st.integers(1, 16))
-def test_every_row_is_in_one_tile_of_its_own_sequence(chosen: list[Feed], spare_rows: int, queries: int) -> None:
+def test_every_row_is_in_one_tile_of_its_own_sequence(chosen: list[FeedRange], spare_rows: int, queries: int) -> None:
     frame, filled = filled_of(laid_out(chosen, queries), spare_rows, queries)
     lengths = [feed.end - feed.begin for feed in chosen]
     sequences = [*np.repeat(np.arange(len(chosen)), lengths).tolist(), *[MOST] * spare_rows]
@@ -85,7 +85,7 @@ def test_every_row_is_in_one_tile_of_its_own_sequence(chosen: list[Feed], spare_
 
 @given(feeds(), st.integers(0, 30), st.integers(1, 16))
 def test_what_fills_up_writes_nowhere_attends_to_nothing_and_is_drawn_for_nobody(
-    chosen: list[Feed], spare_rows: int, queries: int
+    chosen: list[FeedRange], spare_rows: int, queries: int
 ) -> None:
     plain = laid_out(chosen, queries)
     _, filled = filled_of(plain, spare_rows, queries)
@@ -100,8 +100,8 @@ def test_what_fills_up_writes_nowhere_attends_to_nothing_and_is_drawn_for_nobody
 
 
 @given(feeds().filter(bool), st.integers(1, 16))
-def test_chunks_name_their_tokens_and_blocks(chosen: list[Feed], queries: int) -> None:
-    chunks = lay_out(chosen, TABLE, queries)
+def test_chunks_name_their_tokens_and_blocks(chosen: list[FeedRange], queries: int) -> None:
+    chunks = lay_out_chunks(chosen, TABLE, queries)
     row = 0
     for feed in chosen:
         for position in range(feed.begin, feed.end):
@@ -118,7 +118,7 @@ def test_chunks_name_their_tokens_and_blocks(chosen: list[Feed], queries: int) -
 
 @given(st.integers(1, 600), st.integers(1, 20), st.sampled_from([64, 128]))
 def test_places_are_aligned_and_do_not_overlap(tokens: int, most: int, queries: int) -> None:
-    frame = Frame(tokens, most, queries, SPARE)
+    frame = ChunkFrame(tokens, most, queries, SPARE)
     ends = [0, *(place.stop for place in frame.places)]
     assert all(place.start % ALIGNMENT == 0 and place.start >= end for place, end in zip(frame.places, ends, strict=False))
     assert frame.length >= ends[-1]
@@ -137,7 +137,7 @@ def test_sizes_are_few_and_none_has_more_than_a_step_may_have(step_tokens: int, 
 @given(st.integers(64, 9000), st.integers(1, 300), st.integers(1, 600), st.integers(0, 300))
 def test_a_step_takes_the_least_size_that_holds_it(step_tokens: int, slots: int, tokens: int, decodes: int) -> None:
     sizes = mixed_sizes(step_tokens, slots)
-    size = size_for(sizes, tokens, decodes)
+    size = smallest_size(sizes, tokens, decodes)
     holding = [other for other in sizes if other.tokens >= tokens and other.sequences >= decodes]
     if size is None:
         assert not holding
@@ -152,4 +152,4 @@ def test_without_chunks_nothing_is_done() -> None:
     assert set(filled.write_blocks.tolist()) == {NO_BLOCK}
     assert {sequence for _, sequence in rows_of_tiles(filled, 16)} == {MOST}
     with pytest.raises(ValueError, match="could not broadcast"):
-        Frame(2, MOST, 16, SPARE).fill(lay_out([Feed(0, 0, 3, False)], TABLE, 16))
+        ChunkFrame(2, MOST, 16, SPARE).fill(lay_out_chunks([FeedRange(0, 0, 3, False)], TABLE, 16))

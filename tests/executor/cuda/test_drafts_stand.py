@@ -16,7 +16,7 @@ import triton
 from baton.core.errors import InvariantViolated
 from baton.executor.cuda.drafting import propose_on_device
 from baton.executor.cuda.kernels_steps import DONE, DRY, EMPTY, RUNS, advance, prepare_decodes
-from baton.executor.drafts import Drafts, Naive, Ngrams, no_drafts
+from baton.executor.drafts import DraftTokens, NaiveProposer, NgramProposer, no_drafts
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array")
 
@@ -144,7 +144,7 @@ def test_rows_that_pad_a_batch_change_nothing() -> None:
 
 def test_n_grams_of_the_settings_are_proposed_for_the_rows_of_a_step() -> None:
     slots = Slots([[5, 6, 7, 5, 6], [1, 2, 3]])
-    propose = propose_on_device(Ngrams(3, 2, 4), slots.tokens, slots.known, 3)
+    propose = propose_on_device(NgramProposer(3, 2, 4), slots.tokens, slots.known, 3)
     assert propose is not None
     drafts, counts = torch.full((12,), -1, dtype=torch.int32, device=DEVICE), torch.full_like(zeros(4), -1)
     propose(ints(1, 0, slots.spare), drafts, counts)
@@ -154,13 +154,13 @@ def test_n_grams_of_the_settings_are_proposed_for_the_rows_of_a_step() -> None:
 
 def test_who_guesses_nothing_costs_nothing() -> None:
     slots = Slots([[1]])
-    assert propose_on_device(Naive(), slots.tokens, slots.known, 4) is None
-    assert propose_on_device(Ngrams(4, 2, 5), slots.tokens, slots.known, 0) is None
+    assert propose_on_device(NaiveProposer(), slots.tokens, slots.known, 4) is None
+    assert propose_on_device(NgramProposer(4, 2, 5), slots.tokens, slots.known, 0) is None
 
 
 def test_a_proposer_without_a_kernel_is_refused() -> None:
     class Oracle:
-        def propose(self, tokens: object, slots: list[int], known: object) -> Drafts:
+        def propose(self, tokens: object, slots: list[int], known: object) -> DraftTokens:
             return no_drafts(len(slots))
 
     slots = Slots([[1]])

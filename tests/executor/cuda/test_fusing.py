@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.executor.cuda import fuse
 from baton.executor.cuda.layers import FusedLayer, PlainLinear, TabledRotary
-from baton.executor.cuda.products import Linear, Norm, Workbench
+from baton.executor.cuda.products import DeviceLinear, ProductScratch, RmsNorm
 from baton.executor.cuda.rehearsal import one_chunk
 from baton.executor.dummy_weights import draw_weights
 from baton.executor.model_loading import LoadedModel, forward, load_shape, shape_config
@@ -38,13 +38,13 @@ def _in_host_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def fused(name: str, invariant: bool) -> tuple[LoadedModel, Workbench]:
-    loaded, bench = load_shape(name, "float32"), Workbench(CPU, invariant)
+def fused(name: str, invariant: bool) -> tuple[LoadedModel, ProductScratch]:
+    loaded, bench = load_shape(name, "float32"), ProductScratch(CPU, invariant)
     fuse.fuse_for_cuda(loaded, bench, 64)
     return loaded, bench
 
 
-def logits_of(loaded: LoadedModel, bench: Workbench, tokens: list[int]) -> torch.Tensor:
+def logits_of(loaded: LoadedModel, bench: ProductScratch, tokens: list[int]) -> torch.Tensor:
     pool = HostPool(loaded.layers, 2, 16, loaded.dtype, CPU)
     places = torch.arange(len(tokens))[None]
     return forward(loaded.model, torch.tensor([tokens]), places, 0, one_chunk(pool, bench, len(tokens), 16))  # type: ignore[arg-type]
@@ -91,13 +91,13 @@ def test_a_product_is_the_same_by_whichever_kernel(rows: int, invariant: bool, g
     stream = torch.Generator().manual_seed(rows)
     x, weight = torch.randn(rows, 128, generator=stream), torch.randn(96, 128, generator=stream) / 11
     norm, residual = (
-        Norm(torch.rand(128, generator=stream), 1e-6),
+        RmsNorm(torch.rand(128, generator=stream), 1e-6),
         torch.randn(rows, 48 if gate == 0 else 96, generator=stream),
     )
     wanted = normed(x, norm.weight, norm.epsilon) @ weight.T
     if gate is not None:
         wanted = torch.nn.functional.silu(wanted[:, :48]) * wanted[:, 48:]
-    linear = Linear(weight, None, Workbench(CPU, invariant), gate=gate)
+    linear = DeviceLinear(weight, None, ProductScratch(CPU, invariant), gate=gate)
     given = linear(x, norm=norm, residual=residual.clone())
     assert float((given - wanted - residual).abs().max()) < 1e-4
 
@@ -142,6 +142,6 @@ def test_angles_that_depend_on_the_length_stay_as_they_are() -> None:
 
 def test_a_linear_of_its_own_keeps_its_shape_and_bias() -> None:
     inner = torch.nn.Linear(64, 40)
-    plain = PlainLinear(inner, Workbench(CPU, True))
+    plain = PlainLinear(inner, ProductScratch(CPU, True))
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
     assert float((plain(x) - inner(x)).abs().max()) < 1e-5

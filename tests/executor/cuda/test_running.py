@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda import fuse
 from baton.executor.cuda.chunks import NO_CHUNKS, MixedSize
-from baton.executor.cuda.products import Workbench
-from baton.executor.cuda.runner import Runner
+from baton.executor.cuda.products import ProductScratch
+from baton.executor.cuda.runner import ModelRunner
 from baton.executor.dummy_weights import draw_weights
 from baton.executor.model_loading import load_shape, shape_config
 from baton.executor.slot_table import NO_BLOCK
@@ -64,12 +64,12 @@ def _in_host_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def runner_on(name: str, slots: HostSlots, burst: int, invariant: bool) -> Runner:
-    loaded, bench = load_shape(name, "float32"), Workbench(CPU, invariant)
+def runner_on(name: str, slots: HostSlots, burst: int, invariant: bool) -> ModelRunner:
+    loaded, bench = load_shape(name, "float32"), ProductScratch(CPU, invariant)
     fuse.fuse_for_cuda(loaded, bench, 32)
     shape = ExecutorShape(SLOTS, 6, BLOCK_SIZE, 16, burst)
     pool = HostPool(loaded.layers, 6, BLOCK_SIZE, loaded.dtype, CPU)
-    made = Runner(loaded, shape, slots, pool, bench, step_tokens=16)  # type: ignore[arg-type]
+    made = ModelRunner(loaded, shape, slots, pool, bench, step_tokens=16)  # type: ignore[arg-type]
     made.decode_slots.copy_(torch.tensor([2, SLOTS, 0]))  # a row of nobody between two of somebody
     return made
 
@@ -140,7 +140,7 @@ class Captures:
 MIXED = [MixedSize(8, 0), MixedSize(8, 2), MixedSize(16, 0)]
 
 
-def captured_runner(monkeypatch: pytest.MonkeyPatch, fails_at: int | None = None) -> tuple[Runner, Captures]:
+def captured_runner(monkeypatch: pytest.MonkeyPatch, fails_at: int | None = None) -> tuple[ModelRunner, Captures]:
     captures = Captures(fails_at)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: captures)
     monkeypatch.setattr(torch.cuda, "graph", captures.capturing)

@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from baton.core.engine.request import Sampling
 from baton.core.errors import InvariantViolated
 from baton.executor.cuda.kernels_noise import gumbel, hash_of, noise_most, row_key
-from baton.executor.cuda.sampling import DeviceSampler, Mode
+from baton.executor.cuda.sampling import DeviceSampler, SamplingMode
 from baton.executor.gumbel_noise import gumbel as reference_gumbel
-from baton.executor.gumbel_noise import hashes, row_keys, stream_of
+from baton.executor.gumbel_noise import hashes, noise_stream, row_keys
 from baton.executor.sampling import Sampler
 
 CPU = torch.device("cpu")
@@ -67,7 +67,9 @@ def row_of(shape: str, vocabulary: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(row.astype(np.float32))
 
 
-def on_device(logits: torch.Tensor, wishes: list[Sampling], positions: npt.ArrayLike, mode: Mode | None = None) -> list[int]:
+def on_device(
+    logits: torch.Tensor, wishes: list[Sampling], positions: npt.ArrayLike, mode: SamplingMode | None = None
+) -> list[int]:
     sampler = DeviceSampler(len(wishes), logits.shape[1], len(wishes), DEVICE)
     for slot, sampling in enumerate(wishes):
         sampler.start(slot, sampling)
@@ -79,7 +81,7 @@ def draw(
     logits: torch.Tensor,
     slots: npt.ArrayLike,
     positions: npt.ArrayLike,
-    mode: Mode | None = None,
+    mode: SamplingMode | None = None,
 ) -> list[int]:
     named = np.asarray(slots, dtype=np.int32)
     at = torch.from_numpy(np.asarray(positions, dtype=np.int32)).to(DEVICE)
@@ -137,7 +139,7 @@ def test_a_row_alone_is_the_same_row_in_any_batch_and_mode(
     neighbours = torch.stack([row_of("smooth", 130, seed + 1), row, row_of("tied", 130, seed + 2)])
     with patch("baton.executor.cuda.sampling.CHUNK", SMALL_CHUNK):
         alone = on_device(row.unsqueeze(0), [sampling], [7])
-        assert on_device(neighbours, [other, sampling, other], [3, 7, 7], Mode.CUTS)[1:2] == alone
+        assert on_device(neighbours, [other, sampling, other], [3, 7, 7], SamplingMode.CUTS)[1:2] == alone
 
 
 CUTS: tuple[dict[str, float], ...] = (
@@ -202,7 +204,7 @@ def test_of_equal_values_top_k_and_top_p_keep_the_lower_ids() -> None:
     ],
 )
 def test_greedy_takes_the_first_of_the_greatest(row: list[float], greatest: int) -> None:
-    for mode in Mode:
+    for mode in SamplingMode:
         assert on_device(torch.tensor([row]), [GREEDY], [0], mode) == [greatest]
 
 
@@ -253,9 +255,9 @@ def test_the_mode_is_what_the_slot_that_asks_for_most_needs() -> None:
     for slot, sampling in enumerate(asked):
         sampler.start(slot, sampling)
     modes = [sampler.mode_of(np.array([slot], dtype=np.int32)) for slot in range(5)]
-    assert modes == [Mode.GREEDY, Mode.ALL, Mode.CUTS, Mode.ALL, Mode.GREEDY]
-    assert sampler.mode_of(np.array([0, 2, 1], dtype=np.int32)) is Mode.CUTS
-    assert sampler.mode_of(np.empty(0, dtype=np.int32)) is Mode.GREEDY
+    assert modes == [SamplingMode.GREEDY, SamplingMode.ALL, SamplingMode.CUTS, SamplingMode.ALL, SamplingMode.GREEDY]
+    assert sampler.mode_of(np.array([0, 2, 1], dtype=np.int32)) is SamplingMode.CUTS
+    assert sampler.mode_of(np.empty(0, dtype=np.int32)) is SamplingMode.GREEDY
 
 
 @pytest.mark.parametrize(
@@ -301,7 +303,7 @@ def noise_table(streams, positions, noise, most, TOKENS: tl.constexpr):
 
 def test_noise_is_that_of_the_host_bit_for_bit_and_never_above_its_bound() -> None:
     tokens = 4096
-    streams = np.array([stream_of(seed, choice) for seed, choice in ((0, 0), (-1, 3), (2**64 - 5, 15))], dtype=np.uint64)
+    streams = np.array([noise_stream(seed, choice) for seed, choice in ((0, 0), (-1, 3), (2**64 - 5, 15))], dtype=np.uint64)
     positions = np.array([0, 17, 2**31 - 1])
     noise = torch.empty((3, tokens), dtype=torch.float64, device=DEVICE)
     most = torch.empty((3, tokens), device=DEVICE)
@@ -319,8 +321,8 @@ def test_noise_is_that_of_the_host_bit_for_bit_and_never_above_its_bound() -> No
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
-@pytest.mark.parametrize("mode", list(Mode))
-def test_a_captured_draw_follows_what_slots_ask_for_later(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", list(SamplingMode))
+def test_a_captured_draw_follows_what_slots_ask_for_later(mode: SamplingMode) -> None:
     rows, vocabulary = 16, 32_000
     sampler = DeviceSampler(rows, vocabulary, rows, DEVICE)
     logits = torch.randn((rows, vocabulary), device=DEVICE)
@@ -330,7 +332,11 @@ def test_a_captured_draw_follows_what_slots_ask_for_later(mode: Mode) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sampler.draw(logits, slots, positions, out, mode)
-    cuts: dict[Mode, dict[str, float]] = {Mode.GREEDY: {"temperature": 0.0}, Mode.ALL: {}, Mode.CUTS: {"top_k": 30}}
+    cuts: dict[SamplingMode, dict[str, float]] = {
+        SamplingMode.GREEDY: {"temperature": 0.0},
+        SamplingMode.ALL: {},
+        SamplingMode.CUTS: {"top_k": 30},
+    }
     for stay in range(3):
         wishes = [replace(Sampling(seed=stay * rows + n), **cuts[mode]) for n in range(rows)]
         for slot, sampling in enumerate(wishes):

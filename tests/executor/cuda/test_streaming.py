@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the executor for CUDA needs Triton, which is not installed here")
 
-from baton.executor.cuda.streaming import ROOM_BYTES, ROWS_MAX, TILE_COLUMNS, cut_up, streams_of, tiles_of
+from baton.executor.cuda.streaming import ROWS_MAX, SHARED_BYTES, TILE_COLUMNS, split_work, streaming_limits, tiles_of
 
 
 @given(
@@ -22,13 +22,13 @@ from baton.executor.cuda.streaming import ROOM_BYTES, ROWS_MAX, TILE_COLUMNS, cu
 def test_every_processor_has_its_share_and_room_for_it(
     rows: int, columns: int, width: int, gated: bool, processors: int
 ) -> None:
-    cut = cut_up(rows, columns, width, gated, processors)
+    cut = split_work(rows, columns, width, gated, processors)
     assert cut is not None
     assert cut.rows >= rows
     assert width % (cut.depth * cut.width) == 0
     assert cut.depth == 1 or not gated
     assert cut.stages >= 1
-    assert cut.stages * (TILE_COLUMNS + cut.rows) * cut.width * 2 + TILE_COLUMNS * cut.rows * 4 < ROOM_BYTES
+    assert cut.stages * (TILE_COLUMNS + cut.rows) * cut.width * 2 + TILE_COLUMNS * cut.rows * 4 < SHARED_BYTES
     units = tiles_of(columns, gated) * cut.depth
     assert cut.programs <= processors
     shares = [len(range(program, units, cut.programs)) for program in range(cut.programs)]
@@ -39,8 +39,8 @@ def test_every_processor_has_its_share_and_room_for_it(
 
 @pytest.mark.parametrize(("rows", "width"), [(ROWS_MAX + 1, 4096), (8, 96), (8, 32)])
 def test_what_does_not_suit_is_left_to_other_kernels(rows: int, width: int) -> None:
-    assert cut_up(rows, 4096, width, False, 132) is None
+    assert split_work(rows, 4096, width, False, 132) is None
 
 
 def test_a_cpu_streams_nothing() -> None:
-    assert streams_of(torch.device("cpu")) is None
+    assert streaming_limits(torch.device("cpu")) is None

@@ -24,8 +24,8 @@ from baton.executor.cuda import executor as executor_module
 from baton.executor.cuda import pool as pool_module
 from baton.executor.cuda.chunks import MixedSize
 from baton.executor.cuda.executor import TorchCudaExecutor
-from baton.executor.cuda.runner import Drawn, Runner
-from baton.executor.drafts import Ngrams
+from baton.executor.cuda.runner import LogitRows, ModelRunner
+from baton.executor.drafts import NgramProposer
 from baton.executor.model_loading import load_shape
 
 pytestmark = [
@@ -36,7 +36,7 @@ pytestmark = [
 
 MODEL = "tiny-llama"
 SHAPE = ExecutorShape(slots=4, blocks=12, block_size=16, context_tokens=64, burst=3)
-PROPOSER = Ngrams(drafts=2, ngram_min=1, ngram_max=3)
+PROPOSER = NgramProposer(drafts=2, ngram_min=1, ngram_max=3)
 STEPS = 6
 SIZES = [MixedSize(32, 0), MixedSize(32, 2), MixedSize(32, 4)]
 """That steps with chunks are filled up to."""
@@ -95,9 +95,9 @@ def without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, unpinned(getattr(torch, name)))
     monkeypatch.setattr(pool_module, "CudaBlocks", Unmoved)
     monkeypatch.setattr(executor_module, "warm_up", lambda *_: None)
-    monkeypatch.setattr(Runner, "capture", lambda *_: None)
+    monkeypatch.setattr(ModelRunner, "capture", lambda *_: None)
     # What would be captured is filled up as if it were.
-    monkeypatch.setattr(Runner, "capture_mixed", lambda runner, _: runner.fill_up_to(SIZES))
+    monkeypatch.setattr(ModelRunner, "capture_mixed", lambda runner, _: runner.fill_up_to(SIZES))
 
 
 def on_cpu() -> Executor:
@@ -211,12 +211,12 @@ def test_a_step_that_is_filled_up_yields_and_leaves_what_the_plain_one_does(
 ) -> None:
     taken = []
 
-    def noted(runner: Runner, size: MixedSize, chunks: torch.Tensor) -> Drawn:
+    def noted(runner: ModelRunner, size: MixedSize, chunks: torch.Tensor) -> LogitRows:
         taken.append(size)
         return filled(runner, size, chunks)
 
-    filled = Runner.mixed_filled
-    monkeypatch.setattr(Runner, "mixed_filled", noted)
+    filled = ModelRunner.mixed_filled
+    monkeypatch.setattr(ModelRunner, "mixed_filled", noted)
     wanted, wanted_kv = told_and_left(wishes, invariant, graphs=False)
     assert not taken
     given, given_kv = told_and_left(wishes, invariant, graphs=True)

@@ -28,19 +28,19 @@ from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPla
 from baton.core.engine.request import NO_TOKENS, Tokens
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
-from baton.executor.cpu.native_attention import NativeAttention, serves
-from baton.executor.cpu.native_kernels import LANES, Kernels, load_kernels
-from baton.executor.drafts import Drafts, Naive, Proposer, accepted, no_drafts
+from baton.executor.cpu.native_attention import NativeAttention, can_serve
+from baton.executor.cpu.native_kernels import LANES, NativeKernels, load_kernels
+from baton.executor.drafts import DraftProposer, DraftTokens, NaiveProposer, accepted_drafts, no_drafts
 from baton.executor.fingerprint import fingerprint_model
 from baton.executor.kv_pool import KvPool, blocks_for_memory, kv_bytes_per_block
 from baton.executor.layer_probe import fuse_model
 from baton.executor.model_loading import LoadedModel, forward, load_model
 from baton.executor.model_support import UnsupportedModel
-from baton.executor.packing import Feed, PackedBatch, pack
+from baton.executor.packing import FeedRange, PackedBatch, pack
 from baton.executor.paged_attention import AttentionContext, GatherAttention
 from baton.executor.sampling import Sampler
 from baton.executor.slot_table import NO_BLOCK, SlotTable
-from baton.executor.step_results import Answer, begin_answer, joined_logprobs
+from baton.executor.step_results import ResultRows, begin_rows, joined_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +50,16 @@ NICENESS = 5
 """By how much computing yields to everything else."""
 NOTHING_RAN = 0
 """The `base_step` of the first plan an executor ever gets."""
-NAIVE = Naive()
+NAIVE = NaiveProposer()
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
     """What of a plan can be computed."""
 
-    chunks: list[Feed]
+    chunks: list[FeedRange]
     decode_slots: Int32s
-    drafts: Drafts
+    drafts: DraftTokens
     """Of the decodes."""
     rows: Int32s
     """Row of the answer for each sequence that samples: chunks, then decodes."""
@@ -101,10 +101,10 @@ class TorchCpuExecutor:
         loaded: LoadedModel,
         shape: ExecutorShape,
         fingerprint: bytes,
-        kernels: Kernels | None,
+        kernels: NativeKernels | None,
         thread: ThreadPoolExecutor,
         allocate: Allocate = zeroed,
-        proposer: Proposer = NAIVE,
+        proposer: DraftProposer = NAIVE,
     ) -> None:
         """With `kernels` attention is native, without them gathered; the pool then belongs to that way for good.
 
@@ -141,7 +141,7 @@ class TorchCpuExecutor:
         attention: str = "auto",
         allocate: Allocate = zeroed,
         burst: int = 1,
-        proposer: Proposer = NAIVE,
+        proposer: DraftProposer = NAIVE,
     ) -> TorchCpuExecutor:
         """Read a model folder. `blocks` wins over `kv_memory_bytes`; the context defaults to what the model was made for."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
@@ -192,13 +192,13 @@ class TorchCpuExecutor:
         return result
 
     def _step(self, plan: StepPlan) -> StepResult:
-        answer = begin_answer(plan)
+        answer = begin_rows(plan)
         self._change_slots(plan, answer)
         work = self._choose_work(plan, answer)
         yielded = self._compute(plan.step, work)
         return self._finish_answer(plan, answer, work, yielded)
 
-    def _change_slots(self, plan: StepPlan, answer: Answer) -> None:
+    def _change_slots(self, plan: StepPlan, answer: ResultRows) -> None:
         for row, stop in enumerate(plan.stops):
             if self._slots.holds(stop.slot, stop.epoch):
                 answer.outcomes[row] = Outcome.PREEMPTED
@@ -211,8 +211,8 @@ class TorchCpuExecutor:
             self._sampler.start(start.slot, start.tokens, start.prompt_tokens, start.sampling)
         self._slots.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
 
-    def _choose_work(self, plan: StepPlan, answer: Answer) -> _Work:
-        chunks: list[Feed] = []
+    def _choose_work(self, plan: StepPlan, answer: ResultRows) -> _Work:
+        chunks: list[FeedRange] = []
         sampled_rows: list[int] = []
         for row, chunk in enumerate(plan.chunks, start=len(plan.stops)):
             if not self._slots.holds(chunk.slot, chunk.epoch):
@@ -222,14 +222,14 @@ class TorchCpuExecutor:
             if outcome is Outcome.NOTHING_OUT_OF_BLOCKS:
                 continue
             samples = chunk.samples and bool(self._slots.known[chunk.slot] < self._slots.limits[chunk.slot])
-            chunks.append(Feed(chunk.slot, chunk.begin, chunk.end, samples))
+            chunks.append(FeedRange(chunk.slot, chunk.begin, chunk.end, samples))
             if samples:
                 sampled_rows.append(row)
         decode_slots, decode_rows = self._choose_decodes(plan, answer)
         rows = np.concatenate([np.array(sampled_rows, dtype=np.int32), decode_rows])
         return _Work(chunks, decode_slots, self._draft(decode_slots), rows)
 
-    def _choose_decodes(self, plan: StepPlan, answer: Answer) -> tuple[Int32s, Int32s]:
+    def _choose_decodes(self, plan: StepPlan, answer: ResultRows) -> tuple[Int32s, Int32s]:
         """The slots that can decode and their rows in the answer. All at once: a step may have a thousand."""
         table, slots = self._slots, plan.decode_slots
         first = len(plan.stops) + len(plan.chunks)
@@ -246,7 +246,7 @@ class TorchCpuExecutor:
         runs = ~dry & (table.known[slots] < table.limits[slots])
         return slots[runs], rows[runs]
 
-    def _draft(self, slots: Int32s) -> Drafts:
+    def _draft(self, slots: Int32s) -> DraftTokens:
         """What these slots may go on with, no more of it than their limits and blocks have room for."""
         table, most = self._slots, self.shape.burst - 1
         if not most or not len(slots):
@@ -276,7 +276,7 @@ class TorchCpuExecutor:
         slots = work.slots[sequences]
         sampled = self._sampler.sample(logits, slots, self._slots.known[slots] + nth)
         counts = np.ones(len(draws), dtype=np.int32)
-        counts[work.first_decode :] += accepted(sampled.tokens[work.first_decode :], work.drafts)
+        counts[work.first_decode :] += accepted_drafts(sampled.tokens[work.first_decode :], work.drafts)
         stands = nth < counts[sequences]
         lines = [
             msgspec.structs.replace(line, row=int(sequences[line.row])) for line in sampled.logprobs if stands[line.row]
@@ -295,7 +295,7 @@ class TorchCpuExecutor:
             self._slots.starved[feed.slot] = False
         self._slots.starved[work.decode_slots] = False
 
-    def _finish_answer(self, plan: StepPlan, answer: Answer, work: _Work, yielded: _Yield) -> StepResult:
+    def _finish_answer(self, plan: StepPlan, answer: ResultRows, work: _Work, yielded: _Yield) -> StepResult:
         counts = np.zeros(len(answer.slots), dtype=np.int32)
         counts[work.rows] = yielded.counts
         present = answer.outcomes != Outcome.NOTHING_EMPTY_SLOT
@@ -313,7 +313,7 @@ class TorchCpuExecutor:
             drafted=self._drafted(answer, work),
         )
 
-    def _drafted(self, answer: Answer, work: _Work) -> Int32s:
+    def _drafted(self, answer: ResultRows, work: _Work) -> Int32s:
         if self.shape.burst == 1:
             return NO_INT32S
         drafted = np.zeros(len(answer.slots), dtype=np.int32)
@@ -321,7 +321,7 @@ class TorchCpuExecutor:
         return drafted
 
 
-def _prepare(path: Path, dtype: str, attention: str, block_size: int) -> tuple[LoadedModel, Kernels | None]:
+def _prepare(path: Path, dtype: str, attention: str, block_size: int) -> tuple[LoadedModel, NativeKernels | None]:
     """Runs on the executor's thread, as all its computing does.
 
     OpenMP keeps a pool of threads for each thread that ever computed in parallel. With two pools on the same cores it lets
@@ -341,12 +341,12 @@ def _yield_to_others() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
-def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int) -> Kernels | None:
+def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int) -> NativeKernels | None:
     """The way of attending that was asked for, or the best there is; fuses the model where kernels exist."""
     if attention not in ATTENTIONS:
         raise ValueError(f"attention is one of {', '.join(ATTENTIONS)}, not {attention!r}")
     kernels = None if attention == "gather" else load_kernels(loaded.dtype)
-    if kernels is not None and not serves(loaded.layers, block_size):
+    if kernels is not None and not can_serve(loaded.layers, block_size):
         log.info("native attention needs head and block sizes in multiples of %d", LANES)
         kernels = None
     if kernels is None and attention == "native":

@@ -19,9 +19,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.activations import GELUTanh, SiLUActivation
 
-from baton.executor.cpu.native_kernels import LANES, Kernels, RotateArguments, head_panels
+from baton.executor.cpu.native_kernels import LANES, NativeKernels, RotateArguments, head_panels
 from baton.executor.kv_pool import LayerSpec
-from baton.executor.model_support import vars_of
+from baton.executor.model_support import optional_attribute
 from baton.executor.paged_attention import AttentionCall, AttentionContext
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def joined_bias(linears: list[torch.nn.Linear]) -> torch.Tensor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormWeights:
     """Weights of a root-mean-square norm in float32, the form of it settled."""
 
     weight: torch.Tensor
@@ -75,7 +75,7 @@ class Norm:
 class FastLayer(torch.nn.Module):
     """One decoder layer of the common kind. Takes what `transformers` passes to a layer and returns the hidden states."""
 
-    def __init__(self, layer: torch.nn.Module, spec: LayerSpec, index: int, kernels: Kernels, offset: float) -> None:
+    def __init__(self, layer: torch.nn.Module, spec: LayerSpec, index: int, kernels: NativeKernels, offset: float) -> None:
         super().__init__()
         attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
         self._kernels = kernels
@@ -91,7 +91,7 @@ class FastLayer(torch.nn.Module):
         self._heads = linear_of(attention, "q_proj").out_features // spec.key_dim
         self._qk_norms = _qk_norms(attention, offset)
         for name in CARRIED_NAMES:
-            if (value := vars_of(layer, name, None)) is not None:
+            if (value := optional_attribute(layer, name, None)) is not None:
                 setattr(self, name, value)
 
     def forward(
@@ -148,7 +148,7 @@ class FastLayer(torch.nn.Module):
 
 
 class FastNorm(torch.nn.Module):
-    def __init__(self, norm: torch.nn.Module, kernels: Kernels, offset: float) -> None:
+    def __init__(self, norm: torch.nn.Module, kernels: NativeKernels, offset: float) -> None:
         super().__init__()
         self._norm = _norm(norm, offset)
         self._kernels = kernels
@@ -160,7 +160,7 @@ class FastNorm(torch.nn.Module):
 class FastHead(torch.nn.Module):
     """The map to the vocabulary, in float32 from the sums on: rounded to bfloat16, near-equal logits would become ties."""
 
-    def __init__(self, head: torch.nn.Linear, kernels: Kernels) -> None:
+    def __init__(self, head: torch.nn.Linear, kernels: NativeKernels) -> None:
         super().__init__()
         self._kernels = kernels
         self._panels = head_panels(head.weight.detach())
@@ -180,18 +180,18 @@ def linear_of(module: torch.nn.Module, name: str) -> torch.nn.Linear:
 
 def norm_parts(module: torch.nn.Module, offset: float) -> tuple[torch.Tensor, float]:
     """Weights in float32 and epsilon. `offset` is added to the weights: some families store their distance from one."""
-    epsilon = vars_of(module, "variance_epsilon", vars_of(module, "eps", None))
+    epsilon = optional_attribute(module, "variance_epsilon", optional_attribute(module, "eps", None))
     weight = module.get_parameter("weight")
     if not isinstance(epsilon, float):
         raise TypeError("not a root-mean-square norm")
     return weight.detach().float() + offset, epsilon
 
 
-def _norm(module: torch.nn.Module, offset: float) -> Norm:
-    return Norm(*norm_parts(module, offset))
+def _norm(module: torch.nn.Module, offset: float) -> NormWeights:
+    return NormWeights(*norm_parts(module, offset))
 
 
-def _qk_norms(attention: torch.nn.Module, offset: float) -> tuple[Norm | None, Norm | None]:
+def _qk_norms(attention: torch.nn.Module, offset: float) -> tuple[NormWeights | None, NormWeights | None]:
     if "q_norm" not in dict(attention.named_children()):
         return None, None
     return _norm(attention.get_submodule("q_norm"), offset), _norm(attention.get_submodule("k_norm"), offset)
@@ -206,7 +206,7 @@ def gate_kind(mlp: torch.nn.Module) -> int:
     raise TypeError("an activation that the gate kernel does not have")
 
 
-def looks_common(layer: torch.nn.Module, spec: LayerSpec) -> bool:
+def has_common_parts(layer: torch.nn.Module, spec: LayerSpec) -> bool:
     """Whether the parts have the names, types and sizes of the common kind; the probe decides the rest."""
     if {name for name, _ in layer.named_children()} != LAYER_PARTS:
         return False
@@ -239,7 +239,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_head(model: PreTrainedModel, kernels: Kernels) -> None:
+def pack_head(model: PreTrainedModel, kernels: NativeKernels) -> None:
     """Pack the map to the vocabulary. The embedding keeps its own copy where the two are tied."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, torch.nn.Linear) or head.in_features % LANES:

@@ -10,13 +10,13 @@ import ctypes
 
 import torch
 
-from baton.executor.cpu.native_kernels import LANES, TILE_KEYS, AttentionArguments, Kernels, WriteArguments
+from baton.executor.cpu.native_kernels import LANES, TILE_KEYS, AttentionArguments, NativeKernels, WriteArguments
 from baton.executor.kv_pool import LayerKv, LayerSpec
 from baton.executor.packing import PackedBatch
 from baton.executor.paged_attention import AttentionCall, LayerWritten
 
 
-def serves(layers: list[LayerSpec], block_size: int) -> bool:
+def can_serve(layers: list[LayerSpec], block_size: int) -> bool:
     """Whether the kernels can do all these layers: they work in whole vectors."""
     dims = [dim for layer in layers for dim in (layer.key_dim, layer.value_dim)]
     return TILE_KEYS % block_size == 0 and block_size % LANES == 0 and all(dim % LANES == 0 for dim in dims)
@@ -25,7 +25,9 @@ def serves(layers: list[LayerSpec], block_size: int) -> bool:
 class NativeAttention:
     """One step's attention. Lives as long as the step, and keeps the batch's memory alive meanwhile."""
 
-    def __init__(self, kernels: Kernels, batch: PackedBatch, kv: list[LayerKv], written: LayerWritten | None = None) -> None:
+    def __init__(
+        self, kernels: NativeKernels, batch: PackedBatch, kv: list[LayerKv], written: LayerWritten | None = None
+    ) -> None:
         self._kernels = kernels
         self._batch = batch
         self._kv = kv

@@ -110,7 +110,7 @@ class RotateArguments(ctypes.Structure):
     ]
 
 
-class Kernels:
+class NativeKernels:
     """The compiled functions for one number format. Tensors must be alive and laid out as each method says."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
@@ -162,7 +162,7 @@ def head_panels(weight: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, HEAD_PANEL, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
 
 
-def load_kernels(dtype: torch.dtype) -> Kernels | None:
+def load_kernels(dtype: torch.dtype) -> NativeKernels | None:
     """The kernels for a number format, compiled if need be; None, with a line in the log, where that cannot be."""
     if dtype not in SUFFIXES:
         log.info("no native kernels for %s", dtype)
@@ -172,7 +172,7 @@ def load_kernels(dtype: torch.dtype) -> Kernels | None:
         log.info("no native kernels: there is no g++ on this machine")
         return None
     path = _compiled(compiler)
-    return None if path is None else Kernels(ctypes.CDLL(str(path)), dtype)
+    return None if path is None else NativeKernels(ctypes.CDLL(str(path)), dtype)
 
 
 def _compiled(compiler: str) -> Path | None:

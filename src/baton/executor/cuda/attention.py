@@ -16,8 +16,8 @@ from baton.executor.cuda.batch import ChunkPart, DecodePart, DeviceBatch, target
 from baton.executor.cuda.kernels_decode import attend_decode
 from baton.executor.cuda.kernels_layer import rotate_and_write, write_rows
 from baton.executor.cuda.kernels_prefill import attend_chunks
-from baton.executor.cuda.products import Rows, Workbench
-from baton.executor.cuda.streaming import Streams
+from baton.executor.cuda.products import NormedRows, ProductScratch
+from baton.executor.cuda.streaming import StreamingLimits
 from baton.executor.kv_pool import LayerKv, LayerSpec
 from baton.executor.paged_attention import AttentionCall
 
@@ -29,7 +29,7 @@ EARLY_DIM = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
+class RotaryForm:
     """What a fused layer's heads go through before attention."""
 
     cosines: torch.Tensor
@@ -63,22 +63,24 @@ def _decode_tiles(sequences: int) -> _Tiles:
 class CudaAttention:
     """For one forward."""
 
-    def __init__(self, batch: DeviceBatch, kv: list[LayerKv], bench: Workbench, written: LayerWritten | None = None) -> None:
+    def __init__(
+        self, batch: DeviceBatch, kv: list[LayerKv], scratch: ProductScratch, written: LayerWritten | None = None
+    ) -> None:
         self._batch = batch
         self._kv = kv
-        self._bench = bench
+        self._scratch = scratch
         self._written = written
-        self._rows: Rows | None = None
+        self._rows: NormedRows | None = None
 
-    def hand_on(self, rows: Rows) -> None:
+    def hand_on(self, rows: NormedRows) -> None:
         """What a layer made, for the layer after it: between them `transformers` carries only the plain rows."""
         self._rows = rows
 
-    def handed(self, plain: torch.Tensor) -> Rows:
+    def handed(self, plain: torch.Tensor) -> NormedRows:
         """With what the layer before made of these rows, if it was that which made them."""
         if self._rows is not None and self._rows.plain.data_ptr() == plain.data_ptr():
             return self._rows
-        return Rows(plain)
+        return NormedRows(plain)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """[tokens, heads, value_dim], of a layer that rotated its own heads."""
@@ -102,7 +104,7 @@ class CudaAttention:
         self._attend_decodes(kv, spec, query[upto:], out[upto:], call.sinks, None)
         return out
 
-    def attend_fused(self, layer: int, spec: LayerSpec, heads: int, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def attend_fused(self, layer: int, spec: LayerSpec, heads: int, qkv: torch.Tensor, rotation: RotaryForm) -> torch.Tensor:
         """[tokens, heads · dim], from rows of queries, keys and values as their product made them."""
         kv, dim = self._kv[layer], spec.key_dim
         out = torch.empty(qkv.shape[0], heads, dim, dtype=qkv.dtype, device=qkv.device)
@@ -123,9 +125,9 @@ class CudaAttention:
     def _turns_first(self) -> bool:
         """Decodes rotate within attention; with drafts, or where all rows go the way of chunks, they rotate before."""
         decodes = self._batch.decodes
-        return decodes is not None and (decodes.queries > 1 or self._bench.invariant)
+        return decodes is not None and (decodes.queries > 1 or self._scratch.invariant)
 
-    def _rotate(self, kv: LayerKv, spec: LayerSpec, heads: int, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def _rotate(self, kv: LayerKv, spec: LayerSpec, heads: int, qkv: torch.Tensor, rotation: RotaryForm) -> torch.Tensor:
         tokens, dim = qkv.shape[0], spec.key_dim
         query = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
         if not tokens:
@@ -150,7 +152,7 @@ class CudaAttention:
         chunks: ChunkPart,
     ) -> None:
         heads = query.shape[1]
-        queries = chunk_queries(self._bench.invariant)
+        queries = chunk_queries(self._scratch.invariant)
         wide = query.dtype.itemsize > 2 or spec.key_dim > 128
         attend_chunks[(heads, len(chunks.tile_sequences))](
             query, kv.keys, kv.values, out, self._batch.tables, chunks.slots, chunks.contexts, chunks.first_positions,
@@ -160,7 +162,7 @@ class CudaAttention:
             HEADS=heads, GROUP=heads // spec.kv_heads, KEY_DIM=spec.key_dim, KEY_PADDED=_padded(spec.key_dim),
             VALUE_DIM=spec.value_dim, VALUE_PADDED=_padded(spec.value_dim), BLOCK_SIZE=kv.keys.shape[2], QUERIES=queries,
             TOKENS=32 if wide else 64, HAS_SOFTCAP=spec.softcap is not None, HAS_WINDOW=spec.window is not None,
-            HAS_SINKS=sinks is not None, ONE_WAY=self._bench.invariant, PRECISION="ieee", STAGES=2 if wide else 3,
+            HAS_SINKS=sinks is not None, ONE_WAY=self._scratch.invariant, PRECISION="ieee", STAGES=2 if wide else 3,
             num_warps=8 if wide else 4,
         )  # fmt: skip
 
@@ -171,16 +173,16 @@ class CudaAttention:
         query: torch.Tensor,
         out: torch.Tensor,
         sinks: torch.Tensor | None,
-        rotation: Rotation | None,
+        rotation: RotaryForm | None,
     ) -> None:
         """`query` are rows of queries, or with a rotation rows of queries, keys and values."""
         decodes = self._batch.decodes
         if decodes is None:
             return
-        if self._bench.invariant:
+        if self._scratch.invariant:
             self._attend_chunks(kv, spec, query, out, sinks, decodes.as_chunks)
             return
-        streams = self._bench.streams
+        streams = self._scratch.streams
         if rotation is not None and streams is not None and _suits_early(query.dtype, spec, out.shape[1]):
             self._attend_early(kv, spec, query, out, rotation, decodes, streams)
             return
@@ -206,7 +208,7 @@ class CudaAttention:
             TOKENS=tiles.tokens, TOGETHER=16 if few <= 4 else 4, ROTATES=rotation is not None,
             HAS_NORMS=rotation is not None and rotation.norms is not None, HAS_SOFTCAP=spec.softcap is not None,
             HAS_WINDOW=spec.window is not None, HAS_SINKS=sinks is not None,
-            PRECISION="ieee", STAGES=tiles.stages, LETS_BEGIN=self._bench.streams is not None, num_warps=tiles.warps,
+            PRECISION="ieee", STAGES=tiles.stages, LETS_BEGIN=self._scratch.streams is not None, num_warps=tiles.warps,
             **tiles.more,
         )  # fmt: skip
 
@@ -216,9 +218,9 @@ class CudaAttention:
         spec: LayerSpec,
         qkv: torch.Tensor,
         out: torch.Tensor,
-        rotation: Rotation,
+        rotation: RotaryForm,
         decodes: DecodePart,
-        streams: Streams,
+        streams: StreamingLimits,
     ) -> None:
         from baton.executor.cuda.kernels_decode_early import attend_early  # only where there is Gluon
 
@@ -251,8 +253,8 @@ def _early_tiles(sequences: int, kv_heads: int, processors: int) -> _Tiles:
     return _Tiles(32, 4, 4) if programs <= 3 * processors else _Tiles(32, 2, 4)
 
 
-def _from(rotation: Rotation, row: int) -> Rotation:
-    return Rotation(rotation.cosines[row:], rotation.sines[row:], rotation.norms, rotation.epsilon)
+def _from(rotation: RotaryForm, row: int) -> RotaryForm:
+    return RotaryForm(rotation.cosines[row:], rotation.sines[row:], rotation.norms, rotation.epsilon)
 
 
 def _padded(dim: int) -> int:

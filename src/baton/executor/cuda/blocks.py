@@ -1,15 +1,14 @@
-"""Blocks of a KV pool on a CUDA device, for whoever copies them between there and the host.
+"""Copies blocks of a KV pool on a CUDA device to and from the host; implements `contract.DeviceBlocks`.
 
-Owns the copies: a stream for each thread that asks, beside the one that computes, and the pinned buffers that bytes go
-through. Keeps to `contract.DeviceBlocks`. Two ways, chosen for each call:
+Each calling thread has a CUDA stream of its own, beside the stream that computes, and two pinned buffers. A call copies in
+one of two ways:
 
-    straight   block by block between device and row, where the row is pinned and a piece is long
-    bounced    many pieces gathered on the device into one run, copied into a pinned buffer and taken apart by the CPU;
-               two such buffers take turns, so that one is copied while the other is taken apart
+    straight   one copy per block between device and row, when the row is pinned and a piece is at least STRAIGHT_BYTES
+    bounced    many pieces are gathered on the device into one run, copied into a pinned buffer and scattered by the CPU;
+               two buffers alternate, so that one is copied while the other is scattered
 
-It orders nothing against the stream that computes: whoever calls owns the blocks, which means that the host has seen the
-end of every step that wrote or read them. Blocks of another process on the same device are read there (`CudaWindow`), and
-hashed there.
+Nothing is ordered against the stream that computes. The caller owns the blocks: the host has seen the end of every step
+that wrote or read them. Blocks of another process on the same device are read and hashed there (`CudaRemoteBlocks`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 
 from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
-from baton.executor.cuda.sharing import Opened, name_of, open_named
+from baton.executor.cuda.sharing import SharedMapping, ipc_name, open_ipc_name
 
 log = logging.getLogger(__name__)
 
@@ -54,27 +53,27 @@ class CudaBlocks:
         self._pool = pool.view(len(pool), -1).view(torch.uint8)
         self.blocks, self.block_bytes = self._pool.shape
         self.run_bytes = run_bytes
-        self._lanes = _Lanes()
+        self._streams = _ThreadStreams()
         self._pinned: list[Bytes] = []
         """What was registered with the driver: it must be told before the memory goes."""
 
     def read(self, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
         if len(blocks) and end > begin:
-            lane = self._lane()
-            with torch.inference_mode(), torch.cuda.stream(lane.stream):
+            copier = self._copy_stream()
+            with torch.inference_mode(), torch.cuda.stream(copier.stream):
                 if _goes_straight(host, end - begin):
-                    self._read_straight(lane, blocks, rows, host, begin, end)
+                    self._read_straight(copier, blocks, rows, host, begin, end)
                 else:
-                    self._read_bounced(lane, blocks, rows, host, begin, end)
+                    self._read_bounced(copier, blocks, rows, host, begin, end)
 
     def write(self, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
         if len(blocks) and end > begin:
-            lane = self._lane()
-            with torch.inference_mode(), torch.cuda.stream(lane.stream):
+            copier = self._copy_stream()
+            with torch.inference_mode(), torch.cuda.stream(copier.stream):
                 if _goes_straight(host, end - begin):
-                    self._write_straight(lane, blocks, rows, host, begin, end)
+                    self._write_straight(copier, blocks, rows, host, begin, end)
                 else:
-                    self._write_bounced(lane, blocks, rows, host, begin, end)
+                    self._write_bounced(copier, blocks, rows, host, begin, end)
 
     def allocate(self, size: int) -> Bytes:
         """Pinned, and mapped at once; where the driver refuses, plain memory, which is bounced."""
@@ -90,38 +89,42 @@ class CudaBlocks:
         return array
 
     def share(self) -> bytes:
-        lane = self._lane()
-        with torch.cuda.stream(lane.stream):
-            lane.wait()  # the driver's own calls need a thread that has met the device
-            name = name_of(self._pool)
+        copier = self._copy_stream()
+        with torch.cuda.stream(copier.stream):
+            copier.wait()  # the driver's own calls need a thread that has met the device
+            name = ipc_name(self._pool)
         if not name:
             log.warning("the KV pool cannot be shared with other processes; they get it through host memory")
         return name
 
-    def open(self, handle: bytes, blocks: int) -> CudaWindow | str:
-        lane = self._lane()
-        with torch.cuda.stream(lane.stream):
-            lane.wait()
-            opened = open_named(handle, blocks * self.block_bytes, self._pool.device)
-            return opened if isinstance(opened, str) else CudaWindow(self, opened, opened.tensor(blocks, self._pool.device))
+    def open(self, handle: bytes, blocks: int) -> CudaRemoteBlocks | str:
+        copier = self._copy_stream()
+        with torch.cuda.stream(copier.stream):
+            copier.wait()
+            opened = open_ipc_name(handle, blocks * self.block_bytes, self._pool.device)
+            return (
+                opened
+                if isinstance(opened, str)
+                else CudaRemoteBlocks(self, opened, opened.tensor(blocks, self._pool.device))
+            )
 
     def digests(self, blocks: Int32s, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
         """The sum of the words of a piece, each times an odd number of its place: no one word can change unseen."""
-        lane = self._lane()
-        with torch.inference_mode(), torch.cuda.stream(lane.stream):
+        copier = self._copy_stream()
+        with torch.inference_mode(), torch.cuda.stream(copier.stream):
             sums = torch.zeros(len(spans), len(blocks), dtype=torch.int64, device=self._pool.device)
             for row, (begin, end) in zip(sums, spans, strict=True):
-                for gathered, part in self._gathered(lane, self._words(self._pool, begin, end), blocks, end - begin):
+                for gathered, part in self._gathered(copier, self._words(self._pool, begin, end), blocks, end - begin):
                     places = torch.arange(gathered.shape[1], device=gathered.device) * _STRIDE + 1
                     row[part] = (gathered.to(torch.int64) * places).sum(dim=1)
             return sums.cpu().numpy().view(np.uint64)
 
     def pull(self, theirs: torch.Tensor, sources: Int32s, targets: Int32s, begin: int, end: int) -> None:
         """Bytes [begin, end) of block `sources[i]` of another pool on this device into our block `targets[i]`."""
-        lane = self._lane()
-        with torch.inference_mode(), torch.cuda.stream(lane.stream):
+        copier = self._copy_stream()
+        with torch.inference_mode(), torch.cuda.stream(copier.stream):
             ours = self._words(self._pool, begin, end)
-            for bounce, part in lane.turns(len(sources), end - begin):
+            for bounce, part in copier.turns(len(sources), end - begin):
                 bounce.event.synchronize()
                 count = part.stop - part.start
                 names = bounce.name(np.concatenate([sources[part], targets[part]]))
@@ -129,12 +132,12 @@ class CudaBlocks:
                 torch.index_select(self._words(theirs, begin, end), 0, names[:count], out=staged)
                 ours.index_copy_(0, names[count:], staged)
                 bounce.event.record()
-            lane.wait()
+            copier.wait()
 
-    def close_window(self, opened: Opened) -> None:
-        lane = self._lane()
-        with torch.cuda.stream(lane.stream):
-            lane.wait()
+    def close_window(self, opened: SharedMapping) -> None:
+        copier = self._copy_stream()
+        with torch.cuda.stream(copier.stream):
+            copier.wait()
             opened.close()
 
     def close(self) -> None:
@@ -145,24 +148,24 @@ class CudaBlocks:
 
     # ── a copy for each block ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _read_straight(self, lane: _Lane, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+    def _read_straight(self, copier: _CopyStream, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
         target = torch.from_numpy(host)
         for block, row in zip(blocks.tolist(), rows.tolist(), strict=True):
             target[row, begin:end].copy_(self._pool[block, begin:end], non_blocking=True)
-        lane.wait()
+        copier.wait()
 
-    def _write_straight(self, lane: _Lane, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+    def _write_straight(self, copier: _CopyStream, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
         source = torch.from_numpy(host)
         for block, row in zip(blocks.tolist(), rows.tolist(), strict=True):
             self._pool[block, begin:end].copy_(source[row, begin:end], non_blocking=True)
-        lane.wait()
+        copier.wait()
 
     # ── through the buffers ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _read_bounced(self, lane: _Lane, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+    def _read_bounced(self, copier: _CopyStream, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
         pool, size = self._words(self._pool, begin, end), end - begin
         coming: _Coming | None = None
-        for bounce, part in lane.turns(len(blocks), size):
+        for bounce, part in copier.turns(len(blocks), size):
             names = bounce.name(blocks[part])
             torch.index_select(pool, 0, names, out=bounce.pieces(len(names), size, pool.dtype))
             whole = len(names) * size
@@ -174,9 +177,9 @@ class CudaBlocks:
         if coming is not None:
             coming.take_apart(host, begin, end)
 
-    def _write_bounced(self, lane: _Lane, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
+    def _write_bounced(self, copier: _CopyStream, blocks: Int32s, rows: Int32s, host: Bytes, begin: int, end: int) -> None:
         pool, size = self._words(self._pool, begin, end), end - begin
-        for bounce, part in lane.turns(len(blocks), size):
+        for bounce, part in copier.turns(len(blocks), size):
             bounce.event.synchronize()  # what it brought last has left it
             for at, row in enumerate(rows[part].tolist()):
                 bounce.bytes[at * size : (at + 1) * size] = host[row, begin:end]
@@ -185,12 +188,14 @@ class CudaBlocks:
             bounce.staged[:whole].copy_(bounce.pinned[:whole], non_blocking=True)
             pool.index_copy_(0, names, bounce.pieces(len(names), size, pool.dtype))
             bounce.event.record()
-        lane.wait()
+        copier.wait()
 
     @staticmethod
-    def _gathered(lane: _Lane, pool: torch.Tensor, blocks: Int32s, size: int) -> Iterator[tuple[torch.Tensor, slice]]:
+    def _gathered(
+        copier: _CopyStream, pool: torch.Tensor, blocks: Int32s, size: int
+    ) -> Iterator[tuple[torch.Tensor, slice]]:
         """Pieces of these blocks, some at a time, each [pieces, words] until the next."""
-        for bounce, part in lane.turns(len(blocks), size):
+        for bounce, part in copier.turns(len(blocks), size):
             bounce.event.synchronize()
             names = bounce.name(blocks[part])
             gathered = bounce.pieces(len(names), size, pool.dtype)
@@ -205,17 +210,17 @@ class CudaBlocks:
                 return part.view(dtype)
         return part
 
-    def _lane(self) -> _Lane:
+    def _copy_stream(self) -> _CopyStream:
         """This thread's own."""
-        if self._lanes.lane is None:
-            self._lanes.lane = _Lane(self._pool.device, max(BOUNCE_BYTES, self.block_bytes))
-        return self._lanes.lane
+        if self._streams.copier is None:
+            self._streams.copier = _CopyStream(self._pool.device, max(BOUNCE_BYTES, self.block_bytes))
+        return self._streams.copier
 
 
-class CudaWindow:
+class CudaRemoteBlocks:
     """The pool of another process on our device."""
 
-    def __init__(self, ours: CudaBlocks, opened: Opened, theirs: torch.Tensor) -> None:
+    def __init__(self, ours: CudaBlocks, opened: SharedMapping, theirs: torch.Tensor) -> None:
         self._ours = ours
         self._opened = opened
         self._theirs = theirs
@@ -227,11 +232,11 @@ class CudaWindow:
         self._ours.close_window(self._opened)
 
 
-class _Lanes(threading.local):
-    lane: _Lane | None = None
+class _ThreadStreams(threading.local):
+    copier: _CopyStream | None = None
 
 
-class _Lane:
+class _CopyStream:
     """A stream and two bounces, of one thread."""
 
     def __init__(self, device: torch.device, bounce_bytes: int) -> None:

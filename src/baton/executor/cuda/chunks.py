@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from baton.core.engine.plan import Int32s
-from baton.executor.packing import Feed
+from baton.executor.packing import FeedRange
 from baton.executor.slot_table import NO_BLOCK, SlotTable
 
 CHUNK_TOKENS = (64, 128, 256, 512)
@@ -66,7 +66,7 @@ def mixed_sizes(step_tokens: int, slots: int) -> list[MixedSize]:
     return [MixedSize(tokens, size) for tokens in CHUNK_TOKENS if tokens <= step_tokens for size in sorted(decodes)]
 
 
-def size_for(sizes: list[MixedSize], tokens: int, decodes: int) -> MixedSize | None:
+def smallest_size(sizes: list[MixedSize], tokens: int, decodes: int) -> MixedSize | None:
     """The one with the fewest rows of chunks that holds them, and of those the one with the fewest decodes."""
     return min((size for size in sizes if size.tokens >= tokens and size.sequences >= decodes), default=None)
 
@@ -77,7 +77,7 @@ def tile_chunks(lengths: list[int], queries: int) -> tuple[list[int], list[int]]
     return [sequence for sequence, _ in tiles], [start for _, start in tiles]
 
 
-def lay_out(feeds: list[Feed], table: SlotTable, tile_queries: int) -> ChunkArrays:
+def lay_out_chunks(feeds: list[FeedRange], table: SlotTable, tile_queries: int) -> ChunkArrays:
     """One chunk after the other, nothing between them."""
     size = table.shape.block_size
     lengths = [feed.end - feed.begin for feed in feeds]
@@ -106,7 +106,7 @@ def lay_out(feeds: list[Feed], table: SlotTable, tile_queries: int) -> ChunkArra
     )
 
 
-class Frame:
+class ChunkFrame:
     """Chunks filled up to so many rows, as one array in which everything has its place."""
 
     def __init__(self, tokens: int, chunks_most: int, tile_queries: int, spare: int) -> None:

@@ -8,17 +8,17 @@ import torch
 
 from baton.core.errors import InvariantViolated
 from baton.executor.cuda.kernels_ngram import propose_ngrams
-from baton.executor.drafts import Naive, Ngrams, Proposer
+from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 
 Propose = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(slots, drafts, counts): fill in what each slot may go on with. Row i of the drafts are those of the i-th slot."""
 
 
-def propose_on_device(proposer: Proposer, tokens: torch.Tensor, known: torch.Tensor, drafts_max: int) -> Propose | None:
+def propose_on_device(proposer: DraftProposer, tokens: torch.Tensor, known: torch.Tensor, drafts_max: int) -> Propose | None:
     """`tokens` [slots, context] and `known` [slots] are read at every step. None where nothing is ever guessed."""
-    if not drafts_max or isinstance(proposer, Naive):
+    if not drafts_max or isinstance(proposer, NaiveProposer):
         return None
-    if not isinstance(proposer, Ngrams):
+    if not isinstance(proposer, NgramProposer):
         raise InvariantViolated(f"{proposer}: there is no kernel that guesses like this")
     least, most = proposer.ngram_min, proposer.ngram_max
 

@@ -26,13 +26,13 @@ from baton.executor.cuda.chunks import mixed_sizes
 from baton.executor.cuda.drafting import propose_on_device
 from baton.executor.cuda.fuse import TOLERANCE, fuse_for_cuda
 from baton.executor.cuda.pool import CudaPool
-from baton.executor.cuda.products import Workbench
-from baton.executor.cuda.runner import Runner, buckets_upto
-from baton.executor.cuda.sizing import NoRoom, blocks_that_fit
+from baton.executor.cuda.products import ProductScratch
+from baton.executor.cuda.runner import ModelRunner, buckets_upto
+from baton.executor.cuda.sizing import NoRoomForKv, blocks_that_fit
 from baton.executor.cuda.slots import DeviceSlots
-from baton.executor.cuda.step import Launched, Stepper
+from baton.executor.cuda.step import LaunchedStep, StepRunner
 from baton.executor.cuda.warming import warm_up
-from baton.executor.drafts import Naive, Proposer
+from baton.executor.drafts import DraftProposer, NaiveProposer
 from baton.executor.fingerprint import fingerprint_of
 from baton.executor.kv_pool import kv_bytes_per_block
 from baton.executor.model_loading import LoadedModel, load_model
@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 ATTENTIONS = ("auto", "triton")
 NOTHING_RAN = 0
 """The `base_step` of the first plan an executor ever gets."""
-NAIVE = Naive()
+NAIVE = NaiveProposer()
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    launched: Launched
+    launched: LaunchedStep
     tellings: list[Future[None]] = field(default_factory=list)
     """Of layers, to whoever asked."""
 
@@ -61,7 +61,7 @@ class _Step:
 
 class TorchCudaExecutor:
     def __init__(
-        self, stepper: Stepper, loaded: LoadedModel, shape: ExecutorShape, fingerprint: bytes, details: str
+        self, stepper: StepRunner, loaded: LoadedModel, shape: ExecutorShape, fingerprint: bytes, details: str
     ) -> None:
         self.shape = shape
         self.details = details
@@ -69,7 +69,7 @@ class TorchCudaExecutor:
         self.vocabulary = loaded.vocabulary
         self.fingerprint = fingerprint
         self.on_layer: LayerDone | None = None
-        self._stepper: Stepper | None = stepper
+        self._stepper: StepRunner | None = stepper
         self.kv = stepper.kv
         self._stream = torch.cuda.Stream()
         self._last_step = NOTHING_RAN
@@ -91,7 +91,7 @@ class TorchCudaExecutor:
         context_tokens: int | None = None,
         step_tokens: int = 8192,
         burst: int = 1,
-        proposer: Proposer = NAIVE,
+        proposer: DraftProposer = NAIVE,
         attention: str = "auto",
         batch_invariant: bool = False,
         graphs: bool = True,
@@ -118,7 +118,7 @@ class TorchCudaExecutor:
         *,
         step_tokens: int = 8192,
         kv_memory_bytes: int | None = None,
-        proposer: Proposer = NAIVE,
+        proposer: DraftProposer = NAIVE,
         attention: str = "auto",
         batch_invariant: bool = False,
         graphs: bool = True,
@@ -130,12 +130,12 @@ class TorchCudaExecutor:
         _check_attention(attention, loaded)
         device = loaded.model.device
         with torch.inference_mode():
-            bench = Workbench(device, batch_invariant)
+            scratch = ProductScratch(device, batch_invariant)
             # A rehearsal of the largest step puts all its tokens into one sequence.
-            fuse_for_cuda(loaded, bench, max(shape.context_tokens + shape.burst, step_tokens))
+            fuse_for_cuda(loaded, scratch, max(shape.context_tokens + shape.burst, step_tokens))
             if not shape.blocks:
-                shape = blocks_that_fit(loaded, shape, bench, step_tokens, kv_memory_bytes)
-            stepper = _build(loaded, shape, bench, step_tokens, proposer)
+                shape = blocks_that_fit(loaded, shape, scratch, step_tokens, kv_memory_bytes)
+            stepper = _build(loaded, shape, scratch, step_tokens, proposer)
             if graphs:
                 stepper.runner.capture(buckets_upto(shape.slots))
                 stepper.runner.capture_mixed(mixed_sizes(step_tokens, shape.slots))
@@ -214,18 +214,20 @@ def _details(device: torch.device, has_graphs: bool, batch_invariant: bool) -> s
     return ", ".join(parts)
 
 
-def _build(loaded: LoadedModel, shape: ExecutorShape, bench: Workbench, step_tokens: int, proposer: Proposer) -> Stepper:
+def _build(
+    loaded: LoadedModel, shape: ExecutorShape, scratch: ProductScratch, step_tokens: int, proposer: DraftProposer
+) -> StepRunner:
     device = loaded.model.device
     slots = DeviceSlots(shape, device)
     pool = _pool(loaded, shape, device)
     propose = propose_on_device(proposer, slots.tokens, slots.known, shape.burst - 1)
-    runner = Runner(loaded, shape, slots, pool, bench, step_tokens, propose)
+    runner = ModelRunner(loaded, shape, slots, pool, scratch, step_tokens, propose)
     log.info(
         "KV pool on the device: %d blocks, %.1f GiB",
         shape.blocks,
         shape.blocks * kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype) / (1 << 30),
     )
-    return Stepper(loaded, shape, slots, pool, runner, bench.invariant, step_tokens)
+    return StepRunner(loaded, shape, slots, pool, runner, scratch.invariant, step_tokens)
 
 
 def _pool(loaded: LoadedModel, shape: ExecutorShape, device: torch.device) -> CudaPool:
@@ -233,7 +235,7 @@ def _pool(loaded: LoadedModel, shape: ExecutorShape, device: torch.device) -> Cu
         return CudaPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype, device)
     except torch.OutOfMemoryError:
         told = f"the device has no room for {shape.blocks} blocks of KV; those who share it need a --kv-memory each"
-        raise NoRoom(told) from None
+        raise NoRoomForKv(told) from None
 
 
 def _name(dtype: torch.dtype) -> str:

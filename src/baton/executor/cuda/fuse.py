@@ -17,14 +17,14 @@ import torch
 from transformers import PreTrainedModel
 
 from baton.executor.cuda.attention import CudaAttention
-from baton.executor.cuda.layers import FusedLayer, FusedNorm, PlainLinear, TabledRotary, looks_common
+from baton.executor.cuda.layers import FusedLayer, FusedNorm, PlainLinear, TabledRotary, has_common_parts
 from baton.executor.cuda.pool import CudaPool
-from baton.executor.cuda.products import Workbench
+from baton.executor.cuda.products import ProductScratch
 from baton.executor.cuda.rehearsal import one_chunk
 from baton.executor.kv_pool import LayerSpec
-from baton.executor.layer_probe import NORM_OFFSETS, PROBE_TOKENS, Sight, recorder
+from baton.executor.layer_probe import NORM_OFFSETS, PROBE_TOKENS, ModuleCall, recorder
 from baton.executor.model_loading import LoadedModel, forward
-from baton.executor.model_support import vars_of
+from baton.executor.model_support import optional_attribute
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +38,15 @@ STEADY_ROTATIONS = ("default", "linear", "llama3", "yarn")
 @dataclass(frozen=True, slots=True)
 class CudaProbe:
     attention: CudaAttention
-    seen: dict[str, Sight]
+    seen: dict[str, ModuleCall]
     tolerance: float
 
     def agrees(self, name: str, candidate: torch.nn.Module) -> bool:
         """Whether the candidate answers as the module of that name did. It may overwrite what it is given."""
-        sight = self.seen[name]
-        arguments = [part.clone() if isinstance(part, torch.Tensor) else part for part in sight.arguments]
-        keywords = {key: self.attention if key == "paged" else value for key, value in sight.keywords.items()}
-        given, wanted = candidate(*arguments, **keywords).float(), sight.output.float()
+        call = self.seen[name]
+        arguments = [part.clone() if isinstance(part, torch.Tensor) else part for part in call.arguments]
+        keywords = {key: self.attention if key == "paged" else value for key, value in call.keywords.items()}
+        given, wanted = candidate(*arguments, **keywords).float(), call.output.float()
         return given.shape == wanted.shape and bool((given - wanted).abs().max() <= self.tolerance * wanted.abs().max())
 
     def first_agreeing(self, make: Callable[[float], torch.nn.Module], name: str) -> torch.nn.Module | None:
@@ -60,27 +60,27 @@ class CudaProbe:
         return None
 
 
-def fuse_for_cuda(loaded: LoadedModel, bench: Workbench, positions: int) -> None:
+def fuse_for_cuda(loaded: LoadedModel, scratch: ProductScratch, positions: int) -> None:
     """`positions`: how many a sequence may have."""
     if loaded.dtype not in TOLERANCE:
         log.info("layers run as transformers wrote them: no fused ones for %s", loaded.dtype)
         return
     with torch.inference_mode():
-        probe = take_probe(loaded, bench)
-        layers = _replace_layers(loaded.model, loaded.layers, bench, probe)
+        probe = take_probe(loaded, scratch)
+        layers = _replace_layers(loaded.model, loaded.layers, scratch, probe)
         norms = _replace_norms(loaded.model, probe)
-        _replace_head(loaded.model, bench)
+        _replace_head(loaded.model, scratch)
         _replace_rotations(loaded.model, positions)
-        if bench.invariant:
-            _replace_linears(loaded.model, bench)
+        if scratch.invariant:
+            _replace_linears(loaded.model, scratch)
     log.info("%d of %d layers fused, %d norms beside them", len(layers), len(loaded.layers), norms)
 
 
-def take_probe(loaded: LoadedModel, bench: Workbench) -> CudaProbe:
+def take_probe(loaded: LoadedModel, scratch: ProductScratch) -> CudaProbe:
     model = loaded.model
     pool = CudaPool(loaded.layers, 1, BLOCK_SIZE, loaded.dtype, model.device)
-    attention = one_chunk(pool, bench, PROBE_TOKENS, BLOCK_SIZE)
-    seen: dict[str, Sight] = {}
+    attention = one_chunk(pool, scratch, PROBE_TOKENS, BLOCK_SIZE)
+    seen: dict[str, ModuleCall] = {}
     hooks = [
         module.register_forward_hook(recorder(name, seen), with_kwargs=True)
         for name, module in model.named_modules()
@@ -93,7 +93,9 @@ def take_probe(loaded: LoadedModel, bench: Workbench) -> CudaProbe:
     return CudaProbe(attention, seen, TOLERANCE[loaded.dtype])
 
 
-def _replace_layers(model: PreTrainedModel, layers: list[LayerSpec], bench: Workbench, probe: CudaProbe) -> list[FusedLayer]:
+def _replace_layers(
+    model: PreTrainedModel, layers: list[LayerSpec], scratch: ProductScratch, probe: CudaProbe
+) -> list[FusedLayer]:
     stacks = (
         (name, part)
         for name, part in model.named_modules()
@@ -102,9 +104,9 @@ def _replace_layers(model: PreTrainedModel, layers: list[LayerSpec], bench: Work
     name, parts = next(stacks, ("", torch.nn.ModuleList()))
     fused: list[FusedLayer] = []
     for index, layer in enumerate(parts):
-        if f"{name}.{index}" not in probe.seen or not looks_common(layer, layers[index]):
+        if f"{name}.{index}" not in probe.seen or not has_common_parts(layer, layers[index]):
             continue
-        make = partial(FusedLayer, layer, layers[index], index, bench)
+        make = partial(FusedLayer, layer, layers[index], index, scratch)
         candidate = probe.first_agreeing(make, f"{name}.{index}")
         if isinstance(candidate, FusedLayer):
             parts[index] = candidate
@@ -128,27 +130,27 @@ def _replace_norms(model: PreTrainedModel, probe: CudaProbe) -> int:
     return replaced
 
 
-def _replace_head(model: PreTrainedModel, bench: Workbench) -> None:
+def _replace_head(model: PreTrainedModel, scratch: ProductScratch) -> None:
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if isinstance(head, torch.nn.Linear):
         # Rounded to bfloat16, near-equal logits would become ties.
-        model.set_output_embeddings(PlainLinear(head, bench, torch.float32))  # type: ignore[no-untyped-call]
+        model.set_output_embeddings(PlainLinear(head, scratch, torch.float32))  # type: ignore[no-untyped-call]
 
 
 def _replace_rotations(model: PreTrainedModel, positions: int) -> None:
     for name, module in list(model.named_modules()):
-        steady = vars_of(module, "rope_type", None) in STEADY_ROTATIONS
+        steady = optional_attribute(module, "rope_type", None) in STEADY_ROTATIONS
         if steady and list(signature(module.forward).parameters) == ["x", "position_ids"]:
             tabled = TabledRotary.of(module, positions, torch.empty(0, dtype=model.dtype, device=model.device))
             if tabled is not None:
                 model.set_submodule(name, tabled)
 
 
-def _replace_linears(model: PreTrainedModel, bench: Workbench) -> None:
+def _replace_linears(model: PreTrainedModel, scratch: ProductScratch) -> None:
     """In layers that stay as they are: the library's products take another way for another number of rows."""
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear):
-            model.set_submodule(name, PlainLinear(module, bench))
+            model.set_submodule(name, PlainLinear(module, scratch))
     left = [
         name
         for name, module in model.named_modules()

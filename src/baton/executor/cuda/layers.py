@@ -19,13 +19,13 @@ from baton.executor.cpu.fused_layers import (
     linear_of,
     norm_parts,
 )
-from baton.executor.cuda.attention import CudaAttention, Rotation
-from baton.executor.cuda.products import Linear, Norm, Rows, Workbench, normed
+from baton.executor.cuda.attention import CudaAttention, RotaryForm
+from baton.executor.cuda.products import DeviceLinear, NormedRows, ProductScratch, RmsNorm, normed
 from baton.executor.kv_pool import LayerSpec
-from baton.executor.model_support import vars_of
+from baton.executor.model_support import optional_attribute
 
 
-def looks_common(layer: torch.nn.Module, spec: LayerSpec) -> bool:
+def has_common_parts(layer: torch.nn.Module, spec: LayerSpec) -> bool:
     """Whether the parts have the names of the common kind; types and the probe decide the rest."""
     if {name for name, _ in layer.named_children()} != LAYER_PARTS:
         return False
@@ -41,22 +41,22 @@ def looks_common(layer: torch.nn.Module, spec: LayerSpec) -> bool:
 
 
 class FusedLayer(torch.nn.Module):
-    def __init__(self, layer: torch.nn.Module, spec: LayerSpec, index: int, bench: Workbench, offset: float) -> None:
+    def __init__(self, layer: torch.nn.Module, spec: LayerSpec, index: int, scratch: ProductScratch, offset: float) -> None:
         """`offset` is added to the weights of norms: some families store their distance from one."""
         super().__init__()
         attention = layer.get_submodule("self_attn")
         self._spec, self._index = spec, index
-        self.then: Norm | None = None
+        self.then: RmsNorm | None = None
         """The norm that comes after this layer, where that is known."""
         self.first = _norm(layer.get_submodule("input_layernorm"), offset)
         self._second = _norm(layer.get_submodule("post_attention_layernorm"), offset)
         self._heads = linear_of(attention, "q_proj").out_features // spec.key_dim
-        self._qkv = _joined(attention, ("q_proj", "k_proj", "v_proj"), bench)
-        self._o = _joined(attention, ("o_proj",), bench)
+        self._qkv = _joined(attention, ("q_proj", "k_proj", "v_proj"), scratch)
+        self._o = _joined(attention, ("o_proj",), scratch)
         self._head_norms, self._head_epsilon = _head_norms(attention, offset)
-        self._mlp = _mlp(layer.get_submodule("mlp"), bench)
+        self._mlp = _mlp(layer.get_submodule("mlp"), scratch)
         for name in CARRIED_NAMES:
-            if (value := vars_of(layer, name, None)) is not None:
+            if (value := optional_attribute(layer, name, None)) is not None:
                 setattr(self, name, value)
 
     def forward(
@@ -69,23 +69,23 @@ class FusedLayer(torch.nn.Module):
     ) -> torch.Tensor:
         rows = paged.handed(hidden_states[0])
         cosines, sines = (table[0] for table in position_embeddings)
-        rotation = Rotation(cosines, sines, self._head_norms, self._head_epsilon)
+        rotation = RotaryForm(cosines, sines, self._head_norms, self._head_epsilon)
         qkv = self._qkv(rows, norm=self.first)
         attended = paged.attend_fused(self._index, self._spec, self._heads, qkv, rotation)
         rows = self._o.onto(rows.plain, attended, self._second)
-        made: Rows = self._mlp(rows, self._second, self.then)
+        made: NormedRows = self._mlp(rows, self._second, self.then)
         paged.hand_on(made)
         return made.plain.unsqueeze(0)
 
 
 class GatedMlp(torch.nn.Module):
-    def __init__(self, mlp: torch.nn.Module, bench: Workbench) -> None:
+    def __init__(self, mlp: torch.nn.Module, scratch: ProductScratch) -> None:
         super().__init__()
         weight, bias = _joined_weights(mlp, ("gate_proj", "up_proj"))
-        self._gate_up = Linear(weight, bias, bench, gate=gate_kind(mlp))
-        self._down = _joined(mlp, ("down_proj",), bench)
+        self._gate_up = DeviceLinear(weight, bias, scratch, gate=gate_kind(mlp))
+        self._down = _joined(mlp, ("down_proj",), scratch)
 
-    def forward(self, rows: Rows, norm: Norm, then: Norm | None) -> Rows:
+    def forward(self, rows: NormedRows, norm: RmsNorm, then: RmsNorm | None) -> NormedRows:
         """The rows + the MLP of their norm."""
         gated = self._gate_up(rows, norm=norm)
         return self._down.onto(rows.plain, gated, then)
@@ -98,19 +98,19 @@ class KeptMlp(torch.nn.Module):
         super().__init__()
         self._inner = mlp
 
-    def forward(self, rows: Rows, norm: Norm, _then: Norm | None) -> Rows:
+    def forward(self, rows: NormedRows, norm: RmsNorm, _then: RmsNorm | None) -> NormedRows:
         x, due = rows.ready_for(norm)
         out = self._inner((x if due is None else normed(x, due)).unsqueeze(0))
         if not isinstance(out, torch.Tensor):
             raise TypeError("an MLP that answers with more than its output")
-        return Rows(rows.plain + out[0])
+        return NormedRows(rows.plain + out[0])
 
 
-def _mlp(mlp: torch.nn.Module, bench: Workbench) -> GatedMlp | KeptMlp:
+def _mlp(mlp: torch.nn.Module, scratch: ProductScratch) -> GatedMlp | KeptMlp:
     parts = dict(mlp.named_children())
     if set(parts) != MLP_PARTS or not all(isinstance(parts[name], torch.nn.Linear) for name in MLP_PARTS - {"act_fn"}):
         return KeptMlp(mlp)
-    return GatedMlp(mlp, bench)
+    return GatedMlp(mlp, scratch)
 
 
 class FusedNorm(torch.nn.Module):
@@ -147,10 +147,10 @@ class TabledRotary(torch.nn.Module):
 class PlainLinear(torch.nn.Module):
     """A map of its own, by our products; where it is given a number format, in that from the sums on."""
 
-    def __init__(self, linear: torch.nn.Linear, bench: Workbench, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, linear: torch.nn.Linear, scratch: ProductScratch, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         bias = None if linear.bias is None else linear.bias.detach()
-        self._linear = Linear(linear.weight.detach(), bias, bench)
+        self._linear = DeviceLinear(linear.weight.detach(), bias, scratch)
         self._dtype = dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,8 +158,8 @@ class PlainLinear(torch.nn.Module):
         return self._linear(rows, dtype=self._dtype).view(*x.shape[:-1], self._linear.columns)
 
 
-def _norm(module: torch.nn.Module, offset: float) -> Norm:
-    return Norm(*norm_parts(module, offset))
+def _norm(module: torch.nn.Module, offset: float) -> RmsNorm:
+    return RmsNorm(*norm_parts(module, offset))
 
 
 def _head_norms(attention: torch.nn.Module, offset: float) -> tuple[torch.Tensor | None, float]:
@@ -171,8 +171,8 @@ def _head_norms(attention: torch.nn.Module, offset: float) -> tuple[torch.Tensor
     return torch.stack([query.weight, key.weight]), query.epsilon
 
 
-def _joined(module: torch.nn.Module, names: tuple[str, ...], bench: Workbench) -> Linear:
-    return Linear(*_joined_weights(module, names), bench)
+def _joined(module: torch.nn.Module, names: tuple[str, ...], scratch: ProductScratch) -> DeviceLinear:
+    return DeviceLinear(*_joined_weights(module, names), scratch)
 
 
 def _joined_weights(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -30,7 +30,7 @@ from triton.errors import TritonError
 
 from baton.executor.cuda.kernels_layer import add_and_norm_rows, gate_rows, norm_rows
 from baton.executor.cuda.kernels_products import few_rows, one_row
-from baton.executor.cuda.streaming import TILE_COLUMNS, Cut, cut_up, streams_of, tiles_of
+from baton.executor.cuda.streaming import TILE_COLUMNS, WorkSplit, split_work, streaming_limits, tiles_of
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ GATES = {"silu": 0, "gelu_tanh": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class RmsNorm:
     """Weights of a root-mean-square norm in float32."""
 
     weight: torch.Tensor
@@ -52,25 +52,25 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class NormedRows:
     """Rows that a norm comes after, with what the product that made them did for it."""
 
     plain: torch.Tensor
     """[rows, width]"""
-    norm: Norm | None = None
+    norm: RmsNorm | None = None
     normal: torch.Tensor | None = None
     """[rows, width], normed by `norm`; where there are squares, only times its weights"""
     squares: torch.Tensor | None = None
     """[parts, rows] float32: they add up to the sum of squares of each row"""
 
-    def ready_for(self, norm: Norm | None) -> tuple[torch.Tensor, Norm | None]:
+    def ready_for(self, norm: RmsNorm | None) -> tuple[torch.Tensor, RmsNorm | None]:
         """Rows, and the norm that is still due."""
         if self.normal is None or self.squares is not None or self.norm is not norm:
             return self.plain, norm
         return self.normal, None
 
 
-class Workbench:
+class ProductScratch:
     """What all products of an executor share: room for sums in parts, and a tensor to name where nothing is meant.
 
     One stream at a time uses it.
@@ -78,7 +78,7 @@ class Workbench:
 
     def __init__(self, device: torch.device, invariant: bool) -> None:
         self.invariant = invariant
-        self.streams = None if invariant else streams_of(device)
+        self.streams = None if invariant else streaming_limits(device)
         self.parts = torch.empty(PARTS_ELEMENTS, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(TILES_MAX, dtype=torch.int32, device=device)
         if self.streams is not None:
@@ -95,7 +95,7 @@ class Workbench:
         torch.cuda.synchronize(device)  # weights are read before the kernel before has ended
         try:
             importlib.import_module("baton.executor.cuda.kernels_decode_early")
-            right = bool((Linear(weight, None, self)(weight) == TILE_COLUMNS).all())
+            right = bool((DeviceLinear(weight, None, self)(weight) == TILE_COLUMNS).all())
         except torch.OutOfMemoryError:
             raise
         except REFUSALS as reason:
@@ -109,7 +109,7 @@ class Workbench:
         log.info("few rows are streamed: weights and KV come before what they meet is there")
 
 
-def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+def normed(x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
     """[rows, width]"""
     rows, width = x.shape
     out = torch.empty_like(x)
@@ -132,31 +132,33 @@ class _Tile:
     warps: int
 
 
-class Linear:
+class DeviceLinear:
     """x · weightᵀ + bias; with a gate, the first half of the outputs gates the second."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, bench: Workbench, gate: int | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scratch: ProductScratch, gate: int | None = None
+    ) -> None:
         self.weight = weight
         self._bias = bias
-        self._bench = bench
+        self._scratch = scratch
         self._gate = gate
         self.columns = weight.shape[0] if gate is None else weight.shape[0] // 2
         self.width = weight.shape[1]
         self._tiled: dict[int, object] = {}
-        self._streams = bench.streams is not None and weight.dtype.itemsize == 2
+        self._streams = scratch.streams is not None and weight.dtype.itemsize == 2
         self._one_width = math.gcd(self.width, 512 if gate is not None or self.columns > self.width else 1024)
         self._few_width = math.gcd(self.width, 128)
 
     def __call__(
         self,
-        x: torch.Tensor | Rows,
+        x: torch.Tensor | NormedRows,
         *,
-        norm: Norm | None = None,
+        norm: RmsNorm | None = None,
         residual: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """[rows, columns]. A residual may be overwritten by the result."""
-        if isinstance(x, Rows):
+        if isinstance(x, NormedRows):
             cut = self._cut(len(x.plain))
             if cut is not None and x.normal is not None and x.squares is not None and x.norm is norm and residual is None:
                 return self._stream(x.normal, cut, dtype=dtype, scale=x).plain
@@ -164,7 +166,7 @@ class Linear:
         rows = x.shape[0]
         if rows == 0:  # no chunk of the step draws a token
             return x.new_empty(0, self.columns, dtype=dtype or x.dtype)
-        if self._bench.invariant and self._few_width >= 32:
+        if self._scratch.invariant and self._few_width >= 32:
             return self._few(self._normed(x, norm), residual, dtype, self._invariant_tile())
         if (cut := self._cut(rows)) is not None:
             return self._stream(self._normed(x, norm), cut, residual=residual, dtype=dtype).plain
@@ -174,7 +176,7 @@ class Linear:
             return self._few(self._normed(x, norm), residual, dtype, self._few_tile(rows))
         return self._library(self._normed(x, norm), residual, dtype)
 
-    def onto(self, residual: torch.Tensor, x: torch.Tensor, then: Norm | None) -> Rows:
+    def onto(self, residual: torch.Tensor, x: torch.Tensor, then: RmsNorm | None) -> NormedRows:
         """residual + x · weightᵀ, which the norm `then` comes after."""
         cut = self._cut(x.shape[0])
         if cut is not None:
@@ -183,9 +185,9 @@ class Linear:
         splits = self._streams and self._bias is None and self.width % 2 == 0
         if then is not None and splits and FEW_ROWS_MAX < x.shape[0] <= SPLIT_ROWS_MAX:
             return self._in_halves(residual, x, then)
-        return Rows(self(x, residual=residual))
+        return NormedRows(self(x, residual=residual))
 
-    def _in_halves(self, residual: torch.Tensor, x: torch.Tensor, then: Norm) -> Rows:
+    def _in_halves(self, residual: torch.Tensor, x: torch.Tensor, then: RmsNorm) -> NormedRows:
         """The library would divide K itself, and add up in a kernel of its own."""
         rows, width = x.shape
         halves = torch.bmm(
@@ -198,23 +200,23 @@ class Linear:
             halves, residual, then.weight, out, normal, rows, self.columns, then.epsilon, PARTS=2,
             WIDTH=triton.next_power_of_2(self.columns), EARLY=True, num_warps=8, launch_pdl=True,
         )  # fmt: skip
-        return Rows(out, then, normal)
+        return NormedRows(out, then, normal)
 
-    def _cut(self, rows: int) -> Cut | None:
-        if not self._streams or self._bench.streams is None or not rows:
+    def _cut(self, rows: int) -> WorkSplit | None:
+        if not self._streams or self._scratch.streams is None or not rows:
             return None
-        return cut_up(rows, self.columns, self.width, self._gate is not None, self._bench.streams.processors)
+        return split_work(rows, self.columns, self.width, self._gate is not None, self._scratch.streams.processors)
 
     def _stream(
         self,
         x: torch.Tensor,
-        cut: Cut,
+        cut: WorkSplit,
         *,
         residual: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
-        scale: Rows | None = None,
-        then: Norm | None = None,
-    ) -> Rows:
+        scale: NormedRows | None = None,
+        then: RmsNorm | None = None,
+    ) -> NormedRows:
         """With `scale`, x is weighed for a norm whose other half is done here."""
         from baton.executor.cuda.kernels_stream import stream_rows  # only where there is Gluon
 
@@ -224,11 +226,11 @@ class Linear:
         normal = None if then is None else torch.empty_like(out)
         tiles = tiles_of(self.columns, gated)
         next_squares = None if then is None else torch.empty(tiles, rows, dtype=torch.float32, device=x.device)
-        nothing = self._bench.parts
+        nothing = self._scratch.parts
         parts = 0 if squares is None else len(squares)
         stream_rows[(cut.programs,)](
             _described(x, [cut.rows, cut.width]), self._tiles(cut.width), nothing if self._bias is None else self._bias,
-            out if residual is None else residual, out, self._bench.parts, self._bench.arrived,
+            out if residual is None else residual, out, self._scratch.parts, self._scratch.arrived,
             nothing if squares is None else squares, nothing if then is None else then.weight,
             out if normal is None else normal, nothing if next_squares is None else next_squares, rows, self.columns,
             self.width, 0.0 if norm is None else norm.epsilon, ROWS=cut.rows, COLUMNS=TILE_COLUMNS, WIDTH=cut.width,
@@ -236,7 +238,7 @@ class Linear:
             HAS_RESIDUAL=residual is not None, SQUARES=parts, SQUARES_PADDED=triton.next_power_of_2(max(parts, 1)),
             HAS_NEXT=then is not None, STAGES=cut.stages, num_warps=4, launch_pdl=True,
         )  # fmt: skip
-        return Rows(out, then, normal, next_squares)
+        return NormedRows(out, then, normal, next_squares)
 
     def _tiles(self, width: int) -> object:
         """The weight, in tiles of that width."""
@@ -246,7 +248,7 @@ class Linear:
             self._tiled[width] = _described(halves, [*block, width])
         return self._tiled[width]
 
-    def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def _normed(self, x: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
         return x if norm is None else normed(x, norm)
 
     def _library(self, x: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:
@@ -264,15 +266,15 @@ class Linear:
         rows = x.shape[0]
         out = x.new_empty(rows, self.columns)
         gate_rows[(rows, triton.cdiv(self.columns, 1024))](
-            x, out, self.columns, KIND=self._gate, WIDTH=1024, EARLY=self._bench.streams is not None, num_warps=4,
-            **self._bench.early,
+            x, out, self.columns, KIND=self._gate, WIDTH=1024, EARLY=self._scratch.streams is not None, num_warps=4,
+            **self._scratch.early,
         )  # fmt: skip
         return out
 
     def _one(
         self,
         x: torch.Tensor,
-        norm: Norm | None,
+        norm: RmsNorm | None,
         residual: torch.Tensor | None,
         dtype: torch.dtype | None,
     ) -> torch.Tensor:
@@ -309,7 +311,7 @@ class Linear:
         grid = (triton.cdiv(self.columns, tile.columns), tile.depth, triton.cdiv(rows, tile.rows))
         few_rows[grid](
             x, self.weight, x if self._bias is None else self._bias, x if residual is None else residual, out,
-            self._bench.parts, self._bench.arrived, rows, self.columns, self.width, x.stride(0), out.stride(0),
+            self._scratch.parts, self._scratch.arrived, rows, self.columns, self.width, x.stride(0), out.stride(0),
             ROWS=tile.rows, COLUMNS=tile.columns, WIDTH=tile.width, DEPTH=tile.depth, GATED=self._gate is not None,
             KIND=self._gate or 0, HAS_BIAS=self._bias is not None, HAS_RESIDUAL=residual is not None,
             PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps,

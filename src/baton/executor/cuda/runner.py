@@ -22,11 +22,11 @@ import triton
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.attention import CudaAttention, chunk_queries
 from baton.executor.cuda.batch import ChunkPart, DecodePart, DecodeWork, DeviceBatch, make_work, target_items
-from baton.executor.cuda.chunks import CHUNKS_MOST, NO_CHUNKS, Frame, MixedSize, size_for
+from baton.executor.cuda.chunks import CHUNKS_MOST, NO_CHUNKS, ChunkFrame, MixedSize, smallest_size
 from baton.executor.cuda.drafting import Propose
 from baton.executor.cuda.kernels_steps import RUNS, name_items, prepare_decodes
 from baton.executor.cuda.pool import CudaPool
-from baton.executor.cuda.products import Workbench
+from baton.executor.cuda.products import ProductScratch
 from baton.executor.cuda.slots import DeviceSlots
 from baton.executor.kv_pool import LayerSpec
 from baton.executor.model_loading import LoadedModel, forward
@@ -40,7 +40,7 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256,
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class DeviceChunks:
     """`chunks.ChunkArrays` of a step, as they were sent to the device."""
 
     part: ChunkPart
@@ -55,7 +55,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class LogitRows:
     """The rows of logits of a step, and whose they are: those of chunks, then those of decodes."""
 
     logits: torch.Tensor
@@ -71,35 +71,35 @@ class Drawn:
 class _Framed:
     """Where steps with chunks find their input, if they are filled up to this size."""
 
-    frame: Frame
+    frame: ChunkFrame
     there: torch.Tensor
-    chunks: Chunks
+    chunks: DeviceChunks
     """Views of it."""
 
 
-def named_chunks(arrays: list[torch.Tensor]) -> Chunks:
+def named_chunks(arrays: list[torch.Tensor]) -> DeviceChunks:
     """Those of `ChunkArrays`, in its order."""
     part, rows = arrays[:6], arrays[6:]
-    return Chunks(ChunkPart(len(rows[0]), *part), *rows)
+    return DeviceChunks(ChunkPart(len(rows[0]), *part), *rows)
 
 
 def buckets_upto(slots: int) -> list[int]:
     return [*(size for size in BUCKETS if size < slots), slots]
 
 
-class Runner:
+class ModelRunner:
     def __init__(
         self,
         loaded: LoadedModel,
         shape: ExecutorShape,
         slots: DeviceSlots,
         pool: CudaPool,
-        bench: Workbench,
+        scratch: ProductScratch,
         step_tokens: int,
         propose: Propose | None = None,
     ) -> None:
         self._model, self._layers = loaded.model, loaded.layers
-        self._shape, self._slots, self._pool, self._bench = shape, slots, pool, bench
+        self._shape, self._slots, self._pool, self._scratch = shape, slots, pool, scratch
         self._propose = propose
         self.queries = shape.burst
         rows = step_tokens + shape.slots * shape.burst
@@ -121,7 +121,7 @@ class Runner:
         self._starts = torch.arange(shape.slots + 1, dtype=torch.int32, device=device) * shape.burst
         self._zeros = ints(shape.slots)
         self.running = torch.full_like(self._zeros, RUNS)
-        self._graphs: dict[int | MixedSize, tuple[torch.cuda.CUDAGraph, Drawn]] = {}
+        self._graphs: dict[int | MixedSize, tuple[torch.cuda.CUDAGraph, LogitRows]] = {}
         self._buckets: list[int] = []
         self._chunks_most = min(CHUNKS_MOST, shape.slots)
         self._mixed_sizes: list[MixedSize] = []
@@ -137,16 +137,16 @@ class Runner:
 
     def mixed_size(self, chunks: int, tokens: int, decodes: int) -> MixedSize | None:
         """What a step with chunks is to be filled up to; None where it runs as it is."""
-        return size_for(self._mixed_sizes, tokens, decodes) if chunks <= self._chunks_most else None
+        return smallest_size(self._mixed_sizes, tokens, decodes) if chunks <= self._chunks_most else None
 
-    def frame(self, size: MixedSize) -> Frame:
+    def frame(self, size: MixedSize) -> ChunkFrame:
         return self._framed[size.tokens].frame
 
-    def decode(self, sequences: int) -> Drawn:
+    def decode(self, sequences: int) -> LogitRows:
         """All rows decode; `sequences` is a bucket where there are graphs."""
         return self._replayed(sequences) if sequences in self._graphs else self._decode(sequences)
 
-    def mixed(self, chunks: Chunks, sequences: int, written: Callable[[int], None] | None) -> Drawn:
+    def mixed(self, chunks: DeviceChunks, sequences: int, written: Callable[[int], None] | None) -> LogitRows:
         """Chunks, and decodes beside them, as they are."""
         first = chunks.part.tokens
         for buffer, values in (
@@ -166,9 +166,9 @@ class Runner:
             slots = torch.cat([slots, self.row_slots[first:upto]])
             positions = torch.cat([positions, self._positions[first:upto] + 1])
         logits = self._forward(self._batch(chunks.part, sequences), upto, rows.long(), written)
-        return Drawn(logits, slots, positions, len(chunks.logit_rows))
+        return LogitRows(logits, slots, positions, len(chunks.logit_rows))
 
-    def mixed_filled(self, size: MixedSize, chunks: torch.Tensor) -> Drawn:
+    def mixed_filled(self, size: MixedSize, chunks: torch.Tensor) -> LogitRows:
         """A step with chunks that `frame` filled up to this size."""
         framed = self._framed[size.tokens]
         framed.there.copy_(chunks)
@@ -209,7 +209,7 @@ class Runner:
         self._framed = {tokens: self._frame_of(tokens) for tokens in sorted({size.tokens for size in sizes})}
 
     def _frame_of(self, tokens: int) -> _Framed:
-        frame = Frame(tokens, self._chunks_most, chunk_queries(self._bench.invariant), self._slots.spare)
+        frame = ChunkFrame(tokens, self._chunks_most, chunk_queries(self._scratch.invariant), self._slots.spare)
         there = torch.from_numpy(frame.fill(NO_CHUNKS)).to(self._ids.device)
         return _Framed(frame, there, named_chunks([there[place] for place in frame.places]))
 
@@ -222,13 +222,13 @@ class Runner:
                 logits = torch.empty_like(self.mixed(chunks, size.sequences, None).logits)
             self._capture(size, partial(self._mixed_into, logits, chunks, size.sequences))
 
-    def _mixed_into(self, logits: torch.Tensor, chunks: Chunks, sequences: int) -> Drawn:
+    def _mixed_into(self, logits: torch.Tensor, chunks: DeviceChunks, sequences: int) -> LogitRows:
         drawn = self.mixed(chunks, sequences, None)
         there = logits[: len(drawn.logits)]
         there.copy_(drawn.logits)
         return replace(drawn, logits=there)
 
-    def _capture(self, size: int | MixedSize, run: Callable[[], Drawn]) -> None:
+    def _capture(self, size: int | MixedSize, run: Callable[[], LogitRows]) -> None:
         run()  # compiles what this size needs
         torch.cuda.synchronize()
         graph, other = torch.cuda.CUDAGraph(), next(iter(self._graphs.values()), None)
@@ -236,16 +236,16 @@ class Runner:
             drawn = run()
         self._graphs[size] = graph, drawn
 
-    def _replayed(self, size: int | MixedSize) -> Drawn:
+    def _replayed(self, size: int | MixedSize) -> LogitRows:
         graph, drawn = self._graphs[size]
         graph.replay()
         return drawn
 
-    def _decode(self, sequences: int) -> Drawn:
+    def _decode(self, sequences: int) -> LogitRows:
         self._prepare(sequences, 0)
         rows = sequences * self.queries
         logits = self._forward(self._batch(None, sequences), rows, None, None)
-        return Drawn(logits, self.row_slots[:rows], self._positions[:rows] + 1, 0)
+        return LogitRows(logits, self.row_slots[:rows], self._positions[:rows] + 1, 0)
 
     def _prepare(self, sequences: int, first: int) -> None:
         if self._propose is not None:
@@ -288,7 +288,7 @@ class Runner:
     def _forward(
         self, batch: DeviceBatch, tokens: int, rows: torch.Tensor | None, written: Callable[[int], None] | None
     ) -> torch.Tensor:
-        attention = CudaAttention(batch, self._pool.layers, self._bench, written)
+        attention = CudaAttention(batch, self._pool.layers, self._scratch, written)
         ids, positions = self._ids[:tokens].unsqueeze(0), self._positions[:tokens].unsqueeze(0)
         return forward(self._model, ids, positions, 0 if rows is None else rows, attention)
 

@@ -24,7 +24,7 @@ import triton
 from baton.core.engine.request import Sampling
 from baton.core.errors import InvariantViolated
 from baton.executor.cuda.kernels_sample import choose, survey
-from baton.executor.gumbel_noise import stream_of
+from baton.executor.gumbel_noise import noise_stream
 from baton.executor.penalties import penalises
 
 Int64s = npt.NDArray[np.int64]
@@ -40,7 +40,7 @@ _TEMPERATURE_LEAST, _TEMPERATURE_MOST = 1e-6, 1e6
 """As in `sampling.Sampler`: colder is greedy in all but name, hotter uniform; beyond, float32 overflows."""
 
 
-class Mode(IntEnum):
+class SamplingMode(IntEnum):
     """How much the slots of a batch ask for. A greater mode serves slots that ask for less, only slower."""
 
     GREEDY = 0
@@ -78,22 +78,27 @@ class DeviceSampler:
             words = words.pin_memory()
         self._wishes[slot].copy_(words, non_blocking=True)
 
-    def mode_of(self, slots: Slots) -> Mode:
+    def mode_of(self, slots: Slots) -> SamplingMode:
         """The least mode that serves all of these slots."""
-        return Mode(int(self._modes[slots].max(initial=Mode.GREEDY)))
+        return SamplingMode(int(self._modes[slots].max(initial=SamplingMode.GREEDY)))
 
     def needs_host(self, slots: Slots) -> bool:
         """Whether some slot asks for penalties, bias, bans or log-probabilities."""
         return bool(self._host[slots].any())
 
     def draw(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, mode: Mode
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, mode: SamplingMode
     ) -> None:
         """One token for each row of `logits` [rows, at least the vocabulary], to stand at `positions` of the sequences in
         `slots`: all int32 [rows], as is `out`, which takes the tokens. The mode must suffice for the slots."""
         rows = self._checked(logits, slots, positions, out)
         shared = (logits, self._wishes, slots, positions, self._peaks, self._bounds, self._weights)
-        kind = {"CHUNK": self._chunk, "DRAWS": mode >= Mode.ALL, "CUTS": mode >= Mode.CUTS, "enable_fp_fusion": False}
+        kind = {
+            "CHUNK": self._chunk,
+            "DRAWS": mode >= SamplingMode.ALL,
+            "CUTS": mode >= SamplingMode.CUTS,
+            "enable_fp_fusion": False,
+        }
         survey[(self._chunks, rows)](*shared, self._vocabulary, logits.stride(0), **kind, num_warps=4)
         choose[(rows,)](
             *shared,
@@ -121,11 +126,11 @@ class DeviceSampler:
         return rows
 
 
-def _mode_of(sampling: Sampling, vocabulary: int) -> Mode:
+def _mode_of(sampling: Sampling, vocabulary: int) -> SamplingMode:
     if sampling.temperature == 0:
-        return Mode.GREEDY
+        return SamplingMode.GREEDY
     cut = _top_k_of(sampling, vocabulary) > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return Mode.CUTS if cut else Mode.ALL
+    return SamplingMode.CUTS if cut else SamplingMode.ALL
 
 
 def _changes_logits(sampling: Sampling) -> bool:
@@ -133,13 +138,15 @@ def _changes_logits(sampling: Sampling) -> bool:
     return penalises(sampling) or bool(sampling.logit_bias) or bans
 
 
-def _words_of(sampling: Sampling, mode: Mode, vocabulary: int) -> Int64s:
+def _words_of(sampling: Sampling, mode: SamplingMode, vocabulary: int) -> Int64s:
     """As `kernels_sample` reads them; real numbers by their bits."""
-    temperature = min(max(sampling.temperature, _TEMPERATURE_LEAST), _TEMPERATURE_MOST) if mode > Mode.GREEDY else 0.0
+    temperature = (
+        min(max(sampling.temperature, _TEMPERATURE_LEAST), _TEMPERATURE_MOST) if mode > SamplingMode.GREEDY else 0.0
+    )
     top_k = _top_k_of(sampling, vocabulary)
     top_p = sampling.top_p if sampling.top_p < 1 else math.inf
     reals = np.array([temperature, top_p, _floor_of(sampling, top_k)]).view(np.int64)
-    stream = np.array([stream_of(sampling.seed, sampling.choice)], dtype=np.uint64).view(np.int64)
+    stream = np.array([noise_stream(sampling.seed, sampling.choice)], dtype=np.uint64).view(np.int64)
     return np.array([stream[0], reals[0], top_k, reals[1], reals[2]], dtype=np.int64)
 
 

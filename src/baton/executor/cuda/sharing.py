@@ -24,7 +24,7 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
-def name_of(memory: torch.Tensor) -> bytes:
+def ipc_name(memory: torch.Tensor) -> bytes:
     """What opens this tensor's memory elsewhere; nothing where its allocator has it in no way that can be shared."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
     driver = _driver()
@@ -35,7 +35,7 @@ def name_of(memory: torch.Tensor) -> bytes:
     return _NAME.pack(_uuid(memory.device), bytes(handle.reserved), memory.data_ptr() - base.value)
 
 
-class Opened:
+class SharedMapping:
     """`size` bytes of another process, from `pointer` on."""
 
     def __init__(self, base: int, offset: int, size: int) -> None:
@@ -53,7 +53,7 @@ class Opened:
             raise InvariantViolated(f"memory of another process cannot be closed: CUDA error {error}")
 
 
-def open_named(name: bytes, size: int, device: torch.device) -> Opened | str:
+def open_ipc_name(name: bytes, size: int, device: torch.device) -> SharedMapping | str:
     """The memory of this name, of which `size` bytes are wanted. A string says why it cannot be had."""
     if len(name) != _NAME.size:
         return "that is no name of device memory"
@@ -65,7 +65,7 @@ def open_named(name: bytes, size: int, device: torch.device) -> Opened | str:
     error = driver.cuIpcOpenMemHandle_v2(ctypes.byref(base), _IpcHandle.from_buffer_copy(raw), _LAZY_PEER_ACCESS)
     if error:
         return f"its device memory cannot be opened: CUDA error {error}"
-    opened = Opened(base.value, offset, size)
+    opened = SharedMapping(base.value, offset, size)
     error = driver.cuMemGetAddressRange_v2(None, ctypes.byref(length), base)
     if error or offset + size > length.value:
         opened.close()

@@ -10,7 +10,7 @@ import torch
 from baton.core.errors import BatonError
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.pool import CudaPool
-from baton.executor.cuda.products import Workbench
+from baton.executor.cuda.products import ProductScratch
 from baton.executor.cuda.rehearsal import rehearse
 from baton.executor.kv_pool import blocks_for_memory, kv_bytes_per_block
 from baton.executor.model_loading import LoadedModel
@@ -21,19 +21,19 @@ MEMORY_SHARE = 0.92
 """Of the device. The rest is for graphs, other libraries and what fragments."""
 
 
-class NoRoom(BatonError):
+class NoRoomForKv(BatonError):
     """The model leaves no memory for KV."""
 
 
 def blocks_that_fit(
-    loaded: LoadedModel, shape: ExecutorShape, bench: Workbench, step_tokens: int, kv_memory_bytes: int | None
+    loaded: LoadedModel, shape: ExecutorShape, scratch: ProductScratch, step_tokens: int, kv_memory_bytes: int | None
 ) -> ExecutorShape:
     """The same shape with blocks: of the memory given for them, or of all that the largest step leaves."""
     each = kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype)
     if kv_memory_bytes is not None:
         return replace(shape, blocks=blocks_for_memory(kv_memory_bytes, each))
     torch.cuda.reset_peak_memory_stats()
-    _rehearse(loaded, shape, bench, step_tokens)
+    _rehearse(loaded, shape, scratch, step_tokens)
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     free, whole = torch.cuda.mem_get_info()
@@ -41,13 +41,13 @@ def blocks_that_fit(
     room = int(whole * MEMORY_SHARE) - others - peak
     log.info("device memory: %.1f GiB in all, %.1f for the model and its largest step", whole / 2**30, peak / 2**30)
     if room < each:
-        raise NoRoom(
+        raise NoRoomForKv(
             f"the model and a step of {step_tokens} tokens leave no device memory for KV; lower --max-num-batched-tokens"
         )
     return replace(shape, blocks=room // each)
 
 
-def _rehearse(loaded: LoadedModel, shape: ExecutorShape, bench: Workbench, step_tokens: int) -> None:
+def _rehearse(loaded: LoadedModel, shape: ExecutorShape, scratch: ProductScratch, step_tokens: int) -> None:
     blocks = -(-step_tokens // shape.block_size) + 1
     pool = CudaPool(loaded.layers, blocks, shape.block_size, loaded.dtype, loaded.model.device)
-    rehearse(loaded, pool, bench, step_tokens, shape.block_size)
+    rehearse(loaded, pool, scratch, step_tokens, shape.block_size)

@@ -11,7 +11,7 @@ import torch
 from baton.core.engine.plan import Int32s, Start
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.kernels_slots import grow_tables, start_slots
-from baton.executor.cuda.staging import Uploads
+from baton.executor.cuda.staging import StepUploads
 from baton.executor.slot_table import NO_BLOCK
 
 
@@ -29,7 +29,7 @@ class DeviceSlots:
         """One entry wider than any sequence: drafts look a position beyond it."""
         self.known = ints(rows, value=1)
         self.limits = ints(rows)
-        self._uploads = Uploads(4 * shape.context_tokens + 16 * shape.slots + 4096, device)
+        self._uploads = StepUploads(4 * shape.context_tokens + 16 * shape.slots + 4096, device)
 
     def start(self, starts: tuple[Start, ...], context_tokens: int) -> None:
         """Rewrites the rows whole: columns, tokens and tables, all in one upload and one kernel."""

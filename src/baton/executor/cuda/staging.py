@@ -13,7 +13,7 @@ RING = 16
 """Steps that can be under way; whoever comes round waits for the oldest."""
 
 
-class Uploads:
+class StepUploads:
     """Small arrays to the device, all of a step in one piece of pinned memory."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Uploads:
         return [there[start : start + size] for start, size in zip(starts[:-1], sizes, strict=True)]
 
 
-class Downloads:
+class StepDownloads:
     """What a step tells the host: written by its kernels, copied out on a stream of its own."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Downloads:
         self._turn = (self._turn + 1) % RING
         return self._there[self._turn]
 
-    def fetch(self, elements: int) -> Download:
+    def fetch(self, elements: int) -> StepDownload:
         """After the kernels that write it are launched."""
         written, done = torch.cuda.Event(), torch.cuda.Event()
         written.record()
@@ -65,10 +65,10 @@ class Downloads:
             self._stream.wait_event(written)
             host.copy_(self._there[self._turn][:elements], non_blocking=True)
             done.record()
-        return Download(host, done)
+        return StepDownload(host, done)
 
 
-class Download:
+class StepDownload:
     def __init__(self, host: torch.Tensor, done: torch.cuda.Event) -> None:
         self._host = host
         self._done = done

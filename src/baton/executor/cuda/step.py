@@ -23,25 +23,25 @@ from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPla
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import ExecutorShape, KvView
 from baton.executor.cuda.attention import chunk_queries
-from baton.executor.cuda.chunks import ChunkArrays, MixedSize, lay_out
+from baton.executor.cuda.chunks import ChunkArrays, MixedSize, lay_out_chunks
 from baton.executor.cuda.kernels_steps import DRY, advance
 from baton.executor.cuda.pool import CudaPool
-from baton.executor.cuda.runner import Drawn, Runner, named_chunks
+from baton.executor.cuda.runner import LogitRows, ModelRunner, named_chunks
 from baton.executor.cuda.sampling import DeviceSampler
 from baton.executor.cuda.slots import DeviceSlots
-from baton.executor.cuda.staging import Download, Downloads, Uploads
+from baton.executor.cuda.staging import StepDownload, StepDownloads, StepUploads
 from baton.executor.model_loading import LoadedModel
-from baton.executor.packing import Feed
+from baton.executor.packing import FeedRange
 from baton.executor.sampling import Sampler
 from baton.executor.slot_table import SlotTable
-from baton.executor.step_results import Answer, begin_answer, joined_logprobs
+from baton.executor.step_results import ResultRows, begin_rows, joined_logprobs
 
 Written = Callable[[int], None]
 
 
 @dataclass(slots=True)
 class _Work:
-    feeds: list[Feed] = field(default_factory=list)
+    feeds: list[FeedRange] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
     """Row of the answer for each chunk that samples."""
     decode_slots: Int32s = field(default_factory=lambda: NO_INT32S)
@@ -65,10 +65,10 @@ class _Work:
         return np.array([feed.slot for feed in self.feeds if feed.samples], dtype=np.int32)
 
 
-class Launched:
+class LaunchedStep:
     """A step under way. `result` waits for it."""
 
-    def __init__(self, make: Callable[[Int32s], StepResult], told: Download) -> None:
+    def __init__(self, make: Callable[[Int32s], StepResult], told: StepDownload) -> None:
         self._make = make
         self._told = told
 
@@ -76,14 +76,14 @@ class Launched:
         return self._make(self._told.wait())
 
 
-class Stepper:
+class StepRunner:
     def __init__(
         self,
         loaded: LoadedModel,
         shape: ExecutorShape,
         slots: DeviceSlots,
         pool: CudaPool,
-        runner: Runner,
+        runner: ModelRunner,
         invariant: bool,
         step_tokens: int,
     ) -> None:
@@ -100,8 +100,8 @@ class Stepper:
         self._shaping = Sampler(shape.slots, loaded.vocabulary, device)
         """For what the device's own sampler leaves to the host."""
         self._drawn = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._uploads = Uploads(8 * step_tokens + 32 * shape.slots, device)
-        self._downloads = Downloads(shape.slots * (8 + shape.burst), device)
+        self._uploads = StepUploads(8 * step_tokens + 32 * shape.slots, device)
+        self._downloads = StepDownloads(shape.slots * (8 + shape.burst), device)
         self._decoding: Int32s | None = None
         """What `decode_slots` on the device hold."""
 
@@ -112,8 +112,8 @@ class Stepper:
     def release(self) -> None:
         self._pool.release()
 
-    def launch(self, plan: StepPlan, written: Written | None) -> Launched:
-        rows = begin_answer(plan)
+    def launch(self, plan: StepPlan, written: Written | None) -> LaunchedStep:
+        rows = begin_rows(plan)
         told = self._downloads.next()
         self._change_slots(plan, rows, told)
         work = self._choose(plan, rows)
@@ -128,11 +128,11 @@ class Stepper:
                 logprobs = self._draw(drawn, work)
             used = self._advance(work, sequences, drawn.chunk_rows, told, used)
         count = len(plan.stops)
-        return Launched(
+        return LaunchedStep(
             lambda words: self._answer(plan, rows, work, sequences, words, count, logprobs), self._downloads.fetch(used)
         )
 
-    def _change_slots(self, plan: StepPlan, rows: Answer, told: torch.Tensor) -> None:
+    def _change_slots(self, plan: StepPlan, rows: ResultRows, told: torch.Tensor) -> None:
         if plan.stops:
             self._stop(plan, rows, told)
         for copy in plan.copies:
@@ -146,7 +146,7 @@ class Stepper:
         self._host.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
         self._slots.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
 
-    def _stop(self, plan: StepPlan, rows: Answer, told: torch.Tensor) -> None:
+    def _stop(self, plan: StepPlan, rows: ResultRows, told: torch.Tensor) -> None:
         """How much each knew is read before anybody else has its slot."""
         for row, stop in enumerate(plan.stops):
             if self._host.holds(stop.slot, stop.epoch):
@@ -156,7 +156,7 @@ class Stepper:
         (named,) = self._uploads.send([np.clip(rows.slots[: len(plan.stops)], 0, self._shape.slots)])
         torch.index_select(self._slots.known, 0, named, out=told[: len(plan.stops)])
 
-    def _choose(self, plan: StepPlan, rows: Answer) -> _Work:
+    def _choose(self, plan: StepPlan, rows: ResultRows) -> _Work:
         work = _Work()
         for row, chunk in enumerate(plan.chunks, start=len(plan.stops)):
             if not self._host.holds(chunk.slot, chunk.epoch):
@@ -167,7 +167,7 @@ class Stepper:
             if outcome is Outcome.NOTHING_OUT_OF_BLOCKS:
                 continue
             samples = chunk.samples and bool(self._host.known[chunk.slot] < self._host.limits[chunk.slot])
-            work.feeds.append(Feed(chunk.slot, chunk.begin, chunk.end, samples))
+            work.feeds.append(FeedRange(chunk.slot, chunk.begin, chunk.end, samples))
             self._host.computed[chunk.slot] = max(chunk.end, int(self._host.computed[chunk.slot]))
             self._host.starved[chunk.slot] = False
             if samples:
@@ -176,7 +176,7 @@ class Stepper:
         self._choose_decodes(plan, rows, work)
         return work
 
-    def _choose_decodes(self, plan: StepPlan, rows: Answer, work: _Work) -> None:
+    def _choose_decodes(self, plan: StepPlan, rows: ResultRows, work: _Work) -> None:
         table, slots = self._host, plan.decode_slots
         if not len(slots):
             return
@@ -206,7 +206,7 @@ class Stepper:
             self._decoding = work.decode_slots
         return sequences
 
-    def _forward(self, work: _Work, sequences: int, written: Written | None) -> Drawn:
+    def _forward(self, work: _Work, sequences: int, written: Written | None) -> LogitRows:
         if work.feeds:
             return self._mixed(work, self._lay_out(work), sequences, written)
         drawn = self.runner.decode(sequences)
@@ -215,7 +215,7 @@ class Stepper:
                 written(layer)
         return drawn
 
-    def _mixed(self, work: _Work, chunks: ChunkArrays, sequences: int, written: Written | None) -> Drawn:
+    def _mixed(self, work: _Work, chunks: ChunkArrays, sequences: int, written: Written | None) -> LogitRows:
         if work.size is None:
             return self.runner.mixed(named_chunks(self._uploads.send(chunks)), sequences, written)
         (filled,) = self._uploads.send([self.runner.frame(work.size).fill(chunks)])
@@ -224,9 +224,9 @@ class Stepper:
     def _lay_out(self, work: _Work) -> ChunkArrays:
         if work.tokens > self._step_tokens:
             raise InvariantViolated(f"a step of {work.tokens} tokens, but there is room for {self._step_tokens}")
-        return lay_out(work.feeds, self._host, self._tile_queries)
+        return lay_out_chunks(work.feeds, self._host, self._tile_queries)
 
-    def _draw(self, drawn: Drawn, work: _Work) -> list[Logprobs]:
+    def _draw(self, drawn: LogitRows, work: _Work) -> list[Logprobs]:
         asking = np.concatenate([work.sampled_slots, work.decode_slots]).astype(np.int32)
         out = self._drawn[: len(drawn.slots)]
         if not self._sampler.needs_host(asking):
@@ -234,7 +234,7 @@ class Stepper:
             return []
         return self._draw_on_host(drawn, out, len(work.sampled_rows))
 
-    def _draw_on_host(self, drawn: Drawn, out: torch.Tensor, sampled_chunks: int) -> list[Logprobs]:
+    def _draw_on_host(self, drawn: LogitRows, out: torch.Tensor, sampled_chunks: int) -> list[Logprobs]:
         """Waits for the device: what shapes logits is known to the host alone. Only rows that were computed are drawn: what
         fills a batch up, lacks a block, is at its limit or has no draft stands at no position."""
         slots = drawn.slots.cpu().numpy()
@@ -275,7 +275,7 @@ class Stepper:
     def _answer(
         self,
         plan: StepPlan,
-        rows: Answer,
+        rows: ResultRows,
         work: _Work,
         sequences: int,
         words: Int32s,

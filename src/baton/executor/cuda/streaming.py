@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 ROWS_MAX = 64
 TILE_COLUMNS = 64
 """What one matrix instruction takes."""
-ROOM_BYTES = 225_000
+SHARED_BYTES = 225_000
 """Of a processor's shared memory, nearly all: one program has it to itself."""
 HOPPER = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class WorkSplit:
     """How a product is shared out."""
 
     rows: int
@@ -35,27 +35,27 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class StreamingLimits:
     """What streaming needs to know of a device."""
 
     processors: int
 
 
-def streams_of(device: torch.device) -> Streams | None:
+def streaming_limits(device: torch.device) -> StreamingLimits | None:
     """None where the device has no copy engine, or Triton no Gluon."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return None
     if importlib.util.find_spec("triton.experimental.gluon") is None:
         log.warning("products are slower than they could be: this Triton (%s) has no Gluon", triton.__version__)
         return None
-    return Streams(torch.cuda.get_device_properties(device).multi_processor_count)
+    return StreamingLimits(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def tiles_of(columns: int, gated: bool) -> int:
     return -(-columns // (TILE_COLUMNS // 2 if gated else TILE_COLUMNS))
 
 
-def cut_up(rows: int, columns: int, width: int, gated: bool, processors: int) -> Cut | None:
+def split_work(rows: int, columns: int, width: int, gated: bool, processors: int) -> WorkSplit | None:
     """None where the shape does not suit. Every processor gets the same number of units, or one less."""
     rows_filled = max(8, 1 << (rows - 1).bit_length())
     tile_width = math.gcd(width, 256 if rows <= 16 else 128)
@@ -69,5 +69,5 @@ def cut_up(rows: int, columns: int, width: int, gated: bool, processors: int) ->
     turns = -(-units // processors)
     tile_bytes = (TILE_COLUMNS + rows_filled) * tile_width * 2
     kept_bytes = TILE_COLUMNS * rows_filled * 4 + 2048  # sums, and barriers
-    stages = min((ROOM_BYTES - kept_bytes) // tile_bytes, -(-width // depth // tile_width) * turns)
-    return Cut(rows_filled, tile_width, depth, stages, -(-units // turns))
+    stages = min((SHARED_BYTES - kept_bytes) // tile_bytes, -(-width // depth // tile_width) * turns)
+    return WorkSplit(rows_filled, tile_width, depth, stages, -(-units // turns))

@@ -7,7 +7,7 @@ import numpy as np
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, Chunk, Start, StepPlan, Stop
 from baton.core.engine.request import Sampling, frozen_tokens
 from baton.executor.contract import ExecutorShape
-from baton.executor.cuda.step import Stepper
+from baton.executor.cuda.step import StepRunner
 
 LENGTHS = (10, 24, 50, 100, 300)
 """Of prompts: on either side of where products change their kernel."""
@@ -20,7 +20,7 @@ WISHES = (
 DECODES = 2
 
 
-def warm_up(stepper: Stepper, shape: ExecutorShape, step_tokens: int) -> None:
+def warm_up(stepper: StepRunner, shape: ExecutorShape, step_tokens: int) -> None:
     """Each request is prefilled beside the decodes of those before it; then all decode; then all stop. Twice: whoever asks
     of layers has his chunks run kernel by kernel, and what nobody asks of is filled up and captured, where it can be."""
     plans = _plans(shape, step_tokens, [])
