@@ -25,7 +25,7 @@ from rich.console import Console
 from baton.bench.children import ChildFailed
 from baton.bench.load import RunResult
 from baton.bench.stats import describe, median
-from baton.bench.workload import Session
+from baton.bench.workload import BenchSession
 from benchmarks.conversations import Talks, find_talks, read_talks
 from benchmarks.options import ConversationFile, JsonFile, ModelOrScripted, OurArgs, Pairs, Seed, ShareGptFolder, StoreFolder
 from benchmarks.runner import (
@@ -109,7 +109,7 @@ class ChatReport(ServerReport, kw_only=True):
 
 
 class ChatBench:
-    def __init__(self, options: ChatOptions, sessions: Sequence[Session], voice: Voice) -> None:
+    def __init__(self, options: ChatOptions, sessions: Sequence[BenchSession], voice: Voice) -> None:
         self._options = options
         self._sessions = [replace(session, think_s=options.think_s) for session in sessions]
         self._voice = voice

@@ -26,7 +26,7 @@ from baton.bench.children import ChildFailed, run_to_end
 from baton.bench.client import RequestRecord
 from baton.bench.report import summarise
 from baton.bench.traces import TraceMalformed, read_trace
-from baton.bench.workload import Endpoint, Round, Session, Shape, traced_sessions
+from baton.bench.workload import BenchSession, Endpoint, Round, WorkloadShape, traced_sessions
 from benchmarks.options import JsonFile, ModelArgument, OurArgs, Pairs, PeerArgs, PeerOption, Seed
 from benchmarks.runner import (
     Columns,
@@ -228,7 +228,7 @@ class Compare:
 
         def taken(serving: Serving, pair: int) -> tuple[float, str]:
             rounds = (Round(CHAT_TOKENS, CHAT_ANSWER_TOKENS), Round(CHAT_NEXT_TOKENS, CHAT_ANSWER_TOKENS))
-            session = Session(index=pair, rounds=rounds)
+            session = BenchSession(index=pair, rounds=rounds)
             result = turns.send(serving, [session], concurrency=1, seed=self._options.seed + 1000, endpoint=Endpoint.CHAT)
             first_s, second_s = (_first_token_s(record) for record in result.records)
             tokens = result.records[0].prompt_tokens
@@ -246,7 +246,7 @@ class Compare:
         requests = [request for request, _ in zip(fitting, range(TRACE_REQUESTS), strict=False)]
 
         def taken(serving: Serving, pair: int) -> tuple[float, str]:
-            sessions = list(traced_sessions(requests, Shape()))
+            sessions = list(traced_sessions(requests, WorkloadShape()))
             result = turns.send(serving, sessions, TRACE_CONCURRENCY, seed=self._options.seed + 2000 + pair)
             return summarise(result).throughput.output_tokens_per_s, ""
 

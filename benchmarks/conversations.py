@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from baton.bench.traces import TracedRequest, read_trace
-from baton.bench.workload import Round, Session
-from baton.sim.cluster import Call
+from baton.bench.workload import BenchSession, Round
+from baton.sim.cluster import PlannedRequest
 from baton.sim.workload import BadWorkload
 from benchmarks.runner import find_trace
 
@@ -81,13 +81,13 @@ class Sessions:
     """Declared by clients, unless the answer is longer."""
     think_us: int = 0
 
-    def drawn(self, talks: Sequence[Talk], seed: int) -> list[Call]:
+    def drawn(self, talks: Sequence[Talk], seed: int) -> list[PlannedRequest]:
         """Calls of `count` different conversations of more than one round, session after session."""
         chosen = _drawn([talk for talk in talks if len(talk) > 1], self.count, [seed, _CALLS])
         return [call for number, talk in enumerate(chosen) for call in self._calls(number, talk)]
 
-    def _calls(self, session: int, talk: Talk) -> list[Call]:
-        calls: list[Call] = []
+    def _calls(self, session: int, talk: Talk) -> list[PlannedRequest]:
+        calls: list[PlannedRequest] = []
         said = 0
         for turn in talk:
             asked = max(1, round(turn.asked * self.input_scale))
@@ -95,7 +95,9 @@ class Sessions:
             declared = max(answered, self.max_tokens)
             if said + asked + declared > self.context_tokens:
                 break
-            calls.append(Call(None, asked, answered, declared, session=session, think_us=self.think_us if calls else 0))
+            calls.append(
+                PlannedRequest(None, asked, answered, declared, session=session, think_us=self.think_us if calls else 0)
+            )
             said += asked + answered
         return calls
 
@@ -111,10 +113,10 @@ class Talks:
     context_tokens: int = 1536
     seed: int = 0
 
-    def drawn(self, talks: Sequence[Talk]) -> list[Session]:
+    def drawn(self, talks: Sequence[Talk]) -> list[BenchSession]:
         several = [rounds for talk in talks if len(rounds := self._rounds(talk)) > 1]
         chosen = _drawn(several, self.count, [self.seed, _SESSIONS])
-        return [Session(number, rounds) for number, rounds in enumerate(chosen)]
+        return [BenchSession(number, rounds) for number, rounds in enumerate(chosen)]
 
     def _rounds(self, talk: Talk) -> tuple[Round, ...]:
         rounds: list[Round] = []

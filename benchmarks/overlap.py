@@ -39,8 +39,8 @@ from baton.executor.counting import CountingExecutor
 from baton.kv.shared_memory import shared_bytes
 from baton.kv.transfer_contract import KvLayout, KvMemory
 from baton.node.engine import EngineLoop
-from baton.node.inbox import Broken, Inbox
-from baton.node.kv_transfers import TransferOrder, Transfers
+from baton.node.inbox import EngineInbox, ThreadFailure
+from baton.node.kv_transfers import KvTransfers, TransferOrder
 from baton.wire.engine_messages import StepOutput, decode_from_engine, encode_to_engine
 from benchmarks.runner import Columns, Voice, table_of
 
@@ -100,7 +100,7 @@ class _Over(Exception):
 class _Held:
     """Transfers that send nothing of a prompt before all of it is computed."""
 
-    def __init__(self, inner: Transfers) -> None:
+    def __init__(self, inner: KvTransfers) -> None:
         self._inner = inner
         self._ships: dict[Handover, list[Ship]] = {}
 
@@ -160,12 +160,12 @@ class _Side:
             slots=shape.slots, blocks=shape.blocks, block_size=shape.block_size, context_tokens=shape.context_tokens,
             step_tokens=step_tokens, prefix_cache=False, role=role,
         )  # fmt: skip
-        self.inbox = Inbox()
+        self.inbox = EngineInbox()
         self.front, back = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
         self.front.bind(f"inproc://{role.name}")
         self.front.setsockopt(zmq.RCVTIMEO, ANSWER_S * 1000)
         back.connect(f"inproc://{role.name}")
-        self.transfers: Transfers | _Held | None = None
+        self.transfers: KvTransfers | _Held | None = None
         self.other: _Side | None = None
         self._role = role
         worker = Worker(config, PrefixIndex(b"bench", executor.fingerprint, config.blocks), b"bench")
@@ -178,7 +178,7 @@ class _Side:
         self.inbox.put(PeerOpened(TAKER if self._role.gives else GIVER))
 
     def stop(self) -> None:
-        self.inbox.put(Broken(_Over()))
+        self.inbox.put(ThreadFailure(_Over()))
         self._thread.join()
 
     def _run(self) -> None:
@@ -218,8 +218,8 @@ class Pair:
     asked: int = 0
 
     def measure(self, mode: Mode, prompt_tokens: int, bytes_per_s: float | None) -> Run:
-        receiving = Transfers(DECODE, mode.kind, self.target, self.taker.inbox.put, HOST)
-        sending = Transfers(PREFILL, mode.kind, self.memory, self.giver.inbox.put, HOST, bytes_per_s)
+        receiving = KvTransfers(DECODE, mode.kind, self.target, self.taker.inbox.put, HOST)
+        sending = KvTransfers(PREFILL, mode.kind, self.memory, self.giver.inbox.put, HOST, bytes_per_s)
         sending.accept(TAKER, receiving.offer(GIVER, same_host=True))
         self.taker.transfers, self.giver.transfers = receiving, _Held(sending) if mode.after_prefill else sending
         self.executor.arrived_bytes = receiving.arrived_bytes

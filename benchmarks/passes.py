@@ -42,7 +42,7 @@ from baton.core.engine.gauges import SchedulerGauges, StoreTraffic
 from baton.core.engine.orders import Submit
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Deliver, Effect, Event, Launch, Orphaned, StepDone, Tick, Worker
+from baton.core.engine.worker import Deliver, Effect, Event, FrontEndLost, Launch, StepDone, Tick, Worker
 from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import ExecutorShape
 from baton.executor.counting import STOP_TOKEN, CountingExecutor
@@ -51,9 +51,9 @@ from baton.kv.store import Store, open_store
 from baton.kv.transfer_contract import KvLayout
 from baton.node.engine import EngineLoop, monotonic_us
 from baton.node.engine_setup import PacedExecutor
-from baton.node.gc_pauses import spare_what_is_there
-from baton.node.inbox import Inbox
-from baton.node.kv_storage import Storage
+from baton.node.gc_pauses import freeze_gc
+from baton.node.inbox import EngineInbox
+from baton.node.kv_storage import KvStorage
 from benchmarks.options import JsonFile, StoreFolder
 from benchmarks.runner import (
     MeasurementFailed,
@@ -196,7 +196,7 @@ class TimedWorker(Worker):
 
 @dataclass(frozen=True, slots=True)
 class TimedStorage:
-    storage: Storage
+    storage: KvStorage
     meter: Meter
 
     def carry_out(self, effect: StorageEffect) -> None:
@@ -224,8 +224,8 @@ class Engine:
         layout = KvLayout(executor.fingerprint, "bytes", config.block_size, (options.block_bytes,))
         pool = np.zeros((config.blocks, options.block_bytes), dtype=np.uint8)
         pool[:] = 1  # mapped now, and not while something is timed
-        self._inbox = Inbox()
-        self._storage = Storage(HostBlocks(pool), layout, options.host_rows, store, self._inbox.put)
+        self._inbox = EngineInbox()
+        self._storage = KvStorage(HostBlocks(pool), layout, options.host_rows, store, self._inbox.put)
         self.worker = TimedWorker(config, PrefixIndex(b"bench", executor.fingerprint, config.blocks))
         paced = PacedExecutor(executor, options.step_ms / 1000)
         timed = TimedStorage(self._storage, self.worker.meter)
@@ -246,7 +246,7 @@ class Engine:
 
     def close(self) -> None:
         """Everything that is open ends first: threads that work on a step have somebody to tell it to."""
-        self.worker.handle(Orphaned(), monotonic_us())
+        self.worker.handle(FrontEndLost(), monotonic_us())
         while self.worker.scheduler.in_flight:
             self._loop.turn()
             self._read()
@@ -312,7 +312,7 @@ def engine_of(options: PassOptions, kind: Kind) -> Iterator[Engine]:
 def time_passes(options: PassOptions, kind: Kind, number: int) -> PassRun:
     load = other_load(options.look_s)
     with engine_of(options, kind) as engine:
-        spare_what_is_there()
+        freeze_gc()
         engine.go_on(options.warm_up)
         before, meter = engine.worker.gauges(), engine.worker.meter
         plans, settles = len(meter.plan_us), len(meter.settle_us)

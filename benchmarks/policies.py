@@ -20,12 +20,12 @@ from rich.console import Console
 
 from baton.bench.calls import TraceLoad, read_load
 from baton.bench.plot import BLUE, ORANGE, require_matplotlib
-from baton.bench.simulated import POLICIES, Policy
+from baton.bench.simulated import POLICIES, ReserveAndVictims
 from baton.bench.stats import describe
 from baton.bench.traces import TracedRequest
 from baton.core.config import WorkerConfig
-from baton.sim.cluster import Call, RunFailed, RunSpec, simulate
-from baton.sim.records import Journey, Look, Outcome, RunRecord
+from baton.sim.cluster import PlannedRequest, RunFailed, RunSpec, simulate
+from baton.sim.records import InstanceSample, RequestOutcome, RequestRecord, RunRecord
 from baton.sim.steptime import load_step_times
 from benchmarks.options import JsonIfGiven
 from benchmarks.runner import Columns, Voice, Work, conduct, find_trace, table_of
@@ -102,7 +102,7 @@ class PolicyReport(msgspec.Struct, frozen=True):
 
 
 class Policies:
-    def __init__(self, options: PolicyOptions, voice: Voice, policies: Sequence[Policy] = POLICIES) -> None:
+    def __init__(self, options: PolicyOptions, voice: Voice, policies: Sequence[ReserveAndVictims] = POLICIES) -> None:
         self._options = options
         self._voice = voice
         self._policies = policies
@@ -128,7 +128,7 @@ class Policies:
                 self._voice.done()
         return self._report(runs, pool)
 
-    def _spec(self, policy: Policy, calls: Sequence[Call], seed: int) -> RunSpec:
+    def _spec(self, policy: ReserveAndVictims, calls: Sequence[PlannedRequest], seed: int) -> RunSpec:
         return RunSpec(
             label=policy.name,
             instances=1,
@@ -178,7 +178,7 @@ def _config(options: PolicyOptions, requests: Sequence[TracedRequest]) -> Worker
     )
 
 
-def _calls(load: TraceLoad, speed: float, seed: int) -> list[Call]:
+def _calls(load: TraceLoad, speed: float, seed: int) -> list[PlannedRequest]:
     """The trace's own times (evenly spaced where it has none), each moved by up to two mean gaps.
 
     Prompts share nothing, whatever the trace says: what is found in the cache is a preempted request's own past.
@@ -192,7 +192,7 @@ def _calls(load: TraceLoad, speed: float, seed: int) -> list[Call]:
         for index, (request, late_s) in enumerate(zip(requests, moved_s, strict=True))
     ]
     calls = [
-        Call(
+        PlannedRequest(
             at_us=round(at_s / speed * 1e6),
             input_tokens=request.input_tokens,
             output_tokens=request.output_tokens,
@@ -226,9 +226,9 @@ def _describe(record: RunRecord) -> PolicyRun:
     )
 
 
-def _ttft_us(journey: Journey) -> int:
+def _ttft_us(journey: RequestRecord) -> int:
     """A policy that loses or refuses requests would look quick, so one that was not answered fails the run."""
-    if journey.ttft_us is None or journey.outcome not in (Outcome.STOP, Outcome.LENGTH):
+    if journey.ttft_us is None or journey.outcome not in (RequestOutcome.STOP, RequestOutcome.LENGTH):
         raise RunFailed(f"request {journey.index} ended as {journey.outcome}")
     return journey.ttft_us
 
@@ -245,7 +245,7 @@ def _pool_use(record: RunRecord) -> PoolUse:
     return PoolUse(record.label, [look.at_us / 1e6 for look in kept], [_share(look, record) for look in kept])
 
 
-def _share(look: Look, record: RunRecord) -> float:
+def _share(look: InstanceSample, record: RunRecord) -> float:
     """Of the pool, what requests hold; what is merely cached does not count."""
     return look.running_blocks / record.pool_blocks
 

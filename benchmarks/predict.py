@@ -24,7 +24,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.calibrate import Measured as Visited
+from baton.bench.calibrate import MeasuredTrial as Visited
 from baton.bench.calibrate import (
     ModelSizes,
     Survey,
@@ -43,7 +43,7 @@ from baton.core.config import WorkerConfig
 from baton.executor.contract import ExecutorShape
 from baton.node.engine_setup import worker_config
 from baton.node.settings import EngineSettings
-from baton.sim.cluster import Call, RunSpec, simulate
+from baton.sim.cluster import PlannedRequest, RunSpec, simulate
 from baton.sim.records import RunRecord
 from baton.sim.steptime import StepTimes, load_step_times
 from benchmarks.compare import SERVING_LOADS
@@ -339,7 +339,7 @@ class Predict:
 
 def simulated_figures(load: ServingLoad, config: WorkerConfig, times: StepTimes, admission_us: float) -> Figures:
     """The same load in virtual time: as many clients as requests, each with one, as the load generator has them."""
-    call = Call(None, load.input_tokens, load.output_tokens, load.output_tokens)
+    call = PlannedRequest(None, load.input_tokens, load.output_tokens, load.output_tokens)
     spec = RunSpec(
         load.name, 1, config, times, [call] * load.requests, concurrency=load.requests, host_us=round(admission_us),
         spans_max=0,

@@ -39,10 +39,10 @@ from rich.table import Table
 from baton import __version__
 from baton.bench.simulated import LANE_GBYTES_PER_S, blocks_of, road_of
 from baton.core.config import HandoverConfig, PrefillPath, WorkerConfig
-from baton.sim.cluster import RunFailed, RunSpec, Split, simulate
-from baton.sim.device import Times
+from baton.sim.cluster import PrefillDecodeSplit, RunFailed, RunSpec, simulate
+from baton.sim.device import StepTimeModel
 from baton.sim.records import RunRecord
-from baton.sim.report import FINISHED, Distribution, busy_shares, describe
+from baton.sim.report import FINISHED, ValueDistribution, busy_shares, describe
 from baton.sim.steptime import load_step_times
 from benchmarks.conversations import Sessions, find_talks, read_talks
 from benchmarks.jobs import cores, run_jobs
@@ -156,8 +156,8 @@ class PathRun(msgspec.Struct, frozen=True):
     seed: int
     requests: int
     total_s: float
-    ttft_s: Distribution
-    tpot_ms: Distribution
+    ttft_s: ValueDistribution
+    tpot_ms: ValueDistribution
     tokens_per_s: float
     """Output tokens a simulated second."""
     wait: Wait
@@ -282,7 +282,7 @@ class Paths:
 class Charged:
     """Step times of an engine whose passes are not hidden."""
 
-    times: Times
+    times: StepTimeModel
     pass_us: float
 
     def step_us(self, decodes: int, decode_context: int, prefill_tokens: int, prefill_pairs: int) -> int:
@@ -321,7 +321,7 @@ def spec_of(job: PathJob) -> RunSpec:
         concurrency=options.clients,
         seed=job.seed,
         spans_max=0,
-        split=Split(GIVERS, giver_config, Charged(times, job.pass_us), road),
+        split=PrefillDecodeSplit(GIVERS, giver_config, Charged(times, job.pass_us), road),
         metered=job.metered,
     )
 

@@ -22,11 +22,11 @@ import typer
 from rich.console import Console
 
 from baton.bench.children import Child, ChildFailed, free_port, started
-from baton.bench.client import Ask, ServerUnreachable, Target, first_model, open_http
+from baton.bench.client import BenchRequest, ServerUnreachable, TargetServer, first_model, open_http
 from baton.bench.load import Closed, Plan, RunResult, run_load
 from baton.bench.machine import OtherLoad
 from baton.bench.stats import percentile
-from baton.bench.workload import Endpoint, Recipe, Round, Session, TokenRange
+from baton.bench.workload import BenchSession, Endpoint, Recipe, Round, TokenRange
 from benchmarks.fleet import Fleet, fleet
 from benchmarks.options import JsonFile
 from benchmarks.runner import Columns, MeasurementFailed, Rounds, Voice, Work, conduct, in_turns, table_of
@@ -118,20 +118,20 @@ async def _load_once(load: RoutedLoad, way: Way, urls: Sequence[str], between: C
 
 async def _half(load: RoutedLoad, url: str, parts: int, seed: int) -> RunResult:
     plan = Plan(
-        target=Target(url, MODEL, Endpoint.CHAT),  # not every router takes token ids
+        target=TargetServer(url, MODEL, Endpoint.CHAT),  # not every router takes token ids
         loop=Closed(load.concurrency // parts),
         recipe=Recipe(seed, BYTES),
-        ask=Ask(),
+        ask=BenchRequest(),
         warmup=8,
     )
     return await run_load(plan, _sessions(load, load.requests // parts))
 
 
-def _sessions(load: RoutedLoad, count: int) -> Iterator[Session]:
+def _sessions(load: RoutedLoad, count: int) -> Iterator[BenchSession]:
     """Answers between half and one and a half times as long: equal ones would end together, and the next come together."""
     for index in range(count):
         share = (index * 0.618034) % 1.0
-        yield Session(index, (Round(load.input_tokens, max(1, round(load.output_tokens * (0.5 + share)))),))
+        yield BenchSession(index, (Round(load.input_tokens, max(1, round(load.output_tokens * (0.5 + share)))),))
 
 
 @contextlib.asynccontextmanager

@@ -17,13 +17,13 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.client import Ask, Target, first_model, open_http
+from baton.bench.client import BenchRequest, TargetServer, first_model, open_http
 from baton.bench.load import Closed, Plan, run_load
 from baton.bench.simulated import blocks_of
 from baton.bench.stats import describe
-from baton.bench.workload import Recipe, Session
+from baton.bench.workload import BenchSession, Recipe
 from baton.core.config import WorkerConfig
-from baton.core.routing.events import Policy
+from baton.core.routing.config import RoutingPolicy
 from baton.sim.cluster import RunSpec, simulate
 from baton.sim.records import RunRecord
 from baton.sim.report import FINISHED
@@ -63,7 +63,7 @@ class RoutingReport(msgspec.Struct):
 
 
 async def measure(
-    model: str, policies: Sequence[str], instances: int, talks: Talks, sessions: Sequence[Session], voice: Voice
+    model: str, policies: Sequence[str], instances: int, talks: Talks, sessions: Sequence[BenchSession], voice: Voice
 ) -> list[PolicyRun]:
     runs = []
     for policy in policies:
@@ -75,10 +75,10 @@ async def measure(
     return runs
 
 
-async def _run(policy: str, url: str, talks: Talks, sessions: Iterator[Session], voice: Voice) -> PolicyRun:
+async def _run(policy: str, url: str, talks: Talks, sessions: Iterator[BenchSession], voice: Voice) -> PolicyRun:
     async with open_http(1) as http:
         model = await first_model(http, url)
-    plan = Plan(Target(url, model), Closed(talks.concurrency), Recipe(talks.seed), Ask(), warmup=6)
+    plan = Plan(TargetServer(url, model), Closed(talks.concurrency), Recipe(talks.seed), BenchRequest(), warmup=6)
     result = await run_load(plan, sessions, lambda _done, _tokens: voice.done())
     failed = [record for record in result.records if record.error is not None]
     if failed:
@@ -116,7 +116,7 @@ def modelled(policies: Sequence[str], instances: int, talks: Talks, said: Sequen
             concurrency=MODELLED_CLIENTS,
             seed=talks.seed,
             spans_max=0,
-            route=Policy(policy),
+            route=RoutingPolicy(policy),
         )
         runs.append(_modelled_run(policy, simulate(spec)))
         voice.done()

@@ -33,10 +33,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton import __version__
 from baton.bench.children import Child, ChildFailed, free_port, run_to_end, started
-from baton.bench.client import Ask, Client, RequestRecord, ServerUnreachable, Target, first_model, open_http
+from baton.bench.client import (
+    BenchRequest,
+    RequestRecord,
+    ServerUnreachable,
+    StreamingClient,
+    TargetServer,
+    first_model,
+    open_http,
+)
 from baton.bench.load import Closed, Plan, RunResult, run_load
 from baton.bench.report import summarise
-from baton.bench.workload import Endpoint, Recipe, Round, Session, Shape, TokenRange, fixed_sessions
+from baton.bench.workload import BenchSession, Endpoint, Recipe, Round, TokenRange, WorkloadShape, fixed_sessions
 from benchmarks.runner import MeasurementFailed, Report, Voice, machine_title
 
 POLL_S = 0.05
@@ -150,14 +158,14 @@ async def wait_first_token(side: Side, child: Child, port: int) -> Serving:
             except ServerUnreachable:
                 await asyncio.sleep(POLL_S)
                 continue
-            first_s = await _try_first_token(http, Target(url, model, timeout_s=START_LIMIT_S), child)
+            first_s = await _try_first_token(http, TargetServer(url, model, timeout_s=START_LIMIT_S), child)
             if first_s is not None:
                 return Serving(side, child, url, model, first_s)
             await asyncio.sleep(POLL_S)
 
 
-async def _try_first_token(http: aiohttp.ClientSession, target: Target, child: Child) -> float | None:
-    client = Client(http, target, Ask(), zero_s=child.started_s)
+async def _try_first_token(http: aiohttp.ClientSession, target: TargetServer, child: Child) -> float | None:
+    client = StreamingClient(http, target, BenchRequest(), zero_s=child.started_s)
     record = RequestRecord(0, 0, 0.0, 0.0)
     await client.request(FIRST_PROMPT, 1, record)
     if record.error is not None and not record.error.startswith(("http_5", "connect", "broken_stream")):
@@ -179,18 +187,18 @@ class Turns:
     """Token ids that prompts are drawn from."""
 
     def run(self, serving: Serving, load: ServingLoad, seed: int) -> RunResult:
-        sessions = fixed_sessions(load.requests, Round(load.input_tokens, load.output_tokens), Shape())
+        sessions = fixed_sessions(load.requests, Round(load.input_tokens, load.output_tokens), WorkloadShape())
         return self.send(serving, list(sessions), load.requests, seed)
 
     def send(
         self,
         serving: Serving,
-        sessions: Sequence[Session],
+        sessions: Sequence[BenchSession],
         concurrency: int,
         seed: int,
         endpoint: Endpoint = Endpoint.COMPLETIONS,
     ) -> RunResult:
-        target = Target(serving.url, serving.model, endpoint, timeout_s=RUN_LIMIT_S)
+        target = TargetServer(serving.url, serving.model, endpoint, timeout_s=RUN_LIMIT_S)
         plan = Plan(target, Closed(concurrency), Recipe(seed, self.tokens), seconds_max=RUN_LIMIT_S)
         with self._alone(serving):
             serving.child.check_alive()

@@ -29,10 +29,10 @@ from baton.bench.calls import TraceLoad, read_load
 from baton.bench.plot import require_matplotlib
 from baton.bench.simulated import LANE_GBYTES_PER_S, BadSimOptions, blocks_of, road_of
 from baton.core.config import WorkerConfig
-from baton.sim.cluster import RunFailed, RunSpec, Split, simulate
+from baton.sim.cluster import PrefillDecodeSplit, RunFailed, RunSpec, simulate
 from baton.sim.plots import POLICY_COLOURS, POLICY_STYLES
-from baton.sim.records import Journey, RunRecord
-from baton.sim.report import FINISHED, Distribution, Targets, busy_shares, describe
+from baton.sim.records import RequestRecord, RunRecord
+from baton.sim.report import FINISHED, LatencyTargets, ValueDistribution, busy_shares, describe
 from baton.sim.steptime import StepTimes, load_step_times
 from benchmarks.jobs import cores, run_jobs
 from benchmarks.options import JsonIfGiven, LinkGbytes, Processes
@@ -110,13 +110,13 @@ class SplitRun(msgspec.Struct, frozen=True):
     """First token in time, and the others too slow."""
     both_share: float
     unanswered: int
-    ttft_s: Distribution
-    tpot_ms: Distribution
+    ttft_s: ValueDistribution
+    tpot_ms: ValueDistribution
     hit_rate: float
     """Of prompt tokens, in the prefix cache of whoever prefilled."""
     busy_givers: float | None
     busy_takers: float
-    transfer_ms: Distribution | None
+    transfer_ms: ValueDistribution | None
     """Hand-over less waiting and computing at the giver."""
     handovers: int
     refused: int
@@ -242,7 +242,7 @@ def run_split(job: SplitJob) -> SplitRun:
         calls,
         seed=job.seed,
         spans_max=0,
-        split=Split(job.givers, config, times, road) if job.givers else None,
+        split=PrefillDecodeSplit(job.givers, config, times, road) if job.givers else None,
         chosen=_least if job.by_load else None,
     )
     return _judged(job, simulate(spec))
@@ -257,7 +257,7 @@ def _judged(job: SplitJob, record: RunRecord) -> SplitRun:
     warm_us = round(last_us * WARM_SHARE)
     judged = [journey for journey in record.journeys if journey.arrived_us >= warm_us]
     finished = [journey for journey in judged if journey.outcome in FINISHED]
-    targets = Targets(job.options.ttft_s, job.options.tpot_ms)
+    targets = LatencyTargets(job.options.ttft_s, job.options.tpot_ms)
     late = np.array([(journey.ttft_us or 0) > targets.ttft_s * 1e6 for journey in finished])
     slow = np.array([(journey.tpot_us or 0) > targets.tpot_ms * 1e3 for journey in finished])
     good, window_s = sum(targets.met_by(journey) for journey in judged), (last_us - warm_us) / 1e6
@@ -296,7 +296,7 @@ def _judged(job: SplitJob, record: RunRecord) -> SplitRun:
     )
 
 
-def _latencies(finished: Sequence[Journey]) -> tuple[Distribution, Distribution]:
+def _latencies(finished: Sequence[RequestRecord]) -> tuple[ValueDistribution, ValueDistribution]:
     first = describe(journey.ttft_us for journey in finished)
     between = describe((journey.tpot_us for journey in finished), unit_us=1e3)
     if first is None or between is None:

@@ -31,7 +31,7 @@ from rich.console import Console
 from baton.bench.machine import OtherLoad, describe_machine
 from baton.bench.stats import median
 from baton.kv.store import Store, open_store, parse_url
-from baton.wire.envelope import HEADER_BYTES, Flaw, object_name, seal, unseal
+from baton.wire.envelope import HEADER_BYTES, EnvelopeFlaw, object_name, seal, unseal
 from benchmarks.options import JsonFile
 from benchmarks.runner import Columns, MeasurementFailed, Rounds, Voice, Work, conduct, median_ratio, print_others, table_of
 from benchmarks.store_servers import mooncake_server, mooncake_why_not, valkey_server, valkey_why_not
@@ -182,7 +182,7 @@ class StoreSide:
             sizes = self._store.get(self._names(batch), rooms)
             for row, room, size in zip(batch, rooms, sizes, strict=True):
                 payload = unseal(self._keys[row], LAYOUT, room[: max(size, 0)])
-                if isinstance(payload, Flaw):
+                if isinstance(payload, EnvelopeFlaw):
                     raise StoreMisbehaved(f"{self.name} does not give back what it took: {payload}")
                 bench.target[row].data[:] = payload
 

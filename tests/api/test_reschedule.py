@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from baton.api.engine import Ended
+from baton.api.engine import StreamEnd
 from baton.api.model_text import ModelText
 from baton.core.engine.ended import Bill
 from baton.core.engine.request import FinishReason, Submission
@@ -296,7 +296,7 @@ def test_an_end_that_does_not_say_why_is_a_bug_of_ours_and_costs_only_that_reque
 ) -> None:
     reschedule([104])
     with monkeypatch.context() as patched:
-        patched.setattr("tests.api.engine.Ended", lambda reason, cached, bill, _: Ended(reason, cached, bill, None))
+        patched.setattr("tests.api.engine.Ended", lambda reason, cached, bill, _: StreamEnd(reason, cached, bill, None))
         assert served.chat().error["code"] == "internal_error"
     assert served.chat().json()["choices"][0]["finish_reason"] == "pd_reschedule"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.bench.simulated import POLICIES, Policy
+from baton.bench.simulated import POLICIES, ReserveAndVictims
 from baton.core.config import ReservePolicy, VictimPolicy
 from baton.sim.cluster import RunFailed
 from baton.sim.steptime import load_step_times
@@ -25,10 +25,10 @@ def trace(tmp_path: Path) -> Path:
 
 
 QUIET = Voice(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
-EAGER = Policy(ReservePolicy.NONE, VictimPolicy.NEWEST)
+EAGER = ReserveAndVictims(ReservePolicy.NONE, VictimPolicy.NEWEST)
 
 
-def run(trace: Path, policies: Sequence[Policy] = (EAGER,), **more: object) -> PolicyReport:
+def run(trace: Path, policies: Sequence[ReserveAndVictims] = (EAGER,), **more: object) -> PolicyReport:
     options = PolicyOptions(trace, requests=80, seeds=(0,), slots=128, pool_share=0.3, speed=40.0)
     return Policies(replace(options, **more), QUIET, policies).run()  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.bench.calibrate import Measured, ModelSizes, Trial, admission_costs_us, calibrate, make_grid
+from baton.bench.calibrate import MeasuredTrial, ModelSizes, Trial, admission_costs_us, calibrate, make_grid
 from baton.bench.client import RequestRecord
 from baton.bench.load import RunResult
 from baton.bench.machine import OtherLoad
@@ -64,7 +64,7 @@ def trials() -> list[Trial]:
     return make_grid(ScriptedExecutor(ExecutorShape(64, 5000, 16, 4096)), 2048, quick=True)
 
 
-def walk(slowness: float = 1.0) -> list[Measured]:
+def walk(slowness: float = 1.0) -> list[MeasuredTrial]:
     """One walk on a machine that is so many times slower than the first."""
 
     def true_us(trial: Trial) -> float:
@@ -72,7 +72,7 @@ def walk(slowness: float = 1.0) -> list[Measured]:
         fed = point.decodes + point.prefill_tokens
         return 12_000 + 600 * max(8, fed) + 250 * point.decodes + 0.5 * point.decode_context + 0.02 * point.prefill_pairs
 
-    return [Measured(trial, [slowness * true_us(trial)]) for trial in trials()]
+    return [MeasuredTrial(trial, [slowness * true_us(trial)]) for trial in trials()]
 
 
 @functools.cache
@@ -189,7 +189,7 @@ def looks_beside(neighbours: Neighbours, patience_s: float) -> tuple[list[Predic
     """What is predicted on a machine that becomes a tenth slower with every walk, and how slow it was at each."""
     slowness: list[float] = []
 
-    def slower() -> list[Measured]:
+    def slower() -> list[MeasuredTrial]:
         slowness.append(1.0 + 0.1 * len(slowness))
         return walk(slowness[-1])
 

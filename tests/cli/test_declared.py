@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from baton.cli.declared import Given, parse_bytes, taking_settings
+from baton.cli.declared import GivenOptions, parse_bytes, taking_settings
 from baton.cli.options import config_file
 from baton.core.setting import Bounds, Panel, Setting, Unit
 
@@ -45,7 +45,7 @@ Config = Annotated[Path | None, config_file(lambda: paint)]
 
 
 @taking_settings(Room)
-def paint(*, given: Given, config: Config = None) -> None:
+def paint(*, given: GivenOptions, config: Config = None) -> None:
     """Paint a room."""
     made.append(Room(**given.fields_of(Room)))
 

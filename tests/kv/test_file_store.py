@@ -345,7 +345,7 @@ def test_removing_the_folder_while_objects_are_written_spoils_none(tmp_path: Pat
     assert put(store, last) == [True]
     for path in folder.rglob("*"):
         if len(path.name) == 32:
-            assert not isinstance(envelope.open_any(memoryview(path.read_bytes())), envelope.Flaw)
+            assert not isinstance(envelope.open_any(memoryview(path.read_bytes())), envelope.EnvelopeFlaw)
 
 
 # ── writers that die ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -437,7 +437,7 @@ def test_damaged_files_are_never_taken_for_good(tmp_path: Path) -> None:
     """`python -m tests.kv.harm --count 100000` does more of it."""
     made = harmed(tmp_path, 3000, seed=1)
     assert set(made.harms) == set(HARMS)
-    assert set(made.outcomes) == {*map(str, envelope.Flaw), "missing", "oversized", "sound"}
+    assert set(made.outcomes) == {*map(str, envelope.EnvelopeFlaw), "missing", "oversized", "sound"}
 
 
 def test_that_test_would_notice_a_checksum_that_checks_nothing(tmp_path: Path, monkeypatch: Any) -> None:

@@ -17,48 +17,47 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from baton.core.engine.change_journal import NamesChanged
+from baton.core.engine.change_journal import CachedKeysChanged
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
+from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.core.routing.events import (
-    Admit,
-    Arrived,
+    AdmitInstance,
     AttemptAccepted,
     AttemptRefused,
-    Beaten,
-    CallBack,
-    Came,
-    Claimed,
-    Cut,
-    CutShort,
-    Declined,
-    Delivered,
-    Drains,
-    Due,
-    Forget,
-    HangUp,
+    CancelChoices,
+    ChoiceOutcome,
+    ClientLeft,
+    CloseSession,
+    DeadlineCame,
+    DeliverTokens,
+    ForgetChoices,
+    Heartbeat,
+    HeartbeatCame,
     HeldChoice,
     Instance,
+    InstanceDrains,
+    InstanceJoined,
+    InstanceLost,
     Join,
-    Joined,
-    Left,
-    Neighbours,
-    Opened,
-    Orphan,
-    OrphanDropped,
-    Outcome,
-    Parted,
-    Policy,
-    RouterConfig,
+    RejectInstance,
+    RequestArrived,
+    RequestClaimed,
+    RequestDeclined,
+    RequestOpened,
     RouterEvent,
-    Send,
+    SendAttempt,
     Session,
-    Sign,
-    TurnAway,
-)  # fmt: skip
+    StopChoice,
+    StopStringFound,
+    TellPrefillPeers,
+    TokensCame,
+    UnclaimedDropped,
+    UnclaimedFound,
+)
 from baton.core.routing.fleet_members import TRANSITIONS as FLEET_TRANSITIONS
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 from baton.core.routing.routed_request import TRANSITIONS, ChoiceMove, ChoiceState
@@ -124,7 +123,7 @@ class Life:
 
     facts: Join
     session: Session | None = None
-    asked: list[Send] = field(default_factory=list)
+    asked: list[SendAttempt] = field(default_factory=list)
     """Attempts without an answer."""
     seats: dict[ChoiceAttempt, Seat] = field(default_factory=dict)
     attempts: list[AttemptId] = field(default_factory=list)
@@ -134,7 +133,7 @@ class Life:
     serials: int = 0
     steps: int = 0
 
-    def take(self, send: Send) -> None:
+    def take(self, send: SendAttempt) -> None:
         for submission, choice in zip(send.group, send.choices, strict=True):
             self.serials += 1
             seat = Seat(self.serials, send.attempt, submission, choice, send.body_choices, send.origin)
@@ -154,7 +153,7 @@ class Client:
     group: tuple[Submission, ...]
     origin: bytes
     tokens: list[list[int]]
-    outcomes: list[Outcome | None]
+    outcomes: list[ChoiceOutcome | None]
     body: RequestNumber
     opened: int = 0
     declined: Refusal | None = None
@@ -206,13 +205,13 @@ class World:
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def tell(self, event: RouterEvent) -> None:
-        if isinstance(event, Came | AttemptAccepted | AttemptRefused | Beaten) and self.draws.random() < 0.1:
+        if isinstance(event, TokensCame | AttemptAccepted | AttemptRefused | HeartbeatCame) and self.draws.random() < 0.1:
             self.old_events.append(event)
         self.now_us += self.draws.randrange(0, 2000)
         before = self.router.waiting
         for effect in self.router.handle(event, self.now_us):
             self.obey(effect)
-        if isinstance(event, Arrived) and self.by_body[event.request].declined is None:
+        if isinstance(event, RequestArrived) and self.by_body[event.request].declined is None:
             assert self.router.waiting <= max(self.config.waiting_max, before)
         self.check_the_books()
 
@@ -234,7 +233,7 @@ class World:
         client.limits = [submission.max_tokens for submission in group]
         self.clients.append(client)
         self.by_body[body] = client
-        self.tell(Arrived(body, draws.choice(["a", "b"]), group, client.origin))
+        self.tell(RequestArrived(body, draws.choice(["a", "b"]), group, client.origin))
 
     def connected(self) -> list[Life]:
         return [life for life in self.lives.values() if life.session is not None]
@@ -283,15 +282,15 @@ class World:
             kind = FinishReason.ERROR if fault is None else FinishReason.RESCHEDULE
             seat.end = EndedRequest(Serial(0), kind, len(seat.outputs), BILL, fault)
         if life.session is not None:  # else it computes for nobody, and keeps it
-            self.tell(Came(life.session, seat.id, fresh, list(fresh), 0, seat.end))
+            self.tell(TokensCame(life.session, seat.id, fresh, list(fresh), 0, seat.end))
 
     def beat(self) -> None:
         for life in self.connected():
             if life.beats and life.session is not None:
                 keys = tuple(self.draws.randbytes(16) for _ in range(2))
-                names = NamesChanged(self.draws.random() < 0.1, keys, keys[:0])
+                names = CachedKeysChanged(self.draws.random() < 0.1, keys, keys[:0])
                 ledger = SchedulerGauges(free_blocks=self.draws.randrange(40), steps=life.steps)
-                self.tell(Beaten(life.session, Sign(ledger, 0, False, names)))
+                self.tell(HeartbeatCame(life.session, Heartbeat(ledger, 0, False, names)))
 
     def pass_time(self) -> None:
         until_us = self.now_us + self.draws.choice([1_000, 30_000, 250_000, 250_000, 700_000])
@@ -302,7 +301,7 @@ class World:
                 break
             self.now_us = max(self.now_us, due_us)
             self.beat()
-            self.tell(Due())
+            self.tell(DeadlineCame())
         self.now_us = max(self.now_us, until_us)
 
     def join_new(self) -> None:
@@ -323,7 +322,7 @@ class World:
     def join(self, life: Life) -> None:
         self.sessions += 1
         life.session, life.asked, life.attempts, life.beats = Session(self.sessions), [], [], True
-        self.tell(Joined(life.session, life.facts, life.drains, life.held()))
+        self.tell(InstanceJoined(life.session, life.facts, life.drains, life.held()))
 
     def part(self) -> None:
         """The connection is lost; the instance lives on."""
@@ -331,7 +330,7 @@ class World:
             life = self.draws.choice(self.connected())
             session, life.session, life.asked = life.session, None, []
             assert session is not None
-            self.tell(Parted(session, "reset"))
+            self.tell(InstanceLost(session, "reset"))
 
     def rejoin(self) -> None:
         """Also while the router still believes in the connection before."""
@@ -362,13 +361,13 @@ class World:
         if self.connected():
             session = self.draws.choice(self.connected()).session
             assert session is not None
-            self.tell(Beaten(session, Sign(SchedulerGauges(), self.config.suspect_us, True)))
+            self.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), self.config.suspect_us, True)))
 
     def drain(self) -> None:
         if self.connected():
             life = self.draws.choice(self.connected())
             life.drains = True
-            self.tell(Drains(life.facts.name))
+            self.tell(InstanceDrains(life.facts.name))
 
     def someone(self) -> Client | None:
         there = [c for c in self.clients if not c.left and c.declined is None and not c.orphaned and None in c.outcomes]
@@ -378,7 +377,7 @@ class World:
         client = self.someone()
         if client is not None:
             client.left = True
-            self.tell(Left(client.body))
+            self.tell(ClientLeft(client.body))
 
     def cut(self) -> None:
         client = self.someone()
@@ -387,13 +386,16 @@ class World:
         choice = self.draws.randrange(len(client.group))
         if client.outcomes[choice] is None and choice not in client.cut and client.tokens[choice]:
             client.cut[choice] = self.draws.randrange(1, len(client.tokens[choice]) + 1)
-            self.tell(Cut(client.body, choice, client.cut[choice]))
+            self.tell(StopStringFound(client.body, choice, client.cut[choice]))
 
     def replay(self) -> None:
         """Of sessions and attempts that are over, and some that are not: those are left out, for their lines keep order."""
         live = [life.session for life in self.connected()]
         for event in self.old_events[-3:]:
-            if isinstance(event, Came | AttemptAccepted | AttemptRefused | Beaten) and event.session not in live:
+            if (
+                isinstance(event, TokensCame | AttemptAccepted | AttemptRefused | HeartbeatCame)
+                and event.session not in live
+            ):
                 late = self.router.counts.late
                 assert self.router.handle(event, self.now_us) == []
                 assert self.router.counts.late == late + 1
@@ -420,7 +422,7 @@ class World:
         if orphans:
             body = self.draws.choice(orphans)
             client = self.by_body[body]
-            self.tell(Claimed(body, client.group if self.draws.random() < 0.7 else ()))
+            self.tell(RequestClaimed(body, client.group if self.draws.random() < 0.7 else ()))
 
     # ── effects ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -429,41 +431,41 @@ class World:
 
     def obey(self, effect: object) -> None:
         match effect:
-            case Send():
+            case SendAttempt():
                 life = self.of(effect.session)
                 assert life is not None
                 assert life.facts.role != "prefill"
                 self.check_group(effect)
                 life.asked.append(effect)
                 life.attempts.append(effect.attempt)
-            case CallBack(session, attempt, choices):
+            case CancelChoices(session, attempt, choices):
                 life = self.of(session)
                 assert life is not None
                 assert attempt in life.attempts
                 for choice in choices:
                     life.seats.pop(ChoiceAttempt(attempt.request, choice, attempt.attempt), None)
-            case CutShort(session, which, keep):
+            case StopChoice(session, which, keep):
                 life = self.of(session)
                 assert life is not None
                 self.cut_short(life, life.seats[which], keep)
-            case Forget(session, attempt):
+            case ForgetChoices(session, attempt):
                 life = self.of(session)
                 assert life is not None
                 life.attempts.remove(attempt)
                 life.seats = {key: seat for key, seat in life.seats.items() if key.group != attempt}
                 life.asked = [send for send in life.asked if send.attempt != attempt]
-            case TurnAway(session) | HangUp(session):
+            case RejectInstance(session) | CloseSession(session):
                 life = self.of(session)
                 if life is not None:
                     life.session, life.asked = None, []
-            case Admit(session, keep):
+            case AdmitInstance(session, keep):
                 self.admitted(session, keep)
-            case Neighbours(_, addresses):
+            case TellPrefillPeers(_, addresses):
                 assert all(address.endswith(":1") for address in addresses)
-            case Opened() | Declined() | Delivered() | Orphan() | OrphanDropped():
+            case RequestOpened() | RequestDeclined() | DeliverTokens() | UnclaimedFound() | UnclaimedDropped():
                 self.hear(effect)
 
-    def check_group(self, send: Send) -> None:
+    def check_group(self, send: SendAttempt) -> None:
         """Each attempt goes on exactly where its client stands, and whoever leads is in it, before those it leads."""
         client = next(c for c in self.clients if c.origin == send.origin)
         before: list[RequestId] = []
@@ -481,7 +483,7 @@ class World:
     def cut_short(self, life: Life, seat: Seat, keep: int) -> None:
         if seat.end is None and self.draws.random() < 0.7 and life.session is not None:
             seat.end = EndedRequest(Serial(0), FinishReason.STOP, keep, BILL)
-            self.tell(Came(life.session, seat.id, [], None, None, seat.end))
+            self.tell(TokensCame(life.session, seat.id, [], None, None, seat.end))
 
     def admitted(self, session: Session, keep: tuple[tuple[int, ChoiceAttempt], ...]) -> None:
         life = self.of(session)
@@ -496,25 +498,25 @@ class World:
             life.attempts.append(which.group)
             self.seen["kept at a join"] += 1
 
-    def hear(self, effect: Opened | Declined | Delivered | Orphan | OrphanDropped) -> None:
-        if isinstance(effect, Orphan):
+    def hear(self, effect: RequestOpened | RequestDeclined | DeliverTokens | UnclaimedFound | UnclaimedDropped) -> None:
+        if isinstance(effect, UnclaimedFound):
             self.found(effect)
             return
         client = self.by_body[effect.request]
         match effect:
-            case Opened():
+            case RequestOpened():
                 assert client.declined is None
                 assert not client.left
                 client.opened += 1
-            case Declined(_, refusal):
+            case RequestDeclined(_, refusal):
                 assert client.declined is None
                 assert not client.opened
                 client.declined = refusal
                 self.seen[refusal.code.value] += 1
-            case OrphanDropped():
+            case UnclaimedDropped():
                 self.seen["dropped"] += 1
                 client.left = True
-            case Delivered(_, choice, tokens, extras, _, outcome):
+            case DeliverTokens(_, choice, tokens, extras, _, outcome):
                 assert client.opened or effect.request < 0
                 assert client.outcomes[choice] is None, "something came after the end"
                 assert not (client.left and tokens) or effect.request < 0
@@ -528,7 +530,7 @@ class World:
         if isinstance(extras, list) and extras:
             assert tokens[-len(extras) :] == extras
 
-    def found(self, orphan: Orphan) -> None:
+    def found(self, orphan: UnclaimedFound) -> None:
         self.seen["orphans"] += 1
         client = next(c for c in self.clients if c.origin == orphan.origin)
         assert client.orphaned or client.left or None not in client.outcomes or client.declined
@@ -542,7 +544,7 @@ class World:
             if outcome is not None:
                 self.over(client, choice, outcome)
 
-    def over(self, client: Client, choice: int, outcome: Outcome) -> None:
+    def over(self, client: Client, choice: int, outcome: ChoiceOutcome) -> None:
         client.outcomes[choice] = outcome
         tokens, limit = client.tokens[choice], client.limits[choice]
         self.seen[outcome.reason.value] += 1
@@ -634,7 +636,7 @@ class World:
 @st.composite
 def configs(draw: st.DrawFn) -> RouterConfig:
     return RouterConfig(
-        policy=draw(st.sampled_from(Policy)),
+        policy=draw(st.sampled_from(RoutingPolicy)),
         preempt_retry_count=draw(st.sampled_from([0, 3])),
         preempt_retry_exclude_decode=draw(st.booleans()),
         loss_retry_count=draw(st.sampled_from([1, 8])),

@@ -49,8 +49,8 @@ def _load() -> None:
 
 
 def count_the_asker_in_its_own_reserve(patch: Patch) -> None:
-    before = patch.original("Promises.kept")
-    patch.set("Promises.kept", lambda self, slots, asker=None: before(self, slots))
+    before = patch.original("BlockPromises.kept")
+    patch.set("BlockPromises.kept", lambda self, slots, asker=None: before(self, slots))
 
 
 def decay_only_when_something_ran(patch: Patch) -> None:

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from baton.api.engine import Ended
+from baton.api.engine import StreamEnd
 from baton.core.engine.blocks import BlockGauges
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.gauges import DraftGauges, HandoverGauges, SchedulerGauges, StorageGauges, StoreTraffic
-from baton.core.engine.orders import AcceptedAs
+from baton.core.engine.orders import Accepted
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.node.engine_client import EngineClient
@@ -20,7 +20,7 @@ from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import (
     WIRE_VERSION,
     FromEngine,
-    Ready,
+    ReadyMessage,
     StepOutput,
     decode_from_engine,
     encode_from_engine,
@@ -46,7 +46,7 @@ GAUGES = SchedulerGauges(
 async def engine() -> AsyncIterator[EngineClient]:
     """Without a process: the test speaks in its place."""
     made = EngineClient(EngineSettings(endpoint="", model_folder=None, prefix_secret=b"x" * 32))
-    hear(made, Ready(WIRE_VERSION, 512, 320, 4, 25, 16, "", GAUGES))
+    hear(made, ReadyMessage(WIRE_VERSION, 512, 320, 4, 25, 16, "", GAUGES))
     await made.wait_ready()
     yield made
     await made.close()
@@ -56,11 +56,13 @@ def hear(engine: EngineClient, message: FromEngine) -> None:
     engine._take(decode_from_engine(encode_from_engine(message)))
 
 
-async def end_of_a_request(engine: EngineClient, reason: FinishReason, bill: Bill, fault: PdFault | None) -> Ended | None:
+async def end_of_a_request(
+    engine: EngineClient, reason: FinishReason, bill: Bill, fault: PdFault | None
+) -> StreamEnd | None:
     submission = Submission(RequestId("r"), frozen_tokens([1]), Sampling(seed=0), 4)
     submitting = asyncio.create_task(engine.submit([submission]))
     await asyncio.sleep(0)
-    hear(engine, AcceptedAs(0, (7,)))
+    hear(engine, Accepted(0, (7,)))
     (stream,) = await submitting
     hear(engine, ended_output(EndedRequest(Serial(7), reason, 3, bill, fault), GAUGES, DraftGauges(9, 8)))
     return [burst.ended async for burst in stream][-1]
@@ -78,7 +80,7 @@ async def test_a_fault_arrives_as_it_was_said(engine: EngineClient, code: PdCode
 
 async def test_an_ordinary_end_has_no_fault_and_the_bill_names_attempts_and_transfer(engine: EngineClient) -> None:
     ended = await end_of_a_request(engine, FinishReason.STOP, Bill(transfer_us=1500, attempts=2), None)
-    assert ended == Ended(FinishReason.STOP, 0, Bill(transfer_us=1500, attempts=2))
+    assert ended == StreamEnd(FinishReason.STOP, 0, Bill(transfer_us=1500, attempts=2))
 
 
 async def test_block_states_and_hand_overs_arrive(engine: EngineClient) -> None:

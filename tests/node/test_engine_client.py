@@ -14,7 +14,7 @@ from baton.node import engine_client as client_module
 from baton.node.engine_client import EngineClient
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import FromEngine, WireError
-from baton.wire.request_table import RequestTable, Took
+from baton.wire.request_table import RequestTable, TableNews
 
 
 def ask(tokens: int = 4) -> Submission:
@@ -95,7 +95,7 @@ async def test_a_submitter_that_leaves_as_the_answer_comes_leaves_nothing_runnin
     leaving = asyncio.create_task(engine.submit([ask(4000)]))
     take = RequestTable.take
 
-    def leave_now(desk: RequestTable, message: FromEngine) -> Took:
+    def leave_now(desk: RequestTable, message: FromEngine) -> TableNews:
         leaving.cancel()
         return take(desk, message)
 

@@ -22,20 +22,21 @@ from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.engine.driver import Answer, WorkerDriver
-from baton.core.engine.orders import AcceptedAs
+from baton.core.engine.orders import Accepted
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import Launch, StepDone, Worker
-from baton.core.routing.events import Join, RouterConfig
+from baton.core.routing.config import RouterConfig
+from baton.core.routing.events import Join
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
-from baton.node.sealed_connection import LineEnd, Stage
+from baton.node.sealed_connection import ConnectionEnd, ConnectionStage
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
-from baton.router.fleet_log import Chronicle
+from baton.router.fleet_log import FleetEventLog
 from baton.router.instance_connections import InstanceConnections, monotonic_us
-from baton.wire.engine_messages import Peers, RefusedWith, StepOutput
+from baton.wire.engine_messages import PrefillPeerAddresses, RefusedMessage, StepOutput
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import decode_from_router, encode_membership
 from baton.wire.router_sessions import RouterSessions
@@ -111,12 +112,12 @@ class MemoryMember:
         line, self.line = self.line, None
         if line is not None and self.sessions is not None:
             line.is_over = True
-            self.sessions.ended(line, LineEnd(Stage.OPEN, None, "the connection was closed"))  # type: ignore[arg-type]
+            self.sessions.ended(line, ConnectionEnd(ConnectionStage.OPEN, None, "the connection was closed"))  # type: ignore[arg-type]
 
     def _act(self, out: SessionEffects) -> None:
         self.drained = self.drained or out.drain
         for order in out.orders:
-            if not isinstance(order, Peers):
+            if not isinstance(order, PrefillPeerAddresses):
                 self._driver.handle(order)
         for message in out.says:
             if self.line is not None and self.sessions is not None:
@@ -147,7 +148,7 @@ class MemoryMember:
 
     def _answer(self, answer: Answer) -> None:
         message = message_of(answer, self.worker)
-        if isinstance(message, AcceptedAs | RefusedWith | StepOutput):
+        if isinstance(message, Accepted | RefusedMessage | StepOutput):
             if isinstance(message, StepOutput):
                 self.given += len(message.tokens) // 4
             self._act(self.relay.take(message, monotonic_us()))
@@ -197,7 +198,7 @@ class Fleet:
         self.engine = FleetEngine(self.sessions, state, self._text.vocabulary)
         self.metrics = Metrics(self.engine, "tiny")
         app = create_router_app(
-            self.engine, self.sessions, Chronicle(self.sessions, self.engine),
+            self.engine, self.sessions, FleetEventLog(self.sessions, self.engine),
             Dashboard(state, monotonic_us, self.engine.views),
             self._text, self._settings, self.metrics, self._config.orphan_grace_us / 1e6,
             self._admin_key,

@@ -14,7 +14,7 @@ import pytest
 
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
-from baton.core.routing.events import RouterConfig
+from baton.core.routing.config import RouterConfig
 from tests.api.conftest import Reply, Served
 from tests.router.fleet import ROUTER, Fleet
 from tests.router.fleet import fleet as running

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
-from baton.router.idempotency import Idempotency
+from baton.router.idempotency import IdempotencyMiddleware
 from tests.router.fleet import ROUTER, Fleet
 from tests.router.fleet import fleet as running
 from tests.router.test_carrying import ask, asking, data_of, finished
@@ -149,7 +149,7 @@ async def called(app: ASGIApp, key: str, body: bytes = b"{}") -> tuple[int, byte
 
 async def test_the_oldest_records_make_room_for_new_ones() -> None:
     inner = Counted([b"x" * 40])
-    ring = Idempotency(inner, grace_s=1, bytes_max=100)
+    ring = IdempotencyMiddleware(inner, grace_s=1, bytes_max=100)
     for key in ("a", "b", "c"):
         assert (await called(ring, key))[1] == b"x" * 40
     assert inner.calls == 3
@@ -162,7 +162,7 @@ async def test_the_oldest_records_make_room_for_new_ones() -> None:
 
 async def test_an_answer_larger_than_all_records_is_given_and_not_kept() -> None:
     inner = Counted([b"x" * 60, b"y" * 60])
-    ring = Idempotency(inner, grace_s=1, bytes_max=100)
+    ring = IdempotencyMiddleware(inner, grace_s=1, bytes_max=100)
     assert await called(ring, "a") == (200, b"x" * 60 + b"y" * 60)
     await called(ring, "a")
     assert inner.calls == 2
@@ -171,7 +171,7 @@ async def test_an_answer_larger_than_all_records_is_given_and_not_kept() -> None
 async def test_a_record_lives_for_a_while() -> None:
     now_s = 0.0
     inner = Counted([b"x"])
-    ring = Idempotency(inner, grace_s=1, kept_s=600, clock_s=lambda: now_s)
+    ring = IdempotencyMiddleware(inner, grace_s=1, kept_s=600, clock_s=lambda: now_s)
     await called(ring, "a")
     now_s = 599.0
     await called(ring, "a")
@@ -183,7 +183,7 @@ async def test_a_record_lives_for_a_while() -> None:
 
 async def test_a_stream_that_broke_is_not_kept() -> None:
     inner = Counted([b'data: {"error":{}}\n\n'], b"text/event-stream; charset=utf-8")
-    ring = Idempotency(inner, grace_s=1)
+    ring = IdempotencyMiddleware(inner, grace_s=1)
     await called(ring, "a")
     await called(ring, "a")
     assert inner.calls == 2

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from baton.core.engine.gauges import HandoverGauges, SchedulerGauges
 from baton.core.routing.fleet_members import InstanceView
-from baton.router.lifetime_totals import LIVES_MAX, Totals
+from baton.router.lifetime_totals import LIVES_MAX, LifetimeTotals
 from tests.support.routing import facts
 
 
@@ -22,7 +22,7 @@ def seen(name: str, steps: int, incarnation: int = 1) -> InstanceView:
 
 
 def test_what_a_life_has_counted_stays_when_it_is_gone_and_is_not_counted_twice_when_it_is_back() -> None:
-    totals = Totals()
+    totals = LifetimeTotals()
     totals.look([seen("a", 10), seen("b", 5)])
     totals.look([seen("b", 7)])
     assert totals.of("steps") == 17
@@ -33,7 +33,7 @@ def test_what_a_life_has_counted_stays_when_it_is_gone_and_is_not_counted_twice_
 
 
 def test_lives_are_bounded_and_their_counts_are_kept() -> None:
-    totals = Totals()
+    totals = LifetimeTotals()
     for number in range(LIVES_MAX + 500):
         totals.look([seen("a", 1, incarnation=number)])
     assert totals.of("steps") == LIVES_MAX + 500

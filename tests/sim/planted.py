@@ -30,7 +30,7 @@ from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_lookup import PrefixLookup
 from baton.core.engine.prefix_publisher import PrefixPublisher
 from baton.core.engine.pressure import BlockPressure
-from baton.core.engine.records import Hit, Request, Settled
+from baton.core.engine.records import PrefixHit, Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.scheduler import Scheduler
@@ -44,7 +44,7 @@ from baton.core.errors import Refusal, RefusalCode
 from baton.wire import engine_messages as messages
 from baton.wire import keyfile, link
 from baton.wire import request_table as desking
-from baton.wire.engine_messages import Rows, StepOutput
+from baton.wire.engine_messages import DecodedRows, StepOutput
 from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
 from baton.wire.request_table import EntryState, RequestTable
 from tests.support.planting import Patch, planted
@@ -186,7 +186,7 @@ def choose_a_prefilling_victim(patch: Patch) -> None:
 def protect_nobody(patch: Patch) -> None:
     start_then = patch.original("Admission.start")
 
-    def start(self: Admission, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
+    def start(self: Admission, step: StepBuilder, request: Request, hit: PrefixHit, protected: bool) -> None:
         del protected
         start_then(self, step, request, hit, False)
 
@@ -195,7 +195,7 @@ def protect_nobody(patch: Patch) -> None:
 
 @core("growth of others takes the blocks that a protected request was promised")
 def let_growth_touch_what_is_promised(patch: Patch) -> None:
-    grow_then, promised_then = patch.original("_grow_or_wait"), patch.original("Promises.promised")
+    grow_then, promised_then = patch.original("_grow_or_wait"), patch.original("BlockPromises.promised")
     growing: list[bool] = []
 
     def grow_or_wait(self: BlockPressure, step: StepBuilder, rows: Int64s, short: Int64s) -> Any:
@@ -206,7 +206,7 @@ def let_growth_touch_what_is_promised(patch: Patch) -> None:
             growing.pop()
 
     patch.set("_grow_or_wait", grow_or_wait)
-    patch.set("Promises.promised", lambda self, slots: 0 if growing else promised_then(self, slots))
+    patch.set("BlockPromises.promised", lambda self, slots: 0 if growing else promised_then(self, slots))
 
 
 @core("the rows that decode are remembered over a move, and those that have ended decode on")
@@ -223,7 +223,7 @@ def remember_the_crew_over_a_move(patch: Patch) -> None:
 
 @core("newcomers are admitted without regard to what started prefills still lack")
 def admit_without_reserve(patch: Patch) -> None:
-    patch.set("Promises.kept", lambda self, slots, asker=None: 0)
+    patch.set("BlockPromises.kept", lambda self, slots, asker=None: 0)
 
 
 @core("every resumed request is found to disagree with the device, and ends with an error")
@@ -358,7 +358,7 @@ def copy_backwards(patch: Patch) -> None:
 def trust_a_full_hit(patch: Patch) -> None:
     find_then = patch.original("PrefixLookup.find")
 
-    def find(self: PrefixLookup, request: Request) -> Hit:
+    def find(self: PrefixLookup, request: Request) -> PrefixHit:
         hit = find_then(self, request)
         whole = hit.copy_from is None and hit.computed and hit.computed == request.tokens_at_start - 1
         return replace(hit, computed=hit.computed - 1) if whole else hit
@@ -809,7 +809,7 @@ def lose_an_end_that_comes_with_tokens(patch: Patch) -> None:
     step_then = patch.original("_step")
 
     def step(self: RequestTable, output: StepOutput) -> Any:
-        heard = set(Rows(output).serials)
+        heard = set(DecodedRows(output).serials)
         return step_then(
             self, msgspec.structs.replace(output, ended=tuple(e for e in output.ended if e.serial not in heard))
         )
@@ -821,8 +821,8 @@ def lose_an_end_that_comes_with_tokens(patch: Patch) -> None:
 def cancel_nothing_for_abandoned_tickets(patch: Patch) -> None:
     accepted_then = patch.original("RequestTable._accepted")
 
-    def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> desking.Took:
-        return desking.Took(accepted_then(self, ticket, serials).news, [])
+    def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> desking.TableNews:
+        return desking.TableNews(accepted_then(self, ticket, serials).news, [])
 
     patch.set("RequestTable._accepted", accepted)
 
@@ -852,7 +852,7 @@ def forget_tickets_at_a_loss(patch: Patch) -> None:
 def swap_the_choices_of_a_group(patch: Patch) -> None:
     accepted_then = patch.original("RequestTable._accepted")
 
-    def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> desking.Took:
+    def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> desking.TableNews:
         return accepted_then(self, ticket, serials[::-1])
 
     patch.set("RequestTable._accepted", accepted)
@@ -891,26 +891,26 @@ def hear_nothing_after_a_stop(patch: Patch) -> None:
 
 @wire("the rows of a step change places on the wire")
 def swap_the_rows_of_a_step(patch: Patch) -> None:
-    init_then = patch.original("Rows.__init__")
+    init_then = patch.original("DecodedRows.__init__")
 
-    def init(self: Rows, output: StepOutput) -> None:
+    def init(self: DecodedRows, output: StepOutput) -> None:
         init_then(self, output)
         self.serials.sort(reverse=True)
 
-    patch.set("Rows.__init__", init)
+    patch.set("DecodedRows.__init__", init)
 
 
 @wire("of a burst of tokens only the first travels")
 def send_one_token_a_row(patch: Patch) -> None:
-    init_then = patch.original("Rows.__init__")
+    init_then = patch.original("DecodedRows.__init__")
 
-    def init(self: Rows, output: StepOutput) -> None:
+    def init(self: DecodedRows, output: StepOutput) -> None:
         init_then(self, output)
         begins = np.cumsum([0, *self.counts])[:-1].tolist()
         self.tokens = [self.tokens[at] for at in begins]
         self.counts = [1] * len(self.counts)
 
-    patch.set("Rows.__init__", init)
+    patch.set("DecodedRows.__init__", init)
 
 
 def _altered(patch: Patch, alter: Callable[[Submission], Submission]) -> None:
@@ -1054,8 +1054,8 @@ def believe_only_the_first_ready(patch: Patch) -> None:
     take_then = patch.original("RequestTable.take")
 
     def take(self: RequestTable, message: Any) -> Any:
-        if isinstance(message, messages.Ready) and message.gauges.steps:
-            return desking.Took([], [])
+        if isinstance(message, messages.ReadyMessage) and message.gauges.steps:
+            return desking.TableNews([], [])
         return take_then(self, message)
 
     patch.set("RequestTable.take", take)
@@ -1100,7 +1100,7 @@ def cancel_the_first_choice_only(patch: Patch) -> None:
 
     def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> Any:
         took = accepted_then(self, ticket, serials)
-        return desking.Took(took.news, took.orders[:1])
+        return desking.TableNews(took.news, took.orders[:1])
 
     patch.set("RequestTable._accepted", accepted)
 

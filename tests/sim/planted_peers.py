@@ -18,16 +18,16 @@ from baton.core.engine.arriving_rows import ArrivingRows, Lease
 from baton.core.engine.blocks import BlockPool, Pin
 from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import Chunk, Int64s
-from baton.core.engine.records import Hit, Request, Settled
+from baton.core.engine.records import PrefixHit, Request, Settled
 from baton.core.engine.request import FinishReason, Phase, Serial, Submission
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.slots import Slots
 from baton.core.engine.worker import Worker
-from baton.core.handover.decode_side import Taken, Taker, Taking
+from baton.core.handover.decode_side import DecodeHandover, DecodeHandoverState, DecodeSide
 from baton.core.handover.faults import PdCode, PdFault
 from baton.core.handover.messages import Ask, Commit, Decline, Expect, Grant, Handover, Offer, OpenShip, PeerId, Ship, Tell
-from baton.core.handover.prefill_side import Given, Giver, Giving
+from baton.core.handover.prefill_side import PrefillHandover, PrefillHandoverState, PrefillSide
 from baton.core.handover.protocol import Acts
 from tests.sim.planted import BUGS, Patch, core, wire
 
@@ -39,32 +39,32 @@ __all__ = ["BUGS"]
 
 @core("D gives leased blocks back with the order to fence, not with its answer; late pieces land in somebody else's request")
 def free_a_lease_before_its_fence(patch: Patch) -> None:
-    let_go_then = patch.original("Taker._let_go")
+    let_go_then = patch.original("DecodeSide._let_go")
 
-    def let_go(self: Taker, entry: Taken, reason: FinishReason | None, fault: PdFault | None) -> Acts:
-        leased = entry.state is not Taking.ASKED
+    def let_go(self: DecodeSide, entry: DecodeHandover, reason: FinishReason | None, fault: PdFault | None) -> Acts:
+        leased = entry.state is not DecodeHandoverState.ASKED
         acts = let_go_then(self, entry, reason, fault)
         return acts + self._fenced(entry) if leased else acts
 
-    patch.set("Taker._let_go", let_go)
+    patch.set("DecodeSide._let_go", let_go)
 
 
 @core("P gives its blocks back with the order to fence; what is still being read of them is another prompt's by then")
 def free_what_is_read_before_its_fence(patch: Patch) -> None:
-    let_go_then = patch.original("Giver._let_go")
+    let_go_then = patch.original("PrefillSide._let_go")
 
-    def let_go(self: Giver, entry: Given) -> Acts:
+    def let_go(self: PrefillSide, entry: PrefillHandover) -> Acts:
         acts = let_go_then(self, entry)
-        return acts + self._fenced(entry) if entry.state is Giving.FENCING else acts
+        return acts + self._fenced(entry) if entry.state is PrefillHandoverState.FENCING else acts
 
-    patch.set("Giver._let_go", let_go)
+    patch.set("PrefillSide._let_go", let_go)
 
 
 @core("P lets go when it has committed, though D may still be reading its memory")
 def let_go_at_the_commit(patch: Patch) -> None:
     commit_then = patch.original("_commit_if_ready")
 
-    def commit(self: Giver, entry: Given) -> Acts:
+    def commit(self: PrefillSide, entry: PrefillHandover) -> Acts:
         acts = commit_then(self, entry)
         return acts + self._adopted(entry) if acts else acts
 
@@ -73,25 +73,25 @@ def let_go_at_the_commit(patch: Patch) -> None:
 
 @core("a fence that is ordered twice is taken as answered")
 def take_the_second_order_for_the_answer(patch: Patch) -> None:
-    heard_then = patch.original("Taker._heard")
+    heard_then = patch.original("DecodeSide._heard")
 
-    def heard(self: Taker, peer: PeerId, message: object) -> Acts:
+    def heard(self: DecodeSide, peer: PeerId, message: object) -> Acts:
         acts = heard_then(self, peer, message)
         if isinstance(message, Decline):
             entry = self._entry(Handover(peer, message.request, message.attempt))
-            if entry is not None and entry.state is Taking.FENCING:
+            if entry is not None and entry.state is DecodeHandoverState.FENCING:
                 acts += self._fenced(entry)
         return acts
 
-    patch.set("Taker._heard", heard)
+    patch.set("DecodeSide._heard", heard)
 
 
 @core("a prefill whose attempt was given up before it began is still sent")
 def open_what_was_given_up(patch: Patch) -> None:
     begun_then = patch.original("_begun")
 
-    def begun(self: Giver, entry: Given, slot: int, computed: int) -> Acts:
-        state, entry.state = entry.state, Giving.PREFILLING
+    def begun(self: PrefillSide, entry: PrefillHandover, slot: int, computed: int) -> Acts:
+        state, entry.state = entry.state, PrefillHandoverState.PREFILLING
         try:
             return begun_then(self, entry, slot, computed)
         finally:
@@ -114,7 +114,7 @@ def never_give_back_what_was_lent(patch: Patch) -> None:
 def send_before_it_is_computed(patch: Patch) -> None:
     ship_then = patch.original("_ship_chunk")
 
-    def ship(self: Giver, entry: Given, chunk: Chunk, step: int) -> Acts:
+    def ship(self: PrefillSide, entry: PrefillHandover, chunk: Chunk, step: int) -> Acts:
         return [
             Ship(act.handover, None, act.first, act.upto, act.last) if isinstance(act, Ship) else act
             for act in ship_then(self, entry, chunk, step)
@@ -130,7 +130,7 @@ def send_before_it_is_computed(patch: Patch) -> None:
 def keep_the_partial_block(patch: Patch) -> None:
     ship_then = patch.original("_ship_chunk")
 
-    def ship(self: Giver, entry: Given, chunk: Chunk, step: int) -> Acts:
+    def ship(self: PrefillSide, entry: PrefillHandover, chunk: Chunk, step: int) -> Acts:
         acts = ship_then(self, entry, chunk, step)
         size = self._block_size
         return [
@@ -147,7 +147,7 @@ def keep_the_partial_block(patch: Patch) -> None:
 def forget_to_send_what_was_cached(patch: Patch) -> None:
     begun_then = patch.original("_begun")
 
-    def begun(self: Giver, entry: Given, slot: int, computed: int) -> Acts:
+    def begun(self: PrefillSide, entry: PrefillHandover, slot: int, computed: int) -> Acts:
         return [act for act in begun_then(self, entry, slot, computed) if not isinstance(act, Ship)]
 
     patch.set("_begun", begun)
@@ -185,7 +185,7 @@ def land_on_the_cached_prefix(patch: Patch) -> None:
 def open_with_the_wrong_blocks(patch: Patch) -> None:
     begun_then = patch.original("_begun")
 
-    def begun(self: Giver, entry: Given, slot: int, computed: int) -> Acts:
+    def begun(self: PrefillSide, entry: PrefillHandover, slot: int, computed: int) -> Acts:
         whole = self._scheduler.slots.blocks(slot)
         return [
             OpenShip(act.handover, act.token, act.first, whole[: len(act.blocks)].copy())
@@ -201,7 +201,7 @@ def open_with_the_wrong_blocks(patch: Patch) -> None:
 def one_token_for_all(patch: Patch) -> None:
     grant_then = patch.original("_grant")
 
-    def grant(self: Taker, entry: Taken, lease: Lease) -> Acts:
+    def grant(self: DecodeSide, entry: DecodeHandover, lease: Lease) -> Acts:
         grant_then(self, entry, lease)
         if entry.grant is None:
             return []
@@ -219,20 +219,20 @@ def one_token_for_all(patch: Patch) -> None:
 def leases_without_end(patch: Patch) -> None:
     ends_then = patch.original("_ends_us")
 
-    def ends_us(self: Taker, entry: Taken) -> int:
-        return ends_then(self, entry) if entry.state is Taking.ASKED else entry.asked_us + (1 << 40)
+    def ends_us(self: DecodeSide, entry: DecodeHandover) -> int:
+        return ends_then(self, entry) if entry.state is DecodeHandoverState.ASKED else entry.asked_us + (1 << 40)
 
     patch.set("_ends_us", ends_us)
 
 
 @core("nobody looks at leases before the next request comes")
 def look_at_leases_when_somebody_comes(patch: Patch) -> None:
-    patch.set("Taker.next_deadline", lambda self: None)
+    patch.set("DecodeSide.next_deadline", lambda self: None)
 
 
 @core("P goes on renewing a lease after it has said everything")
 def renew_after_the_commit(patch: Patch) -> None:
-    def due_us(self: Giver, entry: Given) -> int:
+    def due_us(self: PrefillSide, entry: PrefillHandover) -> int:
         ends_us = entry.arrived_us + self._config.deadline_us
         return ends_us if entry.grant is None else min(ends_us, entry.renew_us)
 
@@ -284,13 +284,17 @@ def lease_unseen(patch: Patch) -> None:
 def grant_twice(patch: Patch) -> None:
     offered_then = patch.original("_offered")
 
-    def offered(self: Taker, peer: PeerId, offer: Offer) -> Acts:
+    def offered(self: DecodeSide, peer: PeerId, offer: Offer) -> Acts:
         entry = self._entry(Handover(peer, offer.request, offer.attempt))
-        if entry is not None and entry.state in (Taking.GRANTED, Taking.ARRIVING) and entry.grant is not None:
+        if (
+            entry is not None
+            and entry.state in (DecodeHandoverState.GRANTED, DecodeHandoverState.ARRIVING)
+            and entry.grant is not None
+        ):
             running = self._scheduler.running
             row = running.slots.blocks(running.slot_of(running.requests[entry.serial]))
             first = entry.grant.cached_tokens // self._scheduler.config.block_size
-            entry.state = Taking.ASKED
+            entry.state = DecodeHandoverState.ASKED
             return self._grant(entry, Lease(entry.grant.cached_tokens, first, row[first:][::-1].copy()))
         return offered_then(self, peer, offer)
 
@@ -301,9 +305,9 @@ def grant_twice(patch: Patch) -> None:
 def believe_the_commit(patch: Patch) -> None:
     committed_then = patch.original("_committed")
 
-    def committed(self: Taker, entry: Taken | None, commit: Commit) -> Acts:
+    def committed(self: DecodeSide, entry: DecodeHandover | None, commit: Commit) -> Acts:
         acts = committed_then(self, entry, commit)
-        return acts + self._verified(entry) if entry is not None and entry.state is Taking.CHECKING else acts
+        return acts + self._verified(entry) if entry is not None and entry.state is DecodeHandoverState.CHECKING else acts
 
     patch.set("_committed", committed)
 
@@ -312,7 +316,7 @@ def believe_the_commit(patch: Patch) -> None:
 def say_nothing_to_late_offers(patch: Patch) -> None:
     offered_then = patch.original("_offered")
 
-    def offered(self: Taker, peer: PeerId, offer: Offer) -> Acts:
+    def offered(self: DecodeSide, peer: PeerId, offer: Offer) -> Acts:
         entry = self._entry(Handover(peer, offer.request, offer.attempt))
         return [] if entry is None else offered_then(self, peer, offer)
 
@@ -328,7 +332,7 @@ def wait_for_room_with_the_answer(patch: Patch) -> None:
 def ask_twice_compute_twice(patch: Patch) -> None:
     asked_then = patch.original("handover._asked")
 
-    def asked(self: Giver, peer: PeerId, ask: Ask) -> Acts:
+    def asked(self: PrefillSide, peer: PeerId, ask: Ask) -> Acts:
         handover = Handover(peer, ask.request, ask.attempt)
         self._open.pop(handover, None)
         self._queue.pop(handover, None)
@@ -342,24 +346,24 @@ def ask_twice_compute_twice(patch: Patch) -> None:
 
 @core("a client that leaves is forgotten by D and not by P")
 def cancel_on_one_side_only(patch: Patch) -> None:
-    cancel_then = patch.original("Taker.cancel")
+    cancel_then = patch.original("DecodeSide.cancel")
 
-    def cancel(self: Taker, serial: Serial, reason: FinishReason, now_us: int) -> Acts:
+    def cancel(self: DecodeSide, serial: Serial, reason: FinishReason, now_us: int) -> Acts:
         return [act for act in cancel_then(self, serial, reason, now_us) if not isinstance(act, Tell)]
 
-    patch.set("Taker.cancel", cancel)
+    patch.set("DecodeSide.cancel", cancel)
 
 
 @core("a cancel does not reach a request that a peer prefills; it is adopted, and talks to nobody")
 def cancel_only_what_is_here(patch: Patch) -> None:
-    patch.set("Taker.cancel", lambda self, serial, reason, now_us: [])
+    patch.set("DecodeSide.cancel", lambda self, serial, reason, now_us: [])
 
 
 @core("P does not hear a release")
 def overhear_releases(patch: Patch) -> None:
     released_then = patch.original("_released")
 
-    def released(self: Giver, handover: Handover, code: PdCode | None) -> Acts:
+    def released(self: PrefillSide, handover: Handover, code: PdCode | None) -> Acts:
         return [] if code is None else released_then(self, handover, code)
 
     patch.set("_released", released)
@@ -367,57 +371,57 @@ def overhear_releases(patch: Patch) -> None:
 
 @core("when a D is gone, P keeps what it had prefilled for it")
 def keep_what_the_dead_asked_for(patch: Patch) -> None:
-    def peer_lost(self: Giver, peer: PeerId) -> Acts:
+    def peer_lost(self: PrefillSide, peer: PeerId) -> Acts:
         self._peers.pop(peer, None)
         return []
 
-    patch.set("Giver._peer_lost", peer_lost)
+    patch.set("PrefillSide._peer_lost", peer_lost)
 
 
 @core("when a P is gone, D waits for it until the lease ends")
 def wait_for_the_dead(patch: Patch) -> None:
-    def peer_lost(self: Taker, peer: PeerId, _reason: str) -> Acts:
+    def peer_lost(self: DecodeSide, peer: PeerId, _reason: str) -> Acts:
         self._peers.remove(peer)
         self._rows.may_ask = bool(self._peers)
         return []
 
-    patch.set("Taker._peer_lost", peer_lost)
+    patch.set("DecodeSide._peer_lost", peer_lost)
 
 
 @core("with its last P gone, D still tries to ask one")
 def ask_nobody(patch: Patch) -> None:
-    lost_then = patch.original("Taker._peer_lost")
+    lost_then = patch.original("DecodeSide._peer_lost")
 
-    def peer_lost(self: Taker, peer: PeerId, reason: str) -> Acts:
+    def peer_lost(self: DecodeSide, peer: PeerId, reason: str) -> Acts:
         acts = lost_then(self, peer, reason)
         self._rows.may_ask = True
         return acts
 
-    def planned(self: Taker, now_us: int) -> Acts:
+    def planned(self: DecodeSide, now_us: int) -> Acts:
         if self._peers:
             return planned_then(self, now_us)
         self._rows.asked()
         return []
 
-    planned_then = patch.original("Taker.planned")
-    patch.set("Taker._peer_lost", peer_lost)
-    patch.set("Taker.planned", planned)
+    planned_then = patch.original("DecodeSide.planned")
+    patch.set("DecodeSide._peer_lost", peer_lost)
+    patch.set("DecodeSide.planned", planned)
 
 
 @core("after a session was lost, D never asks that P again")
 def once_lost_always_lost(patch: Patch) -> None:
     opened_then = patch.original("_peer_opened")
-    lost_then = patch.original("Taker._peer_lost")
-    lost: list[tuple[Taker, PeerId]] = []
+    lost_then = patch.original("DecodeSide._peer_lost")
+    lost: list[tuple[DecodeSide, PeerId]] = []
 
-    def peer_lost(self: Taker, peer: PeerId, reason: str) -> Acts:
+    def peer_lost(self: DecodeSide, peer: PeerId, reason: str) -> Acts:
         lost.append((self, peer))
         return lost_then(self, peer, reason)
 
-    def peer_opened(self: Taker, peer: PeerId) -> Acts:
+    def peer_opened(self: DecodeSide, peer: PeerId) -> Acts:
         return [] if any(taker is self and of == peer for taker, of in lost) else opened_then(self, peer)
 
-    patch.set("Taker._peer_lost", peer_lost)
+    patch.set("DecodeSide._peer_lost", peer_lost)
     patch.set("_peer_opened", peer_opened)
 
 
@@ -433,7 +437,7 @@ def prefill_while_draining(patch: Patch) -> None:
 def queue_without_bound(patch: Patch) -> None:
     cannot_then = patch.original("_cannot")
 
-    def cannot(self: Giver, submission: Submission) -> str | None:
+    def cannot(self: PrefillSide, submission: Submission) -> str | None:
         reason = cannot_then(self, submission)
         return None if reason is not None and "queue" in reason else reason
 
@@ -444,7 +448,7 @@ def queue_without_bound(patch: Patch) -> None:
 def fail_silently(patch: Patch) -> None:
     decline_then = patch.original("_decline")
 
-    def decline(self: Giver, entry: Given, code: PdCode, reason: str) -> Acts:
+    def decline(self: PrefillSide, entry: PrefillHandover, code: PdCode, reason: str) -> Acts:
         if code is PdCode.NOT_DELIVERED:
             entry.renew_us = self._now_us + self._config.renew_us
             return []
@@ -527,20 +531,20 @@ def leave_the_siblings_behind(patch: Patch) -> None:
 
 @core("a failed hand-over ends the request, though it was to go on here")
 def give_up_instead_of_resuming(patch: Patch) -> None:
-    init_then = patch.original("Taker.__init__")
+    init_then = patch.original("DecodeSide.__init__")
 
-    def init(self: Taker, config: WorkerConfig, scheduler: Scheduler, rows: ArrivingRows, secret: bytes) -> None:
+    def init(self: DecodeSide, config: WorkerConfig, scheduler: Scheduler, rows: ArrivingRows, secret: bytes) -> None:
         init_then(self, config, scheduler, rows, secret)
         self._resumes = False
 
-    patch.set("Taker.__init__", init)
+    patch.set("DecodeSide.__init__", init)
 
 
 @core("who is sent elsewhere is not told why")
 def reschedule_without_a_fault(patch: Patch) -> None:
     end_then = patch.original("_end_asked")
 
-    def end(self: Taker, entry: Taken, reason: FinishReason, _fault: PdFault | None) -> Acts:
+    def end(self: DecodeSide, entry: DecodeHandover, reason: FinishReason, _fault: PdFault | None) -> Acts:
         return end_then(self, entry, reason, None)
 
     patch.set("_end_asked", end)
@@ -559,13 +563,13 @@ def bill_no_failed_attempt(patch: Patch) -> None:
 
 @core("P computes what D has no room for yet, and has nowhere to send it when the grant comes")
 def compute_before_the_grant(patch: Patch) -> None:
-    advance_then = patch.original("Giver.advance")
+    advance_then = patch.original("PrefillSide.advance")
     begun: list[tuple[object, Serial]] = []
 
-    def advance(self: Giver, now_us: int) -> Acts:
+    def advance(self: PrefillSide, now_us: int) -> Acts:
         acts = advance_then(self, now_us)
         for entry in self._open.values():
-            if entry.state is Giving.OFFERED and entry.serial is not None:
+            if entry.state is PrefillHandoverState.OFFERED and entry.serial is not None:
                 self._held.begin(entry.serial)
         return acts
 
@@ -577,7 +581,7 @@ def compute_before_the_grant(patch: Patch) -> None:
 
         return begin
 
-    patch.set("Giver.advance", advance)
+    patch.set("PrefillSide.advance", advance)
     patch.set("PrefillsWithBlocks.begin", once(patch.original("PrefillsWithBlocks.begin")))
     patch.set("PrefillsForQueue.begin", once(patch.original("PrefillsForQueue.begin")))
 
@@ -586,7 +590,7 @@ def compute_before_the_grant(patch: Patch) -> None:
 def use_cached_blocks_unheld(patch: Patch) -> None:
     occupy_then = patch.original("RunningSet.occupy")
 
-    def occupy(self: RunningSet, request: Request, hit: Hit, move: Any) -> int:
+    def occupy(self: RunningSet, request: Request, hit: PrefixHit, move: Any) -> int:
         slot = occupy_then(self, request, hit, move)
         if self.config.role.gives and self.config.prefill_path is PrefillPath.SHORT and len(hit.blocks):
             self.pool.drop(hit.blocks)

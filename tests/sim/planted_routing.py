@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 
-from baton.core.engine.change_journal import NamesChanged, PrefixJournal
+from baton.core.engine.change_journal import CachedKeysChanged, PrefixJournal
 from baton.core.engine.ended import Bill
 from baton.core.engine.request import NO_TOKENS, RequestId, Submission, frozen_tokens
 from baton.core.routing.adoption import Adoption
 from baton.core.routing.attempts import Attempts
-from baton.core.routing.events import AttemptRefused, HeldChoice, Instance, Neighbours, Session, Sign
+from baton.core.routing.events import AttemptRefused, Heartbeat, HeldChoice, Instance, Session, TellPrefillPeers
 from baton.core.routing.fleet_members import FleetMember, FleetMembers, MemberMove, MemberState
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.placement_queue import PlacementQueue
 from baton.core.routing.prefix_directory import PrefixDirectory
 from baton.core.routing.routed_request import RoutedChoice, RoutedRequest
-from baton.core.routing.routed_requests import Cause, RoutedRequests
+from baton.core.routing.routed_requests import MoveCause, RoutedRequests
 from baton.core.routing.router import Router
 from baton.core.routing.server_absence import ServerAbsence
 from baton.wire import router_sessions
@@ -115,7 +115,7 @@ def bill_the_last_leg(patch: Patch) -> None:
 def count_no_retries(patch: Patch) -> None:
     may_then = patch.original("_may_go_on")
 
-    def may_go_on(self: Attempts, choice: RoutedChoice, cause: Cause, where: Instance | None) -> bool:
+    def may_go_on(self: Attempts, choice: RoutedChoice, cause: MoveCause, where: Instance | None) -> bool:
         return may_then(self, choice, cause, where) or True
 
     patch.set("_may_go_on", may_go_on)
@@ -125,8 +125,8 @@ def count_no_retries(patch: Patch) -> None:
 def give_up_at_the_first_loss(patch: Patch) -> None:
     may_then = patch.original("_may_go_on")
 
-    def may_go_on(self: Attempts, choice: RoutedChoice, cause: Cause, where: Instance | None) -> bool:
-        return may_then(self, choice, cause, where) and cause is not Cause.LOST
+    def may_go_on(self: Attempts, choice: RoutedChoice, cause: MoveCause, where: Instance | None) -> bool:
+        return may_then(self, choice, cause, where) and cause is not MoveCause.LOST
 
     patch.set("_may_go_on", may_go_on)
 
@@ -217,7 +217,7 @@ def suspect_nobody(patch: Patch) -> None:
 def overlook_a_silent_engine(patch: Patch) -> None:
     beaten_then = patch.original("FleetMembers.beaten")
 
-    def beaten(self: FleetMembers, member: FleetMember, sign: Sign, now_us: int) -> Any:
+    def beaten(self: FleetMembers, member: FleetMember, sign: Heartbeat, now_us: int) -> Any:
         return beaten_then(self, member, replace(sign, engine_silent_us=0), now_us)
 
     patch.set("FleetMembers.beaten", beaten)
@@ -259,7 +259,7 @@ def tell_nobody_of_neighbours(patch: Patch) -> None:
     handle_then = patch.original("Router.handle")
 
     def handle(self: Router, event: Any, now_us: int) -> Any:
-        return [effect for effect in handle_then(self, event, now_us) if not isinstance(effect, Neighbours)]
+        return [effect for effect in handle_then(self, event, now_us) if not isinstance(effect, TellPrefillPeers)]
 
     patch.set("Router.handle", handle)
 
@@ -290,7 +290,7 @@ def remember_a_dead_cache(patch: Patch) -> None:
 def overlook_the_first_names(patch: Patch) -> None:
     hear_then = patch.original("PrefixDirectory.hear")
 
-    def hear(self: PrefixDirectory, session: Session, names: NamesChanged) -> None:
+    def hear(self: PrefixDirectory, session: Session, names: CachedKeysChanged) -> None:
         hear_then(self, session, replace(names, named=()) if names.fresh else names)
 
     patch.set("PrefixDirectory.hear", hear)
@@ -300,7 +300,7 @@ def overlook_the_first_names(patch: Patch) -> None:
 def never_tell_what_was_evicted(patch: Patch) -> None:
     take_then = patch.original("PrefixJournal.take")
 
-    def take(self: PrefixJournal, keys_max: int) -> NamesChanged:
+    def take(self: PrefixJournal, keys_max: int) -> CachedKeysChanged:
         return replace(take_then(self, keys_max), forgotten=())
 
     patch.set("PrefixJournal.take", take)

@@ -20,7 +20,7 @@ from baton.core.engine.held_prefills import PrefillsWithBlocks
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 from baton.core.engine.prefix_lookup import PrefixLookup
-from baton.core.engine.records import Hit, Request
+from baton.core.engine.records import PrefixHit, Request
 from baton.core.engine.request import FinishReason, Move, Phase, Serial
 from baton.core.engine.restoring import KvRestoring
 from baton.core.engine.scheduler import Scheduler
@@ -29,10 +29,19 @@ from baton.core.tiers.departures import Departures
 from baton.core.tiers.fetching import KvFetching
 from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.offload import Tiers
-from baton.core.tiers.open_hauls import FILLS, HaulKind, OpenHaul, OpenHauls
+from baton.core.tiers.open_hauls import FILLS, OpenTransfer, OpenTransfers, TransferKind
 from baton.core.tiers.saving import KvSaving
-from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled, HaulFailed, HaulFenced, Put, StorageEvent
-from baton.wire.envelope import Flaw, Opened
+from baton.core.tiers.transfers import (
+    CopyIn,
+    CopyOut,
+    Put,
+    StorageEvent,
+    TransferDone,
+    TransferFailed,
+    TransferFenced,
+    TransferId,
+)
+from baton.wire.envelope import EnvelopeFlaw, OpenedEnvelope
 from tests.sim.planted import Patch, core, wire
 from tests.sim.planted_routing import BUGS
 
@@ -55,7 +64,7 @@ def give_blocks_back_before_the_fence(patch: Patch) -> None:
     def expire(self: Tiers, now_us: int) -> None:
         expire_then(self, now_us)
         for haul in self._hauls:
-            if haul.fencing and haul.kind is HaulKind.OUT:
+            if haul.fencing and haul.kind is TransferKind.OUT:
                 self._saving._pool.give_back(haul.blocks)
                 haul.blocks = haul.blocks[:0]
 
@@ -66,7 +75,7 @@ def give_blocks_back_before_the_fence(patch: Patch) -> None:
 def keep_blocks_of_failed_copies(patch: Patch) -> None:
     copied_then = patch.original("copied_out")
 
-    def copied_out(self: KvSaving, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def copied_out(self: KvSaving, haul: OpenTransfer, came: Sequence[bool]) -> None:
         if not all(came):
             haul.blocks = haul.blocks[:0]
         copied_then(self, haul, came)
@@ -158,26 +167,26 @@ def pass_over_a_gap(patch: Patch) -> None:
 
 @core("rows whose filling is fenced are free with the order, not with the answer")
 def free_rows_before_the_fence(patch: Patch) -> None:
-    fence_then, fill_then = patch.original("OpenHauls.fence"), patch.original("OpenHauls.fill")
+    fence_then, fill_then = patch.original("OpenTransfers.fence"), patch.original("OpenTransfers.fill")
 
-    def fence(self: OpenHauls, haul: OpenHaul) -> None:
+    def fence(self: OpenTransfers, haul: OpenTransfer) -> None:
         fence_then(self, haul)
         if haul.kind in FILLS:
             fill_then(self, haul, (False,) * len(haul.keys))
 
-    def fill(self: OpenHauls, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def fill(self: OpenTransfers, haul: OpenTransfer, came: Sequence[bool]) -> None:
         if not haul.fencing:
             fill_then(self, haul, came)
 
-    patch.set("OpenHauls.fence", fence)
-    patch.set("OpenHauls.fill", fill)
+    patch.set("OpenTransfers.fence", fence)
+    patch.set("OpenTransfers.fill", fill)
 
 
 @core("a row that the store has read is never let go of")
 def never_let_go_of_a_row(patch: Patch) -> None:
     put_then = patch.original("has_put")
 
-    def has_put(self: KvSaving, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def has_put(self: KvSaving, haul: OpenTransfer, came: Sequence[bool]) -> None:
         put_then(self, haul, came)
         self._host.read(haul.keys)
 
@@ -187,13 +196,13 @@ def never_let_go_of_a_row(patch: Patch) -> None:
 # ── answers that are believed ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _believing(patch: Patch, kind: HaulKind, answers: type | tuple[type, ...]) -> None:
+def _believing(patch: Patch, kind: TransferKind, answers: type | tuple[type, ...]) -> None:
     """Some answers about one kind of haul are taken for: all of it is there."""
     ended_then = patch.original("_ended")
 
-    def ended(self: Tiers, haul: OpenHaul, event: StorageEvent) -> None:
+    def ended(self: Tiers, haul: OpenTransfer, event: StorageEvent) -> None:
         if haul.kind is kind and isinstance(event, answers):
-            event = Hauled(haul.haul, (True,) * len(haul.keys))
+            event = TransferDone(haul.haul, (True,) * len(haul.keys))
         ended_then(self, haul, event)
 
     patch.set("_ended", ended)
@@ -201,22 +210,22 @@ def _believing(patch: Patch, kind: HaulKind, answers: type | tuple[type, ...]) -
 
 @core("a copy into host memory that failed is believed to be whole")
 def believe_a_failed_copy_out(patch: Patch) -> None:
-    _believing(patch, HaulKind.OUT, HaulFailed)
+    _believing(patch, TransferKind.OUT, TransferFailed)
 
 
 @core("a copy into host memory that was fenced is believed to be whole")
 def believe_a_fenced_copy_out(patch: Patch) -> None:
-    _believing(patch, HaulKind.OUT, HaulFenced)
+    _believing(patch, TransferKind.OUT, TransferFenced)
 
 
 @core("a copy to the device that failed or was fenced is believed to be whole, and its request decodes nonsense")
 def believe_a_bad_copy_in(patch: Patch) -> None:
-    _believing(patch, HaulKind.IN, (HaulFailed, HaulFenced))
+    _believing(patch, TransferKind.IN, (TransferFailed, TransferFenced))
 
 
 @core("objects that were missing or bad are believed to have arrived")
 def believe_that_all_arrived(patch: Patch) -> None:
-    _believing(patch, HaulKind.GET, (Hauled, HaulFailed, HaulFenced))
+    _believing(patch, TransferKind.GET, (TransferDone, TransferFailed, TransferFenced))
 
 
 @core("of what came from host memory one block more is counted than came")
@@ -233,7 +242,7 @@ def count_one_block_more(patch: Patch) -> None:
 
 @core("the block of the last token is brought back too, and nothing is left to compute")
 def restore_the_last_token(patch: Patch) -> None:
-    def keys_after(self: PrefixLookup, request: Request, hit: Hit) -> list[Key]:
+    def keys_after(self: PrefixLookup, request: Request, hit: PrefixHit) -> list[Key]:
         return request.keys[1 + len(hit.blocks) : request.tokens_at_start // self._block_size + 1]
 
     patch.set("keys_after", keys_after)
@@ -246,7 +255,7 @@ def restore_the_last_token(patch: Patch) -> None:
 def run_before_the_copy(patch: Patch) -> None:
     restore_then = patch.original("KvRestoring.restore")
 
-    def restore(self: KvRestoring, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
+    def restore(self: KvRestoring, request: Request, hit: PrefixHit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
         schedulers[self]._pass.restored(self._running.slot_of(request))
 
@@ -266,7 +275,7 @@ def run_before_the_copy(patch: Patch) -> None:
 def restore_without_a_pin(patch: Patch) -> None:
     restore_then = patch.original("KvRestoring.restore")
 
-    def restore(self: KvRestoring, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
+    def restore(self: KvRestoring, request: Request, hit: PrefixHit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
         self._running.pin(request, Pin.NONE)
 
@@ -358,13 +367,13 @@ def forget_the_deadlines_of_hauls(patch: Patch) -> None:
 
 @core("a fence that takes its time is ordered again with every pass")
 def fence_again_and_again(patch: Patch) -> None:
-    fence_then = patch.original("OpenHauls.fence")
+    fence_then = patch.original("OpenTransfers.fence")
 
-    def fence(self: OpenHauls, haul: OpenHaul) -> None:
+    def fence(self: OpenTransfers, haul: OpenTransfer) -> None:
         fence_then(self, haul)
         haul.fencing = False
 
-    patch.set("OpenHauls.fence", fence)
+    patch.set("OpenTransfers.fence", fence)
 
 
 @core("a request waits for the store until it answers")
@@ -418,17 +427,17 @@ def bill_no_departure(patch: Patch) -> None:
 
 @core("a store that fails is asked on and on")
 def never_leave_the_store_alone(patch: Patch) -> None:
-    patch.set("Breaker.failed", lambda self, now_us: None)
+    patch.set("CircuitBreaker.failed", lambda self, now_us: None)
 
 
 @core("a store that has failed is never asked again")
 def never_try_the_store_again(patch: Patch) -> None:
-    patch.set("Breaker.allows", lambda self, now_us: self._until_us is None)
+    patch.set("CircuitBreaker.allows", lambda self, now_us: self._until_us is None)
 
 
 @core("a store that was left alone is asked with everything at once as soon as the time is over")
 def try_with_everything(patch: Patch) -> None:
-    patch.set("Breaker.asked", lambda self: None)
+    patch.set("CircuitBreaker.asked", lambda self: None)
 
 
 @core("late answers do not count as failures")
@@ -447,26 +456,26 @@ def forgive_what_is_late(patch: Patch) -> None:
 
 @core("as many orders go to the store at once as there is work")
 def ask_without_a_bound(patch: Patch) -> None:
-    begin_then = patch.original("OpenHauls.begin")
+    begin_then = patch.original("OpenTransfers.begin")
 
-    def begin(self: OpenHauls, kind: HaulKind, *arguments: Any, **named: Any) -> Haul:
+    def begin(self: OpenTransfers, kind: TransferKind, *arguments: Any, **named: Any) -> TransferId:
         haul = begin_then(self, kind, *arguments, **named)
         self._at_store = dict.fromkeys(self._at_store, -1000)
         return haul
 
-    patch.set("OpenHauls.begin", begin)
+    patch.set("OpenTransfers.begin", begin)
 
 
 @core("numbers of orders come again, and a late answer is taken for another's")
 def reuse_numbers(patch: Patch) -> None:
-    begin_then = patch.original("OpenHauls.begin")
+    begin_then = patch.original("OpenTransfers.begin")
 
-    def begin(self: OpenHauls, *arguments: Any, **named: Any) -> Haul:
+    def begin(self: OpenTransfers, *arguments: Any, **named: Any) -> TransferId:
         if not self._open:
             self._next_haul = 0
         return begin_then(self, *arguments, **named)
 
-    patch.set("OpenHauls.begin", begin)
+    patch.set("OpenTransfers.begin", begin)
 
 
 @core("what is stored is read from rows that are still being filled")
@@ -475,12 +484,12 @@ def store_rows_that_are_filling(patch: Patch) -> None:
 
     def copy_out(self: KvSaving, saved: list[tuple[Key, int]], rows: Int32s) -> None:
         copy_then(self, saved, rows)
-        if self._config.store and saved and self._hauls.may_ask(HaulKind.PUT):
+        if self._config.store and saved and self._hauls.may_ask(TransferKind.PUT):
             key = saved[0][0]
-            haul = self._hauls.begin(HaulKind.PUT, (key,), self._config.put_us)
+            haul = self._hauls.begin(TransferKind.PUT, (key,), self._config.put_us)
             self._hauls.order(Put(haul, (key,), rows[:1]))
 
-    def has_put(self: KvSaving, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def has_put(self: KvSaving, haul: OpenTransfer, came: Sequence[bool]) -> None:
         if set(haul.keys) <= self._putting:
             put_then(self, haul, came)
 
@@ -520,11 +529,11 @@ def _trusting(patch: Patch, *, key: bool = False, layout: bool = False) -> None:
     """Whatever a sound envelope says of its key or layout is what was asked for."""
     open_then = patch.original("open_any")
 
-    def open_any(data: memoryview) -> Opened | Flaw:
+    def open_any(data: memoryview) -> OpenedEnvelope | EnvelopeFlaw:
         opened = open_then(data)
-        if isinstance(opened, Flaw):
+        if isinstance(opened, EnvelopeFlaw):
             return opened
-        return Opened(
+        return OpenedEnvelope(
             _Any(opened.key) if key else opened.key, _Any(opened.layout) if layout else opened.layout, opened.payload
         )
 

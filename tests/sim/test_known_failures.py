@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.sim.fuzzed_run import Run
+from baton.sim.fuzzed_run import FuzzedRun
 from baton.sim.laws import DRAINS_IN_TIME, WAITS_IN_TIME, LawBroken
 from baton.sim.scenario import Scenario
 from tests.sim.known_failures import STAYS_AT_A_DRAINING_INSTANCE, WAITS_TOO_LONG
@@ -12,7 +12,7 @@ from tests.sim.known_failures import STAYS_AT_A_DRAINING_INSTANCE, WAITS_TOO_LON
 
 def live_through(scenario: Scenario) -> None:
     """Raise the law that the world breaks, if it breaks one."""
-    broken = Run(scenario, always_audit=True).verdict().broken
+    broken = FuzzedRun(scenario, always_audit=True).verdict().broken
     if broken is not None:
         raise broken
 

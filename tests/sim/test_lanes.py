@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.handover.messages import Arriving, Fenced, Handover, PeerEvent, PeerId, Shipped, Verified
 from baton.executor.contract import NO_KV
-from baton.sim.lanes import Lane, LaneReceiver, Lanes, LaneSender, Road
+from baton.sim.lanes import KvLinkModel, NetworkCard, TimedReceiver, TimedSender, TimedTransfers
 from baton.sim.world import Host, World
 
 LAYERS, BLOCK_BYTES, DELAY_US = 10, 1_000_000, 50
@@ -20,11 +20,11 @@ class Pair:
     def __init__(self, bytes_per_us: float) -> None:
         self.world = World(0, events_max=10_000)
         self.told: list[tuple[int, str, PeerEvent]] = []
-        self.lanes = Lanes(Road(LAYERS, BLOCK_BYTES, bytes_per_us * 1e6, DELAY_US))
+        self.lanes = TimedTransfers(KvLinkModel(LAYERS, BLOCK_BYTES, bytes_per_us * 1e6, DELAY_US))
         _, self.giver = self._connect("P")
         self.taker, _ = self._connect("D")
 
-    def _connect(self, name: str) -> tuple[LaneReceiver, LaneSender]:
+    def _connect(self, name: str) -> tuple[TimedReceiver, TimedSender]:
         def tell(event: PeerEvent) -> None:
             self.told.append((self.world.now_us, name, event))
 
@@ -138,6 +138,6 @@ def test_after_a_fence_nothing_leaves_lands_or_is_verified() -> None:
 
 
 def test_a_lane_carries_one_piece_after_the_other() -> None:
-    lane = Lane(bytes_per_s=1e6)
+    lane = NetworkCard(bytes_per_s=1e6)
     assert [lane.carry(0, 10), lane.carry(5, 10), lane.carry(100, 1)] == [10, 20, 101]
     assert (lane.bytes, lane.busy_us) == (21, 21)

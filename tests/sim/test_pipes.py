@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.sim.lines import LineEnd, Pipes
+from baton.sim.lines import LineEndpoint, Pipes
 from baton.sim.world import Host, World
 
 DELAY_US = 70
@@ -32,7 +32,7 @@ class Both:
         self.caller, self.called = Owner(self.world), Owner(self.world)
         self.here = self.pipes.initiator(Host(self.world, "here"), "a", "b", self.caller)
 
-    def accept(self) -> LineEnd:
+    def accept(self) -> LineEndpoint:
         return self.pipes.acceptor(Host(self.world, "there"), "b", "a", self.called)
 
     def run(self) -> None:

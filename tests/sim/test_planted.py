@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from baton.sim.fuzzed_run import Verdict, run_seed
+from baton.sim.fuzzed_run import WorldVerdict, run_seed
 from tests.sim import planted_peers, planted_routing, planted_tiers
 from tests.sim.planted import Bug, Catch, read_catches
 from tests.sim.planted_tiers import BUGS
@@ -21,7 +21,7 @@ HINT = "search again: python -m tests.sim.search_planted --names {}"
 
 
 @cache
-def _replayed(name: str) -> Verdict:
+def _replayed(name: str) -> WorldVerdict:
     with BUGS[name].planted():
         return run_seed(CATCHES[name].seed)
 

@@ -9,7 +9,7 @@ from baton.core.config import WorkerConfig
 from baton.core.engine.driver import WorkerDriver
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.laws import audit
-from baton.core.engine.orders import AcceptedAs, Cancel, StopAt, Submit
+from baton.core.engine.orders import Accepted, Cancel, StopAt, Submit
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.engine.worker import Deliver, Effect, Event, GroupRefused, Launch, StepDone, Tick, Withdrawn, Worker
@@ -52,7 +52,7 @@ class Driver:
     def submit(self, *group: Submission) -> tuple[Serial, ...]:
         self._tickets += 1
         (answer,) = self.send(Submit(self._tickets, group))
-        return answer.serials if isinstance(answer, AcceptedAs) else ()
+        return answer.serials if isinstance(answer, Accepted) else ()
 
     def cancel(self, serial: Serial) -> None:
         self.send(Cancel(serial))
@@ -109,7 +109,7 @@ class Driver:
                 self._note_end(ended)
             case GroupRefused(_, refusal):
                 self.refusals.append(refusal)
-            case AcceptedAs(_, serials):
+            case Accepted(_, serials):
                 for serial in serials:
                     self.outputs[serial] = []
 

@@ -14,32 +14,32 @@ import numpy as np
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.driver import Answer, WorkerDriver
-from baton.core.engine.orders import AcceptedAs, TellNames
+from baton.core.engine.orders import Accepted, ReportChanges
 from baton.core.engine.plan import Logprobs, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
 from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.errors import Refusal
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Declined,
-    Delivered,
+    ChoiceOutcome,
+    DeliverTokens,
     FleetChanged,
     Join,
-    Noted,
-    Opened,
-    Orphan,
-    OrphanDropped,
-    Outcome,
-    RouterConfig,
+    RequestDeclined,
+    RequestOpened,
     Session,
+    TimelineNoted,
+    UnclaimedDropped,
+    UnclaimedFound,
 )
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.engine_messages import (
     FromEngine,
-    Peers,
-    RefusedWith,
+    PrefillPeerAddresses,
+    RefusedMessage,
     StepOutput,
     ToEngine,
     decode_from_engine,
@@ -50,7 +50,7 @@ from baton.wire.engine_messages import (
 )
 from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import FromInstance, decode_from_instance, decode_from_router, encode_membership
-from baton.wire.router_sessions import Act, Close, RouterSessions, Say
+from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 from baton.wire.worker_messages import message_of
 from tests.support.driver import VOCABULARY, shape_of
 
@@ -127,15 +127,15 @@ class Member:
         self.dead = False
         self.local: list[StepOutput] = []
         """What was for the clients of its own address."""
-        self.answers: list[AcceptedAs | RefusedWith] = []
+        self.answers: list[Accepted | RefusedMessage] = []
 
     # The engine.
 
     def order(self, order: ToEngine) -> None:
         order = decode_to_engine(encode_to_engine(order))
-        if isinstance(order, Peers):
+        if isinstance(order, PrefillPeerAddresses):
             return
-        if isinstance(order, TellNames):
+        if isinstance(order, ReportChanges):
             self.pulse_at_us = self.world.now_us
         self.driver.handle(order)
 
@@ -158,7 +158,7 @@ class Member:
 
     def _front(self, message: FromEngine) -> None:
         match message:
-            case AcceptedAs(ticket) | RefusedWith(ticket):
+            case Accepted(ticket) | RefusedMessage(ticket):
                 if self.relay.owns_ticket(ticket):
                     self.act(self.relay.take(message, self.world.now_us))
                 else:
@@ -212,7 +212,7 @@ class Asked:
     request: RequestNumber
     tokens: list[list[int]]
     extras: list[list[object]]
-    outcomes: list[Outcome | None]
+    outcomes: list[ChoiceOutcome | None]
     cached: list[int | None]
     opened: int = 0
     declined: Refusal | None = None
@@ -237,7 +237,7 @@ class World:
         self.members = [Member(self, f"d{number}", worker) for number in range(members)]
         self.asked: dict[RequestNumber, Asked] = {}
         self.orphans: dict[bytes, Asked] = {}
-        self.noted: list[Noted] = []
+        self.noted: list[TimelineNoted] = []
         self.changed: list[FleetChanged] = []
         self.delivered = 0
         """Messages that have crossed any line."""
@@ -276,38 +276,38 @@ class World:
     def do(self, acts: Sequence[Act]) -> None:
         for act in acts:
             match act:
-                case Say(session, message):
+                case SayToInstance(session, message):
                     line = self._line(session)
                     assert line is not None, f"{message} to a session that is over"
                     line.down.append(encode_membership(message))
-                case Close(session, reason):
+                case CloseConnection(session, reason):
                     line = self._line(session)
                     assert line is not None
                     line.closed_by = reason
-                case Opened(body):
+                case RequestOpened(body):
                     self.asked[body].opened += 1
-                case Declined(body, refusal):
+                case RequestDeclined(body, refusal):
                     self.asked[body].declined = refusal
-                case Delivered():
+                case DeliverTokens():
                     self._deliver(act)
-                case Orphan():
+                case UnclaimedFound():
                     self._find(act)
-                case OrphanDropped(body):
+                case UnclaimedDropped(body):
                     self.orphans = {key: orphan for key, orphan in self.orphans.items() if orphan.request != body}
                     del self.asked[body]
-                case Noted():
+                case TimelineNoted():
                     self.noted.append(act)
                 case FleetChanged():
                     self.changed.append(act)
 
-    def _find(self, orphan: Orphan) -> None:
+    def _find(self, orphan: UnclaimedFound) -> None:
         """News of it may come before its client does."""
         tokens = [list(known or ()) for known in orphan.delivered]
         extras = [list(known) for known in orphan.extras]
         found = Asked([], orphan.origin, orphan.request, tokens, extras, list(orphan.outcomes), list(orphan.cached_tokens))
         self.orphans[orphan.origin] = self.asked[orphan.request] = found
 
-    def _deliver(self, news: Delivered) -> None:
+    def _deliver(self, news: DeliverTokens) -> None:
         asked = self.asked[news.request]
         assert asked.outcomes[news.choice] is None, "news after the end"
         asked.tokens[news.choice] += news.tokens

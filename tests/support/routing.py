@@ -6,30 +6,30 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from baton.core.engine.change_journal import NamesChanged
+from baton.core.engine.change_journal import CachedKeysChanged
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Arrived,
     AttemptAccepted,
     AttemptRefused,
-    Beaten,
-    Came,
-    Delivered,
-    Due,
+    DeadlineCame,
+    DeliverTokens,
+    Heartbeat,
+    HeartbeatCame,
     HeldChoice,
     Instance,
+    InstanceJoined,
     Join,
-    Joined,
-    RouterConfig,
+    RequestArrived,
     RouterEffect,
     RouterEvent,
-    Send,
+    SendAttempt,
     Session,
-    Sign,
+    TokensCame,
 )
 from baton.core.routing.identity import ChoiceAttempt, RequestNumber
 from baton.core.routing.router import Router
@@ -79,7 +79,7 @@ def held(
     return HeldChoice(serial, asked, choice, of, origin, tokens, tuple(f"lp{t}" for t in tokens), 16, end)
 
 
-def which(send: Send, nth: int = 0) -> ChoiceAttempt:
+def which(send: SendAttempt, nth: int = 0) -> ChoiceAttempt:
     """The nth choice that was sent."""
     return ChoiceAttempt(send.attempt.request, send.choices[nth], send.attempt.attempt)
 
@@ -110,49 +110,55 @@ class Bench:
     def join(self, facts: Join, *held: HeldChoice, draining: bool = False) -> Session:
         self._numbers += 1
         session = self.sessions[facts.name] = Session(self._numbers)
-        self.tell(Joined(session, facts, draining, held))
+        self.tell(InstanceJoined(session, facts, draining, held))
         return session
 
     def arrive(self, *group: Submission, tenant: str = "t", origin: bytes | None = None) -> RequestNumber:
         self._bodies += 1
         body = RequestNumber(self._bodies)
-        self.tell(Arrived(body, tenant, group, f"origin {body}".encode() if origin is None else origin))
+        self.tell(RequestArrived(body, tenant, group, f"origin {body}".encode() if origin is None else origin))
         return body
 
-    def sent(self) -> Send:
+    def sent(self) -> SendAttempt:
         """The last attempt that was sent, which must be of the last event."""
-        (send,) = self.of(Send)
+        (send,) = self.of(SendAttempt)
         return send
 
-    def open(self, *group: Submission) -> tuple[RequestNumber, Send]:
+    def open(self, *group: Submission) -> tuple[RequestNumber, SendAttempt]:
         body = self.arrive(*group)
         send = self.sent()
         self.take(send)
         return body, send
 
-    def take(self, send: Send) -> None:
+    def take(self, send: SendAttempt) -> None:
         self.tell(AttemptAccepted(send.session, send.attempt))
 
-    def refuse(self, send: Send, code: RefusalCode) -> None:
+    def refuse(self, send: SendAttempt, code: RefusalCode) -> None:
         self.tell(AttemptRefused(send.session, send.attempt, Refusal(code, code.value)))
 
     def came(
-        self, send: Send, *tokens: int, nth: int = 0, end: EndedRequest | None = None, cached: int | None = None
+        self, send: SendAttempt, *tokens: int, nth: int = 0, end: EndedRequest | None = None, cached: int | None = None
     ) -> None:
         """Of the nth choice that was sent."""
-        self.tell(Came(send.session, which(send, nth), list(tokens), None, cached, end))
+        self.tell(TokensCame(send.session, which(send, nth), list(tokens), None, cached, end))
 
     def delivered(self, body: RequestNumber, choice: int = 0) -> list[int]:
-        rows = [item for item in self.ever(Delivered) if (item.request, item.choice) == (body, choice)]
+        rows = [item for item in self.ever(DeliverTokens) if (item.request, item.choice) == (body, choice)]
         return [token for row in rows for token in row.tokens]
 
     def beat(self, *left_out: str, computing: bool = False, steps: int = 0, silent_us: int = 0) -> None:
         for name, session in self.sessions.items():
             if name not in left_out and session in self.router.fleet.members:
-                self.tell(Beaten(session, Sign(SchedulerGauges(free_blocks=256, steps=steps), silent_us, computing)))
+                self.tell(
+                    HeartbeatCame(session, Heartbeat(SchedulerGauges(free_blocks=256, steps=steps), silent_us, computing))
+                )
 
     def named(self, name: str, *keys: bytes) -> None:
-        self.tell(Beaten(self.sessions[name], Sign(SchedulerGauges(free_blocks=256), 0, False, NamesChanged(False, keys))))
+        self.tell(
+            HeartbeatCame(
+                self.sessions[name], Heartbeat(SchedulerGauges(free_blocks=256), 0, False, CachedKeysChanged(False, keys))
+            )
+        )
 
     def run_to(self, until_us: int, *silent: str) -> list[RouterEffect]:
         """Time passes; all but the silent ones give signs of life. Everything that was answered."""
@@ -164,8 +170,10 @@ class Bench:
             self.now_us = max(self.now_us, due_us)
             for name in self.sessions:
                 if name not in silent and self.sessions[name] in self.router.fleet.members:
-                    said += self.tell(Beaten(self.sessions[name], Sign(SchedulerGauges(free_blocks=256), 0, False)))
-            said += self.tell(Due())
+                    said += self.tell(
+                        HeartbeatCame(self.sessions[name], Heartbeat(SchedulerGauges(free_blocks=256), 0, False))
+                    )
+            said += self.tell(DeadlineCame())
         self.now_us = max(self.now_us, until_us)
         self.last = said
         return said

@@ -21,7 +21,7 @@ from baton.kv import file_store
 from baton.kv.store import parse_url
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
-from baton.router.fleet_log import Chronicle
+from baton.router.fleet_log import FleetEventLog
 from baton.wire import envelope, keyfile
 from tests.api.tokenizers_made_here import TEMPLATE, byte_level
 
@@ -56,7 +56,7 @@ def _routes() -> Iterator[str]:
     text = ModelText(byte_level(), chat_template=TEMPLATE, eos_ids=[300])
     settings = ApiSettings(("tiny",))
     dashboard = Dashboard(state, lambda: 0, engine.views)
-    chronicle = Chronicle(sessions, engine)
+    chronicle = FleetEventLog(sessions, engine)
     apps = {
         "serve": create_app(engine, text, settings),
         "router": create_router_app(engine, sessions, chronicle, dashboard, text, settings, metrics, 10.0),
@@ -132,7 +132,7 @@ def _store() -> Iterator[str]:
     envelope.seal(key, layout, memoryview(b"kept"), whole)
     yield f"store: name of a block: {envelope.object_name(layout, key)}"
     yield f"store: envelope of a block: {bytes(whole).hex()}"
-    yield from (f"store: flaw: {flaw.value}" for flaw in envelope.Flaw)
+    yield from (f"store: flaw: {flaw.value}" for flaw in envelope.EnvelopeFlaw)
     yield f"store: path of a block: {file_store.FileStore('DIR', 1.0, None)._path(envelope.object_name(layout, key))}"
     for url in ("file:/kv?limit=1G", "valkey://:secret@host:6379/0", "mooncake://host:50051"):
         yield f"store: address {url}: {sorted(dataclasses.asdict(parse_url(url)).items(), key=str)}"

@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from baton.kv.store import open_store
-from baton.wire.envelope import Opened, object_name, open_any
+from baton.wire.envelope import OpenedEnvelope, object_name, open_any
 from tests.support.server import baton_serve
 from tests.surface.derive import surface
 from tests.surface.golden import difference
@@ -55,7 +55,7 @@ def test_every_block_of_a_store_written_before_is_sound(store: Path) -> None:
         buffer = memoryview(bytearray(size))
         assert opened.get([name], [buffer]) == [size]
         block = open_any(buffer)
-        assert isinstance(block, Opened), block
+        assert isinstance(block, OpenedEnvelope), block
         assert object_name(block.layout, block.key) == name
 
 

@@ -101,7 +101,7 @@ def test_a_step_survives_the_wire() -> None:
     frame = messages.encode_from_engine(messages.step_output(_settled(), GAUGES, DraftGauges()))
     output = messages.decode_from_engine(frame)
     assert isinstance(output, messages.StepOutput)
-    rows = messages.Rows(output)
+    rows = messages.DecodedRows(output)
     assert (rows.serials, rows.counts, rows.tokens) == ([10, 11], [1, 2], [0, 3, 5])
     assert rows.logprobs == {1: [(-0.5, ((3, -0.5), (4, -1.0))), (-1.5, ((5, -1.5), (6, -2.0)))]}
     assert output.started == (StartedRequest(Serial(10), 16),)

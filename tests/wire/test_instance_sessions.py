@@ -7,24 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit, TellNames
+from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.core.routing.events import Join
 from baton.wire import held_choices, instance_sessions
-from baton.wire.engine_messages import FromEngine, Pulse, Rows, WireError, refused
+from baton.wire.engine_messages import DecodedRows, FromEngine, Pulse, WireError, refused
 from baton.wire.held_choices import FIRST_ROUTED_TICKET
 from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import (
     KEYS_A_BEAT_MAX,
-    Beat,
-    Forget,
+    AllHeldSaid,
+    ForgetSerials,
+    HeartbeatMessage,
     HeldGroup,
     Leaving,
-    Neighbours,
-    Place,
-    Settled,
+    PlaceAttempt,
+    PrefillPeersChanged,
     TurnedAway,
     Welcome,
     decode_from_instance,
@@ -44,9 +44,9 @@ def asks(*names: str, logprobs: int | None = None, prompt: Sequence[int] = (1, 2
     return [Submission(RequestId(name), frozen_tokens(prompt), sampling, 20) for name in names]
 
 
-def place(ticket: int, group: list[Submission], origin: bytes = b"origin") -> Place:
+def place(ticket: int, group: list[Submission], origin: bytes = b"origin") -> PlaceAttempt:
     choices = tuple(range(len(group)))
-    return Place(ticket, tuple(group), choices, len(group), origin)
+    return PlaceAttempt(ticket, tuple(group), choices, len(group), origin)
 
 
 def line(row: int, *values: float) -> Logprobs:
@@ -65,14 +65,14 @@ def serving(relay: InstanceSessions | None = None) -> InstanceSessions:
 def open_as(relay: InstanceSessions, group: list[Submission], *serials: int, ticket: int = 0) -> None:
     order = relay.heard(place(ticket, group), 0).orders[-1]
     assert isinstance(order, Submit)
-    assert relay.take(AcceptedAs(order.ticket, serials), 0).says == [AcceptedAs(ticket, serials)]
+    assert relay.take(Accepted(order.ticket, serials), 0).says == [Accepted(ticket, serials)]
 
 
 def held(relay: InstanceSessions, now_us: int = 0) -> list[HeldGroup]:
     """What the next session is told."""
     relay.lost("cut", now_us)
     said = relay.opened(now_us)
-    assert (type(said[0]), said[-1]) == (Join, Settled())
+    assert (type(said[0]), said[-1]) == (Join, AllHeldSaid())
     groups = [decode_from_instance(encode_membership(message)) for message in said[1:-1]]
     assert all(isinstance(group, HeldGroup) for group in groups)
     return groups  # type: ignore[return-value]
@@ -87,14 +87,14 @@ def tokens_of(data: bytes) -> list[int]:
 
 def test_a_session_begins_with_who_we_are_and_names_are_told_from_the_beginning() -> None:
     relay = InstanceSessions(JOIN)
-    assert relay.opened(0) == [JOIN, Settled()]
-    assert relay.heard(WELCOME, 0) == SessionEffects(orders=[TellNames()], welcomed=WELCOME)
+    assert relay.opened(0) == [JOIN, AllHeldSaid()]
+    assert relay.heard(WELCOME, 0) == SessionEffects(orders=[ReportChanges()], welcomed=WELCOME)
     assert relay.standing is InstanceSessionState.SERVING
 
 
 @pytest.mark.parametrize(
     "message",
-    [place(0, asks("a")), Cancel(1), StopAt(1, 2), Forget((1,)), Neighbours(()), Drain()],
+    [place(0, asks("a")), Cancel(1), StopAt(1, 2), ForgetSerials((1,)), PrefillPeersChanged(()), Drain()],
     ids=lambda m: type(m).__name__,
 )
 def test_before_the_welcome_and_after_being_turned_away_a_router_may_say_nothing_else(message: object) -> None:
@@ -140,7 +140,7 @@ def test_who_leaves_says_so_once_and_joins_as_draining() -> None:
 
 def test_neighbours_and_the_order_to_drain_reach_the_driver() -> None:
     relay = serving()
-    assert relay.heard(Neighbours(("p:1",)), 0) == SessionEffects(neighbours=("p:1",))
+    assert relay.heard(PrefillPeersChanged(("p:1",)), 0) == SessionEffects(neighbours=("p:1",))
     assert relay.heard(Drain(), 0) == SessionEffects(drain=True)
     assert relay.leave() == [], "the router knows"
 
@@ -154,7 +154,7 @@ def test_a_place_travels_under_a_ticket_of_ours_and_is_answered_under_the_router
     assert relay.heard(message, 0) == SessionEffects(orders=[Submit(FIRST_ROUTED_TICKET, message.group)])
     assert relay.owns_ticket(FIRST_ROUTED_TICKET)
     assert not relay.owns_ticket(FIRST_ROUTED_TICKET - 1)
-    assert relay.take(AcceptedAs(FIRST_ROUTED_TICKET, (8, 9)), 0) == SessionEffects(says=[AcceptedAs(5, (8, 9))])
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (8, 9)), 0) == SessionEffects(says=[Accepted(5, (8, 9))])
     assert relay.open_requests == 2
 
 
@@ -223,7 +223,7 @@ def test_the_same_request_placed_again_ends_the_older_attempt() -> None:
     open_as(relay, asks("a", "b"), 1, 2)
     out = relay.heard(place(1, asks("b")), 0)
     assert out.orders[0] == Cancel(2)
-    assert relay.take(AcceptedAs(FIRST_ROUTED_TICKET + 1, (3,)), 0).says == [AcceptedAs(1, (3,))]
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET + 1, (3,)), 0).says == [Accepted(1, (3,))]
     over = step(ended=[2])
     assert relay.take(over, 0) == SessionEffects(says=[over]), "this router knows of the older one and hears its end"
     assert [[line.serial for line in group.lines] for group in held(relay)] == [[1], [3]]
@@ -233,8 +233,8 @@ def test_the_same_request_placed_again_before_the_older_attempt_is_answered_canc
     relay = serving()
     relay.heard(place(0, asks("a")), 0)
     assert not [order for order in relay.heard(place(1, asks("a")), 0).orders if isinstance(order, Cancel)]
-    assert relay.take(AcceptedAs(FIRST_ROUTED_TICKET, (1,)), 0) == SessionEffects([Cancel(1)], [AcceptedAs(0, (1,))])
-    relay.take(AcceptedAs(FIRST_ROUTED_TICKET + 1, (2,)), 0)
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0) == SessionEffects([Cancel(1)], [Accepted(0, (1,))])
+    relay.take(Accepted(FIRST_ROUTED_TICKET + 1, (2,)), 0)
     assert [[line.serial for line in group.lines] for group in held(relay)] == [[2]]
 
 
@@ -244,7 +244,7 @@ def test_the_same_request_placed_again_before_the_older_attempt_is_answered_canc
 def test_a_router_cannot_end_what_is_not_its_own() -> None:
     relay = serving()
     open_as(relay, asks("a"), 1)
-    for message in (Cancel(7), StopAt(7, 1), Forget((7,))):
+    for message in (Cancel(7), StopAt(7, 1), ForgetSerials((7,))):
         assert relay.heard(message, 0) == NOTHING
     assert relay.heard(StopAt(1, 3), 0) == SessionEffects(orders=[StopAt(1, 3)])
     assert relay.heard(Cancel(1), 0) == SessionEffects(orders=[Cancel(1)])
@@ -265,18 +265,18 @@ def test_what_has_ended_is_kept_until_it_is_to_be_forgotten() -> None:
     open_as(relay, asks("a", "b"), 1, 2)
     relay.take(step([(1, [4]), (2, [5])], ended=[1, 2]), 0)
     assert relay.open_requests == 0
-    assert relay.heard(Forget((1,)), 0) == NOTHING
+    assert relay.heard(ForgetSerials((1,)), 0) == NOTHING
     (group,) = held(relay)
     assert [(kept.serial, kept.place) for kept in group.lines] == [(2, 1)]
     relay.heard(WELCOME, 0)
-    relay.heard(Forget((2,)), 0)
+    relay.heard(ForgetSerials((2,)), 0)
     assert (held(relay), relay.held_choices) == ([], 0)
 
 
 def test_what_is_forgotten_while_it_is_open_is_ended() -> None:
     relay = serving()
     open_as(relay, asks("a"), 1)
-    assert relay.heard(Forget((1,)), 0) == SessionEffects(orders=[Cancel(1)])
+    assert relay.heard(ForgetSerials((1,)), 0) == SessionEffects(orders=[Cancel(1)])
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -339,7 +339,7 @@ def test_a_step_is_split_between_router_and_own_clients() -> None:
     assert encode_membership(others) == encode_membership(
         step([(1, [4]), (3, [])], ended=[1], started=[(1, 9)], logprobs=(line(0, -1.0),))
     )
-    assert Rows(mine).tokens == [5, 6, 7]
+    assert DecodedRows(mine).tokens == [5, 6, 7]
     nothing = step()
     assert relay.split(nothing) == (None, nothing), "its gauges are for the own front end"
 
@@ -351,7 +351,7 @@ def test_a_place_accepted_while_nobody_is_there_is_held() -> None:
     relay = serving()
     relay.heard(place(0, asks("a")), 0)
     relay.lost("cut", 0)
-    assert relay.take(AcceptedAs(FIRST_ROUTED_TICKET, (1,)), 0) == NOTHING
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0) == NOTHING
     said = relay.opened(0)
     (group,) = [message for message in said if isinstance(message, HeldGroup)]
     assert [(kept.serial, kept.tokens) for kept in group.lines] == [(1, b"")]
@@ -366,8 +366,8 @@ def test_a_place_that_is_unanswered_as_the_next_session_opens_is_cancelled_unhea
     assert len(held(relay)) == 1
     relay.heard(WELCOME, 0)
     relay.heard(place(0, asks("c")), 0)  # the new session's own ticket 0
-    assert relay.take(AcceptedAs(FIRST_ROUTED_TICKET, (2,)), 0) == SessionEffects(orders=[Cancel(2)])
-    assert relay.take(AcceptedAs(FIRST_ROUTED_TICKET + 2, (3,)), 0) == SessionEffects(says=[AcceptedAs(0, (3,))])
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (2,)), 0) == SessionEffects(orders=[Cancel(2)])
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET + 2, (3,)), 0) == SessionEffects(says=[Accepted(0, (3,))])
     said = relay.take(step([(1, [4]), (2, [5]), (3, [6])], ended=[2]), 0).says
     assert said == [step([(1, [4]), (3, [6])])], "nothing of what the router was never told"
     whole = step([(1, [4]), (3, [6])])
@@ -393,9 +393,9 @@ def test_when_the_grace_is_over_what_is_open_is_cancelled_and_nothing_is_kept() 
     assert relay.next_deadline() == 1_000 + WELCOME.orphan_grace_us
     assert relay.tick(1_000) == NOTHING
     assert relay.tick(1_000 + WELCOME.orphan_grace_us) == SessionEffects(orders=[Cancel(1)])
-    assert relay.take(AcceptedAs(FIRST_ROUTED_TICKET + 1, (3,)), 0) == SessionEffects(orders=[Cancel(3)])
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET + 1, (3,)), 0) == SessionEffects(orders=[Cancel(3)])
     assert relay.next_deadline() is None
-    assert relay.opened(0) == [JOIN, Settled()]
+    assert relay.opened(0) == [JOIN, AllHeldSaid()]
     assert relay.take(step([(1, [5])], ended=[1, 3]), 0) == NOTHING
     assert (relay.open_requests, relay.held_choices) == (0, 0)
 
@@ -426,7 +426,7 @@ def test_of_what_has_ended_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch
     relay = serving()
     for serial in range(2):
         relay.heard(place(serial, asks(f"r{serial}"), b"o" * 1_000), 0)
-        relay.take(AcceptedAs(FIRST_ROUTED_TICKET + serial, (serial,)), 0)
+        relay.take(Accepted(FIRST_ROUTED_TICKET + serial, (serial,)), 0)
         relay.take(step(ended=[serial]), 0)
     assert [group.lines[0].serial for group in held(relay)] == [1]
 
@@ -435,10 +435,10 @@ def test_a_group_that_cannot_travel_is_given_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(held_choices, "GROUP_BYTES_MAX", 2_000)
     relay = serving()
     relay.heard(place(0, asks("a"), b"o" * 2_000), 0)
-    relay.take(AcceptedAs(FIRST_ROUTED_TICKET, (1,)), 0)
+    relay.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0)
     open_as(relay, asks("b"), 2, ticket=1)
     assert [group.lines[0].serial for group in held(relay)] == [2]
-    assert relay.heard(WELCOME, 0).orders == [Cancel(1), TellNames()]
+    assert relay.heard(WELCOME, 0).orders == [Cancel(1), ReportChanges()]
     both = step([(1, [1]), (2, [3])], ended=[1])
     assert relay.take(both, 0).says == [step([(2, [3])])]
 
@@ -460,7 +460,7 @@ def pulse(
     return Pulse(GAUGES, True, fresh, *said, notes)
 
 
-def names(beat: Beat | None) -> tuple[bool, list[int], list[int]]:
+def names(beat: HeartbeatMessage | None) -> tuple[bool, list[int], list[int]]:
     assert beat is not None
     assert decode_from_instance(encode_membership(beat)) == beat
     lists = [
@@ -511,7 +511,7 @@ def test_a_beat_says_how_the_engine_is_and_notes_of_the_routers_requests_only() 
 
 
 def test_an_answer_that_nobody_asked_for_is_an_error() -> None:
-    answers: list[FromEngine] = [AcceptedAs(FIRST_ROUTED_TICKET, (1,)), refused(FIRST_ROUTED_TICKET, FULL)]
+    answers: list[FromEngine] = [Accepted(FIRST_ROUTED_TICKET, (1,)), refused(FIRST_ROUTED_TICKET, FULL)]
     for answer in answers:
         with pytest.raises(WireError, match=str(FIRST_ROUTED_TICKET)):
             serving().take(answer, 0)  # type: ignore[arg-type]

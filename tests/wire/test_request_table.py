@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.driver import Answer, WorkerDriver
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
+from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
@@ -22,9 +22,9 @@ from baton.core.state_machine import StateMachine
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    Failed,
+    FailedMessage,
     FromEngine,
-    Ready,
+    ReadyMessage,
     ToEngine,
     WireError,
     decode_from_engine,
@@ -43,17 +43,17 @@ from baton.wire.request_table import (
     GroupDeclined,
     LostEntry,
     News,
-    Progress,
+    RequestProgress,
     RequestTable,
     RequestTableClosed,
-    Took,
+    TableNews,
 )
 from baton.wire.worker_messages import message_of
 from tests.support.driver import VOCABULARY, shape_of
 from tests.wire.steps import GAUGES, step
 
 FULL = Refusal(RefusalCode.QUEUE_FULL, "full", 1)
-NOTHING = Took([], [])
+NOTHING = TableNews([], [])
 
 
 def asks(count: int = 1, max_tokens: int | None = None) -> list[Submission]:
@@ -67,18 +67,18 @@ def opened(*serials: int) -> RequestTable:
     """A desk at which one group is open as these serials."""
     desk = RequestTable()
     message = desk.submit(asks(len(serials)))
-    assert desk.take(AcceptedAs(message.ticket, serials)) == Took([GroupAccepted(message.ticket, serials)], [])
+    assert desk.take(Accepted(message.ticket, serials)) == TableNews([GroupAccepted(message.ticket, serials)], [])
     return desk
 
 
-def heard(took: Took) -> list[News | Progress]:
+def heard(took: TableNews) -> list[News | RequestProgress]:
     """All that clients hear, one by one."""
     return [*took.news, *(took.step.rows() if took.step is not None else ())]
 
 
-def only(took: Took) -> Progress:
+def only(took: TableNews) -> RequestProgress:
     (news,) = heard(took)
-    assert isinstance(news, Progress)
+    assert isinstance(news, RequestProgress)
     assert not took.orders
     return news
 
@@ -102,19 +102,19 @@ def test_an_accepted_ticket_becomes_its_serials() -> None:
 def test_a_refused_ticket_ends_with_the_refusal() -> None:
     desk = RequestTable()
     ticket = desk.submit(asks()).ticket
-    assert desk.take(refused(ticket, FULL)) == Took([GroupDeclined(ticket, FULL)], [])
+    assert desk.take(refused(ticket, FULL)) == TableNews([GroupDeclined(ticket, FULL)], [])
     assert desk.open_requests == 0
 
 
 def test_an_answer_to_an_unknown_ticket_is_an_error_that_names_it() -> None:
-    for answer in (AcceptedAs(5, (1,)), refused(5, FULL)):
+    for answer in (Accepted(5, (1,)), refused(5, FULL)):
         with pytest.raises(WireError, match="ticket 5"):
             RequestTable().take(answer)
 
 
 def test_a_second_answer_to_a_ticket_is_an_error() -> None:
     desk = opened(7)
-    for answer in (AcceptedAs(0, (8,)), refused(0, FULL)):
+    for answer in (Accepted(0, (8,)), refused(0, FULL)):
         with pytest.raises(WireError, match="ticket 0"):
             desk.take(answer)
 
@@ -124,7 +124,7 @@ def test_a_serial_given_twice_is_an_error_and_changes_nothing(serials: tuple[int
     desk = opened(7)
     ticket = desk.submit(asks(len(serials))).ticket
     with pytest.raises(WireError, match=f"ticket {ticket}"):
-        desk.take(AcceptedAs(ticket, serials))
+        desk.take(Accepted(ticket, serials))
     assert (desk.open_tickets, desk.open_serials) == (1, 1)
 
 
@@ -136,7 +136,7 @@ def test_what_is_accepted_after_the_client_left_is_cancelled_and_never_heard_of(
     ticket = desk.submit(asks(2)).ticket
     desk.abandon(ticket)
     desk.abandon(ticket)
-    assert desk.take(AcceptedAs(ticket, (7, 8))) == Took([], [Cancel(7), Cancel(8)])
+    assert desk.take(Accepted(ticket, (7, 8))) == TableNews([], [Cancel(7), Cancel(8)])
     assert desk.open_requests == 2  # the engine still has them: a drain waits for their ends
     assert desk.cancel(7) is None
     assert desk.stop(8, 0) is None
@@ -174,7 +174,7 @@ def test_a_step_brings_each_row_its_own_tokens_and_then_the_ends_without_a_row()
     )
     news = heard(desk.take(step([(9, [4]), (7, [5, 6])], ended=[8, 7], started=[(9, 16)], logprobs=(logprobs,))))
     assert len(news) == 3
-    nine, seven, eight = (item for item in news if isinstance(item, Progress))
+    nine, seven, eight = (item for item in news if isinstance(item, RequestProgress))
     assert (nine.serial, nine.tokens, nine.logprobs, nine.cached_tokens, nine.ended) == (9, [4], None, 16, None)
     assert (seven.serial, seven.tokens, seven.cached_tokens) == (7, [5, 6], None)
     assert seven.logprobs == [(-0.5, ((3, -0.5),)), (-1.5, ((5, -1.5),))]
@@ -197,7 +197,7 @@ def test_what_was_accepted_in_an_earlier_conversation_is_dropped_and_counted() -
     desk = RequestTable()
     assert desk.take(step([(3, [1])], ended=[3])) == NOTHING
     desk.submit(asks())
-    desk.take(AcceptedAs(0, (7,)))
+    desk.take(Accepted(0, (7,)))
     assert desk.take(step([(4, [1])], ended=[5])) == NOTHING
     assert desk.late == 4
 
@@ -242,9 +242,9 @@ def test_orders_for_serials_that_never_were_are_none() -> None:
 
 def test_coming_and_last_words_are_news() -> None:
     desk = opened(7)
-    ready = Ready(WIRE_VERSION, 1, 2, 3, 4, 5, "", GAUGES)
-    assert desk.take(ready) == Took([EngineReady(ready)], [])
-    assert desk.take(Failed("no memory")) == Took([EngineFailed("no memory")], [])
+    ready = ReadyMessage(WIRE_VERSION, 1, 2, 3, 4, 5, "", GAUGES)
+    assert desk.take(ready) == TableNews([EngineReady(ready)], [])
+    assert desk.take(FailedMessage("no memory")) == TableNews([EngineFailed("no memory")], [])
     assert desk.open_serials == 1  # whoever hears of it decides that it is lost
 
 
@@ -254,7 +254,7 @@ def test_a_loss_ends_everything_that_somebody_hears_of_exactly_once() -> None:
     waiting, left, unwanted = (desk.submit(asks()).ticket for _ in range(3))
     desk.abandon(left)
     desk.abandon(unwanted)
-    desk.take(AcceptedAs(unwanted, (9,)))
+    desk.take(Accepted(unwanted, (9,)))
     assert desk.lose("gone") == [LostEntry(waiting, None, "gone"), LostEntry(None, 7, "gone"), LostEntry(None, 8, "gone")]
     assert desk.open_requests == 0
     assert desk.lose("again") == []
@@ -271,7 +271,7 @@ def test_a_lost_desk_takes_no_submission_and_drops_what_still_comes() -> None:
     with pytest.raises(RequestTableClosed, match="the cable is out"):
         desk.submit(asks())
     assert desk.cancel(7) is None
-    messages: list[FromEngine] = [step([(7, [1])], ended=[7]), AcceptedAs(9, (1,)), refused(9, FULL), Failed("late")]
+    messages: list[FromEngine] = [step([(7, [1])], ended=[7]), Accepted(9, (1,)), refused(9, FULL), FailedMessage("late")]
     for message in messages:
         assert desk.take(message) == NOTHING
     assert desk.late == len(messages)
@@ -310,9 +310,9 @@ class Engine:
         self.said.append(encode_from_engine(message_of(answer, self.worker)))
 
 
-def converse(desk: RequestTable, engine: Engine) -> list[News | Progress]:
+def converse(desk: RequestTable, engine: Engine) -> list[News | RequestProgress]:
     """Until nothing is open."""
-    news: list[News | Progress] = []
+    news: list[News | RequestProgress] = []
     while desk.open_requests:
         while engine.said:
             took = desk.take(decode_from_engine(engine.said.popleft()))
@@ -333,7 +333,7 @@ def test_desk_and_worker_understand_each_other() -> None:
     news = converse(desk, engine)
     assert news[0] == GroupAccepted(0, (0, 1))
     for serial, item in enumerate(group):
-        heard = [one for one in news if isinstance(one, Progress) and one.serial == serial]
+        heard = [one for one in news if isinstance(one, RequestProgress) and one.serial == serial]
         expected = undisturbed(item.prompt, item.sampling, 5, VOCABULARY)
         assert [token for one in heard for token in one.tokens] == list(expected)
         assert [one.ended is not None for one in heard] == [False] * (len(heard) - 1) + [True]
@@ -359,7 +359,7 @@ def test_a_stop_while_it_waits_and_a_drain_reach_the_worker_and_their_answers_co
     engine.hear(Drain())
     engine.hear(desk.submit(asks()))
     end, declined = converse(desk, engine)
-    assert isinstance(end, Progress)
+    assert isinstance(end, RequestProgress)
     assert end.ended is not None
     assert isinstance(declined, GroupDeclined)
     assert declined.refusal.code is RefusalCode.DRAINING
@@ -432,7 +432,7 @@ class AnyConversation(RuleBasedStateMachine):
         self.next_serial += size
         self.running += serials
         self.owner.update(dict.fromkeys(serials, ticket))
-        self._take(AcceptedAs(ticket, serials))
+        self._take(Accepted(ticket, serials))
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -473,7 +473,7 @@ class AnyConversation(RuleBasedStateMachine):
 
     # What clients hear.
 
-    def _take(self, message: FromEngine) -> Took:
+    def _take(self, message: FromEngine) -> TableNews:
         took = self.desk.take(message)
         for order in took.orders:
             assert isinstance(order, Cancel)
@@ -483,7 +483,7 @@ class AnyConversation(RuleBasedStateMachine):
             self._hear(news)
         return took
 
-    def _hear(self, news: News | Progress) -> None:
+    def _hear(self, news: News | RequestProgress) -> None:
         match news:
             case GroupAccepted(ticket, serials):
                 self._ticket_ends(ticket)
@@ -491,7 +491,7 @@ class AnyConversation(RuleBasedStateMachine):
                 self.heard.update({serial: [] for serial in serials})
             case GroupDeclined(ticket):
                 self._ticket_ends(ticket)
-            case Progress(serial, tokens):
+            case RequestProgress(serial, tokens):
                 assert not self.serial_ends[serial], f"serial {serial} was heard of after its end"
                 self.heard[serial] += tokens
                 if news.ended is not None:

@@ -17,7 +17,7 @@ import pytest
 from baton.api.schema import PROMPTS_MAX
 from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
 from baton.core.engine.gauges import DraftGauges, SchedulerGauges
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
+from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.records import Settled as StepSettled
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
@@ -28,16 +28,16 @@ from baton.wire import router_messages as membership
 from baton.wire.engine_messages import StepOutput, WireError, refused, step_output
 from baton.wire.membership_decoding import held_of, sign_of
 from baton.wire.router_messages import (
-    Beat,
-    Forget,
+    AllHeldSaid,
+    ForgetSerials,
     FromInstance,
     FromRouter,
+    HeartbeatMessage,
+    HeldChoiceMessage,
     HeldGroup,
-    HeldLine,
     Leaving,
-    Neighbours,
-    Place,
-    Settled,
+    PlaceAttempt,
+    PrefillPeersChanged,
     TurnedAway,
     Welcome,
     check_group,
@@ -84,7 +84,7 @@ def _held() -> HeldGroup:
     group = tuple(_group())
     rows = [Logprobs(at, np.full(count, -0.5, "<f4"), np.full((count, 1), 5, "<i4"), np.full((count, 1), -0.5, "<f4"))
             for at, count in enumerate((1, 2))]  # fmt: skip
-    first = HeldLine(
+    first = HeldChoiceMessage(
         0,
         8,
         np.array([1, 2], "<i4").tobytes(),
@@ -93,28 +93,28 @@ def _held() -> HeldGroup:
         16,
         None,
     )
-    second = HeldLine(1, 9, b"", b"", (), None, msgspec.structs.replace(_step().ended[0], serial=9))
+    second = HeldChoiceMessage(1, 9, b"", b"", (), None, msgspec.structs.replace(_step().ended[0], serial=9))
     return HeldGroup(group, (2, 0), 3, b"origin", (first, second))
 
 
 FROM_INSTANCE: list[FromInstance] = [
     JOIN,
     _held(),
-    Settled(),
-    Beat(GAUGES, 100, True, True, b"k" * 32, b"l" * 16, ((8, "running", 5),)),
+    AllHeldSaid(),
+    HeartbeatMessage(GAUGES, 100, True, True, b"k" * 32, b"l" * 16, ((8, "running", 5),)),
     Leaving(),
-    AcceptedAs(3, (8, 9)),
+    Accepted(3, (8, 9)),
     refused(3, Refusal(RefusalCode.QUEUE_FULL, "full", 1)),
     _step(),
 ]
 FROM_ROUTER: list[FromRouter] = [
     Welcome("router", 200_000, 10_000_000),
     TurnedAway("another model", True),
-    Place(3, tuple(_group()), (2, 0), 3, b"origin"),
+    PlaceAttempt(3, tuple(_group()), (2, 0), 3, b"origin"),
     Cancel(8),
     StopAt(8, 3),
-    Forget((8, 9)),
-    Neighbours(("p0:4711", "p1:4711")),
+    ForgetSerials((8, 9)),
+    PrefillPeersChanged(("p0:4711", "p1:4711")),
     Drain(),
 ]
 
@@ -148,8 +148,8 @@ def test_no_side_understands_what_the_other_should_hear() -> None:
 
 
 def test_a_submission_survives_the_way() -> None:
-    place = decode_from_router(encode_membership(Place(3, tuple(_group()), (2, 0), 3, b"origin")))
-    assert isinstance(place, Place)
+    place = decode_from_router(encode_membership(PlaceAttempt(3, tuple(_group()), (2, 0), 3, b"origin")))
+    assert isinstance(place, PlaceAttempt)
     check_group(place.group, VOCABULARY)
     (first, second) = place.group
     was = _group()[0]
@@ -183,10 +183,10 @@ _PLACE = FROM_ROUTER[2]
         _replace(_held(), group=()),
         _replace(_held(), body_choices=membership.GROUP_MAX + 1),
         _replace(_held(), origin=b"o" * (membership.ORIGIN_BYTES_MAX + 1)),
-        AcceptedAs(-1, (1,)),
-        AcceptedAs(1, (-1,)),
-        AcceptedAs(1, (2**63,)),
-        AcceptedAs(1, (1,) * (membership.GROUP_MAX + 1)),
+        Accepted(-1, (1,)),
+        Accepted(1, (-1,)),
+        Accepted(1, (2**63,)),
+        Accepted(1, (1,) * (membership.GROUP_MAX + 1)),
     ],
 )
 def test_what_is_out_of_bounds_is_refused_from_an_instance(message: FromInstance) -> None:
@@ -207,11 +207,11 @@ def test_what_is_out_of_bounds_is_refused_from_an_instance(message: FromInstance
         _replace(_PLACE, choices=(0, 3)),
         _replace(_PLACE, body_choices=0),
         _replace(_PLACE, body_choices=membership.GROUP_MAX + 1),
-        Forget((-1,)),
+        ForgetSerials((-1,)),
         Cancel(2**64),
         StopAt(1, -1),
         Cancel(-1),
-        Neighbours(("a",) * (membership.ADDRESSES_MAX + 1)),
+        PrefillPeersChanged(("a",) * (membership.ADDRESSES_MAX + 1)),
     ],
 )
 def test_what_is_out_of_bounds_is_refused_from_a_router(message: FromRouter) -> None:
@@ -262,7 +262,7 @@ def _large() -> HeldGroup:
     bill = type(end.bill)(*[huge] * len(msgspec.structs.astuple(end.bill)))
     end = _replace(end, serial=huge, generated_tokens=huge, bill=bill, fault=_replace(end.fault, reason=text))
     rows = (_replace(_LOGPROBS[0], row=2**31 - 1, top_ids=np.empty(0, "<i4"), top=np.empty(0, "<f4")),) * 999
-    line = HeldLine(2**31 - 1, huge, b"", b"", rows, 2**31 - 1, end)
+    line = HeldChoiceMessage(2**31 - 1, huge, b"", b"", rows, 2**31 - 1, end)
     return HeldGroup((item,) * 256, (2**31 - 1,) * 256, 1, b"", (line,) * 256)
 
 
@@ -319,7 +319,7 @@ def test_a_held_group_that_contradicts_itself_is_refused(held: HeldGroup) -> Non
 
 @pytest.mark.parametrize("changes", [{"running": -1}, {"steps": 2**63}, {"reserve_ratio": float("nan")}])
 def test_gauges_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
-    assert isinstance(_BEAT, Beat)
+    assert isinstance(_BEAT, HeartbeatMessage)
     assert sign_of(_BEAT, {}).ledger.running == 1
     with pytest.raises(WireError):
         decode_from_instance(encode_membership(_replace(_BEAT, gauges=_replace(_BEAT.gauges, **changes))))
@@ -349,9 +349,9 @@ def _means(message: FromInstance | FromRouter) -> None:
     match message:
         case HeldGroup():
             held_of(message, JOIN)
-        case Beat():
+        case HeartbeatMessage():
             sign_of(message, {})
-        case Place():
+        case PlaceAttempt():
             check_group(message.group, VOCABULARY)
 
 

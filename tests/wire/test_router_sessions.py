@@ -10,31 +10,31 @@ import numpy as np
 import pytest
 
 from baton.core.engine.ended import Bill, EndedRequest
-from baton.core.engine.orders import AcceptedAs, Cancel, StopAt, Submit
+from baton.core.engine.orders import Accepted, Cancel, StopAt, Submit
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import FinishReason, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Admit,
+    AdmitInstance,
     AttemptAccepted,
     AttemptRefused,
-    Beaten,
-    CallBack,
-    Came,
-    CutShort,
-    Declined,
-    Delivered,
-    Forget,
-    HangUp,
-    Joined,
-    Parted,
-    PhaseNote,
-    RouterConfig,
+    CancelChoices,
+    CloseSession,
+    DeliverTokens,
+    ForgetChoices,
+    HeartbeatCame,
+    InstanceJoined,
+    InstanceLost,
+    PhaseReport,
+    RejectInstance,
+    RequestDeclined,
     RouterEffect,
     RouterEvent,
-    Send,
+    SendAttempt,
     Session,
-    TurnAway,
+    StopChoice,
+    TokensCame,
 )
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 from baton.core.routing.router import Router
@@ -42,20 +42,27 @@ from baton.wire import router_messages as membership
 from baton.wire.engine_messages import WireError, refused
 from baton.wire.router_messages import (
     ORIGIN_BYTES_MAX,
-    Beat,
+    AllHeldSaid,
     FromInstance,
+    HeartbeatMessage,
+    HeldChoiceMessage,
     HeldGroup,
-    HeldLine,
     Leaving,
-    Place,
-    Settled,
+    PlaceAttempt,
     TurnedAway,
     Welcome,
     decode_from_instance,
     encode_membership,
     held_bytes,
 )
-from baton.wire.router_sessions import JOIN_US, Close, RouterSessionMove, RouterSessions, RouterSessionState, Say
+from baton.wire.router_sessions import (
+    JOIN_US,
+    CloseConnection,
+    RouterSessionMove,
+    RouterSessions,
+    RouterSessionState,
+    SayToInstance,
+)
 from tests.support.routed import World, body
 from tests.wire.test_instance_sessions import GAUGES, JOIN, asks, line, open_as, serving, step
 
@@ -331,7 +338,7 @@ class Hand:
         for message in (JOIN, *held):
             assert self.hear(message) == []
         kept = tuple((serial, which(number, choice)) for serial, number, choice in keep)
-        self.said = self.hear(Settled(), Admit(self.session, kept))
+        self.said = self.hear(AllHeldSaid(), AdmitInstance(self.session, kept))
         self.router.heard.clear()
 
     def hear(self, message: FromInstance, *effects: RouterEffect) -> list[object]:
@@ -344,18 +351,18 @@ class Hand:
         return self._plain(self.switch.tick(0))
 
     def _plain(self, acts: Sequence[object]) -> list[object]:
-        return [act.message if isinstance(act, Say) else act for act in acts]
+        return [act.message if isinstance(act, SayToInstance) else act for act in acts]
 
-    def send(self, number: int, group: list[Submission]) -> Place:
+    def send(self, number: int, group: list[Submission]) -> PlaceAttempt:
         (place,) = self.want(
-            Send(self.session, attempt(number), tuple(group), tuple(range(len(group))), len(group), b"origin")
+            SendAttempt(self.session, attempt(number), tuple(group), tuple(range(len(group))), len(group), b"origin")
         )
-        assert isinstance(place, Place)
+        assert isinstance(place, PlaceAttempt)
         return place
 
     def open_as(self, number: int, group: list[Submission], *serials: int) -> None:
         place = self.send(number, group)
-        assert self.hear(AcceptedAs(place.ticket, serials)) == []
+        assert self.hear(Accepted(place.ticket, serials)) == []
         assert self.news() == [AttemptAccepted(self.session, attempt(number))]
 
     def news(self) -> list[RouterEvent]:
@@ -368,7 +375,7 @@ class Hand:
 def held_group(*serials: int, ended: Sequence[int] = ()) -> HeldGroup:
     group = body("abc", len(serials))
     lines = tuple(
-        HeldLine(place, serial, np.array([1], "<i4").tobytes(), np.array([7], "<i4").tobytes(), (), 0,
+        HeldChoiceMessage(place, serial, np.array([1], "<i4").tobytes(), np.array([7], "<i4").tobytes(), (), 0,
                  next(iter(step(ended=[serial]).ended)) if serial in ended else None)
         for place, serial in enumerate(serials)
     )  # fmt: skip
@@ -380,18 +387,18 @@ def test_a_leg_is_placed_answered_and_heard_of() -> None:
     assert hand.said == [Welcome("router", RouterConfig().beat_us, RouterConfig().orphan_grace_us)]
     group = body("abc", 2)
     place = hand.send(5, group)
-    assert place == Place(0, tuple(group), (0, 1), 2, b"origin")
-    hand.hear(AcceptedAs(0, (8, 9)))
+    assert place == PlaceAttempt(0, tuple(group), (0, 1), 2, b"origin")
+    hand.hear(Accepted(0, (8, 9)))
     hand.hear(step([(8, [1]), (9, [2, 3])], started=[(8, 4)]))
     hand.hear(step([(8, [5])], ended=[8, 9]))
     eight, nine = (EndedRequest(Serial(serial), FinishReason.LENGTH, 1, Bill()) for serial in (8, 9))
     five = attempt(5)
     assert hand.news() == [
         AttemptAccepted(hand.session, five),
-        Came(hand.session, which(5, 0), [1], None, 4, None),
-        Came(hand.session, which(5, 1), [2, 3], None, None, None),
-        Came(hand.session, which(5, 0), [5], None, None, eight),
-        Came(hand.session, which(5, 1), [], None, None, nine),
+        TokensCame(hand.session, which(5, 0), [1], None, 4, None),
+        TokensCame(hand.session, which(5, 1), [2, 3], None, None, None),
+        TokensCame(hand.session, which(5, 0), [5], None, None, eight),
+        TokensCame(hand.session, which(5, 1), [], None, None, nine),
     ]
 
 
@@ -400,14 +407,14 @@ def test_a_refused_leg_is_over() -> None:
     hand.send(5, body("abc"))
     hand.hear(refused(0, FULL))
     assert hand.news() == [AttemptRefused(hand.session, attempt(5), FULL)]
-    assert hand.want(CallBack(hand.session, attempt(5), (0,)), Forget(hand.session, attempt(5))) == []
+    assert hand.want(CancelChoices(hand.session, attempt(5), (0,)), ForgetChoices(hand.session, attempt(5))) == []
 
 
 def test_a_leg_called_back_before_its_answer_is_cancelled_unheard() -> None:
     hand = Hand()
     hand.send(5, body("abc", 2))
-    assert hand.want(CallBack(hand.session, attempt(5), (0, 1)), Forget(hand.session, attempt(5))) == []
-    assert hand.hear(AcceptedAs(0, (8, 9))) == [Cancel(8), Cancel(9)]
+    assert hand.want(CancelChoices(hand.session, attempt(5), (0, 1)), ForgetChoices(hand.session, attempt(5))) == []
+    assert hand.hear(Accepted(0, (8, 9))) == [Cancel(8), Cancel(9)]
     assert hand.hear(step([(8, [1])], ended=[8, 9])) == []
     assert hand.news() == []
 
@@ -415,18 +422,21 @@ def test_a_leg_called_back_before_its_answer_is_cancelled_unheard() -> None:
 def test_a_leg_called_back_in_part_before_its_answer_goes_on_with_the_rest() -> None:
     hand = Hand()
     hand.send(5, body("abc", 2))
-    assert hand.want(CallBack(hand.session, attempt(5), (1,))) == []
-    assert hand.hear(AcceptedAs(0, (8, 9))) == [Cancel(9)]
+    assert hand.want(CancelChoices(hand.session, attempt(5), (1,))) == []
+    assert hand.hear(Accepted(0, (8, 9))) == [Cancel(9)]
     hand.hear(step([(8, [1]), (9, [2])], ended=[9]))
-    assert hand.news() == [AttemptAccepted(hand.session, attempt(5)), Came(hand.session, which(5, 0), [1], None, None, None)]
-    assert hand.want(Forget(hand.session, attempt(5))) == []
-    assert hand.hear(step(ended=[8])) == [membership.Forget((8,))], "what was cancelled is not kept there anyway"
+    assert hand.news() == [
+        AttemptAccepted(hand.session, attempt(5)),
+        TokensCame(hand.session, which(5, 0), [1], None, None, None),
+    ]
+    assert hand.want(ForgetChoices(hand.session, attempt(5))) == []
+    assert hand.hear(step(ended=[8])) == [membership.ForgetSerials((8,))], "what was cancelled is not kept there anyway"
 
 
 def test_what_is_called_back_is_cancelled_once_and_not_heard_of() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 2), 8, 9)
-    back = CallBack(hand.session, attempt(5), (0, 1))
+    back = CancelChoices(hand.session, attempt(5), (0, 1))
     assert hand.want(back, back) == [Cancel(8), Cancel(9)]
     assert hand.hear(step([(8, [1])], ended=[8, 9])) == []
     assert hand.news() == []
@@ -435,36 +445,38 @@ def test_what_is_called_back_is_cancelled_once_and_not_heard_of() -> None:
 def test_a_cut_is_ordered_when_there_is_something_to_cut() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
-    cut = CutShort(hand.session, which(5, 0), 2)
+    cut = StopChoice(hand.session, which(5, 0), 2)
     assert hand.want(cut, cut) == [StopAt(8, 2)]
     hand.send(6, body("xyz"))
-    assert hand.want(CutShort(hand.session, which(6, 0), 1)) == []
-    assert hand.hear(AcceptedAs(1, (9,))) == [StopAt(9, 1)]
-    assert hand.want(CutShort(hand.session, which(99, 0), 1)) == []
+    assert hand.want(StopChoice(hand.session, which(6, 0), 1)) == []
+    assert hand.hear(Accepted(1, (9,))) == [StopAt(9, 1)]
+    assert hand.want(StopChoice(hand.session, which(99, 0), 1)) == []
 
 
 def test_forgetting_waits_until_all_of_a_leg_is_over() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 2), 8, 9)
     assert hand.hear(step(ended=[8])) == []
-    assert hand.want(Forget(hand.session, attempt(5))) == []
-    assert hand.hear(step(ended=[9])) == [membership.Forget((8, 9))]
+    assert hand.want(ForgetChoices(hand.session, attempt(5))) == []
+    assert hand.hear(step(ended=[9])) == [membership.ForgetSerials((8, 9))]
 
 
 def test_what_was_cut_and_then_called_back_is_forgotten_at_its_end() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
-    assert hand.want(CutShort(hand.session, which(5, 0), 2), CallBack(hand.session, attempt(5), (0,))) == [StopAt(8, 2)]
-    assert hand.hear(step(ended=[8])) == [membership.Forget((8,))]
+    assert hand.want(StopChoice(hand.session, which(5, 0), 2), CancelChoices(hand.session, attempt(5), (0,))) == [
+        StopAt(8, 2)
+    ]
+    assert hand.hear(step(ended=[8])) == [membership.ForgetSerials((8,))]
 
 
 def test_of_what_was_held_the_kept_goes_on_and_the_rest_is_ended_or_forgotten() -> None:
     hand = Hand(held_group(3, 4, 5, 6, ended=(4, 6)), keep=[(3, 1, 0), (4, 1, 1)])
-    assert hand.said[1:] == [Cancel(5), membership.Forget((6,))]
+    assert hand.said[1:] == [Cancel(5), membership.ForgetSerials((6,))]
     hand.hear(step([(3, [1]), (5, [2])], ended=[5]))
-    assert hand.news() == [Came(hand.session, which(1, 0), [1], None, None, None)]
-    assert hand.want(Forget(hand.session, attempt(1))) == []
-    assert hand.hear(step(ended=[3])) == [membership.Forget((3, 4))]
+    assert hand.news() == [TokensCame(hand.session, which(1, 0), [1], None, None, None)]
+    assert hand.want(ForgetChoices(hand.session, attempt(1))) == []
+    assert hand.hear(step(ended=[3])) == [membership.ForgetSerials((3, 4))]
 
 
 def test_the_router_hears_what_was_held_and_is_told_of_phases_by_attempt() -> None:
@@ -473,16 +485,16 @@ def test_the_router_hears_what_was_held_and_is_told_of_phases_by_attempt() -> No
     session = switch.connected(0)
     for message in (JOIN, held_group(3, 4)):
         switch.heard(session, message, 0)
-    router.says.append(Admit(session, ((4, which(2, 1)),)))
-    switch.heard(session, Settled(), 0)
+    router.says.append(AdmitInstance(session, ((4, which(2, 1)),)))
+    switch.heard(session, AllHeldSaid(), 0)
     (joined,) = router.heard
-    assert isinstance(joined, Joined)
+    assert isinstance(joined, InstanceJoined)
     assert [(choice.serial, choice.choice, choice.tokens) for choice in joined.held] == [(3, 0, (7,)), (4, 1, (7,))]
     notes = ((3, "WAITING", 1), (4, "RUNNING_DECODE", 2), (5, "WAITING", 3))
-    switch.heard(session, Beat(GAUGES, 0, True, True, b"k" * 32, b"", notes), 0)
+    switch.heard(session, HeartbeatMessage(GAUGES, 0, True, True, b"k" * 32, b"", notes), 0)
     beaten = router.heard[-1]
-    assert isinstance(beaten, Beaten)
-    assert beaten.sign.notes == (PhaseNote(which(2, 1), "RUNNING_DECODE", 2),)
+    assert isinstance(beaten, HeartbeatCame)
+    assert beaten.sign.notes == (PhaseReport(which(2, 1), "RUNNING_DECODE", 2),)
     assert beaten.sign.names.named == (b"k" * 16, b"k" * 16)
     assert (beaten.sign.ledger.running, beaten.sign.ledger.free_blocks) == (1, 3)
 
@@ -492,10 +504,10 @@ def test_who_is_turned_away_is_told_why_and_not_heard_any_more() -> None:
     switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
     switch.heard(session, JOIN, 0)
-    router.says.append(TurnAway(session, "another model", False))
-    assert switch.heard(session, Settled(), 0) == [
-        Say(session, TurnedAway("another model", False)),
-        Close(session, "another model"),
+    router.says.append(RejectInstance(session, "another model", False))
+    assert switch.heard(session, AllHeldSaid(), 0) == [
+        SayToInstance(session, TurnedAway("another model", False)),
+        CloseConnection(session, "another model"),
     ]
     router.heard.clear()
     assert switch.heard(session, Leaving(), 0) == switch.lost(session, "closed", 0) == []
@@ -509,8 +521,8 @@ def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
     for _ in range(2):
         assert hand.switch.lost(hand.session, "reset", 0) == []
     assert hand.hear(step([(8, [1])])) == []
-    assert hand.news() == [Parted(hand.session, "reset")]
-    assert hand.want(CallBack(hand.session, attempt(5), (0,))) == [], "nobody is there to be told"
+    assert hand.news() == [InstanceLost(hand.session, "reset")]
+    assert hand.want(CancelChoices(hand.session, attempt(5), (0,))) == [], "nobody is there to be told"
 
 
 # ── instances that break the rules ───────────────────────────────────────────────────────────────────────────────────────
@@ -519,12 +531,12 @@ def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        [Settled()],
+        [AllHeldSaid()],
         [held_group(3)],
-        [Beat(GAUGES, 0, True, False, b"", b"", ())],
+        [HeartbeatMessage(GAUGES, 0, True, False, b"", b"", ())],
         [step([(1, [1])])],
         [JOIN, JOIN],
-        [JOIN, AcceptedAs(0, (1,))],
+        [JOIN, Accepted(0, (1,))],
         [JOIN, Leaving()],
         [JOIN, held_group(3), held_group(3)],
     ],
@@ -547,7 +559,7 @@ def test_who_does_not_join_in_time_is_closed() -> None:
     due_us = switch.next_deadline()
     assert due_us == 5 + JOIN_US
     assert switch.tick(due_us - 1) == []
-    assert [type(act) for act in switch.tick(due_us)] == [Close]
+    assert [type(act) for act in switch.tick(due_us)] == [CloseConnection]
     assert switch.heard(silent, JOIN, due_us) == []
     assert switch.next_deadline() is None
     assert joined.switch.tick(10 * JOIN_US) == joined.switch.tick(20 * JOIN_US) == []
@@ -604,13 +616,13 @@ NEGATIVE = msgspec.structs.replace(step(ended=[8]).ended[0], generated_tokens=-1
     "message",
     [
         JOIN,
-        Settled(),
+        AllHeldSaid(),
         held_group(3),
-        AcceptedAs(0, (1,)),
-        AcceptedAs(7, (1,)),
-        AcceptedAs(1, (20,)),
-        AcceptedAs(1, (20, 20)),
-        AcceptedAs(1, (20, 8)),
+        Accepted(0, (1,)),
+        Accepted(7, (1,)),
+        Accepted(1, (20,)),
+        Accepted(1, (20, 20)),
+        Accepted(1, (20, 8)),
         refused(0, FULL),
         refused(7, FULL),
         step([(8, [JOIN.vocabulary])]),
@@ -626,7 +638,7 @@ NEGATIVE = msgspec.structs.replace(step(ended=[8]).ended[0], generated_tokens=-1
         msgspec.structs.replace(step([(8, [1]), (9, [])]), counts=np.array([2, -1], "<i4").tobytes()),
         msgspec.structs.replace(step([(8, [1])]), serials=b"12345"),
         msgspec.structs.replace(step(), ended=(NEGATIVE,)),
-        Beat(msgspec.structs.replace(GAUGES, running=-1), 0, True, False, b"", b"", ()),
+        HeartbeatMessage(msgspec.structs.replace(GAUGES, running=-1), 0, True, False, b"", b"", ()),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -638,7 +650,7 @@ def test_an_instance_that_breaks_the_rules_is_an_error_and_the_router_hears_noth
         hand.hear(message)
     assert hand.news() == []
     hand.switch.lost(hand.session, "broken", 0)
-    assert hand.news() == [Parted(hand.session, "broken")]
+    assert hand.news() == [InstanceLost(hand.session, "broken")]
 
 
 def test_tokens_are_counted_over_all_steps_and_legs() -> None:
@@ -670,8 +682,10 @@ def test_a_row_of_fewer_tokens_than_none_is_an_error() -> None:
 def test_when_the_router_hangs_up_over_a_row_the_rows_after_it_are_not_heard() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 2), 8, 9)
-    assert hand.hear(step([(8, [1]), (9, [2])]), HangUp(hand.session, "stuck")) == [Close(hand.session, "stuck")]
-    assert hand.news() == [Came(hand.session, which(5, 0), [1], None, None, None)]
+    assert hand.hear(step([(8, [1]), (9, [2])]), CloseSession(hand.session, "stuck")) == [
+        CloseConnection(hand.session, "stuck")
+    ]
+    assert hand.news() == [TokensCame(hand.session, which(5, 0), [1], None, None, None)]
 
 
 def test_where_a_request_was_is_remembered_for_its_last_notes_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -682,9 +696,9 @@ def test_where_a_request_was_is_remembered_for_its_last_notes_but_not_for_ever(m
         hand.hear(step(ended=[serial]))
         hand.news()
     notes = tuple((serial, "FINISHED", 1) for serial in range(3))
-    hand.hear(Beat(GAUGES, 0, True, False, b"", b"", notes))
+    hand.hear(HeartbeatMessage(GAUGES, 0, True, False, b"", b"", notes))
     (beaten,) = hand.news()
-    assert isinstance(beaten, Beaten)
+    assert isinstance(beaten, HeartbeatCame)
     assert [note.attempt.request for note in beaten.sign.notes] == [1, 2]
 
 
@@ -692,21 +706,21 @@ def test_log_probabilities_that_nobody_asked_for_are_left_out() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
     hand.hear(step([(8, [1])], logprobs=(line(0, -1.0),)))
-    assert hand.news() == [Came(hand.session, which(5, 0), [1], None, None, None)]
+    assert hand.news() == [TokensCame(hand.session, which(5, 0), [1], None, None, None)]
 
 
 def test_who_asked_for_log_probabilities_gets_tokens_from_an_executor_that_has_none() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 1, logprobs=1), 8)
     hand.hear(step([(8, [1])]))
-    assert hand.news() == [Came(hand.session, which(5, 0), [1], None, None, None)]
+    assert hand.news() == [TokensCame(hand.session, which(5, 0), [1], None, None, None)]
 
 
 def test_log_probabilities_come_with_their_tokens_and_name_tokens_only() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 1, logprobs=1), 8)
     hand.hear(step([(8, [1])], logprobs=(line(0, -1.0),)))
-    assert hand.news() == [Came(hand.session, which(5, 0), [1], [(-1.0, ((5, -1.0),))], None, None)]
+    assert hand.news() == [TokensCame(hand.session, which(5, 0), [1], [(-1.0, ((5, -1.0),))], None, None)]
     values = np.array([-1.0], np.float32)
     strange = Logprobs(0, values, np.array([[JOIN.vocabulary]], np.int32), values.reshape(1, 1))
     with pytest.raises(WireError, match="vocabulary"):
@@ -720,19 +734,19 @@ def test_what_a_broken_instance_had_goes_on_elsewhere() -> None:
     for name in ("d0", "d1"):
         sessions.append(switch.connected(0))
         switch.heard(sessions[-1], msgspec.structs.replace(JOIN, name=name), 0)
-        switch.heard(sessions[-1], Settled(), 0)
+        switch.heard(sessions[-1], AllHeldSaid(), 0)
     number, acts = switch.submit("tenant", body("abc"), b"origin", 0)
-    (placed,) = [act for act in acts if isinstance(act, Say)]
-    switch.heard(placed.session, AcceptedAs(0, (1,)), 0)
-    (came,) = [a for a in switch.heard(placed.session, step([(1, [7])]), 0) if isinstance(a, Delivered)]
+    (placed,) = [act for act in acts if isinstance(act, SayToInstance)]
+    switch.heard(placed.session, Accepted(0, (1,)), 0)
+    (came,) = [a for a in switch.heard(placed.session, step([(1, [7])]), 0) if isinstance(a, DeliverTokens)]
     assert (came.request, came.tokens) == (number, [7])
     with pytest.raises(WireError):
         switch.heard(placed.session, step([(1, [1000])]), 0)
-    again = [act for act in switch.lost(placed.session, "broken", 0) if isinstance(act, Say)]
-    assert [act.session for act in again if isinstance(act.message, Place)] == [
+    again = [act for act in switch.lost(placed.session, "broken", 0) if isinstance(act, SayToInstance)]
+    assert [act.session for act in again if isinstance(act.message, PlaceAttempt)] == [
         session for session in sessions if session != placed.session
     ]
-    (place,) = [act.message for act in again if isinstance(act.message, Place)]
+    (place,) = [act.message for act in again if isinstance(act.message, PlaceAttempt)]
     assert np.frombuffer(place.group[0].generated, "<i4").tolist() == [7]
 
 
@@ -740,6 +754,6 @@ def test_a_declined_body_is_told_with_its_number() -> None:
     switch = RouterSessions(Router(RouterConfig(waiting_max=1, absent_us=1), b"secret", 1), "router")
     first, _ = switch.submit("tenant", body("abc"), b"a", 0)
     second, acts = switch.submit("tenant", body("xyz", 2), b"b", 0)
-    declined = [act for act in acts if isinstance(act, Declined)]
+    declined = [act for act in acts if isinstance(act, RequestDeclined)]
     assert first != second
     assert [act.request for act in declined] == [second]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.api.original_request import Origin
+from baton.api.original_request import OriginalRequest
 from baton.core.engine.ended import Bill
 from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
 from baton.core.engine.request import FinishReason, Submission
@@ -31,7 +31,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class StreamEnd:
     reason: FinishReason
     cached_tokens: int
     """Prompt tokens that the prefix cache already had."""
@@ -43,18 +43,18 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Burst:
+class TokenBurst:
     """Tokens that arrived together. `ended` is set on the last burst of a stream, which may carry no token."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     """One for each token when asked for, else empty."""
-    ended: Ended | None
+    ended: StreamEnd | None
     cached_tokens: int | None = None
-    """As in `Ended`, but early: an answer that a stop string cut off need not wait for its `Ended`. None: not known yet."""
+    """As in `StreamEnd`, but early: an answer cut off by a stop string need not wait for its end. None: not known yet."""
 
 
-Sink = Callable[[Burst | Exception], None]
+Sink = Callable[[TokenBurst | Exception], None]
 
 
 class TokenStream(Protocol):
@@ -114,7 +114,7 @@ class Engine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
+    async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:
         """Accept all of the group or raise `Refused`; raises EngineDead when there is nobody to accept.
 
         `origin` is for an engine that may have to answer for the request in another process.

@@ -84,7 +84,7 @@ def _whereabouts(places: Sequence[Sequence[str]]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRequest:
     """A request that was accepted and is over, with the engine's state at that moment."""
 
     request_id: str

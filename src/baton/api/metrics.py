@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from baton.api.engine import Engine, Gauges
-from baton.api.text_reader import Delta
+from baton.api.text_reader import TextDelta
 from baton.core.engine.gauges import HandoverGauges, SchedulerGauges, StorageGauges, StoreTraffic
 from baton.core.engine.request import FinishReason
 
@@ -208,7 +208,7 @@ class AnswerTimes:
             metrics.prompt_tokens.inc(length)
             metrics.request_prompt_tokens.observe(length)
 
-    def seen(self, delta: Delta) -> None:
+    def seen(self, delta: TextDelta) -> None:
         now = time.perf_counter()
         if delta.tokens:
             self._seen_tokens(delta.index, len(delta.tokens), now)
@@ -218,7 +218,7 @@ class AnswerTimes:
             self._metrics.whole_s.observe(now - self._start)
             self._metrics.request_output_tokens.observe(self._tokens[delta.index])
 
-    def passed(self, delta: Delta) -> None:
+    def passed(self, delta: TextDelta) -> None:
         """Its client had this delta before: it is neither timed nor counted."""
         self._last[delta.index] = time.perf_counter()
         self._open -= delta.finish is not None

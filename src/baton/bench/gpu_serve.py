@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.bench.gpu_steps import Shared, stream
+from baton.bench.gpu_steps import SharedPool, stream
 from baton.core.config import WorkerConfig
 from baton.core.engine.driver import Answer, WorkerDriver
-from baton.core.engine.orders import AcceptedAs, Submit
+from baton.core.engine.orders import Accepted, Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Settled
@@ -34,7 +34,7 @@ DEPTH = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ClosedLoopLoad:
     requests: int
     prompt_tokens: int
     output_tokens: int
@@ -54,7 +54,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Served:
+class ServedTotals:
     seconds: float = 0.0
     output_tokens: int = 0
     plans: list[StepPlan] = field(default_factory=list)
@@ -85,7 +85,7 @@ def _nobody(_: int) -> None:
 
 
 class ClosedLoop:
-    def __init__(self, executor: Shared, load: Load, step_tokens: int, watch: Watch = _nobody) -> None:
+    def __init__(self, executor: SharedPool, load: ClosedLoopLoad, step_tokens: int, watch: Watch = _nobody) -> None:
         shape = executor.shape
         config = WorkerConfig(
             slots=min(load.at_once, shape.slots), blocks=shape.blocks, block_size=shape.block_size,
@@ -103,9 +103,9 @@ class ClosedLoop:
         self._sent = 0
         self._open = 0
         self._settled = 0
-        self._served = Served()
+        self._served = ServedTotals()
 
-    def run(self) -> Served:
+    def run(self) -> ServedTotals:
         """Serve the whole load. The executor's slots are empty before and after."""
         gc.collect()
         gc.freeze()
@@ -160,7 +160,7 @@ class ClosedLoop:
                 self._open -= len(settled.ended)
                 for _ in range(min(len(settled.ended), self._load.requests - self._sent)):
                     self._send()
-            case AcceptedAs(_, serials):
+            case Accepted(_, serials):
                 self._served.order += map(Serial, serials)
             case GroupRefused(_, refusal):
                 raise InvariantViolated(f"the engine refused a request of the benchmark: {refusal}")
@@ -172,7 +172,7 @@ def _now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-def steps_alone_s(executor: Shared, plans: list[StepPlan]) -> float:
+def steps_alone_s(executor: SharedPool, plans: list[StepPlan]) -> float:
     """How long the same plans take when nothing is decided between them."""
     began_s = time.perf_counter()
     for _ in stream(executor, iter(plans)):

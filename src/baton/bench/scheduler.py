@@ -15,7 +15,7 @@ import numpy as np
 from baton.core.config import WorkerConfig
 from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.orders import Submit
-from baton.core.engine.plan import Outcome, StepPlan, StepResult
+from baton.core.engine.plan import RowOutcome, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.engine.worker import Launch, StepDone, Worker
@@ -106,8 +106,8 @@ def _sevens(worker: Worker, plan: StepPlan) -> StepResult:
     table, stops = worker.scheduler.slots, len(plan.stops)
     counts = np.ones(len(slots), dtype=np.int32)
     counts[: len(heads)] = [0] * stops + [int(chunk.samples) for chunk in plan.chunks]
-    outcomes = np.where(counts > 0, Outcome.TOKENS, Outcome.NOTHING_CHUNK_UNFINISHED).astype(np.int8)
-    outcomes[:stops] = Outcome.PREEMPTED
+    outcomes = np.where(counts > 0, RowOutcome.TOKENS, RowOutcome.NOTHING_CHUNK_UNFINISHED).astype(np.int8)
+    outcomes[:stops] = RowOutcome.PREEMPTED
     return StepResult(
         step=plan.step,
         slots=slots,

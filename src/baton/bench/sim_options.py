@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from baton.core.config import PrefillPath, ReservePolicy, VictimPolicy
-from baton.core.routing.config import Policy as RoutePolicy
+from baton.core.routing.config import RoutingPolicy as RoutePolicy
 from baton.core.setting import Panel, Setting, Unit
 
 BLOCKS_MAX = 100_000_000

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from baton.bench.calibrate import (
     Calibration,
-    Measured,
-    Row,
+    CalibrationRow,
+    MeasuredTrial,
     Trial,
     delivery_cost_us,
     host_costs_us,
@@ -94,7 +94,7 @@ def calibrate(
     console.print(f"Written to {out}.", style="dim")
 
 
-def _measure(console: Console, settings: EngineSettings, budget_s: float, quick: bool) -> list[Measured]:
+def _measure(console: Console, settings: EngineSettings, budget_s: float, quick: bool) -> list[MeasuredTrial]:
     # Imported here because `baton --help` must not wait for it.
     from baton.node.engine_setup import build_executor
 
@@ -155,7 +155,7 @@ def _show(console: Console, made: Calibration) -> None:
     )
 
 
-def _add(table: Table, row: Row) -> None:
+def _add(table: Table, row: CalibrationRow) -> None:
     one = row.measured
     table.add_row(
         str(one.trial), f"{one.us / 1000:,.1f}", str(len(one.times_us)), f"{one.spread:.2f}",

@@ -53,7 +53,7 @@ class DeclaredOption:
         return parse_bytes(given, f"--{self.setting.name}") if self.setting.unit is Unit.BYTES else round(given * 1e6)
 
 
-class Given:
+class GivenOptions:
     """The options of a command as they were given, by parameter name."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ def _typer_info(option: DeclaredOption, is_brief: bool) -> Any:
 def taking_settings(*owners: type[DataclassInstance], is_brief: bool = True) -> Callable[[Command], Command]:
     """Make a command of a function: the settings declared by `owners` become options where its parameter `given` stands.
 
-    The function gets them as one `Given`; its other parameters are as typer has them.
+    The function gets them as one `GivenOptions`; its other parameters are as typer has them.
     """
 
     def make(run: Command) -> Command:
@@ -157,7 +157,7 @@ def taking_settings(*owners: type[DataclassInstance], is_brief: bool = True) -> 
 
         @functools.wraps(run)
         def command(**values: Any) -> None:
-            run(given=Given(values), **{name: values[name] for name in own})
+            run(given=GivenOptions(values), **{name: values[name] for name in own})
 
         # Typer reads both.
         command.__dict__["__signature__"] = inspect.Signature(list(parameters.values()))

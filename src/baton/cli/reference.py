@@ -21,7 +21,7 @@ from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
-from baton.router.fleet_log import Chronicle
+from baton.router.fleet_log import FleetEventLog
 from baton.router.instance_connections import InstanceConnections
 from baton.wire.router_sessions import RouterSessions
 
@@ -129,7 +129,7 @@ def metric_rows() -> tuple[list[MetricRow], list[MetricRow]]:
     engine, sessions, metrics, _ = router_parts()
     registered = metrics._registry._collector_to_names
     both = [row for collector in registered for row in _rows_of(collector)]
-    return both, _rows_of(Chronicle(sessions, engine))
+    return both, _rows_of(FleetEventLog(sessions, engine))
 
 
 def _rows_of(collector: Any) -> list[MetricRow]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.declared import Given, taking_settings
+from baton.cli.declared import GivenOptions, taking_settings
 from baton.cli.options import config_file
 from baton.cli.serve import console, log_to_stderr, process_fields
 from baton.core.errors import BatonError
@@ -21,7 +21,7 @@ Config = Annotated[Path | None, config_file(lambda: router)]
 
 
 @taking_settings(RouterProcessSettings, RouterConfig)
-def router(*, given: Given, config: Config = None) -> None:  # noqa: ARG001  its callback has made it the others' defaults
+def router(*, given: GivenOptions, config: Config = None) -> None:  # noqa: ARG001  its callback has made it the others' defaults
     """Serve a model by many instances behind one address.
 
     [dim]baton router[/dim] takes requests at http://127.0.0.1:8000 and instances at 127.0.0.1:8200;

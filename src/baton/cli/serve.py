@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from baton.cli.declared import Given, taking_settings
+from baton.cli.declared import GivenOptions, taking_settings
 from baton.cli.options import config_file
 from baton.core.config import OnPreempt
 from baton.core.errors import BatonError
@@ -28,7 +28,7 @@ Config = Annotated[Path | None, config_file(lambda: serve)]
 
 
 @taking_settings(InstanceSettings, EngineSettings)
-def serve(*, given: Given, config: Config = None) -> None:  # noqa: ARG001  its callback has made it the others' defaults
+def serve(*, given: GivenOptions, config: Config = None) -> None:  # noqa: ARG001  its callback has made it the others' defaults
     """Serve a model behind an OpenAI-compatible API.
 
     [dim]baton serve[/dim] serves the built-in SmolLM2-135M at http://127.0.0.1:8000;
@@ -46,7 +46,7 @@ def serve(*, given: Given, config: Config = None) -> None:  # noqa: ARG001  its 
     _run(engine=made, **settings)
 
 
-def process_fields(given: Given, owner: type[HttpSettings]) -> dict[str, Any]:
+def process_fields(given: GivenOptions, owner: type[HttpSettings]) -> dict[str, Any]:
     """The fields of a server's settings; the scripted executor has no model."""
     settings = given.fields_of(owner)
     if settings["executor"] is ExecutorKind.SCRIPTED:

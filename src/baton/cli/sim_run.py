@@ -20,7 +20,7 @@ from baton.bench.sim_options import SimOptions
 from baton.bench.simulated import BadSimOptions, Simulation
 from baton.bench.traces import TraceMalformed
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
-from baton.cli.declared import Given, taking_settings
+from baton.cli.declared import GivenOptions, taking_settings
 from baton.core.setting import BadConfig, Panel
 from baton.sim.perfetto import write_timeline
 from baton.sim.plots import draw
@@ -52,7 +52,7 @@ ProfileRun = Annotated[
 
 @taking_settings(SimOptions, is_brief=False)
 def run(
-    *, trace: Trace = None, given: Given, json_file: JsonFile = None, plot_file: PlotFile = None,
+    *, trace: Trace = None, given: GivenOptions, json_file: JsonFile = None, plot_file: PlotFile = None,
     timeline_file: TimelineFile = None, profile: ProfileRun = False,
 ) -> None:  # fmt: skip
     """Run a load on a modelled cluster in virtual time, with the scheduler that serves.

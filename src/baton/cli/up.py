@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from baton.cli.declared import Given, taking_settings
+from baton.cli.declared import GivenOptions, taking_settings
 from baton.cli.options import config_file
 from baton.cli.passing import given_for, source_of, taking_options_of
 from baton.cli.router import router
@@ -47,7 +47,7 @@ Config = Annotated[Path | None, config_file(lambda: up, SETTLED)]
 def _up(
     *,
     context: typer.Context,
-    given: Given,
+    given: GivenOptions,
     config: Config = None,  # noqa: ARG001  its callback has made it the defaults of all the others
 ) -> None:
     """Serve a model by several instances on this machine behind one router.
@@ -113,10 +113,10 @@ def check_port(host: str, port: int) -> None:
 
 def _run(plan: FleetPlan, needs_model: bool) -> int:
     from baton.node.models import resolve_model
-    from baton.up.merged_log import FleetLog
+    from baton.up.merged_log import MergedLog
     from baton.up.supervisor import ROUTER, Supervisor
 
-    with FleetLog((ROUTER, *(member.name for member in plan.members))) as log:
+    with MergedLog((ROUTER, *(member.name for member in plan.members))) as log:
         if needs_model:
             resolve_model(plan.model, log.say)  # once, and not by all of them at the same time
 

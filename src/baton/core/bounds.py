@@ -35,5 +35,5 @@ Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Address = Annotated[str, Meta(max_length=ADDRESS_CHARS_MAX)]
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True):
+class WireMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """A message, or a part of one. Fields that it does not declare are refused."""

@@ -29,7 +29,7 @@ import zmq
 from baton.core.config import BadConfig
 from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.gauges import PeerTraffic, StoreTraffic
-from baton.core.engine.orders import TellNames
+from baton.core.engine.orders import ReportChanges
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import Event, Launch, StepDone, Tick, Worker
 from baton.core.errors import BatonError
@@ -38,19 +38,19 @@ from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
 from baton.node.engine_setup import build_executor, worker_config
-from baton.node.gc_pauses import spare_what_is_there
+from baton.node.gc_pauses import freeze_gc
 from baton.node.handovers import open_handovers
-from baton.node.inbox import Broken, Inbox, Item
+from baton.node.inbox import EngineInbox, Item, ThreadFailure
 from baton.node.kv_pool_memory import PoolMemory, blocks_of, layout_of
-from baton.node.kv_storage import Storage, describe, open_kv_store
+from baton.node.kv_storage import KvStorage, describe, open_kv_store
 from baton.node.parent_process import die_with_parent
 from baton.node.settings import EngineSettings, decode_settings
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    Failed,
+    FailedMessage,
     FromEngine,
-    Peers,
-    Ready,
+    PrefillPeerAddresses,
+    ReadyMessage,
     StepOutput,
     decode_to_engine,
     encode_from_engine,
@@ -86,7 +86,7 @@ def monotonic_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-class Handovers(Protocol):
+class PeerOrders(Protocol):
     """What carries out orders that concern peers. Every method returns at once."""
 
     def carry_out(self, effect: PeerEffect) -> None: ...
@@ -98,7 +98,7 @@ class Handovers(Protocol):
     def traffic(self) -> PeerTraffic: ...
 
 
-class Hauls(Protocol):
+class StorageOrders(Protocol):
     """What carries out orders that concern KV beyond the pool. Every method returns at once."""
 
     def carry_out(self, effect: StorageEffect) -> None: ...
@@ -112,15 +112,15 @@ class EngineLoop:
         worker: Worker,
         executor: Executor,
         socket: zmq.Socket[bytes],
-        inbox: Inbox | None = None,
-        handovers: Handovers | None = None,
-        storage: Hauls | None = None,
+        inbox: EngineInbox | None = None,
+        handovers: PeerOrders | None = None,
+        storage: StorageOrders | None = None,
         now_us: Callable[[], int] = monotonic_us,
     ) -> None:
         self._worker = worker
         self._executor = executor
         self._socket = socket
-        self._inbox = Inbox() if inbox is None else inbox
+        self._inbox = EngineInbox() if inbox is None else inbox
         self._handovers = handovers
         self._storage = storage
         self._has_others = handovers is not None or storage is not None
@@ -196,11 +196,11 @@ class EngineLoop:
                 return
             # A frame that is no message ends the engine: dropping it would leave somebody waiting for ever.
             message = decode_to_engine(frame)
-            if isinstance(message, Peers):
+            if isinstance(message, PrefillPeerAddresses):
                 self._call(message.addresses)
                 continue
             self._tell(message)
-            if isinstance(message, TellNames):
+            if isinstance(message, ReportChanges):
                 self._pulse_us = self._now_us()
 
     def _call(self, addresses: tuple[str, ...]) -> None:
@@ -208,7 +208,7 @@ class EngineLoop:
             self._handovers.call(addresses)
 
     def _event(self, item: Item) -> Event:
-        if isinstance(item, Broken):
+        if isinstance(item, ThreadFailure):
             raise item.error
         if not isinstance(item, Future):
             return item
@@ -242,7 +242,7 @@ class EngineLoop:
 
 def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextlib.ExitStack) -> None:
     """What is to be closed is left to `closing`: that may take a while, and the front end is to hear of our end before."""
-    inbox = Inbox()
+    inbox = EngineInbox()
     end_with_threads(inbox)
     store = open_kv_store(settings)  # first: loading a model takes long, and the address may be wrong
     pool = PoolMemory(settings)
@@ -252,11 +252,11 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
     worker = Worker(config, prefix, handover_secret=secrets.token_bytes(32))
     storage = None
     if rows := config.tiers.host_rows:
-        storage = Storage(blocks_of(executor), layout_of(executor), rows, store, inbox.put)
+        storage = KvStorage(blocks_of(executor), layout_of(executor), rows, store, inbox.put)
         closing.callback(storage.close)
         details = f"{details}, {describe(settings, rows)}"
     handovers = open_handovers(settings, executor, pool, inbox) if settings.has_peers else None
-    ready = Ready(
+    ready = ReadyMessage(
         version=WIRE_VERSION,
         context_tokens=config.sequence_tokens_max,
         vocabulary=executor.vocabulary,
@@ -269,17 +269,17 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
         peer_address="" if handovers is None else handovers.address,
     )
     socket.send(encode_from_engine(ready))
-    spare_what_is_there()
+    freeze_gc()
     EngineLoop(worker, executor, socket, inbox, handovers, storage).run()
 
 
-def end_with_threads(inbox: Inbox) -> None:
+def end_with_threads(inbox: EngineInbox) -> None:
     """A thread that ends with an exception ends the engine: without it we would look healthy and be of no use."""
     show = threading.excepthook
 
     def ended(what: threading.ExceptHookArgs) -> None:
         show(what)
-        inbox.put(Broken(what.exc_value or what.exc_type()))
+        inbox.put(ThreadFailure(what.exc_value or what.exc_type()))
 
     threading.excepthook = ended
 
@@ -316,7 +316,7 @@ def serve_to_the_end(settings: EngineSettings, socket: zmq.Socket[bytes]) -> Non
         except Exception as error:
             # Not swallowed: the front end learns why, the traceback goes to the log, and the process ends with it.
             reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
-            socket.send(encode_from_engine(Failed(reason)))
+            socket.send(encode_from_engine(FailedMessage(reason)))
             socket.close()
             socket.context.term()
             if isinstance(error, BatonError):

@@ -21,27 +21,27 @@ import zmq
 import zmq.asyncio
 
 from baton.api.engine import (
-    Burst,
     EngineDead,
     EngineInfo,
     Gauges,
+    TokenBurst,
     TokenStream,
 )
-from baton.api.original_request import Origin
+from baton.api.original_request import OriginalRequest
 from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
-from baton.core.engine.orders import AcceptedAs, Drain, Submit
+from baton.core.engine.orders import Accepted, Drain, Submit
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.node.engine import QUEUED_MESSAGES_MAX, monotonic_us
 from baton.node.settings import EngineSettings
-from baton.node.token_streams import Stream, ended_of, logprobs_of
+from baton.node.token_streams import BufferedTokenStream, ended_of, logprobs_of
 from baton.wire.engine_messages import (
     FRAME_BYTES_MAX,
     WIRE_VERSION,
     FromEngine,
     Pulse,
-    Ready,
-    RefusedWith,
+    ReadyMessage,
+    RefusedMessage,
     StepOutput,
     ToEngine,
     decode_from_engine,
@@ -54,7 +54,7 @@ from baton.wire.request_table import (
     GroupAccepted,
     GroupDeclined,
     News,
-    Progress,
+    RequestProgress,
     RequestTable,
     StepColumns,
 )
@@ -63,7 +63,7 @@ KILL_AFTER_S = 5.0
 BEHIND = Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1)
 
 
-class Sharer(Protocol):
+class EngineSharer(Protocol):
     """Who else has requests at this engine, beside those who submit here: a router."""
 
     @property
@@ -74,7 +74,7 @@ class Sharer(Protocol):
     def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
         """What of a step is theirs, and what is not."""
 
-    def take(self, message: AcceptedAs | RefusedWith | StepOutput) -> None:
+    def take(self, message: Accepted | RefusedMessage | StepOutput) -> None:
         """This is theirs."""
 
     def feel(self, pulse: Pulse) -> None: ...
@@ -89,15 +89,15 @@ class EngineClient:
         self._socket.set_hwm(QUEUED_MESSAGES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._table = RequestTable()
-        self._sharer: Sharer | None = None
+        self._sharer: EngineSharer | None = None
         self._heard_us = monotonic_us()
         """When the engine last said anything."""
-        self._answers: dict[int, asyncio.Future[list[Stream[int]]]] = {}
+        self._answers: dict[int, asyncio.Future[list[BufferedTokenStream[int]]]] = {}
         """By ticket: what submitters wait for."""
-        self._streams: dict[int, Stream[int]] = {}
+        self._streams: dict[int, BufferedTokenStream[int]] = {}
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         """What goes to the engine, in order. Submissions are refused while it is long; stops and cancels never are."""
-        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[ReadyMessage] = asyncio.get_running_loop().create_future()
         self._dead = asyncio.Event()
         self._fewer = asyncio.Event()
         """Set whenever a request may have closed."""
@@ -118,7 +118,7 @@ class EngineClient:
         self.fingerprint = b""
         self.peer_address = ""
 
-    def share(self, sharer: Sharer) -> None:
+    def share(self, sharer: EngineSharer) -> None:
         """From now on messages of the engine that are this one's go to it."""
         self._sharer = sharer
 
@@ -245,7 +245,7 @@ class EngineClient:
             self._fewer.clear()
             await self._fewer.wait()
 
-    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:  # noqa: ARG002
+    async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:  # noqa: ARG002
         self._refuse_if_dead()
         if self._is_behind:
             raise Refused(BEHIND)
@@ -266,7 +266,7 @@ class EngineClient:
         text = f"the body makes a message of {len(frame)} bytes for the engine, which takes at most {FRAME_BYTES_MAX}"
         self._take(refused(message.ticket, Refusal(RefusalCode.GROUP_TOO_LARGE, text)))  # in the engine's place
 
-    def _abandon(self, ticket: int, answer: asyncio.Future[list[Stream[int]]]) -> None:
+    def _abandon(self, ticket: int, answer: asyncio.Future[list[BufferedTokenStream[int]]]) -> None:
         """The client left before it had its streams: what the engine accepts must not run on for nobody."""
         if not answer.done():
             self._table.abandon(ticket)
@@ -354,7 +354,7 @@ class EngineClient:
         match news:
             case GroupAccepted(ticket, serials):
                 # Made here, not by the submitter: a short answer may be over before the submitter wakes up.
-                streams = [Stream(self, serial) for serial in serials]
+                streams = [BufferedTokenStream(self, serial) for serial in serials]
                 self._streams.update(zip(serials, streams, strict=True))
                 self._answers.pop(ticket).set_result(streams)
             case GroupDeclined(ticket, refusal):
@@ -368,7 +368,7 @@ class EngineClient:
                 self._die(reason)
 
 
-def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
+def _own(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
     """What of a message is for those who submit here, after the sharer has had its part."""
     match message:
         case StepOutput():
@@ -376,7 +376,7 @@ def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
             if theirs is not None:
                 sharer.take(theirs)
             return own
-        case AcceptedAs(ticket) | RefusedWith(ticket) if sharer.owns_ticket(ticket):
+        case Accepted(ticket) | RefusedMessage(ticket) if sharer.owns_ticket(ticket):
             sharer.take(message)
             return None
         case Pulse():
@@ -386,7 +386,7 @@ def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
             return message
 
 
-def _burst_of(news: Progress) -> Burst:
+def _burst_of(news: RequestProgress) -> TokenBurst:
     tokens = tuple(news.tokens)
     ended = None if news.ended is None else ended_of(news.ended)
-    return Burst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
+    return TokenBurst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)

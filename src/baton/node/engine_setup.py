@@ -24,7 +24,7 @@ from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.devices import choose_device, look_around
 from baton.node.scripted_text import BYTE_VOCABULARY
-from baton.node.settings import CPU_KV_BYTES, EngineSettings, OnDevice, Speculate
+from baton.node.settings import CPU_KV_BYTES, DeviceChoice, EngineSettings, SpeculateMethod
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -45,7 +45,7 @@ def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tup
 
         torch.set_num_threads(settings.threads)
     folder = Path(settings.model_folder)
-    build = _on_cuda if device is OnDevice.CUDA else partial(_on_cpu, allocate=allocate)
+    build = _on_cuda if device is DeviceChoice.CUDA else partial(_on_cpu, allocate=allocate)
     executor, details = build(settings, folder, proposer)
     return executor, f"{settings.dtype} on {details}" + (f", {proposer}" if settings.burst > 1 else "")
 
@@ -95,7 +95,7 @@ def build_proposer(settings: EngineSettings) -> DraftProposer:
     """Who guesses tokens, checked against the sizes that bound a decode."""
     if settings.burst > 1:
         _check_drafts(settings)
-    if settings.speculate is not Speculate.NGRAM:
+    if settings.speculate is not SpeculateMethod.NGRAM:
         return NaiveProposer()
     return NgramProposer(settings.draft_tokens, settings.ngram_min, settings.ngram_max)
 

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.core.engine.orders import AcceptedAs
+from baton.core.engine.orders import Accepted
 from baton.core.errors import BatonError
 from baton.node.engine import monotonic_us
-from baton.node.sealed_connection import Line, LineEnd, call
-from baton.wire.engine_messages import Peers, Pulse, RefusedWith, StepOutput, ToEngine
+from baton.node.sealed_connection import ConnectionEnd, SealedConnection, call
+from baton.wire.engine_messages import PrefillPeerAddresses, Pulse, RefusedMessage, StepOutput, ToEngine
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import FromInstance, Welcome, decode_from_router, encode_membership
 
@@ -44,11 +44,11 @@ LOOK_US = 100_000
 """How often the clock is looked at where nothing is due before."""
 
 
-class Fenced(BatonError):
+class InstanceFenced(BatonError):
     """A later life of this instance's name is known to the router: this one must not serve any more."""
 
 
-class Engine(Protocol):
+class MembershipEngine(Protocol):
     """What a membership needs of the engine's client."""
 
     @property
@@ -58,7 +58,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RouterAt:
+class RouterAddress:
     host: str
     port: int
     cluster_key: bytes
@@ -67,9 +67,14 @@ class RouterAt:
         return f"{self.host}:{self.port}"
 
 
-class Membership:
+class RouterMembership:
     def __init__(
-        self, name: str, at: RouterAt, sessions: InstanceSessions, engine: Engine, on_drain: Callable[[], None]
+        self,
+        name: str,
+        at: RouterAddress,
+        sessions: InstanceSessions,
+        engine: MembershipEngine,
+        on_drain: Callable[[], None],
     ) -> None:
         """`on_drain` is called when the router wants this instance to finish and go."""
         self._name = name
@@ -77,7 +82,7 @@ class Membership:
         self._sessions = sessions
         self._engine = engine
         self._on_drain = on_drain
-        self._line: Line | None = None
+        self._line: SealedConnection | None = None
         """The one that is open."""
         self._welcome: Welcome | None = None
         """Of the session that is on."""
@@ -124,7 +129,7 @@ class Membership:
     def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
         return self._sessions.split(output)
 
-    def take(self, message: AcceptedAs | RefusedWith | StepOutput) -> None:
+    def take(self, message: Accepted | RefusedMessage | StepOutput) -> None:
         self._carry_out(self._sessions.take(message, monotonic_us()))
 
     def feel(self, pulse: Pulse) -> None:
@@ -132,19 +137,19 @@ class Membership:
 
     # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, line: Line) -> None:
+    def arrived(self, line: SealedConnection) -> None:
         pass
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: SealedConnection) -> None:
         self._line, self._opened_us = line, monotonic_us()
         self._say(self._sessions.opened(self._opened_us))
 
-    def heard(self, line: Line, frame: bytes) -> None:
+    def heard(self, line: SealedConnection, frame: bytes) -> None:
         self._carry_out(self._sessions.heard(decode_from_router(frame), monotonic_us()))
         if self._turned_away is not None:
             line.part("turned away")
 
-    def ended(self, line: Line, end: LineEnd) -> None:
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         if self._line is line:
             self._line = self._welcome = None
             self._sessions.lost(end.reason, monotonic_us())
@@ -156,7 +161,7 @@ class Membership:
             self._engine.forward(order)
         self._say(out.says)
         if out.neighbours is not None:
-            self._engine.forward(Peers(out.neighbours))
+            self._engine.forward(PrefillPeerAddresses(out.neighbours))
         if out.welcomed is not None:
             self._begin(out.welcomed)
         self._turned_away, self._fenced = out.turned_away or self._turned_away, out.fenced or self._fenced
@@ -212,10 +217,12 @@ class Membership:
         while True:
             await self._engine_answers()
             called_s = loop.time()
-            line = Line(self._at.cluster_key, f"instance {self._name}", self, calls=str(self._at), handshake_s=HANDSHAKE_S)
+            line = SealedConnection(
+                self._at.cluster_key, f"instance {self._name}", self, calls=str(self._at), handshake_s=HANDSHAKE_S
+            )
             end = await call(line, self._at.host, self._at.port, CONNECT_S)
             if self._fenced is not None:
-                raise Fenced(f"the router at {self._at} has fenced this instance: {self._fenced}")
+                raise InstanceFenced(f"the router at {self._at} has fenced this instance: {self._fenced}")
             turned_away, self._turned_away = self._turned_away, None
             self._log_once(end, turned_away)
             pause_s = CALL_AGAIN_S if loop.time() - called_s > HELD_S else min(2 * pause_s, CALL_AGAIN_S_MAX)
@@ -231,7 +238,7 @@ class Membership:
         while self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:  # noqa: ASYNC110  who is silent tells nobody
             await asyncio.sleep(LOOK_US / 1e6)
 
-    def _log_once(self, end: LineEnd, turned_away: str | None) -> None:
+    def _log_once(self, end: ConnectionEnd, turned_away: str | None) -> None:
         reason = end.reason if turned_away is None else f"turned away: {turned_away}"
         if reason != self._told:
             self._told = reason

@@ -69,7 +69,7 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-class OnDevice(StrEnum):
+class DeviceChoice(StrEnum):
     """Where the model computes."""
 
     AUTO = "auto"
@@ -78,7 +78,7 @@ class OnDevice(StrEnum):
     CUDA = "cuda"
 
 
-class Speculate(StrEnum):
+class SpeculateMethod(StrEnum):
     """Who guesses tokens ahead of a decode."""
 
     OFF = "off"
@@ -180,8 +180,8 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
     log_level: str = LogLevel.INFO
     cluster_key: bytes = b""
     device: Annotated[
-        OnDevice, Setting("device", Panel.MODEL, "Where to compute; auto takes cuda where torch sees one.")
-    ] = OnDevice.AUTO
+        DeviceChoice, Setting("device", Panel.MODEL, "Where to compute; auto takes cuda where torch sees one.")
+    ] = DeviceChoice.AUTO
     dtype: Annotated[Dtype, Setting("dtype", Panel.MODEL, "Number format of weights and KV.")] = Dtype.BFLOAT16
     attention: Annotated[
         Attention,
@@ -213,12 +213,12 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
     ] = None  # fmt: skip
     """None: what the largest step leaves of a CUDA device; on a CPU, CPU_KV_BYTES."""
     speculate: Annotated[
-        Speculate,
+        SpeculateMethod,
         Setting(
             "speculate", Panel.DRAFTS,
             "Guess tokens and check them in one step: ngram by repetition; naive guesses none.",
         ),
-    ] = Speculate.OFF  # fmt: skip
+    ] = SpeculateMethod.OFF  # fmt: skip
     draft_tokens: Annotated[int, Setting("draft-tokens", Panel.DRAFTS, "Most tokens guessed for one decode.", 1)] = 4
     ngram_min: Annotated[
         int, Setting("ngram-min", Panel.DRAFTS, "ngram: fewest last tokens that must have come before.", 1)
@@ -292,7 +292,7 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
     @property
     def burst(self) -> int:
         """The most tokens that one decode may yield in one step."""
-        return 1 if self.speculate is Speculate.OFF else 1 + self.draft_tokens
+        return 1 if self.speculate is SpeculateMethod.OFF else 1 + self.draft_tokens
 
     @property
     def host_bytes(self) -> int:

@@ -7,15 +7,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from baton.api.engine import Burst, Ended, EngineDead, Sink, TokenLogprob
+from baton.api.engine import EngineDead, Sink, StreamEnd, TokenBurst, TokenLogprob
 from baton.core.engine.ended import EndedRequest
-from baton.core.routing.events import Outcome
+from baton.core.routing.events import ChoiceOutcome
 from baton.wire.engine_messages import LogprobLine
 
 Key = TypeVar("Key", contravariant=True)
 
 
-class Source(Protocol[Key]):
+class TokenSource(Protocol[Key]):
     """Where the tokens come from; knows each stream by a key of its own."""
 
     def stop(self, key: Key, keep: int) -> None: ...
@@ -23,16 +23,16 @@ class Source(Protocol[Key]):
     def abort(self, key: Key) -> None: ...
 
 
-class Stream(Generic[Key]):
+class BufferedTokenStream(Generic[Key]):
     """The tokens of one accepted request: poured into a sink, or read one burst after the other.
 
     Unread bursts are bounded by the request's own token limit.
     """
 
-    def __init__(self, source: Source[Key], key: Key) -> None:
+    def __init__(self, source: TokenSource[Key], key: Key) -> None:
         self._source = source
         self._key = key
-        self._bursts: deque[Burst] = deque()
+        self._bursts: deque[TokenBurst] = deque()
         self._death: str | None = None
         self._news = asyncio.Event()
         self._sink: Sink | None = None
@@ -44,7 +44,7 @@ class Stream(Generic[Key]):
         if self._death is not None:
             sink(EngineDead(self._death))
 
-    async def __aiter__(self) -> AsyncIterator[Burst]:
+    async def __aiter__(self) -> AsyncIterator[TokenBurst]:
         while True:
             while self._bursts:
                 burst = self._bursts.popleft()
@@ -62,7 +62,7 @@ class Stream(Generic[Key]):
     def abort(self) -> None:
         self._source.abort(self._key)
 
-    def push(self, burst: Burst) -> None:
+    def push(self, burst: TokenBurst) -> None:
         if self._sink is not None:
             self._sink(burst)
             return
@@ -83,6 +83,6 @@ def logprobs_of(tokens: Sequence[int], lines: Sequence[LogprobLine] | None) -> t
     return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))
 
 
-def ended_of(end: EndedRequest | Outcome) -> Ended:
+def ended_of(end: EndedRequest | ChoiceOutcome) -> StreamEnd:
     """An end as whoever reads the stream hears of it."""
-    return Ended(end.reason, end.bill.cached_tokens, end.bill, end.fault)
+    return StreamEnd(end.reason, end.bill.cached_tokens, end.bill, end.fault)

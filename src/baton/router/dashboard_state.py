@@ -13,10 +13,19 @@ from typing import Protocol, TypeVar
 
 from baton.api.original_request import BadOrigin, decode_origin
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.routing.events import Declined, Delivered, FleetChanged, Join, Noted, Orphan, OrphanDropped, Stage
+from baton.core.routing.events import (
+    DeliverTokens,
+    FleetChanged,
+    Join,
+    RequestDeclined,
+    TimelineNoted,
+    TimelineStage,
+    UnclaimedDropped,
+    UnclaimedFound,
+)
 from baton.core.routing.identity import RequestNumber
-from baton.router.quantiles import Window
-from baton.router.timeline import Lane
+from baton.router.quantiles import QuantileWindow
+from baton.router.timeline import ChoiceTimeline
 
 SAMPLES = 300
 """Of one a second: five minutes."""
@@ -32,10 +41,10 @@ GONE_US = SAMPLES * 1_000_000
 PARTED = frozenset({"lost", "left", "suspected", "stuck", "fenced"})
 T = TypeVar("T")
 
-COUNTED = {Stage.PREEMPTED: "preemptions", Stage.HANDOVER: "handovers"}
+COUNTED = {TimelineStage.PREEMPTED: "preemptions", TimelineStage.HANDOVER: "handovers"}
 
 
-class InstanceView(Protocol):
+class ShownInstance(Protocol):
     """What the router knows of an instance that is in session."""
 
     @property
@@ -57,7 +66,7 @@ class _Request:
     """None: it was asked of a router that was lost."""
     choices: int
     began_us: int
-    lanes: list[Lane]
+    lanes: list[ChoiceTimeline]
     rev: int = 0
     open_lanes: int = 0
 
@@ -129,8 +138,8 @@ class RouterState:
         self._totals = {"requests": 0, "tokens": 0, "moves": 0, "preemptions": 0, "handovers": 0}
         self._sampled = dict(self._totals)
         """As of the last sample."""
-        self._first_token = Window(window_s)
-        self._per_token = Window(window_s)
+        self._first_token = QuantileWindow(window_s)
+        self._per_token = QuantileWindow(window_s)
 
     # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,22 +151,22 @@ class RouterState:
     def take(self, act: object, now_us: int) -> None:
         """Everything that the router wants done comes by here; what is not to be shown is passed over."""
         match act:
-            case Delivered():
+            case DeliverTokens():
                 self._delivered(act, now_us)
-            case Noted():
+            case TimelineNoted():
                 self._noted(act)
             case FleetChanged():
                 self._fleet_changed(act, now_us)
-            case Declined(body, refusal):
+            case RequestDeclined(body, refusal):
                 self._end_all(body, f"declined: {refusal.code.value}", now_us)
-            case Orphan():
+            case UnclaimedFound():
                 self._found(act, now_us)
-            case OrphanDropped(body):
+            case UnclaimedDropped(body):
                 self._end_all(body, "dropped: its router was lost, and nobody came for it", now_us)
             case _:
                 pass
 
-    def sample(self, views: Iterable[InstanceView], waiting: int, now_us: int) -> None:
+    def sample(self, views: Iterable[ShownInstance], waiting: int, now_us: int) -> None:
         """To be called once a second."""
         rev = self._next()
         for seen in self._instances.values():
@@ -208,7 +217,7 @@ class RouterState:
         request.rev = self._next()
         self._requests[request.body] = request
 
-    def _found(self, orphan: Orphan, now_us: int) -> None:
+    def _found(self, orphan: UnclaimedFound, now_us: int) -> None:
         try:
             origin = decode_origin(orphan.origin)
         except BadOrigin:
@@ -231,7 +240,7 @@ class RouterState:
             if outcome is not None and lane.end(now_us, outcome.reason.value):
                 self._lane_ended(request)
 
-    def _delivered(self, act: Delivered, now_us: int) -> None:
+    def _delivered(self, act: DeliverTokens, now_us: int) -> None:
         count = len(act.tokens)
         self._totals["tokens"] += count
         request = self._requests.get(act.request)
@@ -248,23 +257,23 @@ class RouterState:
             self._lane_ended(request)
         request.rev = self._next()
 
-    def _noted(self, note: Noted) -> None:
+    def _noted(self, note: TimelineNoted) -> None:
         if note.stage in COUNTED:
             self._totals[COUNTED[note.stage]] += 1
         request = self._requests.get(note.request)
-        if request is None and note.stage is Stage.RESUMED and note.choice < LANES_MAX:
+        if request is None and note.stage is TimelineStage.RESUMED and note.choice < LANES_MAX:
             # Of a router that was lost. Whose it is, and how many choices it has, is told when all of it is found.
             request = _Request(note.request, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
             self._follow(request)
         if request is None or note.choice >= len(request.lanes):
             return
         lane = request.lanes[note.choice]
-        if note.stage is Stage.PLACED and lane.place:
+        if note.stage is TimelineStage.PLACED and lane.place:
             self._totals["moves"] += 1
         if not lane.note(note.stage, note.where or "", note.at_us, note.why):
             return
         request.rev = self._next()
-        if note.stage is Stage.ENDED:
+        if note.stage is TimelineStage.ENDED:
             self._lane_ended(request)
 
     def _end_all(self, body: RequestNumber, finish: str, now_us: int) -> None:
@@ -293,7 +302,7 @@ class RouterState:
         if seen is not None and change.what in PARTED and seen.facts.incarnation == incarnation:
             seen.state, seen.open = "gone", 0
 
-    def _see(self, view: InstanceView, rev: int, now_us: int) -> None:
+    def _see(self, view: ShownInstance, rev: int, now_us: int) -> None:
         facts, ledger = view.facts, view.ledger
         seen = self._instances.get(facts.name)
         if seen is None:
@@ -316,8 +325,8 @@ class RouterState:
         return self._rev
 
 
-def _lanes(choices: int) -> list[Lane]:
-    return [Lane() for _ in range(min(choices, LANES_MAX))]
+def _lanes(choices: int) -> list[ChoiceTimeline]:
+    return [ChoiceTimeline() for _ in range(min(choices, LANES_MAX))]
 
 
 def _blocks(ledger: SchedulerGauges) -> list[int]:

@@ -12,32 +12,32 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, Burst, Ended, EngineInfo, Gauges, TokenStream
-from baton.api.original_request import BadOrigin, Origin, decode_origin
-from baton.api.stream_resume import Orphan as FoundOrphan
-from baton.api.submissions import Asker
+from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, EngineInfo, Gauges, StreamEnd, TokenBurst, TokenStream
+from baton.api.original_request import BadOrigin, OriginalRequest, decode_origin
+from baton.api.stream_resume import UnclaimedRequest
+from baton.api.submissions import RequestOwner
 from baton.core.config import ROLES
 from baton.core.engine.gauges import HandoverGauges, SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode, Refused
 from baton.core.routing.events import (
-    Declined,
-    Delivered,
+    ChoiceOutcome,
+    DeliverTokens,
     FleetChanged,
-    Noted,
-    Opened,
-    Orphan,
-    OrphanDropped,
-    Outcome,
-    Stage,
+    RequestDeclined,
+    RequestOpened,
+    TimelineNoted,
+    TimelineStage,
+    UnclaimedDropped,
+    UnclaimedFound,
 )
 from baton.core.routing.fleet_members import InstanceView
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import SETTLE_US
-from baton.node.token_streams import Stream, ended_of, logprobs_of
+from baton.node.token_streams import BufferedTokenStream, ended_of, logprobs_of
 from baton.router.dashboard_state import RouterState
 from baton.router.instance_connections import InstanceConnections
-from baton.router.lifetime_totals import Totals
+from baton.router.lifetime_totals import LifetimeTotals
 from baton.wire.engine_messages import LogprobLine
 from baton.wire.router_sessions import Act
 
@@ -52,8 +52,8 @@ class _Open:
     """A request that is not over."""
 
     number: RequestNumber
-    asker: Asker
-    streams: list[Stream[RoutedChoiceKey]]
+    asker: RequestOwner
+    streams: list[BufferedTokenStream[RoutedChoiceKey]]
     opening: asyncio.Future[None] | None
     """Somebody waits to hear whether it is accepted."""
     ends: list[FinishReason | None]
@@ -67,13 +67,13 @@ class _Open:
 @dataclass(slots=True, eq=False)
 class _Orphaned:
     open: _Open
-    found: FoundOrphan
+    found: UnclaimedRequest
 
 
 @dataclass(slots=True)
 class _Books:
     by_request: dict[RequestNumber, _Open] = field(default_factory=dict)
-    orphans: dict[Asker, _Orphaned] = field(default_factory=dict)
+    orphans: dict[RequestOwner, _Orphaned] = field(default_factory=dict)
 
 
 class FleetEngine:
@@ -82,7 +82,7 @@ class FleetEngine:
         self._connections = connections
         self._state = state
         self._books = _Books()
-        self._totals = Totals()
+        self._totals = LifetimeTotals()
         self._began_us = connections.clock_us()
         self.info = EngineInfo(UNKNOWN_CONTEXT, vocabulary, slots=0, blocks=0, block_size=0, carries=True)
         self._found = asyncio.Event()
@@ -119,10 +119,10 @@ class FleetEngine:
             fleet_preemptions=self._totals.of("preemptions"),
         )
 
-    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
+    async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:
         if origin is None:
             raise InvariantViolated("a router cannot carry a request whose origin it does not know")
-        asker = Asker(origin.tenant, origin.request_id)
+        asker = RequestOwner(origin.tenant, origin.request_id)
         self._check(asker)
         opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         made: list[_Open] = []
@@ -140,7 +140,7 @@ class FleetEngine:
             raise
         return list[TokenStream](made[0].streams)
 
-    def _check(self, asker: Asker) -> None:
+    def _check(self, asker: RequestOwner) -> None:
         if self.draining:
             raise Refused(Refusal(RefusalCode.DRAINING, "this router is being stopped", retry_after_s=1))
         if asker in self._books.orphans:
@@ -176,7 +176,7 @@ class FleetEngine:
         """Nothing more is heard of it: whoever still reads hears an end."""
         for stream, over, end, places in zip(entry.streams, entry.over, entry.ends, entry.places, strict=True):
             if not over:
-                stream.push(Burst((), (), Ended(end or FinishReason.ABORT, 0, places=places)))
+                stream.push(TokenBurst((), (), StreamEnd(end or FinishReason.ABORT, 0, places=places)))
         self._close(entry)
 
     # ── what the router tells ────────────────────────────────────────────────────────────────────────────────────────────
@@ -184,29 +184,31 @@ class FleetEngine:
     def _take(self, act: Act, now_us: int) -> None:
         self._state.take(act, now_us)
         match act:
-            case Delivered():
+            case DeliverTokens():
                 self._delivered(act)
-            case Opened(number):
+            case RequestOpened(number):
                 entry = self._books.by_request.get(number)
                 if entry is not None and entry.opening is not None and not entry.opening.done():
                     entry.opening.set_result(None)
-            case Declined(number, refusal):
+            case RequestDeclined(number, refusal):
                 self._declined(number, refusal)
-            case Orphan():
+            case UnclaimedFound():
                 self._orphaned(act)
-            case OrphanDropped(number):
+            case UnclaimedDropped(number):
                 self._orphan_dropped(number)
             case FleetChanged():
                 self.info = info_of(self.views(), self.info)
-            case Noted(number, choice, Stage.PLACED | Stage.RESUMED, where) if where is not None:
+            case TimelineNoted(number, choice, TimelineStage.PLACED | TimelineStage.RESUMED, where) if where is not None:
                 entry = self._books.by_request.get(number)
                 if entry is not None and entry.places[choice][-1:] != (where,):
                     entry.places[choice] += (where,)
             case _:
                 pass
 
-    def _begin(self, number: RequestNumber, asker: Asker, choices: int, opening: asyncio.Future[None] | None) -> _Open:
-        streams = [Stream(self, (number, choice)) for choice in range(choices)]
+    def _begin(
+        self, number: RequestNumber, asker: RequestOwner, choices: int, opening: asyncio.Future[None] | None
+    ) -> _Open:
+        streams = [BufferedTokenStream(self, (number, choice)) for choice in range(choices)]
         entry = _Open(number, asker, streams, opening, [None] * choices, [False] * choices, [()] * choices)
         self._books.by_request[number] = entry
         return entry
@@ -215,7 +217,7 @@ class FleetEngine:
         self._books.by_request.pop(entry.number, None)
         self._fewer.set()
 
-    def _delivered(self, act: Delivered) -> None:
+    def _delivered(self, act: DeliverTokens) -> None:
         entry = self._books.by_request.get(act.request)
         if entry is None:
             return
@@ -244,7 +246,7 @@ class FleetEngine:
 
     # ── the UnclaimedRequests protocol ───────────────────────────────────────────────────────────────────────────────────
 
-    async def find(self, asker: Asker) -> FoundOrphan | None:
+    async def find(self, asker: RequestOwner) -> UnclaimedRequest | None:
         while asker not in self._books.orphans:
             # Before it denies the id of a request, those who may hold it must have had time to say so.
             left_us = self._began_us + SETTLE_US - self._connections.clock_us()
@@ -257,7 +259,7 @@ class FleetEngine:
                 return None
         return self._books.orphans[asker].found
 
-    def claim(self, asker: Asker, group: Sequence[Submission]) -> list[TokenStream]:
+    def claim(self, asker: RequestOwner, group: Sequence[Submission]) -> list[TokenStream]:
         orphan = self._books.orphans.pop(asker, None)
         if orphan is None:
             raise Refused(Refusal(RefusalCode.DUPLICATE_ID, "somebody else has just come for it"))
@@ -267,21 +269,21 @@ class FleetEngine:
             self._close(entry)
         return list[TokenStream](entry.streams)
 
-    def drop(self, asker: Asker) -> bool:
+    def drop(self, asker: RequestOwner) -> bool:
         orphan = self._books.orphans.pop(asker, None)
         if orphan is None:
             return False
         self._leave(orphan.open)
         return True
 
-    def _orphaned(self, act: Orphan) -> None:
+    def _orphaned(self, act: UnclaimedFound) -> None:
         try:
             origin = decode_origin(act.origin)
         except BadOrigin as error:
             log.error("an instance holds a request that cannot be resumed: %s", error)
             asyncio.get_running_loop().call_soon(self._connections.leave, act.request)
             return
-        asker = Asker(origin.tenant, origin.request_id)
+        asker = RequestOwner(origin.tenant, origin.request_id)
         known = self._books.by_request.get(act.request)
         if known is not None:
             self._close(known)
@@ -290,7 +292,7 @@ class FleetEngine:
             entry.over[choice] = act.outcomes[choice] is not None
             for burst in history_of(act, choice):
                 stream.push(burst)
-        self._books.orphans[asker] = _Orphaned(entry, FoundOrphan(origin, _logprobs_from(act)))
+        self._books.orphans[asker] = _Orphaned(entry, UnclaimedRequest(origin, _logprobs_from(act)))
         self._found.set()
 
     def _orphan_dropped(self, number: RequestNumber) -> None:
@@ -354,16 +356,16 @@ def info_of(views: Sequence[InstanceView], before: EngineInfo) -> EngineInfo:
 
 
 def bursts_of(
-    tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: Outcome | None
-) -> list[Burst]:
+    tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: ChoiceOutcome | None
+) -> list[TokenBurst]:
     """Usually one. Tokens whose log-probabilities are not known any more come before and apart from those with."""
     ended = None if outcome is None else ended_of(outcome)
     bare = 0 if lines is None else len(tokens) - len(lines)
-    rest = Burst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
-    return [Burst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
+    rest = TokenBurst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
+    return [TokenBurst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
 
 
-def _placed(burst: Burst, ended: Ended, places: tuple[str, ...]) -> Burst:
+def _placed(burst: TokenBurst, ended: StreamEnd, places: tuple[str, ...]) -> TokenBurst:
     return replace(burst, ended=replace(ended, places=places))
 
 
@@ -372,13 +374,13 @@ def _lines(extras: object) -> Sequence[LogprobLine] | None:
     return extras if isinstance(extras, Sequence) and len(extras) else None
 
 
-def history_of(act: Orphan, choice: int) -> list[Burst]:
+def history_of(act: UnclaimedFound, choice: int) -> list[TokenBurst]:
     """Everything from the first token on."""
     tokens, cached, outcome = act.delivered[choice], act.cached_tokens[choice], act.outcomes[choice]
     return [] if tokens is None else bursts_of(tokens, _lines(act.extras[choice]), cached, outcome)
 
 
-def _logprobs_from(act: Orphan) -> list[int]:
+def _logprobs_from(act: UnclaimedFound) -> list[int]:
     """Only where they were asked for: then at least the last token has some, or there is no token yet."""
     return [
         len(tokens or ()) - len(extras) if extras else 0 for tokens, extras in zip(act.delivered, act.extras, strict=True)

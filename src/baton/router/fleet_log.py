@@ -22,7 +22,7 @@ EVENTS_MAX = 1024
 STATES = ("ready", "draining")
 
 
-class Chronicle(Collector):
+class FleetEventLog(Collector):
     def __init__(self, sessions: InstanceConnections, engine: FleetEngine) -> None:
         self._sessions = sessions
         self._engine = engine

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from baton.core.engine.request import Submission
 from baton.core.routing.events import FleetChanged, Session
 from baton.core.routing.identity import RequestNumber
-from baton.node.sealed_connection import Door, Line, LineEnd
+from baton.node.sealed_connection import ConnectionEnd, Listener, SealedConnection
 from baton.wire.router_messages import TurnedAway, decode_from_instance, encode_membership
-from baton.wire.router_sessions import Act, Close, RouterSessions, Say
+from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 
 log = logging.getLogger("baton.router")
 
@@ -48,9 +48,9 @@ class InstanceConnections:
     ) -> None:
         self.router_sessions = router_sessions
         self.clock_us = clock_us
-        self.door = Door(cluster_key, f"router {name}", self)
-        self._lines: dict[Session, Line] = {}
-        self._sessions: dict[Line, Session] = {}
+        self.door = Listener(cluster_key, f"router {name}", self)
+        self._lines: dict[Session, SealedConnection] = {}
+        self._sessions: dict[SealedConnection, Session] = {}
         self._watchers: list[Watcher] = []
         self._turned_away: Counter[str] = Counter()
         self._told: dict[str, FleetChanged] = {}
@@ -109,18 +109,18 @@ class InstanceConnections:
 
     # ── what lines bring ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: SealedConnection) -> None:
         session = self.router_sessions.connected(self.clock_us())
         self._lines[session], self._sessions[line] = line, session
         self._arm()
 
-    def heard(self, line: Line, frame: bytes) -> None:
+    def heard(self, line: SealedConnection, frame: bytes) -> None:
         session = self._sessions.get(line)
         if session is not None:
             message, now_us = decode_from_instance(frame), self.clock_us()
             self._perform(self.router_sessions.heard(session, message, now_us), now_us)
 
-    def ended(self, line: Line, end: LineEnd) -> None:
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         session = self._sessions.pop(line, None)
         if session is None:
             return  # we closed it
@@ -142,11 +142,11 @@ class InstanceConnections:
         try:
             for act in acts:
                 match act:
-                    case Say(session, message):
+                    case SayToInstance(session, message):
                         frames.setdefault(session, []).append(encode_membership(message))
                         if isinstance(message, TurnedAway):
                             self._turned_away["fenced" if message.fenced else "turned_away"] += 1
-                    case Close(session, reason):
+                    case CloseConnection(session, reason):
                         self._send(session, frames.pop(session, []))
                         self._hang_up(session, reason)
                     case _:

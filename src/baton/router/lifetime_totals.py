@@ -18,7 +18,7 @@ LIVES_MAX = 1024
 Life = tuple[str, int]
 
 
-class Totals:
+class LifetimeTotals:
     def __init__(self) -> None:
         self._lives: dict[Life, dict[str, int]] = {}
         """The one that was seen last is the last."""

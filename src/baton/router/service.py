@@ -21,9 +21,9 @@ from fastapi import FastAPI
 from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText, load_text, read_template
 from baton.api.settings import ApiSettings
-from baton.core.routing.events import RouterConfig
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
-from baton.node.gc_pauses import spare_what_is_there
+from baton.node.gc_pauses import freeze_gc
 from baton.node.http_server import (
     CannotServe,
     HttpServer,
@@ -40,12 +40,12 @@ from baton.node.http_server import (
 from baton.node.models import mark_of, resolve_model
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import shared_prefix_secret
-from baton.node.torch_import import leave_torch_out
+from baton.node.torch_import import block_torch_import
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
-from baton.router.fleet_log import Chronicle
+from baton.router.fleet_log import FleetEventLog
 from baton.router.instance_connections import InstanceConnections, monotonic_us
 from baton.router.settings import RouterProcessSettings
 from baton.wire.router_sessions import RouterSessions
@@ -85,7 +85,7 @@ def route(settings: RouterSettings, say: Say) -> None:
         try:
             with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
                 folder = _text_folder(settings, Path(scratch), say)
-                leave_torch_out()
+                block_torch_import()
                 uvloop.run(_Process(settings, api, key, say).run(clients, instances, folder))
         finally:
             instances.close()
@@ -121,7 +121,7 @@ class _Process:
         http = HttpServer(self._app(engine, sessions, state, text, metrics))
         await sessions.open(instances)
         serving = http.start(clients)
-        spare_what_is_there()
+        freeze_gc()
         self._say(self._banner(clients, instances))
         sampling = asyncio.create_task(_sample(state, engine, router))
         async with state_logged(engine, lambda: metrics.tokens_given):
@@ -143,7 +143,7 @@ class _Process:
         self, engine: FleetEngine, sessions: InstanceConnections, state: RouterState, text: ModelText, metrics: Metrics
     ) -> FastAPI:
         dashboard = Dashboard(state, monotonic_us, engine.views, demo=self._settings.demo)
-        chronicle = Chronicle(sessions, engine)
+        chronicle = FleetEventLog(sessions, engine)
         grace_s = self._settings.config.orphan_grace_us / 1e6
         admin_key = self._settings.admin_key
         return create_router_app(engine, sessions, chronicle, dashboard, text, self._api, metrics, grace_s, admin_key)

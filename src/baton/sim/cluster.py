@@ -20,18 +20,18 @@ from baton.core.engine.ended import EndedRequest
 from baton.core.engine.request import RequestId, Sampling, Submission, Tokens
 from baton.core.errors import BatonError, Refusal
 from baton.core.routing import events as routing
-from baton.core.routing.events import Policy, RouterConfig
+from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.executor.contract import ExecutorShape
 from baton.executor.counting import FILLER_TOKEN, STOP_TOKEN, CountingExecutor
-from baton.sim.device import Times
+from baton.sim.device import StepTimeModel
 from baton.sim.faults import DiskRates
-from baton.sim.front import Counter, Front
-from baton.sim.gate import Gate
-from baton.sim.instance import Instance, InstanceSpec
-from baton.sim.lanes import Lanes, Road
+from baton.sim.front import FrontEnd, InstanceTable
+from baton.sim.gate import RouterHost
+from baton.sim.instance import InstanceSpec, SimulatedInstance
+from baton.sim.lanes import KvLinkModel, TimedTransfers
 from baton.sim.lines import Pipes
-from baton.sim.records import Handed, Journey, Look, Outcome, PassMeter, RunRecord, StepSpan
-from baton.sim.seats import FRONT, Seat, seat_name
+from baton.sim.records import HandoverTotals, InstanceSample, PassMeter, RequestOutcome, RequestRecord, RunRecord, StepSpan
+from baton.sim.seats import FRONT, InstanceHost, seat_name
 from baton.sim.world import Host, World
 from baton.wire.request_table import LostEntry
 
@@ -53,7 +53,7 @@ class RunFailed(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PlannedRequest:
     """One request that a client will make."""
 
     at_us: int | None
@@ -72,16 +72,16 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class PrefillDecodeSplit:
     """Some instances prefill for all others."""
 
     givers: int
     """How many of the instances, the last ones, only prefill; the others decode."""
     config: WorkerConfig
     """Of the givers, role aside."""
-    times: Times
+    times: StepTimeModel
     """Of the givers."""
-    road: Road
+    road: KvLinkModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class RunSpec:
     label: str
     instances: int
     config: WorkerConfig
-    step_times: Times
-    calls: Sequence[Call]
+    step_times: StepTimeModel
+    calls: Sequence[PlannedRequest]
     concurrency: int | None = None
     """Clients at once, for calls without a time."""
     seed: int = 0
@@ -100,13 +100,13 @@ class RunSpec:
     """What the front end spends on a request before it is submitted (HTTP, tokenising), one after the other."""
     look_every_us: int = 1_000_000
     spans_max: int = 200_000
-    split: Split | None = None
+    split: PrefillDecodeSplit | None = None
     """None: every instance does everything."""
     metered: bool = False
     """Whether to take the CPU time of passes; the run itself does not depend on it."""
     chosen: Callable[[Sequence[int]], int] | None = None
     """By whom the next request is served, from the prompt tokens that wait at each for their first token; None: in turn."""
-    route: Policy | None = None
+    route: RoutingPolicy | None = None
     """Instead, a router in front of all instances decides, as in service."""
 
     @property
@@ -127,7 +127,7 @@ class _Cluster:
         self.host = Host(self.world, FRONT)
         if spec.takers < 1:
             raise RunFailed(f"of {spec.instances} instances none is left to decode")
-        self.front = Front([Counter(number) for number in range(spec.instances)], range(spec.takers))
+        self.front = FrontEnd([InstanceTable(number) for number in range(spec.instances)], range(spec.takers))
         self.record = RunRecord(spec.label, spec.seed, spec.instances, spec.config.blocks, spec.config.block_size)
         self.progress = progress
         self.ended = 0
@@ -139,7 +139,7 @@ class _Cluster:
         """When the front end has dealt with what has arrived."""
         self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max)
         self._lines = Pipes(spec.network_us)
-        self._lanes = None if spec.split is None else Lanes(spec.split.road)
+        self._lanes = None if spec.split is None else TimedTransfers(spec.split.road)
         self._peers_lines = None if spec.split is None else Pipes(spec.split.road.delay_us)
         self._gate = None if spec.route is None else self._make_gate(spec.route)
         self._seats = [self._start(number) for number in range(spec.instances)]
@@ -162,17 +162,17 @@ class _Cluster:
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _make_gate(self, policy: Policy) -> Gate:
+    def _make_gate(self, policy: RoutingPolicy) -> RouterHost:
         # Everybody may wait as long as it takes: what is measured is where requests go, not when they are given up.
         config = RouterConfig(policy=policy, deadline_us=FOR_EVER_US, absent_us=FOR_EVER_US, waiting_max=FOR_EVER_US)
-        return Gate(self.world, self._lines, config, self.spec.instances, SECRET, seed=self.spec.seed)
+        return RouterHost(self.world, self._lines, config, self.spec.instances, SECRET, seed=self.spec.seed)
 
-    def _start(self, number: int) -> Seat:
+    def _start(self, number: int) -> InstanceHost:
         meter = PassMeter() if self.spec.metered else None
         if meter is not None:
             self.record.meters.append(meter)
         counter = self.front.counters[number] if self._gate is None else None
-        seat = Seat(
+        seat = InstanceHost(
             self.world,
             self._lines,
             self._instance_spec(number, meter),
@@ -240,7 +240,7 @@ class _Cluster:
         self._free_us = max(now_us, self._free_us) + self.spec.host_us
         return self._free_us - now_us
 
-    def prompt(self, index: int, call: Call) -> Tokens:
+    def prompt(self, index: int, call: PlannedRequest) -> Tokens:
         """Text that is shared where the prefix ids are, and the request's own after them."""
         ids = [self._prefix_tokens.setdefault(name, len(self._prefix_tokens)) for name in call.prefix_ids]
         if len(self._prefix_tokens) > UNIQUE_FROM:
@@ -269,7 +269,7 @@ class _Cluster:
     # ── what is left behind ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def _instances(self) -> list[Instance]:
+    def _instances(self) -> list[SimulatedInstance]:
         return [seat.instance for seat in self._seats if seat.instance is not None]
 
     def _look(self) -> None:
@@ -277,7 +277,7 @@ class _Cluster:
             gauges = instance.require_worker().gauges()
             blocks = gauges.blocks
             self.record.looks.append(
-                Look(
+                InstanceSample(
                     self.world.now_us - _SETTLED_US,
                     instance.spec.number,
                     gauges.running,
@@ -310,13 +310,13 @@ class _Cluster:
             record.took_us = [us for seat in self._seats if seat.neighbours is not None for us in seat.neighbours.took_us]
         for journey in record.journeys:
             wanted = self.spec.calls[journey.index].output_tokens
-            if journey.outcome in (Outcome.STOP, Outcome.LENGTH) and journey.output_tokens != wanted:
+            if journey.outcome in (RequestOutcome.STOP, RequestOutcome.LENGTH) and journey.output_tokens != wanted:
                 raise RunFailed(f"request {journey.index} got {journey.output_tokens} tokens, not {wanted}")
 
 
-def _handed(instance: Instance, lanes: Lanes) -> Handed:
+def _handed(instance: SimulatedInstance, lanes: TimedTransfers) -> HandoverTotals:
     gauges, both = instance.require_worker().gauges().handovers, lanes.of(instance.host.name)
-    return Handed(
+    return HandoverTotals(
         made=gauges.made,
         refused=gauges.refused,
         failed=gauges.not_delivered + gauges.preempted + gauges.timed_out,
@@ -325,14 +325,14 @@ def _handed(instance: Instance, lanes: Lanes) -> Handed:
     )
 
 
-Chain = list[tuple[int, Call]]
+Chain = list[tuple[int, PlannedRequest]]
 """Calls that follow each other, with their indices."""
 
 _SETTLED_US = 10_000
 """Before this the instances start; the clocks of records count from here."""
 
 
-def _chains(calls: Sequence[Call]) -> list[Chain]:
+def _chains(calls: Sequence[PlannedRequest]) -> list[Chain]:
     """A session is a chain; every other call is one of its own."""
     chains: list[Chain] = []
     of_session: dict[int, Chain] = {}
@@ -353,9 +353,9 @@ class _Client:
     def __init__(self, cluster: _Cluster, chains: Iterator[Chain]) -> None:
         self._cluster = cluster
         self._chains = chains
-        self._chain: deque[tuple[int, Call]] = deque()
+        self._chain: deque[tuple[int, PlannedRequest]] = deque()
         self._history = np.empty(0, dtype=np.int32)
-        self._journey: Journey
+        self._journey: RequestRecord
         self._prompt = NO_TOKENS
 
     def go_on(self) -> None:
@@ -369,15 +369,15 @@ class _Client:
             index, call = self._chain.popleft()
             self._cluster.host.after(call.think_us, self._arrive, index, call)
 
-    def _arrive(self, index: int, call: Call) -> None:
+    def _arrive(self, index: int, call: PlannedRequest) -> None:
         cluster = self._cluster
         self._prompt = np.concatenate((self._history, cluster.prompt(index, call)), dtype=np.int32)
         self._prompt.setflags(write=False)
-        self._journey = Journey(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
+        self._journey = RequestRecord(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
         cluster.record.journeys.append(self._journey)
         cluster.host.after(cluster.spend_host(), self._submit, index, call)
 
-    def _submit(self, index: int, call: Call) -> None:
+    def _submit(self, index: int, call: PlannedRequest) -> None:
         sampling = Sampling(seed=index, temperature=0.0, stop_token_ids=(STOP_TOKEN,))
         submission = Submission(RequestId(str(index)), self._prompt, sampling, call.max_tokens)
         self._cluster.submit(submission, self)
@@ -394,7 +394,7 @@ class _Client:
         """Tokens follow."""
 
     def declined(self, _refusal: Refusal) -> None:
-        self._end(Outcome.REFUSED)
+        self._end(RequestOutcome.REFUSED)
 
     def progress(
         self,
@@ -403,7 +403,7 @@ class _Client:
         begin: int,
         end: int,
         cached: int | None,
-        ended: EndedRequest | routing.Outcome | None,
+        ended: EndedRequest | routing.ChoiceOutcome | None,
     ) -> None:
         journey = self._journey
         if journey.first_us is None and end > begin:
@@ -417,7 +417,7 @@ class _Client:
             journey.queue_us, journey.prefill_us, journey.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
             journey.transfer_us = bill.transfer_us
             journey.attempts = bill.attempts if isinstance(ended, EndedRequest) else bill.attempts - 1
-            self._end(Outcome(ended.reason))
+            self._end(RequestOutcome(ended.reason))
 
     def lost(self, _place: int | None, end: LostEntry) -> None:
         raise RunFailed(f"an instance was lost where none can be: {end.reason}")
@@ -425,7 +425,7 @@ class _Client:
     def gone(self) -> None:
         raise RunFailed("the router was lost where it cannot be")
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: RequestOutcome) -> None:
         journey = self._journey
         journey.ended_us = self._cluster.world.now_us - _SETTLED_US
         journey.outcome = outcome

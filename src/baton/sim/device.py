@@ -21,13 +21,13 @@ from baton.sim.records import StepSpan
 from baton.sim.world import Host
 
 
-class Times(Protocol):
+class StepTimeModel(Protocol):
     """How long a step takes; `StepTimes` is one."""
 
     def step_us(self, decodes: int, decode_context: int, prefill_tokens: int, prefill_pairs: int) -> int: ...
 
 
-class Signals(Protocol):
+class LayerListener(Protocol):
     """Who waits for the layers of some steps."""
 
     def awaits(self, step: int) -> bool: ...
@@ -40,8 +40,8 @@ class Signals(Protocol):
     def step_done(self, step: int) -> None: ...
 
 
-class Device:
-    def __init__(self, host: Host, executor: Executor, times: Times, done: Callable[[StepResult], None]) -> None:
+class SimulatedDevice:
+    def __init__(self, host: Host, executor: Executor, times: StepTimeModel, done: Callable[[StepResult], None]) -> None:
         self._host = host
         self._executor = executor
         self._times = times
@@ -56,7 +56,7 @@ class Device:
         self.busy_us = 0
         self.spans: deque[StepSpan] | None = None
         self.number = 0
-        self.signals: Signals | None = None
+        self.signals: LayerListener | None = None
         self._computed: deque[StepResult] = deque()
         """Of steps whose layers are waited for: they are computed when they begin, and told when they are over."""
         self._layers = 0

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from baton.core.engine.ended import EndedRequest
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain
+from baton.core.engine.orders import Accepted, Cancel, Drain
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.sim.laws import ENDS_AT_ONCE, LawBroken
-from baton.sim.lines import LineEnd
+from baton.sim.lines import LineEndpoint
 from baton.wire.engine_messages import FromEngine, ToEngine, decode_from_engine, encode_to_engine
 from baton.wire.request_table import (
     EngineFailed,
@@ -28,7 +28,7 @@ from baton.wire.request_table import (
 )
 
 
-class Caller(Protocol):
+class Submitter(Protocol):
     """Who made a submission, and hears of it. Each choice of the group is named by its place in it."""
 
     def opened(self) -> None: ...
@@ -44,10 +44,10 @@ class Caller(Protocol):
         """The instance is gone; None: before it had answered the submission."""
 
 
-class Booking:
+class SubmittedGroup:
     """A submitted group, as its caller holds it. It belongs to one session: after that it does nothing any more."""
 
-    def __init__(self, counter: Counter, ticket: int) -> None:
+    def __init__(self, counter: InstanceTable, ticket: int) -> None:
         self.instance = counter.number
         self._counter = counter
         self._desk = counter.desk
@@ -78,7 +78,7 @@ class Booking:
             self._counter.order(self._desk.stop(self.serials[place], keep))
 
 
-class Counter:
+class InstanceTable:
     """The front end's side of one instance: a desk for as long as a session lasts."""
 
     def __init__(self, number: int) -> None:
@@ -86,18 +86,18 @@ class Counter:
         self.desk = RequestTable()
         self.serves = False
         """Whether the instance has said that it is ready, and is not known to be gone."""
-        self.line: LineEnd | None = None
+        self.line: LineEndpoint | None = None
         self.former_desks: list[RequestTable] = []
         """Of sessions that were lost."""
-        self._pending: dict[int, tuple[Caller, Booking]] = {}
-        self._callers: dict[int, tuple[Caller, int]] = {}
+        self._pending: dict[int, tuple[Submitter, SubmittedGroup]] = {}
+        self._callers: dict[int, tuple[Submitter, int]] = {}
         self._outbox: deque[bytes] = deque()
         self._abandoned: list[int] = []
         """Tickets whose callers left before the answer."""
 
-    def submit(self, group: Sequence[Submission], caller: Caller) -> Booking:
+    def submit(self, group: Sequence[Submission], caller: Submitter) -> SubmittedGroup:
         message = self.desk.submit(group)
-        booking = Booking(self, message.ticket)
+        booking = SubmittedGroup(self, message.ticket)
         self._pending[message.ticket] = (caller, booking)
         self.order(message)
         return booking
@@ -127,7 +127,7 @@ class Counter:
         while self._outbox and self.line is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
 
-    def knows_another_life(self, acceptor: LineEnd) -> bool:
+    def knows_another_life(self, acceptor: LineEndpoint) -> bool:
         """Whether an instance has just taken up a session that we are in the middle of, with its former life."""
         return self.line is not None and self.line.session == acceptor.session and self.line.is_open
 
@@ -178,7 +178,7 @@ class Counter:
 
     def _check_the_abandoned(self, message: FromEngine, orders: list[ToEngine]) -> None:
         """Whatever was accepted for a client that has left is cancelled, every choice of it."""
-        if isinstance(message, AcceptedAs) and message.ticket in self._abandoned:
+        if isinstance(message, Accepted) and message.ticket in self._abandoned:
             self._abandoned.remove(message.ticket)
             if orders != [Cancel(serial) for serial in message.serials]:
                 raise LawBroken(ENDS_AT_ONCE, f"{message} came for a client that had left, and only {orders} went back")
@@ -195,16 +195,16 @@ class Counter:
             caller.progress(place, tokens, 0, 0, None, over)
 
 
-class Front:
+class FrontEnd:
     """Spreads requests over the instances that take some, one after the other."""
 
-    def __init__(self, counters: Sequence[Counter], serving: Sequence[int] | None = None) -> None:
+    def __init__(self, counters: Sequence[InstanceTable], serving: Sequence[int] | None = None) -> None:
         """`serving`: those that take requests of clients; None: all do."""
         self.counters = counters
         self.doors = counters if serving is None else [counters[number] for number in serving]
         self._turn = 0
 
-    def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
+    def submit(self, group: Sequence[Submission], caller: Submitter) -> SubmittedGroup | None:
         """None where no instance can take it."""
         for _ in self.doors:
             counter = self.doors[self._turn % len(self.doors)]

@@ -18,7 +18,7 @@ from baton.sim.fuzzed_world import HEALED_WITHIN_US, FuzzedWorld
 from baton.sim.judge import as_law
 from baton.sim.laws import LIVENESS, LawBroken
 from baton.sim.recovery import Recovery
-from baton.sim.scenario import Scenario, Trim, draw_scenario
+from baton.sim.scenario import Scenario, ScenarioTrim, draw_scenario
 from baton.sim.seats import FRONT
 
 BOOTED_US = 30_000
@@ -28,7 +28,7 @@ QUIET_WITHIN_US = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class WorldVerdict:
     seed: int
     broken: LawBroken | None
     digest: str
@@ -42,7 +42,7 @@ class Verdict:
     scenario: Scenario
 
 
-class Run:
+class FuzzedRun:
     """A scenario under way."""
 
     def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
@@ -51,13 +51,13 @@ class Run:
         self.when_healed: Callable[[], None] | None = None
         self._recovery = Recovery(self.site)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> WorldVerdict:
         site = self.site
         broken = self._broken_law()
         self._gather_moves()
         if "overload" in site.scenario.classes:
             site.world.fire(Fault.OVERLOAD, FRONT)
-        return Verdict(
+        return WorldVerdict(
             seed=site.scenario.seed,
             broken=broken,
             digest=site.world.digest(),
@@ -123,5 +123,7 @@ class Run:
         self._recovery.until_nothing_is_held(site.world.now_us + QUIET_WITHIN_US)
 
 
-def run_seed(seed: int, trim: Trim | None = None, *, tell_story: bool = False, always_audit: bool = False) -> Verdict:
-    return Run(draw_scenario(seed, trim), tell_story=tell_story, always_audit=always_audit).verdict()
+def run_seed(
+    seed: int, trim: ScenarioTrim | None = None, *, tell_story: bool = False, always_audit: bool = False
+) -> WorldVerdict:
+    return FuzzedRun(draw_scenario(seed, trim), tell_story=tell_story, always_audit=always_audit).verdict()

@@ -8,29 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from baton.core.routing.events import RouterConfig
-from baton.core.tiers.transfers import Haul
+from baton.core.routing.config import RouterConfig
+from baton.core.tiers.transfers import TransferId
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
-from baton.sim.asks import VOCABULARY, Ask
-from baton.sim.chaos import Chaos
-from baton.sim.clients import Entrance, User
+from baton.sim.asks import VOCABULARY, ClientRequest
+from baton.sim.chaos import FaultInjector
+from baton.sim.clients import Entrance, SimulatedUser
 from baton.sim.faults import Fault
-from baton.sim.fleets import Fleet
-from baton.sim.front import Counter, Front
-from baton.sim.gate import Gate
-from baton.sim.instance import Instance, InstanceSpec
-from baton.sim.judge import Judge
+from baton.sim.fleets import FleetChecks
+from baton.sim.front import FrontEnd, InstanceTable
+from baton.sim.gate import RouterHost
+from baton.sim.instance import InstanceSpec, SimulatedInstance
+from baton.sim.judge import LawChecker
 from baton.sim.laws import DEADLOCK, LawBroken
-from baton.sim.legs import LegBook
-from baton.sim.lines import LineEnd, Links
-from baton.sim.network import Network
-from baton.sim.porters import Depot
+from baton.sim.legs import AttemptBook
+from baton.sim.lines import LineEndpoint, Links
+from baton.sim.network import SimulatedNetwork
+from baton.sim.porters import StorageModel
 from baton.sim.scenario import Scenario
-from baton.sim.seats import FRONT, Seat
-from baton.sim.store import Store
-from baton.sim.transfer import Fabric
-from baton.sim.upheaval import Upheaval
+from baton.sim.seats import FRONT, InstanceHost
+from baton.sim.store import SimulatedStore
+from baton.sim.transfer import FaultyTransfers
+from baton.sim.upheaval import RouterFaults
 from baton.sim.world import Host, World
 
 EVENTS_MAX = 200_000
@@ -49,19 +49,19 @@ class FuzzedWorld:
         self.scenario = scenario
         self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
         line_max = scenario.link.window + scenario.link.backlog_max + (0 if scenario.router is None else UNBOUNDED)
-        self.judge = Judge(self.world, self, VOCABULARY, line_max, always_audit)
-        self.network = Network(self.world, scenario.rates.network)
+        self.judge = LawChecker(self.world, self, VOCABULARY, line_max, always_audit)
+        self.network = SimulatedNetwork(self.world, scenario.rates.network)
         self._connections = Links(self.network, scenario.link)
         self._front_host = Host(self.world, FRONT)
-        self.fabric = Fabric(self.world, scenario.rates.kv, scenario.kv)
+        self.fabric = FaultyTransfers(self.world, scenario.rates.kv, scenario.kv)
         serving = [number for number, role in enumerate(scenario.roles) if role.serves]
-        self.front = Front([Counter(number) for number in range(scenario.instances)], serving)
+        self.front = FrontEnd([InstanceTable(number) for number in range(scenario.instances)], serving)
         self.depot = self._make_depot()
-        self.lines: list[LineEnd] = []
+        self.lines: list[LineEndpoint] = []
         self._secret = self.world.stream("key of the fleet").randbytes(32)
         self.seats = [self._seat(number) for number in range(scenario.instances)]
         self.fleet = None if scenario.router is None else self._fleet(scenario.router)
-        self.chaos = Chaos(
+        self.chaos = FaultInjector(
             self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us, self.fabric, self.depot
         )
         self.depot.when_hasty = self._lose_patience
@@ -99,7 +99,7 @@ class FuzzedWorld:
             self.world.step()
         self.world.now_us = until_us
 
-    def until_all_have_ended(self, users: Sequence[User], within_us: int, law: str) -> None:
+    def until_all_have_ended(self, users: Sequence[SimulatedUser], within_us: int, law: str) -> None:
         bound_us = self.world.now_us + within_us
         self.world.progressed()
         while waiting := [user for user in users if not user.done]:
@@ -113,12 +113,12 @@ class FuzzedWorld:
                 if self.world.next_us is not None:
                     self.world.step()
 
-    def look_for_what_is_held(self, seat: Seat) -> None:
+    def look_for_what_is_held(self, seat: InstanceHost) -> None:
         """It has just died, or everything has healed: three seconds later nobody holds what was held for it then."""
         if seat.peers:
             self.world.after(PEER_DEAD_US, self._nothing_held_for, seat, self.world.now_us)
 
-    def _nothing_held_for(self, seat: Seat, since_us: int) -> None:
+    def _nothing_held_for(self, seat: InstanceHost, since_us: int) -> None:
         for other in self.seats:
             life = other.instance
             if other.name not in seat.peers or life is None or life.worker is None:
@@ -135,20 +135,20 @@ class FuzzedWorld:
             if seat.instance is not None and seat.instance.worker is not None:
                 self.judge.audit(seat.instance.worker)
 
-    def serves(self, seat: Seat) -> bool:
+    def serves(self, seat: InstanceHost) -> bool:
         return _serves(seat, self.lines[seat.number]) if self.fleet is None else self.fleet.serves(seat)
 
-    def door_of(self, seat: Seat) -> Entrance:
+    def door_of(self, seat: InstanceHost) -> Entrance:
         """Where a question must be asked so that this one answers it; behind a router, somebody does."""
         if self.fleet is not None:
             return self.fleet.gate
         if seat.counter is None:
             raise RuntimeError(f"{seat.name} has no front end and no router")
-        return Front([seat.counter])
+        return FrontEnd([seat.counter])
 
-    def user(self, asks: tuple[Ask, ...], front: Entrance, converses: bool) -> User:
+    def user(self, asks: tuple[ClientRequest, ...], front: Entrance, converses: bool) -> SimulatedUser:
         config = self.scenario.config
-        return User(
+        return SimulatedUser(
             self._front_host,
             front,
             self.judge,
@@ -158,7 +158,7 @@ class FuzzedWorld:
             preemptions_max=config.max_preemptions,
         )
 
-    def _seat(self, number: int) -> Seat:
+    def _seat(self, number: int) -> InstanceHost:
         scenario = self.scenario
         router = scenario.router
         spec = InstanceSpec(
@@ -169,7 +169,7 @@ class FuzzedWorld:
             None if router is None and not scenario.has_store else self._secret,
         )
         counter = self.front.counters[number] if router is None else None
-        seat = Seat(
+        seat = InstanceHost(
             self.world,
             self._connections,
             spec,
@@ -187,13 +187,13 @@ class FuzzedWorld:
             self.lines.append(line)
         return seat
 
-    def _make_depot(self) -> Depot:
+    def _make_depot(self) -> StorageModel:
         scenario = self.scenario
-        store = Store(self.world, scenario.rates.store, scenario.store) if scenario.has_store else None
+        store = SimulatedStore(self.world, scenario.rates.store, scenario.store) if scenario.has_store else None
         self.judge.peers_share_a_store = store is not None and any(role.takes for role in scenario.roles)
-        return Depot(self.world, scenario.rates.copies, scenario.copies, store, self.judge.names_of)
+        return StorageModel(self.world, scenario.rates.copies, scenario.copies, store, self.judge.names_of)
 
-    def _lose_patience(self, instance: Instance, haul: Haul, delay_us: int) -> None:
+    def _lose_patience(self, instance: SimulatedInstance, haul: TransferId, delay_us: int) -> None:
         """Whose KV is being brought back leaves about then."""
         waiting = self.judge.waits_for(instance, haul)
         index = None if waiting is None else int(waiting.partition(".")[0])
@@ -203,16 +203,16 @@ class FuzzedWorld:
                 self.world.fire(Fault.HASTY, client.name)
                 self._front_host.after(delay_us, client.leave)
 
-    def _fleet(self, router: RouterConfig) -> Fleet:
+    def _fleet(self, router: RouterConfig) -> FleetChecks:
         scenario = self.scenario
         self.judge.behind_router = True
         doors = scenario.instances + scenario.rates.old_lives
-        gate = Gate(self.world, self._connections, router, doors, self._secret, LegBook(router, self))
-        upheaval = Upheaval(self.world, self._connections, gate, self.seats, scenario.rates, scenario.span_us)
-        return Fleet(gate, upheaval, self.seats)
+        gate = RouterHost(self.world, self._connections, router, doors, self._secret, AttemptBook(router, self))
+        upheaval = RouterFaults(self.world, self._connections, gate, self.seats, scenario.rates, scenario.span_us)
+        return FleetChecks(gate, upheaval, self.seats)
 
 
-def _serves(seat: Seat, line: LineEnd) -> bool:
+def _serves(seat: InstanceHost, line: LineEndpoint) -> bool:
     """Both ends are in the same session, and the instance has said in it that it is ready."""
     if seat.instance is None or seat.instance.is_leaving or seat.line is None or seat.counter is None:
         return False

@@ -12,7 +12,7 @@ from baton.wire.router_messages import FromInstance
 from baton.wire.router_sessions import Act
 
 
-class GateView(Protocol):
+class RouterView(Protocol):
     """What the router itself believes."""
 
     def open_at(self) -> dict[Session, int]:
@@ -22,7 +22,7 @@ class GateView(Protocol):
         """Who has this prefix cached."""
 
 
-class GateWatcher:
+class RouterWatcher:
     """Is told of everything that a router hears and does: where laws are checked. This one checks nothing."""
 
     kept: dict[bytes, set[int]]
@@ -60,5 +60,5 @@ class GateWatcher:
     def acted(self, act: Act, now_us: int) -> None:
         """The router is about to do this."""
 
-    def looked(self, view: GateView, now_us: int) -> None:
+    def looked(self, view: RouterView, now_us: int) -> None:
         """Everything that was to be done is done."""

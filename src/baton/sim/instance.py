@@ -17,14 +17,14 @@ from typing import Protocol
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.driver import Answer, WorkerDriver
-from baton.core.engine.orders import TellNames
+from baton.core.engine.orders import ReportChanges
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import (
     Effect,
     Event,
+    FrontEndLost,
     Launch,
-    Orphaned,
     StepDone,
     Tick,
     Worker,
@@ -32,8 +32,8 @@ from baton.core.engine.worker import (
 from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.core.tiers.transfers import StorageEffect, StorageEvent
 from baton.executor.contract import Executor, ExecutorShape
-from baton.sim.device import Device, Times
-from baton.sim.disk import Disk
+from baton.sim.device import SimulatedDevice, StepTimeModel
+from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import Fault
 from baton.sim.meter import MeteredWorker
 from baton.sim.records import PassMeter
@@ -42,16 +42,14 @@ from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    Failed,
+    FailedMessage,
     FromEngine,
-    Ready,
+    PrefillPeerAddresses,
+    ReadyMessage,
     ToEngine,
     decode_to_engine,
     encode_from_engine,
     pulse,
-)
-from baton.wire.engine_messages import (
-    Peers as PeersMessage,
 )
 from baton.wire.worker_messages import message_of
 
@@ -60,7 +58,7 @@ PULSE_US = 100_000
 """How often the engine gives a sign of life, once its front end has asked for it."""
 
 
-class Conversation(Protocol):
+class FrontEndLine(Protocol):
     """The instance's end of its line to the front end."""
 
     @property
@@ -73,8 +71,8 @@ class Conversation(Protocol):
     def send(self, frame: bytes) -> None: ...
 
 
-class Peers(Protocol):
-    """Whoever carries out what the worker orders about its peers, and hands in what they say with `Instance.hear`."""
+class PeerOrdersSink(Protocol):
+    """Carries out the worker's orders about peers; passes what peers say to `SimulatedInstance.hear`."""
 
     def told(self, event: PeerEvent) -> None:
         """The worker is about to handle this."""
@@ -85,23 +83,23 @@ class Peers(Protocol):
         """Who prefills from now on: call these, and hang up on all others."""
 
 
-class Storage(Protocol):
-    """Whoever carries out what the worker orders about KV outside the pool, and answers with `Instance.hauled`."""
+class StorageOrdersSink(Protocol):
+    """Whoever carries out what the worker orders about KV outside the pool, and answers with `SimulatedInstance.hauled`."""
 
     def carry_out(self, effect: StorageEffect) -> None:
         """Returns at once."""
 
 
-class Watcher(Protocol):
+class InstanceWatcher(Protocol):
     """Who is told what happens in an instance: where the laws are checked."""
 
-    def began(self, instance: Instance, secret: bytes, made: bool) -> None:
+    def began(self, instance: SimulatedInstance, secret: bytes, made: bool) -> None:
         """A life has its key of the prefix cache, read from disk or made."""
 
-    def handled(self, instance: Instance, event: Event, effects: Sequence[Effect]) -> None:
+    def handled(self, instance: SimulatedInstance, event: Event, effects: Sequence[Effect]) -> None:
         """Its worker has handled an event."""
 
-    def buried(self, instance: Instance) -> None:
+    def buried(self, instance: SimulatedInstance) -> None:
         """The life is over."""
 
 
@@ -110,7 +108,7 @@ class InstanceSpec:
     number: int
     config: WorkerConfig
     make_executor: Callable[[ExecutorShape], Executor]
-    times: Times
+    times: StepTimeModel
     secret: bytes | None = None
     """The key of prefix names, where a fleet shares one; None: each instance has its own, on its disk."""
     tick_in_flight_us: int | None = None
@@ -124,10 +122,10 @@ class InstanceSpec:
         return ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens, config.burst)
 
 
-class Instance:
+class SimulatedInstance:
     """One life of an instance, from start to crash."""
 
-    def __init__(self, host: Host, disk: Disk, spec: InstanceSpec, watcher: Watcher | None = None) -> None:
+    def __init__(self, host: Host, disk: SimulatedDisk, spec: InstanceSpec, watcher: InstanceWatcher | None = None) -> None:
         self.host = host
         self.spec = spec
         self.life = host.lives
@@ -141,14 +139,14 @@ class Instance:
         self._watcher = watcher
         self._disk = disk
         self.executor = spec.make_executor(spec.shape)
-        self.device = Device(host, self.executor, spec.times, self._finished)
+        self.device = SimulatedDevice(host, self.executor, spec.times, self._finished)
         self.device.number = spec.number
-        self._conversation: Conversation | None = None
+        self._conversation: FrontEndLine | None = None
         self._inbox: deque[bytes] = deque()
         self._heard: deque[PeerEvent] = deque()
-        self.peers: Peers | None = None
+        self.peers: PeerOrdersSink | None = None
         self._hauled: deque[StorageEvent] = deque()
-        self.storage: Storage | None = None
+        self.storage: StorageOrdersSink | None = None
         self.at_step: Callable[[str], None] | None = None
         """Told of each step of a hand-over that is taken here, by name: for whoever makes crashes happen then."""
         self.hindered_us = 0
@@ -168,11 +166,11 @@ class Instance:
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, ready: Callable[[Instance], None]) -> None:
+    def start(self, ready: Callable[[SimulatedInstance], None]) -> None:
         """Read the key; then `ready` is called, which gives the instance its line."""
         self._disk.read(KEY_FILE, lambda data: self._begin(data, ready))
 
-    def _begin(self, data: bytes | None, ready: Callable[[Instance], None]) -> None:
+    def _begin(self, data: bytes | None, ready: Callable[[SimulatedInstance], None]) -> None:
         secret = self.spec.secret
         if secret is None:
             secret = self._own_key(data)
@@ -208,7 +206,7 @@ class Instance:
     def fail(self, reason: str) -> None:
         """The engine cannot go on: its last words, before the host goes down."""
         if self._conversation is not None and not self._conversation.is_full:
-            self._say(Failed(reason))
+            self._say(FailedMessage(reason))
 
     def restart_when_idle(self, restart: Callable[[], None]) -> None:
         self.is_leaving = True
@@ -216,13 +214,13 @@ class Instance:
 
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def answer(self, conversation: Conversation) -> None:
+    def answer(self, conversation: FrontEndLine) -> None:
         """A front end has opened a session: say who we are."""
         worker = self.require_worker()
         self._conversation = conversation
         config = worker.config
         self._say(
-            Ready(
+            ReadyMessage(
                 version=WIRE_VERSION,
                 context_tokens=config.sequence_tokens_max,
                 vocabulary=self.executor.vocabulary,
@@ -239,7 +237,7 @@ class Instance:
         self._conversation = None
         self._inbox.clear()
         self._outbox.clear()
-        self._tell(Orphaned())
+        self._tell(FrontEndLost())
         self._pump()
 
     def take(self, frames: list[bytes]) -> None:
@@ -295,12 +293,12 @@ class Instance:
             self.host.after(0, restart)
 
     def _obey(self, order: ToEngine) -> None:
-        if isinstance(order, PeersMessage):
+        if isinstance(order, PrefillPeerAddresses):
             if self.peers is not None:
                 self.peers.meet(order.addresses)
             return
         self._tell(order)
-        if isinstance(order, TellNames):
+        if isinstance(order, ReportChanges):
             self._pulse()
 
     def _pulse(self) -> None:

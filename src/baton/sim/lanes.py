@@ -29,7 +29,7 @@ NO_CHECKS = b""
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
+class KvLinkModel:
     """What KV is like, and how it travels."""
 
     layers: int
@@ -39,7 +39,7 @@ class Road:
     delay_us: int
 
 
-class Lane:
+class NetworkCard:
     """One direction of an instance's network card."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -57,29 +57,29 @@ class Lane:
         return self._free_us
 
 
-class Lanes:
+class TimedTransfers:
     """All lanes of a world: which instance has which."""
 
     echo = 0.0
 
-    def __init__(self, road: Road) -> None:
+    def __init__(self, road: KvLinkModel) -> None:
         self.road = road
-        self._receivers: dict[str, LaneReceiver] = {}
-        self._senders: dict[str, LaneSender] = {}
+        self._receivers: dict[str, TimedReceiver] = {}
+        self._senders: dict[str, TimedSender] = {}
 
-    def connect(self, name: str, host: Host, kv: KvView, report: Report) -> tuple[LaneReceiver, LaneSender]:  # noqa: ARG002
-        self._receivers[name] = receiver = LaneReceiver(host, self.road, report)
-        self._senders[name] = sender = LaneSender(self, name, host, report)
+    def connect(self, name: str, host: Host, kv: KvView, report: Report) -> tuple[TimedReceiver, TimedSender]:  # noqa: ARG002
+        self._receivers[name] = receiver = TimedReceiver(host, self.road, report)
+        self._senders[name] = sender = TimedSender(self, name, host, report)
         return receiver, sender
 
     def leave(self, name: str) -> None:
         del self._receivers[name], self._senders[name]
 
-    def of(self, name: str) -> tuple[Lane, Lane]:
+    def of(self, name: str) -> tuple[NetworkCard, NetworkCard]:
         """Out of an instance, and into it."""
         return self._senders[name].lane, self._receivers[name].lane
 
-    def receiver(self, name: str) -> LaneReceiver:
+    def receiver(self, name: str) -> TimedReceiver:
         return self._receivers[name]
 
 
@@ -93,10 +93,10 @@ class _Arrival:
     told_us: int = -ARRIVING_EVERY_US
 
 
-class LaneReceiver:
-    def __init__(self, host: Host, road: Road, report: Report) -> None:
+class TimedReceiver:
+    def __init__(self, host: Host, road: KvLinkModel, report: Report) -> None:
         self.host = host
-        self.lane = Lane(road.lane_bytes_per_s)
+        self.lane = NetworkCard(road.lane_bytes_per_s)
         self._report = report
         self._arrivals: dict[Handover, _Arrival] = {}
 
@@ -143,9 +143,9 @@ class _Part:
     last: bool
 
 
-class LaneSender:
-    def __init__(self, lanes: Lanes, name: str, host: Host, report: Report) -> None:
-        self.lane = Lane(lanes.road.lane_bytes_per_s)
+class TimedSender:
+    def __init__(self, lanes: TimedTransfers, name: str, host: Host, report: Report) -> None:
+        self.lane = NetworkCard(lanes.road.lane_bytes_per_s)
         self._lanes = lanes
         self._road = lanes.road
         self._name = PeerId(name)

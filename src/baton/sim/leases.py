@@ -14,7 +14,7 @@ from baton.core.engine.ended import EndedRequest
 from baton.core.engine.orders import Cancel, Drain, StopAt
 from baton.core.engine.plan import StepPlan
 from baton.core.engine.request import FinishReason
-from baton.core.engine.worker import Deliver, Effect, Event, Launch, Orphaned, StepDone, Tick, Withdrawn
+from baton.core.engine.worker import Deliver, Effect, Event, FrontEndLost, Launch, StepDone, Tick, Withdrawn
 from baton.core.handover.faults import PdCode, PdFault
 from baton.core.handover.messages import (
     Adopted,
@@ -40,8 +40,8 @@ from baton.core.handover.messages import (
     Renew,
     Ship,
     ShipFailed,
-    Spoilt,
     Tell,
+    TransferBroken,
     Verified,
     Verify,
 )
@@ -69,7 +69,7 @@ class _Lease:
     fencing: bool = False
 
 
-class PeerBook:
+class HandoverLaws:
     def __init__(self, config: WorkerConfig, where: str) -> None:
         self._config = config
         self._where = where
@@ -213,7 +213,7 @@ class PeerBook:
         match event:
             case Cancel(serial) | StopAt(serial):
                 kept = [handover for handover in self._asked if handover.request == serial]
-            case Orphaned():
+            case FrontEndLost():
                 kept = list(self._asked)
             case PeerLost(peer):
                 kept = [handover for handover in (*self._unfenced(), *self._asked) if handover.peer == peer]
@@ -264,7 +264,7 @@ class PeerBook:
             case PdCode.NOT_DELIVERED:
                 broke = self._config.role.gives and isinstance(event, StepDone)  # its device disagreed about the row
                 declined = isinstance(event, Heard) and isinstance(event.message, Decline)
-                holds = broke or declined or late or quiet or isinstance(event, Spoilt | ShipFailed | PeerLost)
+                holds = broke or declined or late or quiet or isinstance(event, TransferBroken | ShipFailed | PeerLost)
             case PdCode.TIMEOUT:
                 holds = late or quiet or isinstance(event, Heard | PeerLost)
             case PdCode.REFUSED:

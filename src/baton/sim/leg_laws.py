@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from baton.core.engine.request import FinishReason, Submission
-from baton.core.routing.events import (
-    Outcome,
-    RouterConfig,
-)
-from baton.sim.gate_watcher import GateView
+from baton.core.routing.config import RouterConfig
+from baton.core.routing.events import ChoiceOutcome
+from baton.sim.gate_watcher import RouterView
 from baton.sim.laws import (
     BACK_OFF,
     DESERVED_END,
@@ -25,7 +23,7 @@ from baton.sim.laws import (
     WAITS_IN_TIME,
     LawBroken,
 )
-from baton.sim.leg_records import BodySeen, ChoiceSeen, LifeSeen, SessionSeen
+from baton.sim.leg_records import ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
 
 SLACK_US = 5_000
 """Beyond the beat within which silence is noticed."""
@@ -33,12 +31,12 @@ KEYS_LOOKED_AT = 8
 TIMES = ("queue_us", "prefill_us", "transfer_us", "decode_us", "preemptions")
 
 
-class LegLaws:
-    def __init__(self, config: RouterConfig, life: LifeSeen) -> None:
+class AttemptLaws:
+    def __init__(self, config: RouterConfig, life: RouterLifeSeen) -> None:
         self._config = config
         self._life = life
 
-    def may_be_placed(self, body: BodySeen, choice: ChoiceSeen, session: SessionSeen, now_us: int) -> None:
+    def may_be_placed(self, body: RequestSeen, choice: ChoiceSeen, session: SessionSeen, now_us: int) -> None:
         config, hop = self._config, choice.hop
         if body.over or choice.outcome is not None:
             raise LawBroken(ENDS_ONCE, f"{choice.name} has ended, and a leg of it goes to {session.name}")
@@ -62,7 +60,7 @@ class LegLaws:
         if others:
             raise LawBroken(RIGHT_PLACE, f"{choice.name} goes back to {session.name}, though {others} are there")
 
-    def gave_out(self, body: BodySeen, choice: ChoiceSeen, now_us: int) -> bool:
+    def gave_out(self, body: RequestSeen, choice: ChoiceSeen, now_us: int) -> bool:
         """Whether it was tried as often and as long as it may be."""
         config, life = self._config, self._life
         losses_max = min(config.loss_retry_count, config.fruitless_loss_count - 1)
@@ -70,7 +68,7 @@ class LegLaws:
         nobody = now_us >= life.served_us + config.absent_us and not any(s.serves for s in life.sessions.values())
         return ran_out or nobody or now_us >= body.arrived_us + config.deadline_us
 
-    def deserved(self, body: BodySeen, choice: ChoiceSeen, outcome: Outcome, now_us: int) -> None:
+    def deserved(self, body: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome, now_us: int) -> None:
         if outcome.reason in (FinishReason.STOP, FinishReason.LENGTH):
             return
         if outcome.reason is FinishReason.ABORT and not body.claimed and body.found:
@@ -79,7 +77,7 @@ class LegLaws:
             counts = f"{choice.yields} times no room, {choice.losses} losses, open for {now_us - body.arrived_us} µs"
             raise LawBroken(DESERVED_END, f"{choice.name} is given up after {counts}: {outcome}")
 
-    def counted(self, view: GateView) -> None:
+    def counted(self, view: RouterView) -> None:
         ours = {session.number: 0 for session in self._life.sessions.values() if session.welcomed}
         for body in self._life.bodies.values():
             for choice in body.choices:
@@ -115,7 +113,7 @@ class LegLaws:
                         DRAINS_IN_TIME, f"{hop.choice.name} is still at {session.name} since {session.drains_us}"
                     )
 
-    def forgets_names(self, dead: SessionSeen, view: GateView) -> None:
+    def forgets_names(self, dead: SessionSeen, view: RouterView) -> None:
         for key in sorted(dead.said)[:KEYS_LOOKED_AT]:
             for number in view.holders(key):
                 holder = self._life.sessions.get(number)
@@ -149,7 +147,7 @@ def same_request(choice: ChoiceSeen, item: Submission) -> None:
         raise LawBroken(GOES_ON, f"{choice.name} asked for {choice.max_tokens} tokens, its leg for {item.max_tokens}")
 
 
-def billed(body: BodySeen, choice: ChoiceSeen, outcome: Outcome) -> None:
+def billed(body: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome) -> None:
     bill = outcome.bill
     if body.found:
         return
@@ -165,7 +163,7 @@ def billed(body: BodySeen, choice: ChoiceSeen, outcome: Outcome) -> None:
         raise LawBroken(TRUE_BILL, f"{choice.name}: {least} tokens had to be fed: {bill}")
 
 
-def let_go(body: BodySeen) -> None:
+def let_go(body: RequestSeen) -> None:
     """Of a body that is over: what is open is ended, and what has ended is not kept."""
     for hop in body.hops:
         if hop.session.over or not hop.session.welcomed or hop.serial is None or hop.called_back:

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from baton.core.config import ROLES
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.request import Submission
-from baton.core.routing.events import Join, Outcome, Session
+from baton.core.routing.events import ChoiceOutcome, Join, Session
 from baton.core.routing.identity import RequestNumber
 
 
 @dataclass(slots=True, eq=False)
-class Hop:
+class ChoiceAtInstance:
     """A choice at an instance."""
 
-    body: BodySeen
+    body: RequestSeen
     choice: ChoiceSeen
     session: SessionSeen
-    leg: Leg
+    leg: AttemptSeen
     serial: int | None = None
     ended: EndedRequest | None = None
     opened_us: int = 0
@@ -36,8 +36,8 @@ class Hop:
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
-    hops: list[Hop] = field(default_factory=list)
+class AttemptSeen:
+    hops: list[ChoiceAtInstance] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +51,9 @@ class SessionSeen:
     """Since when."""
     over: bool = False
     sign_us: int = 0
-    tickets: dict[int, Leg] = field(default_factory=dict)
-    serials: dict[int, Hop] = field(default_factory=dict)
-    held: list[Hop] = field(default_factory=list)
+    tickets: dict[int, AttemptSeen] = field(default_factory=dict)
+    serials: dict[int, ChoiceAtInstance] = field(default_factory=dict)
+    held: list[ChoiceAtInstance] = field(default_factory=list)
     """What it said it has kept, until it is welcomed."""
     doomed: bool = False
     """It said itself that its engine is silent."""
@@ -65,7 +65,7 @@ class SessionSeen:
         if not self.drains:
             self.drains, self.drains_us = True, now_us
 
-    def open_hops(self) -> list[Hop]:
+    def open_hops(self) -> list[ChoiceAtInstance]:
         """Those whose choice is here, and that somebody waits for."""
         hops = [*self.serials.values(), *(hop for leg in self.tickets.values() for hop in leg.hops)]
         return [hop for hop in hops if hop.is_open]
@@ -88,7 +88,7 @@ class ChoiceSeen:
     """As its client did; None: a router before this one was asked."""
     prompt: bytes = b""
     delivered: list[int] = field(default_factory=list)
-    hop: Hop | None = None
+    hop: ChoiceAtInstance | None = None
     """Where it is."""
     legs: int = 0
     losses: int = 0
@@ -99,18 +99,18 @@ class ChoiceSeen:
     no_room_us: int | None = None
     max_tokens: int | None = None
     bills: list[Bill] = field(default_factory=list)
-    outcome: Outcome | None = None
+    outcome: ChoiceOutcome | None = None
     cut: bool = False
     """Its client has everything it wants of it."""
 
 
 @dataclass(slots=True, eq=False)
-class BodySeen:
+class RequestSeen:
     body: RequestNumber | None
     origin: bytes
     arrived_us: int
     choices: list[ChoiceSeen]
-    hops: list[Hop] = field(default_factory=list)
+    hops: list[ChoiceAtInstance] = field(default_factory=list)
     over: bool = False
     left: bool = False
     """Its client is gone, or none came for it."""
@@ -120,7 +120,7 @@ class BodySeen:
 
 
 @dataclass(slots=True, eq=False)
-class LifeSeen:
+class RouterLifeSeen:
     """One life of a router, as far as messages and acts tell of it."""
 
     woke_us: int
@@ -129,12 +129,12 @@ class LifeSeen:
     served_us_before: int
     """Since when somebody has."""
     sessions: dict[Session, SessionSeen] = field(default_factory=dict)
-    bodies: dict[RequestNumber, BodySeen] = field(default_factory=dict)
-    origins: dict[bytes, BodySeen] = field(default_factory=dict)
-    touched: dict[bytes, BodySeen] = field(default_factory=dict)
+    bodies: dict[RequestNumber, RequestSeen] = field(default_factory=dict)
+    origins: dict[bytes, RequestSeen] = field(default_factory=dict)
+    touched: dict[bytes, RequestSeen] = field(default_factory=dict)
     dead: list[SessionSeen] = field(default_factory=list)
     """Since everything was last looked at."""
-    left_behind: list[Hop] = field(default_factory=list)
+    left_behind: list[ChoiceAtInstance] = field(default_factory=list)
     """Where choices were that have been found elsewhere."""
     looks: int = 0
     joining: SessionSeen | None = None

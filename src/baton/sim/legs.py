@@ -11,25 +11,25 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from baton.core.engine.ended import EndedRequest
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
+from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdCode
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Declined,
-    Delivered,
+    ChoiceOutcome,
+    DeliverTokens,
     FleetChanged,
     Join,
-    Orphan,
-    OrphanDropped,
-    Outcome,
-    RouterConfig,
+    RequestDeclined,
     Session,
+    UnclaimedDropped,
+    UnclaimedFound,
 )
 from baton.core.routing.identity import RequestNumber
 from baton.sim.faults import Fault
-from baton.sim.gate_watcher import GateView, GateWatcher
+from baton.sim.gate_watcher import RouterView, RouterWatcher
 from baton.sim.laws import (
     DESERVED_END,
     DESERVED_LOSS,
@@ -41,28 +41,28 @@ from baton.sim.laws import (
     RIGHT_PLACE,
     LawBroken,
 )
-from baton.sim.leg_laws import LegLaws, billed, let_go, same_request
-from baton.sim.leg_records import BodySeen, ChoiceSeen, Hop, Leg, LifeSeen, SessionSeen
-from baton.wire.engine_messages import RefusedWith, StepOutput
+from baton.sim.leg_laws import AttemptLaws, billed, let_go, same_request
+from baton.sim.leg_records import AttemptSeen, ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
+from baton.wire.engine_messages import RefusedMessage, StepOutput
 from baton.wire.router_messages import (
-    Beat,
-    Forget,
+    AllHeldSaid,
+    ForgetSerials,
     FromInstance,
     FromRouter,
+    HeartbeatMessage,
     HeldGroup,
     Leaving,
-    Place,
-    Settled,
+    PlaceAttempt,
     Welcome,
 )
-from baton.wire.router_sessions import Act, Close, Say
+from baton.wire.router_sessions import Act, CloseConnection, SayToInstance
 
 COUNT_EVERY = 8
 ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
 NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
 
 
-class Witness(Protocol):
+class RouterExcuses(Protocol):
     """What happened, as far as it excuses a router."""
 
     def may_be_suspected(self, instance: int) -> bool:
@@ -74,8 +74,8 @@ class Witness(Protocol):
     def fire(self, fault: Fault, where: str) -> None: ...
 
 
-class LegBook(GateWatcher):
-    def __init__(self, config: RouterConfig, witness: Witness) -> None:
+class AttemptBook(RouterWatcher):
+    def __init__(self, config: RouterConfig, witness: RouterExcuses) -> None:
         super().__init__()
         self._config = config
         self._witness = witness
@@ -84,8 +84,8 @@ class LegBook(GateWatcher):
 
     def begin(self, now_us: int) -> None:
         """A new life, which knows nothing."""
-        self._life = LifeSeen(now_us, now_us, now_us)
-        self._laws = LegLaws(self._config, self._life)
+        self._life = RouterLifeSeen(now_us, now_us, now_us)
+        self._laws = AttemptLaws(self._config, self._life)
 
     def members(self) -> dict[int, set[bytes]]:
         """By instance: what it says that it has cached."""
@@ -106,7 +106,7 @@ class LegBook(GateWatcher):
         choices = []
         for index, item in enumerate(group):
             choices.append(ChoiceSeen(index, item.request_id, item, item.prompt.tobytes(), max_tokens=item.max_tokens))
-        self._life.bodies[body] = self._life.origins[origin] = BodySeen(body, origin, now_us, choices)
+        self._life.bodies[body] = self._life.origins[origin] = RequestSeen(body, origin, now_us, choices)
 
     def left(self, body: RequestNumber) -> None:
         self._life.bodies[body].left = True
@@ -138,18 +138,18 @@ class LegBook(GateWatcher):
 
     def heard(self, number: Session, message: FromInstance, now_us: int) -> None:
         session = self._life.sessions.get(number)
-        if session is None or (session.welcomed and isinstance(message, Join | HeldGroup | Settled)):
+        if session is None or (session.welcomed and isinstance(message, Join | HeldGroup | AllHeldSaid)):
             return
         match message:
             case StepOutput():
                 session.sign_us = now_us
                 for ended in message.ended:
                     self._ended(session, ended, now_us)
-            case Beat():
+            case HeartbeatMessage():
                 session.sign_us = now_us
                 session.doomed = message.engine_silent_us >= self._config.suspect_us
                 self._names(session, message)
-            case AcceptedAs(ticket, serials):
+            case Accepted(ticket, serials):
                 leg = session.tickets.pop(ticket, None)
                 for hop, serial in zip(leg.hops if leg is not None else (), serials, strict=False):
                     hop.serial, hop.opened_us = serial, now_us
@@ -157,7 +157,7 @@ class LegBook(GateWatcher):
                     self._touch(hop)
                     if hop.choice.hop is not hop:  # it was found elsewhere meanwhile
                         self._life.left_behind.append(hop)
-            case RefusedWith(ticket, code):
+            case RefusedMessage(ticket, code):
                 leg = session.tickets.pop(ticket, None)
                 for hop in leg.hops if leg is not None else ():
                     hop.called_back = True
@@ -174,12 +174,12 @@ class LegBook(GateWatcher):
                     session.drain(now_us)
             case HeldGroup():
                 self._holds(session, message)
-            case Settled():
+            case AllHeldSaid():
                 session.sign_us = now_us
             case Leaving():
                 session.drain(now_us)
 
-    def _names(self, session: SessionSeen, beat: Beat) -> None:
+    def _names(self, session: SessionSeen, beat: HeartbeatMessage) -> None:
         if beat.fresh:
             session.said.clear()
         session.said.difference_update(_keys(beat.forgotten))
@@ -208,11 +208,11 @@ class LegBook(GateWatcher):
         body = self._life.origins.get(message.origin)
         if body is None:
             blank = [ChoiceSeen(index, f"{message.origin!r}.{index}", None) for index in range(message.body_choices)]
-            body = self._life.origins[message.origin] = BodySeen(None, message.origin, 0, blank, found=True)
-        leg = Leg()
+            body = self._life.origins[message.origin] = RequestSeen(None, message.origin, 0, blank, found=True)
+        leg = AttemptSeen()
         for line in message.lines:
             choice = body.choices[message.choices[line.place]]
-            hop = Hop(body, choice, session, leg, line.serial, line.ended)
+            hop = ChoiceAtInstance(body, choice, session, leg, line.serial, line.ended)
             leg.hops.append(hop)
             body.hops.append(hop)
             session.serials[line.serial] = hop
@@ -224,19 +224,19 @@ class LegBook(GateWatcher):
         if self._life.joining is not None and not _is_of_join(act, self._life.joining.number):
             self._found_where_they_were(self._life.joining)
         match act:
-            case Say(number, message):
+            case SayToInstance(number, message):
                 session = self._life.sessions.get(number)
                 if session is not None:
                     self._said(session, message, now_us)
-            case Delivered(body, choice, tokens, _, _, outcome):
+            case DeliverTokens(body, choice, tokens, _, _, outcome):
                 self._delivered(self._life.bodies[body], choice, tokens, outcome, now_us)
-            case Close(number):
+            case CloseConnection(number):
                 self.lost(number)
-            case Declined(body, refusal):
+            case RequestDeclined(body, refusal):
                 self._turned_down(self._life.bodies[body], refusal, now_us)
-            case Orphan():
+            case UnclaimedFound():
                 self._orphan(act, now_us)
-            case OrphanDropped(body):
+            case UnclaimedDropped(body):
                 self._over(self._life.bodies[body])
             case FleetChanged():
                 self._changed(act)
@@ -245,7 +245,7 @@ class LegBook(GateWatcher):
 
     def _said(self, session: SessionSeen, message: FromRouter, now_us: int) -> None:
         match message:
-            case Place():
+            case PlaceAttempt():
                 self._placed(session, message, now_us)
             case Cancel(serial):
                 if serial in session.serials:
@@ -253,7 +253,7 @@ class LegBook(GateWatcher):
             case StopAt(serial):
                 if serial in session.serials:
                     session.serials[serial].stopped = True
-            case Forget(serials):
+            case ForgetSerials(serials):
                 for serial in serials:
                     if serial in session.serials:
                         session.serials[serial].forgotten = True
@@ -279,13 +279,13 @@ class LegBook(GateWatcher):
         if not givers:
             raise LawBroken(RIGHT_PLACE, f"{address} shall prefill, and is not there")
 
-    def _placed(self, session: SessionSeen, place: Place, now_us: int) -> None:
+    def _placed(self, session: SessionSeen, place: PlaceAttempt, now_us: int) -> None:
         body = self._life.origins[place.origin]
         if not session.serves:
             raise LawBroken(RIGHT_PLACE, f"a leg of {body.origin!r} goes to {session.name}: {session.join}")
         if session.join is not None and len(session.open_hops()) >= self._config.ahead * session.join.slots:
             raise LawBroken(RIGHT_PLACE, f"{len(session.open_hops())} choices are open at {session.name}, and more come")
-        leg = session.tickets[place.ticket] = Leg()
+        leg = session.tickets[place.ticket] = AttemptSeen()
         for item, index in zip(place.group, place.choices, strict=True):
             choice = body.choices[index]
             same_request(choice, item)
@@ -296,11 +296,13 @@ class LegBook(GateWatcher):
                 self._laws.avoids(choice, session)
             choice.legs += 1
             session.legs += 1
-            choice.hop = hop = Hop(body, choice, session, leg)
+            choice.hop = hop = ChoiceAtInstance(body, choice, session, leg)
             leg.hops.append(hop)
             body.hops.append(hop)
 
-    def _delivered(self, body: BodySeen, index: int, tokens: list[int], outcome: Outcome | None, now_us: int) -> None:
+    def _delivered(
+        self, body: RequestSeen, index: int, tokens: list[int], outcome: ChoiceOutcome | None, now_us: int
+    ) -> None:
         choice = body.choices[index]
         if choice.outcome is None and body.left and outcome is not None and outcome.reason is FinishReason.ABORT:
             choice.outcome = outcome
@@ -315,12 +317,12 @@ class LegBook(GateWatcher):
         billed(body, choice, outcome)
         self._perhaps_over(body)
 
-    def _perhaps_over(self, body: BodySeen) -> None:
+    def _perhaps_over(self, body: RequestSeen) -> None:
         """What nobody has come for yet may still be wanted."""
         if all(choice.outcome is not None for choice in body.choices) and (body.claimed or not body.found):
             self._over(body)
 
-    def _turned_down(self, body: BodySeen, refusal: Refusal, now_us: int) -> None:
+    def _turned_down(self, body: RequestSeen, refusal: Refusal, now_us: int) -> None:
         if refusal.code is RefusalCode.NO_INSTANCE:
             if not any(self._laws.gave_out(body, choice, now_us) for choice in body.choices):
                 raise LawBroken(
@@ -330,7 +332,7 @@ class LegBook(GateWatcher):
             raise LawBroken(DESERVED_END, f"{body.origin!r} has begun, and is turned down: {refusal}")
         self._over(body)
 
-    def _orphan(self, act: Orphan, now_us: int) -> None:
+    def _orphan(self, act: UnclaimedFound, now_us: int) -> None:
         body = self._life.origins[act.origin]
         if body.over:
             raise LawBroken(ENDS_ONCE, f"{act.origin!r} is over, and is found again as {act.request}")
@@ -360,7 +362,7 @@ class LegBook(GateWatcher):
 
     # ── after everything was said ────────────────────────────────────────────────────────────────────────────────────────
 
-    def looked(self, view: GateView, now_us: int) -> None:
+    def looked(self, view: RouterView, now_us: int) -> None:
         touched, self._life.touched = self._life.touched, {}
         dead, self._life.dead = self._life.dead, []
         left_behind, self._life.left_behind = self._life.left_behind, []
@@ -420,16 +422,16 @@ class LegBook(GateWatcher):
         self.kept = kept
         self._life.sessions.clear()
 
-    def _over(self, body: BodySeen) -> None:
+    def _over(self, body: RequestSeen) -> None:
         body.over = True
         self._life.touched[body.origin] = body
 
-    def _touch(self, hop: Hop) -> None:
+    def _touch(self, hop: ChoiceAtInstance) -> None:
         self._life.touched[hop.body.origin] = hop.body
 
 
 def _is_of_join(act: Act, session: Session) -> bool:
-    return isinstance(act, Say) and act.session == session and isinstance(act.message, Cancel | Forget)
+    return isinstance(act, SayToInstance) and act.session == session and isinstance(act.message, Cancel | ForgetSerials)
 
 
 def _keys(data: bytes) -> list[bytes]:

@@ -13,7 +13,7 @@ from collections import Counter
 from enum import Enum
 from typing import Protocol
 
-from baton.sim.network import Network
+from baton.sim.network import SimulatedNetwork
 from baton.sim.world import Alarm, Host
 from baton.wire.link import Acceptor, Initiator, Link, LinkConfig, LinkState, Lost, Opened, Replaced, Took
 
@@ -32,7 +32,7 @@ class Owner(Protocol):
         """In order. Also called with none, when the line may have room again."""
 
 
-class LineEnd(Protocol):
+class LineEndpoint(Protocol):
     """One end of a line, as its owner holds it."""
 
     wanted: bool
@@ -70,16 +70,16 @@ class LineEnd(Protocol):
 class Lines(Protocol):
     """How the processes of a world are connected. Each end of a line has a name."""
 
-    def initiator(self, host: Host, name: str, peer: str, owner: Owner, first_session: int = 1) -> LineEnd: ...
+    def initiator(self, host: Host, name: str, peer: str, owner: Owner, first_session: int = 1) -> LineEndpoint: ...
 
-    def acceptor(self, host: Host, name: str, peer: str, owner: Owner) -> LineEnd: ...
+    def acceptor(self, host: Host, name: str, peer: str, owner: Owner) -> LineEndpoint: ...
 
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class LinkEnd:
-    def __init__(self, host: Host, network: Network, name: str, peer: str, link: Link, owner: Owner) -> None:
+    def __init__(self, host: Host, network: SimulatedNetwork, name: str, peer: str, link: Link, owner: Owner) -> None:
         self.link = link
         self._host = host
         self._network = network
@@ -178,7 +178,7 @@ class LinkEnd:
 class Links:
     """Lines over a network that may lose, delay and spoil packets."""
 
-    def __init__(self, network: Network, config: LinkConfig) -> None:
+    def __init__(self, network: SimulatedNetwork, config: LinkConfig) -> None:
         self._network = network
         self._config = config
 

@@ -10,19 +10,19 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.core.config import Role
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain
+from baton.core.engine.orders import Accepted, Cancel, Drain
 from baton.core.routing.events import Instance as InstanceName
 from baton.core.routing.events import Join
 from baton.sim.faults import Fault
-from baton.sim.instance import Instance
+from baton.sim.instance import SimulatedInstance
 from baton.sim.laws import ENDS_AT_ONCE, FORGOTTEN, LINE_BOUND, LawBroken
 from baton.sim.lines import Lines
 from baton.sim.world import Alarm, Host
 from baton.wire.engine_messages import (
-    Failed,
-    Peers,
+    FailedMessage,
+    PrefillPeerAddresses,
     Pulse,
-    RefusedWith,
+    RefusedMessage,
     StepOutput,
     ToEngine,
     decode_from_engine,
@@ -46,7 +46,7 @@ def line_names(number: int) -> tuple[str, str]:
     return f"front of {number}", f"{ROUTER} {number}"
 
 
-def join_of(life: Instance, role: Role, draining: bool = False) -> Join:
+def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join:
     worker, config = life.require_worker(), life.spec.config
     return Join(
         name=InstanceName(life.host.name),
@@ -65,8 +65,8 @@ def join_of(life: Instance, role: Role, draining: bool = False) -> Join:
     )
 
 
-class Member:
-    def __init__(self, front: Host, lines: Lines, life: Instance, grace_us: int) -> None:
+class InstanceFrontEnd:
+    def __init__(self, front: Host, lines: Lines, life: SimulatedInstance, grace_us: int) -> None:
         self.life = life
         self.relay = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
         self.serves = False
@@ -120,8 +120,8 @@ class Member:
         message = decode_from_engine(frame)
         self._engine_us = self._front.world.now_us
         match message:
-            case AcceptedAs() | RefusedWith():
-                if isinstance(message, AcceptedAs):
+            case Accepted() | RefusedMessage():
+                if isinstance(message, Accepted):
                     self._running.update(message.serials)
                 if self.relay.owns_ticket(message.ticket):
                     self._carry_out(self.relay.take(message, self._engine_us))
@@ -132,7 +132,7 @@ class Member:
                     self._carry_out(self.relay.take(ours, self._engine_us))
             case Pulse():
                 self._beat(message)
-            case Failed():
+            case FailedMessage():
                 self.line.close("the engine has failed")
             case _:
                 pass
@@ -187,7 +187,7 @@ class Member:
         for message in out.says:
             self._say(message)
         if out.neighbours is not None:
-            self._order(Peers(out.neighbours))
+            self._order(PrefillPeerAddresses(out.neighbours))
         if out.turned_away is not None:
             self.line.reset(self.line.session, out.turned_away)
         if out.drain and not self.drains:

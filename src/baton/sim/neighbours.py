@@ -31,11 +31,11 @@ from baton.core.handover.messages import (
     Verify,
 )
 from baton.executor.contract import KvView
-from baton.sim.device import Signals
+from baton.sim.device import LayerListener
 from baton.sim.faults import Fault
-from baton.sim.instance import Instance
+from baton.sim.instance import SimulatedInstance
 from baton.sim.laws import LINE_BOUND, SAME_LAYOUT, LawBroken
-from baton.sim.lines import LineEnd, Lines
+from baton.sim.lines import LineEndpoint, Lines
 from baton.sim.transfer import Report
 from baton.sim.world import Host
 from baton.wire.peer_messages import (
@@ -72,7 +72,7 @@ class ReceivingEnd(Protocol):
     def fence(self, handover: Handover) -> None: ...
 
 
-class SendingEnd(Signals, Protocol):
+class SendingEnd(LayerListener, Protocol):
     """Where KV leaves from, as it is computed."""
 
     @property
@@ -99,8 +99,8 @@ class DataConnections(Protocol):
         """It is over."""
 
 
-class Neighbours:
-    def __init__(self, life: Instance, lines: Lines, fabric: DataConnections, peers: Sequence[str]) -> None:
+class SimulatedPeers:
+    def __init__(self, life: SimulatedInstance, lines: Lines, fabric: DataConnections, peers: Sequence[str]) -> None:
         name, host, kv = life.host.name, life.host, life.executor.kv
         self.fabric = fabric
         self._gives = life.spec.config.role.gives
@@ -156,7 +156,7 @@ class Neighbours:
 class _Talk:
     """One conversation with one peer."""
 
-    def __init__(self, ours: Neighbours, life: Instance, lines: Lines, peer: str) -> None:
+    def __init__(self, ours: SimulatedPeers, life: SimulatedInstance, lines: Lines, peer: str) -> None:
         self.registered = False
         self._ours = ours
         self._to_be_told: deque[int | None] = deque()
@@ -170,7 +170,7 @@ class _Talk:
         ends = end_name(life.host.name, peer), end_name(peer, life.host.name)
         self._gives = life.spec.config.role.gives
         if self._gives:
-            self.line: LineEnd = lines.acceptor(life.host, *ends, self)
+            self.line: LineEndpoint = lines.acceptor(life.host, *ends, self)
         else:
             self.line = lines.initiator(life.host, *ends, self, life.life * SESSIONS_A_LIFE + 1)
 

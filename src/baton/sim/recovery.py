@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from baton.core.config import MIXED
 from baton.sim.asks import VOCABULARY, probe_ask
-from baton.sim.clients import User
+from baton.sim.clients import SimulatedUser
 from baton.sim.fuzzed_world import HEALED_WITHIN_US, FuzzedWorld
 from baton.sim.laws import LIVENESS, RECOVERY, LawBroken
 from baton.sim.scenario import HANDED_OVER_TOKENS
-from baton.sim.seats import Seat
+from baton.sim.seats import InstanceHost
 from baton.sim.world import stream_of
 
 SAID_WITHIN_US = 350_000
@@ -31,7 +31,7 @@ class Recovery:
                 raise LawBroken(RECOVERY, f"{', '.join(absent)} do not serve")
             site.world.step()
 
-    def _knows_its_peers(self, seat: Seat) -> bool:
+    def _knows_its_peers(self, seat: InstanceHost) -> bool:
         """Every pair has registered with each other in the same session."""
         others = [other for other in self._site.seats if other.name in seat.peers]
         for other in others:
@@ -101,7 +101,7 @@ class Recovery:
     def _handovers(self) -> list[int]:
         return [0 if seat.instance is None else self._site.judge.handovers_to(seat.instance) for seat in self._site.seats]
 
-    def _until_answered(self, probes: list[User]) -> None:
+    def _until_answered(self, probes: list[SimulatedUser]) -> None:
         for probe in probes:
             probe.start(self._site.world.now_us)
         self._site.until_all_have_ended(probes, HEALED_WITHIN_US, RECOVERY)

@@ -24,9 +24,9 @@ from baton.core.config import (
     VictimPolicy,
     WorkerConfig,
 )
-from baton.core.routing.events import Policy, RouterConfig
-from baton.sim.asks import VOCABULARY, Ask, draw_ask
-from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, Rates, draw_classes, draw_rates
+from baton.core.routing.config import RouterConfig, RoutingPolicy
+from baton.sim.asks import VOCABULARY, ClientRequest, draw_ask
+from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, FaultRates, draw_classes, draw_rates
 from baton.sim.porters import CopyTimes
 from baton.sim.seats import seat_name
 from baton.sim.store import StoreTimes
@@ -61,7 +61,7 @@ PLAIN_STORE = StoreTimes(delay_us=500, jitter_us=0, objects_max=1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Trim:
+class ScenarioTrim:
     """What to leave out of a seed's world. None: nothing."""
 
     classes: tuple[str, ...] | None = None
@@ -75,7 +75,7 @@ class UserPlan:
 
     at_us: int
     converses: bool
-    asks: tuple[Ask, ...]
+    asks: tuple[ClientRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Scenario:
     seed: int
     roles: tuple[Role, ...]
     classes: tuple[str, ...]
-    rates: Rates
+    rates: FaultRates
     config: WorkerConfig
     """Of those that serve clients."""
     giver: WorkerConfig
@@ -155,8 +155,8 @@ class Scenario:
         return tuple(ask.index for user in self.users for ask in user.asks)
 
 
-def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
-    trim = trim or Trim()
+def draw_scenario(seed: int, trim: ScenarioTrim | None = None) -> Scenario:
+    trim = trim or ScenarioTrim()
     stream = stream_of(seed, "scenario")
     roles = _draw_roles(seed)
     has_router = seed % 10 not in WITHOUT_ROUTER
@@ -207,7 +207,7 @@ def _draw_carrying(seed: int, classes: tuple[str, ...]) -> RouterConfig:
     stream = stream_of(seed, "router")
     crowded, ahead = stream.choice((4.0, 16.0)), stream.choice((0.5, 1.0, 2.0))
     return RouterConfig(
-        policy=stream.choice(tuple(Policy)),
+        policy=stream.choice(tuple(RoutingPolicy)),
         preempt_retry_count=stream.choice((0, 1, 3, 3, 16)),
         preempt_retry_exclude_decode=stream.random() < 0.7,
         loss_retry_count=stream.choice((0, 1, 8, 8, 8)),
@@ -390,12 +390,12 @@ def _draw_config(seed: int) -> WorkerConfig:
     )
 
 
-def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> tuple[UserPlan, ...]:
+def _draw_users(seed: int, config: WorkerConfig, rates: FaultRates, span_us: int) -> tuple[UserPlan, ...]:
     """At least 40 requests: an open loop, users who wait for their answers, and conversations."""
     stream = stream_of(seed, "users")
     indices = count()
 
-    def asks(number: int) -> tuple[Ask, ...]:
+    def asks(number: int) -> tuple[ClientRequest, ...]:
         return tuple(
             draw_ask(stream_of(seed, f"ask {index}"), index, config, rates, seed) for index in islice(indices, number)
         )
@@ -415,7 +415,7 @@ def _asking_again(stream: random.Random, users: list[UserPlan], longest: int) ->
     tokens = min(20, longest // 2)
     prompts = [tuple(stream.randrange(VOCABULARY) for _ in range(tokens)) for _ in range(stream.randint(2, 4))]
 
-    def like_others(ask: Ask, prompt: tuple[int, ...], drawn: float) -> Ask:
+    def like_others(ask: ClientRequest, prompt: tuple[int, ...], drawn: float) -> ClientRequest:
         if ask.impossible or drawn > ASKED_AGAIN_SHARE:
             return ask
         room = longest - tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from baton.core.engine.orders import AcceptedAs
+from baton.core.engine.orders import Accepted
 from baton.core.engine.worker import Deliver, Effect, Event, GroupRefused, Launch, Withdrawn
 from baton.core.handover.messages import (
     AttemptFailed,
@@ -22,7 +22,7 @@ from baton.core.handover.messages import (
     Tell,
     Verify,
 )
-from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, Look, Put
+from baton.core.tiers.transfers import CopyIn, CopyOut, FenceTransfer, Get, Look, Put
 
 _OF_PEERS = frozenset(get_args(PeerEffect))
 
@@ -37,13 +37,13 @@ def words_of(effect: Effect) -> str:
         case Deliver(settled):
             ends = [(ended.serial, ended.reason.value) for ended in settled.ended]
             return f"settles: {settled.counts.tolist()} tokens for {settled.serials.tolist()}, ends {ends}"
-        case AcceptedAs(ticket, serials):
+        case Accepted(ticket, serials):
             return f"accepts ticket {ticket} as {list(serials)}"
         case GroupRefused(ticket, refusal):
             return f"refuses ticket {ticket}: {refusal.code}"
         case Withdrawn(ended):
             return f"withdraws {ended.serial}: {ended.reason}"
-        case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceHaul():
+        case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceTransfer():
             return f"{_kind(effect)} {effect.haul}"
         case _:
             return _peer_words(effect)

@@ -10,26 +10,26 @@ import random
 from collections import deque
 
 from baton.core.engine.ended import Bill, EndedRequest
-from baton.core.engine.orders import AcceptedAs, Submit
+from baton.core.engine.orders import Accepted, Submit
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import Instance, Join
 from baton.sim.faults import Fault
-from baton.sim.gate import Gate
+from baton.sim.gate import RouterHost
 from baton.sim.laws import FENCED, LawBroken
 from baton.sim.lines import Lines
 from baton.sim.member import line_names
 from baton.sim.world import Host, World
-from baton.wire.engine_messages import RefusedWith, StepOutput, refused
+from baton.wire.engine_messages import RefusedMessage, StepOutput, refused
 from baton.wire.heartbeats import NO_GAUGES
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import (
-    Beat,
+    AllHeldSaid,
     FromInstance,
+    HeartbeatMessage,
+    HeldChoiceMessage,
     HeldGroup,
-    HeldLine,
     Leaving,
-    Settled,
     decode_from_router,
     encode_membership,
 )
@@ -37,10 +37,10 @@ from baton.wire.router_messages import (
 TOLD_WITHIN_US = 5_000_000
 
 
-class OldLife:
+class ZombieInstance:
     """A process that a later one of the same name has replaced, and that was never told: it was cut off, or asleep."""
 
-    def __init__(self, world: World, lines: Lines, gate: Gate, join: Join, number: int) -> None:
+    def __init__(self, world: World, lines: Lines, gate: RouterHost, join: Join, number: int) -> None:
         self.host = Host(world, f"old life {number}")
         self._gate = gate
         self._join = join
@@ -113,7 +113,7 @@ def _end_of_nobody() -> StepOutput:
 def _held(origin: bytes, choice: int = 0, body_choices: int = 1, serial: int = 1, counts: bytes = b"") -> HeldGroup:
     sampling = Sampling(1, choice, 0.0)
     asked = Submission(RequestId("stranger"), frozen_tokens([1]), sampling, 4)
-    return HeldGroup((asked,), (choice,), body_choices, origin, (HeldLine(0, serial, counts, b"", (), None, None),))
+    return HeldGroup((asked,), (choice,), body_choices, origin, (HeldChoiceMessage(0, serial, counts, b"", (), None, None),))
 
 
 def forged_by_a_member(stream: random.Random) -> bytes:
@@ -122,9 +122,9 @@ def forged_by_a_member(stream: random.Random) -> bytes:
         _tokens_for_nobody(),
         _tokens_for_nobody(3),
         _end_of_nobody(),
-        AcceptedAs(NOBODYS, (1, 2)),
-        RefusedWith(NOBODYS, RefusalCode.QUEUE_FULL, "", None),
-        Settled(),
+        Accepted(NOBODYS, (1, 2)),
+        RefusedMessage(NOBODYS, RefusalCode.QUEUE_FULL, "", None),
+        AllHeldSaid(),
         _held(b"stranger"),
     )
     frame = encode_membership(stream.choice(messages))
@@ -136,19 +136,19 @@ def forged(stream: random.Random, known: Join) -> list[bytes]:
     alien = _like(known, "stranger", known.incarnation, known.role, b"another model")
     wizard = _like(known, "stranger", known.incarnation, "wizard", known.fingerprint)
     outlived = _like(known, known.name, 1, known.role, known.fingerprint)
-    beat = Beat(NO_GAUGES, 0, False, False, b"", b"", ())
+    beat = HeartbeatMessage(NO_GAUGES, 0, False, False, b"", b"", ())
     talks: tuple[tuple[FromInstance, ...], ...] = (
-        (alien, Settled(), beat),
-        (alien, _held(b"x"), Settled(), _tokens_for_nobody()),
-        (wizard, Settled()),
-        (outlived, _held(b"x"), _held(b"x", 1, 2, 9), Settled(), _end_of_nobody()),
+        (alien, AllHeldSaid(), beat),
+        (alien, _held(b"x"), AllHeldSaid(), _tokens_for_nobody()),
+        (wizard, AllHeldSaid()),
+        (outlived, _held(b"x"), _held(b"x", 1, 2, 9), AllHeldSaid(), _end_of_nobody()),
         (outlived, alien),
         (beat,),
-        (Settled(),),
+        (AllHeldSaid(),),
         (Leaving(),),
         (_held(b"x"), alien),
         (_tokens_for_nobody(),),
-        (AcceptedAs(0, (0,)),),
+        (Accepted(0, (0,)),),
     )
     frames = [encode_membership(message) for message in stream.choice(talks)]
     if len(frames) > 1 and stream.random() < 0.3:  # never who it says it is

@@ -41,7 +41,7 @@ class BadFleet(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
+class RouterPorts:
     """Where a router listens. Zero in a plan: any free one."""
 
     http: int
@@ -49,7 +49,7 @@ class Ports:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PlannedProcess:
     """An instance of the fleet."""
 
     name: str
@@ -106,16 +106,16 @@ class FleetPlan:
             raise BadFleet(f"that is more than {INSTANCES_MAX} instances on one machine")
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[PlannedProcess, ...]:
         counts = zip(ROLES, (self.prefill, self.decode, self.mixed), strict=True)
-        return tuple(Member(f"{role}-{number}", role) for role, count in counts for number in range(1, count + 1))
+        return tuple(PlannedProcess(f"{role}-{number}", role) for role, count in counts for number in range(1, count + 1))
 
-    def router_command(self, ports: Ports) -> list[str]:
+    def router_command(self, ports: RouterPorts) -> list[str]:
         listens = ("--port", str(ports.http), "--join-port", str(ports.join))
         demo = ("--demo",) if self.demo else ()
         return [*_BATON, "router", self.model, *listens, *demo, *self._drain, *self.router_options]
 
-    def member_command(self, member: Member, join: str, cores: int) -> list[str]:
+    def member_command(self, member: PlannedProcess, join: str, cores: int) -> list[str]:
         place = ("--role", member.role, "--name", member.name, "--router", join, "--port", "0")
         peers = ("--peer-port", "0") if member.role == "prefill" else ()
         threads = ("--threads", str(self.threads or max(1, cores // len(self.members))))

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.bounds import Long
-from baton.core.engine.change_journal import Changes
+from baton.core.engine.change_journal import EngineChanges
 from baton.core.engine.ended import EndedRequest, StartedRequest
 from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit, TellNames
+from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
 from baton.core.engine.plan import Float32s, Int32s, Logprobs
 from baton.core.engine.records import Settled
 from baton.core.engine.request import NO_TOKENS, Prompt, Submission, Tokens
@@ -36,17 +36,17 @@ class WireError(BatonError):
     """Bytes that are not a message of this version."""
 
 
-class Peers(msgspec.Struct, tag="peers", frozen=True):
+class PrefillPeerAddresses(msgspec.Struct, tag="peers", frozen=True):
     """Who prefills for this instance from now on: call these, and hang up on all others."""
 
     addresses: tuple[str, ...]
 
 
-ToWorker = Submit | Cancel | StopAt | Drain | TellNames
-ToEngine = ToWorker | Peers
+ToWorker = Submit | Cancel | StopAt | Drain | ReportChanges
+ToEngine = ToWorker | PrefillPeerAddresses
 
 
-class Ready(msgspec.Struct, tag="ready", frozen=True):
+class ReadyMessage(msgspec.Struct, tag="ready", frozen=True):
     version: int
     context_tokens: int
     vocabulary: int
@@ -62,13 +62,13 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     """HOST:PORT where peers ask this instance to prefill; empty where none can."""
 
 
-class Failed(msgspec.Struct, tag="failed", frozen=True):
+class FailedMessage(msgspec.Struct, tag="failed", frozen=True):
     """The engine cannot go on; this is its last message."""
 
     reason: str
 
 
-class RefusedWith(msgspec.Struct, tag="refused", frozen=True):
+class RefusedMessage(msgspec.Struct, tag="refused", frozen=True):
     ticket: Long
     code: RefusalCode
     message: str
@@ -106,7 +106,7 @@ class Pulse(msgspec.Struct, tag="pulse", frozen=True):
     """(serial, the phase that it entered, microseconds ago)"""
 
 
-FromEngine = Ready | Failed | AcceptedAs | RefusedWith | StepOutput | PeerTraffic | StoreTraffic | Pulse
+FromEngine = ReadyMessage | FailedMessage | Accepted | RefusedMessage | StepOutput | PeerTraffic | StoreTraffic | Pulse
 
 
 # ── arrays and prompts in messages ─────────────────────────────────────────────────────────────────────────────────────
@@ -201,11 +201,11 @@ def decoded(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes, what: str)
 # ── between core values and messages ───────────────────────────────────────────────────────────────────────────────
 
 
-def refused(ticket: int, refusal: Refusal) -> RefusedWith:
-    return RefusedWith(ticket, refusal.code, refusal.message, refusal.retry_after_s)
+def refused(ticket: int, refusal: Refusal) -> RefusedMessage:
+    return RefusedMessage(ticket, refusal.code, refusal.message, refusal.retry_after_s)
 
 
-def refusal_of(message: RefusedWith) -> Refusal:
+def refusal_of(message: RefusedMessage) -> Refusal:
     return Refusal(message.code, message.message, message.retry_after_s)
 
 
@@ -233,13 +233,13 @@ def gauges_output(gauges: SchedulerGauges, drafts: DraftGauges) -> StepOutput:
     return StepOutput(b"", b"", b"", (), (), (), gauges, drafts.fed, drafts.accepted)
 
 
-def pulse(gauges: SchedulerGauges, computing: bool, changes: Changes) -> Pulse:
+def pulse(gauges: SchedulerGauges, computing: bool, changes: EngineChanges) -> Pulse:
     named, forgotten = b"".join(changes.names.named), b"".join(changes.names.forgotten)
     notes = tuple((note.serial, note.phase.name, note.ago_us) for note in changes.notes)
     return Pulse(gauges, computing, changes.names.fresh, named, forgotten, notes)
 
 
-class Rows:
+class DecodedRows:
     """The rows of a StepOutput as plain lists, lengths checked."""
 
     def __init__(self, output: StepOutput) -> None:

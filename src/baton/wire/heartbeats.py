@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.prefix import KEY_BYTES
 from baton.wire.engine_messages import Pulse
-from baton.wire.router_messages import KEYS_A_BEAT_MAX, NOTES_A_BEAT_MAX, Beat
+from baton.wire.router_messages import KEYS_A_BEAT_MAX, NOTES_A_BEAT_MAX, HeartbeatMessage
 
 NO_GAUGES = SchedulerGauges()
 
@@ -65,11 +65,11 @@ class Heartbeats:
         self._notes += [(serial, phase, now_us - ago) for serial, phase, ago in pulse.notes if self._has(serial)]
         del self._notes[:-NOTES_A_BEAT_MAX]
 
-    def beat(self, silent_us: int, now_us: int) -> Beat:
+    def beat(self, silent_us: int, now_us: int) -> HeartbeatMessage:
         fresh, named, forgotten = self._prefixes.take()
         notes = tuple((serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._notes)
         self._notes.clear()
-        return Beat(self._gauges, max(0, silent_us), self._computing, fresh, named, forgotten, notes)
+        return HeartbeatMessage(self._gauges, max(0, silent_us), self._computing, fresh, named, forgotten, notes)
 
 
 def _keys(data: bytes) -> Iterator[bytes]:

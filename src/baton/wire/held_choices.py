@@ -31,9 +31,9 @@ from baton.core.state_machine import StateMachine
 from baton.wire.engine_messages import StepOutput, ToEngine, WireError
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,
+    HeldChoiceMessage,
     HeldGroup,
-    HeldLine,
-    Place,
+    PlaceAttempt,
     held_bytes,
     logprob_bytes,
     prompt_bytes,
@@ -92,7 +92,7 @@ class PlacedGroup:
 
     order: int
     """Our ticket at the engine."""
-    place: Place
+    place: PlaceAttempt
     session: int
     """The one in which it was placed; the ticket of `place` is the router's in that session."""
     choices: list[PlacedChoice] = field(default_factory=list)
@@ -133,20 +133,20 @@ class PlacedChoice:
         if self.counts is not None:
             self.logprobs.append(msgspec.structs.replace(item, row=len(self.counts) - 1))
 
-    def held(self) -> HeldLine:
+    def held(self) -> HeldChoiceMessage:
         count = len(self.tokens) // 4
         counts = array("i", [count] if count else []) if self.counts is None else self.counts
-        return HeldLine(
+        return HeldChoiceMessage(
             self.at, self.serial, counts.tobytes(), bytes(self.tokens), tuple(self.logprobs), self.cached_tokens, self.ended
         )
 
 
-def _place_bytes(place: Place) -> int:
+def _place_bytes(place: PlaceAttempt) -> int:
     prompts = sum(map(prompt_bytes, place.group))
     return len(place.origin) + prompts + 512 * len(place.group)
 
 
-def _held_group(place: Place, kept: list[PlacedChoice]) -> HeldGroup:
+def _held_group(place: PlaceAttempt, kept: list[PlacedChoice]) -> HeldGroup:
     return HeldGroup(place.group, place.choices, place.body_choices, place.origin, tuple(item.held() for item in kept))
 
 
@@ -233,7 +233,7 @@ class HeldChoices:
         """Whether a ticket of this session's router waits for its answer."""
         return any(group.place.ticket == ticket and group.session == self.session for group in self.asked.values())
 
-    def place(self, place: Place) -> list[ToEngine]:
+    def place(self, place: PlaceAttempt) -> list[ToEngine]:
         older = [choice for item in place.group if (choice := self._by_request_id.get(item.request_id)) is not None]
         orders = self.drop_all(older)
         group = PlacedGroup(self._next_ticket, place, self.session, left=len(place.group))

@@ -27,22 +27,22 @@ from enum import Enum
 
 import msgspec
 
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, TellNames
+from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import Join
 from baton.core.state_machine import StateMachine
-from baton.wire.engine_messages import Pulse, RefusedWith, StepOutput, ToEngine, WireError, refused
+from baton.wire.engine_messages import Pulse, RefusedMessage, StepOutput, ToEngine, WireError, refused
 from baton.wire.heartbeats import Heartbeats
 from baton.wire.held_choices import CHOICES_MAX, FIRST_ROUTED_TICKET, HeldChoices, HeldMove, HeldState, PlacedGroup
 from baton.wire.router_messages import (
-    Beat,
-    Forget,
+    AllHeldSaid,
+    ForgetSerials,
     FromInstance,
     FromRouter,
+    HeartbeatMessage,
     Leaving,
-    Neighbours,
-    Place,
-    Settled,
+    PlaceAttempt,
+    PrefillPeersChanged,
     TurnedAway,
     UnknownToken,
     Welcome,
@@ -144,7 +144,7 @@ class InstanceSessions:
         self._turn(InstanceSessionMove.OPEN)
         held, orders = self._choices.next_session()
         self._unsent += orders
-        return [msgspec.structs.replace(self._join, draining=self._draining), *held, Settled()]
+        return [msgspec.structs.replace(self._join, draining=self._draining), *held, AllHeldSaid()]
 
     def lost(self, reason: str, now_us: int) -> None:  # noqa: ARG002
         """The session is over. A second loss, or one before the welcome, does not make the grace longer."""
@@ -188,15 +188,15 @@ class InstanceSessions:
                 return self._turned_away(reason, fenced)
             case _ if self._standing is not InstanceSessionState.SERVING:
                 raise WireError(f"{type(message).__name__} to an instance that is {self._standing.value}")
-            case Place():
+            case PlaceAttempt():
                 return self._place(message)
             case Cancel(serial):
                 return SessionEffects(orders=self._choices.drop([serial]))
-            case Forget(serials):
+            case ForgetSerials(serials):
                 return SessionEffects(orders=self._choices.drop(serials))
             case StopAt(serial):
                 return SessionEffects(orders=[message] if self._choices.is_wanted(serial) else [])
-            case Neighbours(addresses):
+            case PrefillPeersChanged(addresses):
                 return SessionEffects(neighbours=addresses)
             case Drain():
                 self._draining = True
@@ -208,7 +208,7 @@ class InstanceSessions:
         self._turn(InstanceSessionMove.WELCOME)
         self._grace_us = message.orphan_grace_us
         self._lost_us = None
-        return SessionEffects(orders=[*self._flushed(), TellNames()], welcomed=message)
+        return SessionEffects(orders=[*self._flushed(), ReportChanges()], welcomed=message)
 
     def _turned_away(self, reason: str, fenced: bool) -> SessionEffects:
         if self._standing is not InstanceSessionState.JOINING:
@@ -216,7 +216,7 @@ class InstanceSessions:
         self._turn(InstanceSessionMove.TURN_AWAY)
         return SessionEffects(orders=self._flushed(), turned_away=reason, fenced=reason if fenced else None)
 
-    def _place(self, place: Place) -> SessionEffects:
+    def _place(self, place: PlaceAttempt) -> SessionEffects:
         if self._choices.waits(place.ticket):
             raise WireError(f"ticket {place.ticket} waits for its answer already")
         try:
@@ -237,15 +237,15 @@ class InstanceSessions:
         """The router's part, and that of the front end's own requests."""
         return split(output, self._choices.open) if self._choices.open else (None, output)
 
-    def take(self, message: AcceptedAs | RefusedWith | StepOutput, now_us: int) -> SessionEffects:  # noqa: ARG002
+    def take(self, message: Accepted | RefusedMessage | StepOutput, now_us: int) -> SessionEffects:  # noqa: ARG002
         match message:
             case StepOutput():
                 return self._stepped(message)
-            case AcceptedAs(ticket, serials):
+            case Accepted(ticket, serials):
                 group = self._choices.answered(ticket)
                 orders = self._choices.accept(group, serials)
-                return SessionEffects(orders, [AcceptedAs(group.place.ticket, serials)] if self._knows(group) else [])
-            case RefusedWith(ticket):
+                return SessionEffects(orders, [Accepted(group.place.ticket, serials)] if self._knows(group) else [])
+            case RefusedMessage(ticket):
                 group = self._choices.answered(ticket)
                 self._choices.refuse(group)
                 answer = msgspec.structs.replace(message, ticket=group.place.ticket)
@@ -267,7 +267,7 @@ class InstanceSessions:
         """The engine's pulse, once for each: the next beat says it."""
         self._beats.feel(pulse, self._standing is InstanceSessionState.SERVING, now_us)
 
-    def beat(self, pulse: Pulse | None, silent_us: int, now_us: int) -> Beat | None:
+    def beat(self, pulse: Pulse | None, silent_us: int, now_us: int) -> HeartbeatMessage | None:
         """A sign of life for the router; None where there is none. `pulse` is one that was not given before."""
         if pulse is not None:
             self.feel(pulse, now_us)

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.core.engine.change_journal import NamesChanged
+from baton.core.engine.change_journal import CachedKeysChanged
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import Submission
-from baton.core.routing.events import HeldChoice, Join, PhaseNote, Sign
+from baton.core.routing.events import Heartbeat, HeldChoice, Join, PhaseReport
 from baton.core.routing.identity import ChoiceAttempt
 from baton.wire.engine_messages import LogprobLine, WireError, logprob_lines, numbers, tokens_of
-from baton.wire.router_messages import Beat, HeldGroup, HeldLine, check_group, check_tokens
+from baton.wire.router_messages import HeartbeatMessage, HeldChoiceMessage, HeldGroup, check_group, check_tokens
 
 
-def sign_of(beat: Beat, attempts: Mapping[int, ChoiceAttempt]) -> Sign:
+def sign_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) -> Heartbeat:
     """`places`: by serial, where a request is in the router's book; notes of others are left out."""
-    names = NamesChanged(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
+    names = CachedKeysChanged(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
     notes = tuple(
-        PhaseNote(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
+        PhaseReport(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
     )  # fmt: skip
-    return Sign(beat.gauges, beat.engine_silent_us, beat.computing, names, notes)
+    return Heartbeat(beat.gauges, beat.engine_silent_us, beat.computing, names, notes)
 
 
 def _keys(data: bytes) -> tuple[bytes, ...]:
@@ -50,7 +50,7 @@ def held_of(message: HeldGroup, join: Join) -> list[HeldChoice]:
     return [_held_choice(message, line, group[line.place], join) for line in message.lines]
 
 
-def _held_choice(message: HeldGroup, line: HeldLine, submission: Submission, join: Join) -> HeldChoice:
+def _held_choice(message: HeldGroup, line: HeldChoiceMessage, submission: Submission, join: Join) -> HeldChoice:
     tokens = tokens_of(line.tokens)
     check_tokens(tokens, join.vocabulary)
     counts = numbers(line.counts)
@@ -73,7 +73,7 @@ def _held_choice(message: HeldGroup, line: HeldLine, submission: Submission, joi
     )
 
 
-def _extras(line: HeldLine, counts: list[int], vocabulary: int) -> tuple[object, ...]:
+def _extras(line: HeldChoiceMessage, counts: list[int], vocabulary: int) -> tuple[object, ...]:
     if not line.logprobs:
         return ()  # an executor may have none
     rows: list[list[LogprobLine]] = [[] for _ in counts]

@@ -21,14 +21,14 @@ from baton.core.bounds import (
     Fingerprint,
     Incarnation,
     Long,
-    Message,
     Name,
     Positive,
     Reason,
+    WireMessage,
 )
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import Submission
-from baton.core.handover.messages import Ask, Commit, Decline, PeerMessage, Refuse, Release, ToGiver, ToTaker
+from baton.core.handover.messages import Ask, Commit, Decline, PeerMessage, Refuse, Release, ToDecodeSide, ToPrefillSide
 from baton.wire.engine_messages import (
     FRAME_BYTES_MAX,
     PROMPT_OF_LEADER,
@@ -47,7 +47,7 @@ TRANSFERS_MAX = 8
 # ── the start of a session ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Register(Message, tag="register", frozen=True):
+class Register(WireMessage, tag="register", frozen=True):
     """The first frame of a session, from either side: who I am, and what a block of mine looks like."""
 
     name: Name
@@ -62,11 +62,11 @@ class Register(Message, tag="register", frozen=True):
     version: int = PEERING_VERSION
 
 
-class Registered(Message, tag="registered", frozen=True):
+class Registered(WireMessage, tag="registered", frozen=True):
     """We fit; peer messages may follow."""
 
 
-class Unfit(Message, tag="unfit", frozen=True):
+class Unfit(WireMessage, tag="unfit", frozen=True):
     """We do not; the session ends. The reason names both values of what differs."""
 
     reason: Reason
@@ -84,8 +84,8 @@ class _Versioned(msgspec.Struct, tag="register", frozen=True):
 _encoder = msgspec.msgpack.Encoder(enc_hook=encoded_array)
 _registration: msgspec.msgpack.Decoder[Registration] = msgspec.msgpack.Decoder(Registration)
 _versioned: msgspec.msgpack.Decoder[_Versioned] = msgspec.msgpack.Decoder(_Versioned)
-_to_giver: msgspec.msgpack.Decoder[ToGiver] = msgspec.msgpack.Decoder(ToGiver, dec_hook=decoded_array)
-_to_taker: msgspec.msgpack.Decoder[ToTaker] = msgspec.msgpack.Decoder(ToTaker, dec_hook=decoded_array)
+_to_giver: msgspec.msgpack.Decoder[ToPrefillSide] = msgspec.msgpack.Decoder(ToPrefillSide, dec_hook=decoded_array)
+_to_taker: msgspec.msgpack.Decoder[ToDecodeSide] = msgspec.msgpack.Decoder(ToDecodeSide, dec_hook=decoded_array)
 
 
 # ── bytes of ours ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,14 +142,14 @@ def _check_version(frame: bytes) -> None:
         raise WireError(f"the other side speaks version {spoken} of the peer messages, this one {PEERING_VERSION}")
 
 
-def decode_to_giver(frame: bytes) -> ToGiver:
+def decode_to_giver(frame: bytes) -> ToPrefillSide:
     message = decoded(_to_giver, frame, "a message to a giver")
     if isinstance(message, Ask):
         _check_submission(message.submission)
     return message
 
 
-def decode_to_taker(frame: bytes) -> ToTaker:
+def decode_to_taker(frame: bytes) -> ToDecodeSide:
     message = decoded(_to_taker, frame, "a message to a taker")
     if isinstance(message, Commit) and message.logprobs is not None:
         return msgspec.structs.replace(message, logprobs=_first_logprobs(message.logprobs))

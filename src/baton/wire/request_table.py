@@ -30,18 +30,18 @@ import msgspec
 
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import PeerTraffic, StoreTraffic
-from baton.core.engine.orders import AcceptedAs, Cancel, StopAt, Submit
+from baton.core.engine.orders import Accepted, Cancel, StopAt, Submit
 from baton.core.engine.request import Submission
 from baton.core.errors import BatonError, Refusal
 from baton.core.state_machine import StateMachine
 from baton.wire.engine_messages import (
-    Failed,
+    DecodedRows,
+    FailedMessage,
     FromEngine,
     LogprobLine,
     Pulse,
-    Ready,
-    RefusedWith,
-    Rows,
+    ReadyMessage,
+    RefusedMessage,
     StepOutput,
     ToEngine,
     WireError,
@@ -110,7 +110,7 @@ class GroupDeclined(msgspec.Struct, frozen=True):
     refusal: Refusal
 
 
-class Progress(msgspec.Struct, frozen=True):
+class RequestProgress(msgspec.Struct, frozen=True):
     """What a step brought to one request. `ended` comes with the last news of a serial, which may have no token."""
 
     serial: int
@@ -125,7 +125,7 @@ class Progress(msgspec.Struct, frozen=True):
 class EngineReady(msgspec.Struct, frozen=True):
     """The engine serves."""
 
-    ready: Ready
+    ready: ReadyMessage
 
 
 class EngineFailed(msgspec.Struct, frozen=True):
@@ -154,17 +154,17 @@ class StepColumns(msgspec.Struct, frozen=True):
     ended: dict[int, EndedRequest]
     """By serial."""
 
-    def rows(self) -> Iterator[Progress]:
+    def rows(self) -> Iterator[RequestProgress]:
         """The same, request by request; ends without a row come last."""
         over = dict(self.ended)
         for row, (serial, begin, end) in enumerate(zip(self.serials, self.begins, self.ends, strict=True)):
             tokens, cached = self.tokens[begin:end], self.cached.get(serial)
-            yield Progress(serial, tokens, self.logprobs.get(row), cached, over.pop(serial, None))
+            yield RequestProgress(serial, tokens, self.logprobs.get(row), cached, over.pop(serial, None))
         for serial, ended in over.items():
-            yield Progress(serial, [], None, None, ended)
+            yield RequestProgress(serial, [], None, None, ended)
 
 
-class Took(msgspec.Struct, frozen=True):
+class TableNews(msgspec.Struct, frozen=True):
     news: list[News]
     """In the order in which it happened."""
     orders: list[ToEngine]
@@ -251,26 +251,26 @@ class RequestTable:
         self._move(self._serials, serial, EntryMove.LET_GO)
         return True
 
-    def take(self, message: FromEngine) -> Took:
+    def take(self, message: FromEngine) -> TableNews:
         """A WireError means that the engine broke the rules of the conversation; nothing has changed then."""
         if self._lost is not None:
             self.late += 1
-            return Took([], [])
+            return TableNews([], [])
         match message:
             case StepOutput():
                 return self._step(message)
-            case AcceptedAs(ticket, serials):
+            case Accepted(ticket, serials):
                 return self._accepted(ticket, serials)
-            case RefusedWith(ticket):
+            case RefusedMessage(ticket):
                 heard = self._state_of(ticket) in HEARD
                 self._move(self._tickets, ticket, EntryMove.REFUSE)
-                return Took([GroupDeclined(ticket, refusal_of(message))] if heard else [], [])
-            case Ready():
-                return Took([EngineReady(message)], [])
-            case Failed(reason):
-                return Took([EngineFailed(reason)], [])
+                return TableNews([GroupDeclined(ticket, refusal_of(message))] if heard else [], [])
+            case ReadyMessage():
+                return TableNews([EngineReady(message)], [])
+            case FailedMessage(reason):
+                return TableNews([EngineFailed(reason)], [])
             case PeerTraffic() | StoreTraffic() | Pulse():
-                return Took([], [])
+                return TableNews([], [])
 
     def lose(self, reason: str) -> list[LostEntry]:
         """The engine is gone. Every ticket and serial that somebody hears of ends here; a second loss ends nothing."""
@@ -290,7 +290,7 @@ class RequestTable:
             raise WireError(f"an answer to ticket {ticket}, which waits for none")
         return state
 
-    def _accepted(self, ticket: int, serials: tuple[int, ...]) -> Took:
+    def _accepted(self, ticket: int, serials: tuple[int, ...]) -> TableNews:
         before, known = self._state_of(ticket), [serial for serial in serials if serial in self._serials]
         if known or len(frozenset(serials)) != len(serials):
             raise WireError(
@@ -302,11 +302,11 @@ class RequestTable:
         if self._first_serial is None:
             self._first_serial = min(serials, default=None)
         if state is EntryState.UNWANTED:
-            return Took([], [Cancel(serial) for serial in serials])
-        return Took([GroupAccepted(ticket, serials)], [])
+            return TableNews([], [Cancel(serial) for serial in serials])
+        return TableNews([GroupAccepted(ticket, serials)], [])
 
-    def _step(self, output: StepOutput) -> Took:
-        rows, serials = Rows(output), self._serials
+    def _step(self, output: StepOutput) -> TableNews:
+        rows, serials = DecodedRows(output), self._serials
         unheard = [row for row, serial in enumerate(rows.serials) if serials.get(serial) not in HEARD]
         for row in unheard:
             serial = rows.serials[row]
@@ -318,7 +318,7 @@ class RequestTable:
         step = _columns(rows, unheard, cached, {key: end for key, end in ended.items() if serials[key] in HEARD})
         for serial in ended:
             self._move(serials, serial, EntryMove.END)
-        return Took([], [], step if step.serials or step.ended else None)
+        return TableNews([], [], step if step.serials or step.ended else None)
 
     def _is_of_before(self, serial: int) -> bool:
         """Whether a request was accepted in an earlier conversation with this engine."""
@@ -343,7 +343,7 @@ class RequestTable:
         return by_serial
 
 
-def _columns(rows: Rows, unheard: list[int], cached: dict[int, int], ended: dict[int, EndedRequest]) -> StepColumns:
+def _columns(rows: DecodedRows, unheard: list[int], cached: dict[int, int], ended: dict[int, EndedRequest]) -> StepColumns:
     ends = list(accumulate(rows.counts))
     begins = [end - count for end, count in zip(ends, rows.counts, strict=True)]
     if not unheard:  # almost always

@@ -5,7 +5,7 @@
                                          ◀───────       Welcome | TurnedAway
       Beat every 200 ms                  ───────▶
                                          ◀───────       Place, Cancel, StopAt, Forget, Neighbours, Drain
-      AcceptedAs, RefusedWith, StepOutput ──────▶       as a front end hears them from its engine
+      Accepted, RefusedMessage, StepOutput ──────▶       as a front end hears them from its engine
       Leaving                            ───────▶       it takes nothing new
 
 Owns the messages but for `Join` and what a front end also says to its engine, which are values of core. Both
@@ -24,20 +24,20 @@ from baton.core.bounds import (
     Address,
     Count,
     Long,
-    Message,
     Name,
     Positive,
     Reason,
+    WireMessage,
 )
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
+from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import Submission, Tokens, frozen_tokens
 from baton.core.routing.events import MEMBERSHIP_VERSION, Join
 from baton.wire.engine_messages import (
-    RefusedWith,
+    RefusedMessage,
     StepOutput,
     WireError,
     decoded,
@@ -82,7 +82,7 @@ class _Versioned(msgspec.Struct, tag="join", frozen=True):
     version: int
 
 
-class HeldLine(Message, array_like=True, frozen=True):
+class HeldChoiceMessage(WireMessage, array_like=True, frozen=True):
     """What an instance has of one choice of a held group, after what the submission says was generated before."""
 
     place: Count
@@ -96,7 +96,7 @@ class HeldLine(Message, array_like=True, frozen=True):
     ended: EndedRequest | None
 
 
-class HeldGroup(Message, tag="held", frozen=True):
+class HeldGroup(WireMessage, tag="held", frozen=True):
     """A group that a router submitted in an earlier session, and that is still kept."""
 
     group: Annotated[tuple[Submission, ...], Meta(min_length=1, max_length=GROUP_MAX)]
@@ -104,15 +104,15 @@ class HeldGroup(Message, tag="held", frozen=True):
     """Which choices of their body these are; one for each of the group."""
     body_choices: Choices
     origin: Annotated[bytes, Meta(max_length=ORIGIN_BYTES_MAX)]
-    lines: Annotated[tuple[HeldLine, ...], Meta(max_length=GROUP_MAX)]
+    lines: Annotated[tuple[HeldChoiceMessage, ...], Meta(max_length=GROUP_MAX)]
     """One for each choice that is still kept."""
 
 
-class Settled(Message, tag="settled", frozen=True):
+class AllHeldSaid(WireMessage, tag="settled", frozen=True):
     """Everything that is held was said."""
 
 
-class Beat(Message, tag="beat", frozen=True):
+class HeartbeatMessage(WireMessage, tag="beat", frozen=True):
     gauges: SchedulerGauges
     engine_silent_us: Long
     computing: bool
@@ -123,28 +123,28 @@ class Beat(Message, tag="beat", frozen=True):
     """(serial, phase, how long ago in microseconds)"""
 
 
-class Leaving(Message, tag="leaving", frozen=True):
+class Leaving(WireMessage, tag="leaving", frozen=True):
     """It was told to stop: nothing new, please; what is open goes on for a while."""
 
 
-FromInstance = Join | HeldGroup | Settled | Beat | Leaving | AcceptedAs | RefusedWith | StepOutput
+FromInstance = Join | HeldGroup | AllHeldSaid | HeartbeatMessage | Leaving | Accepted | RefusedMessage | StepOutput
 
 
 # ── router to instance ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Welcome(Message, tag="welcome", frozen=True):
+class Welcome(WireMessage, tag="welcome", frozen=True):
     router: Name
     beat_us: Positive
     orphan_grace_us: Long
 
 
-class TurnedAway(Message, tag="turned_away", frozen=True):
+class TurnedAway(WireMessage, tag="turned_away", frozen=True):
     reason: Reason
     fenced: bool
 
 
-class Place(Message, tag="place", frozen=True):
+class PlaceAttempt(WireMessage, tag="place", frozen=True):
     """A leg: submit these choices."""
 
     ticket: Long
@@ -155,19 +155,19 @@ class Place(Message, tag="place", frozen=True):
     origin: Annotated[bytes, Meta(max_length=ORIGIN_BYTES_MAX)]
 
 
-class Forget(Message, tag="forget", frozen=True):
+class ForgetSerials(WireMessage, tag="forget", frozen=True):
     """The body is over: what is kept of these serials may go."""
 
     serials: tuple[Long, ...]
 
 
-class Neighbours(Message, tag="neighbours", frozen=True):
+class PrefillPeersChanged(WireMessage, tag="neighbours", frozen=True):
     """Who prefills for this instance from now on."""
 
     addresses: Annotated[tuple[Address, ...], Meta(max_length=ADDRESSES_MAX)]
 
 
-FromRouter = Welcome | TurnedAway | Place | Cancel | StopAt | Forget | Neighbours | Drain
+FromRouter = Welcome | TurnedAway | PlaceAttempt | Cancel | StopAt | ForgetSerials | PrefillPeersChanged | Drain
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encoded_array)
 _from_instance: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance, dec_hook=decoded_array)
@@ -176,7 +176,7 @@ _from_router: msgspec.msgpack.Decoder[FromRouter] = msgspec.msgpack.Decoder(From
 
 
 def encode_membership(message: FromInstance | FromRouter) -> bytes:
-    if isinstance(message, Place | HeldGroup):
+    if isinstance(message, PlaceAttempt | HeldGroup):
         message = msgspec.structs.replace(message, group=without_shared_prompts(message.group))
     return _encoder.encode(message)
 
@@ -190,14 +190,14 @@ def decode_from_instance(frame: bytes) -> FromInstance:
     match message:
         case StepOutput():
             pass  # looked at row by row, by whoever knows the requests
-        case Beat():
+        case HeartbeatMessage():
             for keys in (message.named, message.forgotten):
                 if len(keys) % KEY_BYTES:
                     raise WireError(f"{len(keys)} bytes are not whole keys of {KEY_BYTES}")
-        case AcceptedAs(_, serials):
+        case Accepted(_, serials):
             if len(serials) > GROUP_MAX:
                 raise WireError(f"a group of {len(serials)} was accepted")
-        case RefusedWith(_, _, text):
+        case RefusedMessage(_, _, text):
             if len(text) > REFUSAL_CHARS_MAX:
                 raise WireError(f"a refusal of {len(text)} characters")
         case Join():
@@ -212,7 +212,7 @@ def decode_from_instance(frame: bytes) -> FromInstance:
 
 def decode_from_router(frame: bytes) -> FromRouter:
     message = decoded(_from_router, frame, "a message from a router")
-    if isinstance(message, Place):
+    if isinstance(message, PlaceAttempt):
         _check_choices(message.group, message.choices, message.body_choices)
         return msgspec.structs.replace(message, group=with_shared_prompts(message.group))
     return message
@@ -267,7 +267,7 @@ def logprob_bytes(item: Logprobs) -> int:
     return item.chosen.nbytes + item.top_ids.nbytes + item.top.nbytes
 
 
-def _line_bytes(line: HeldLine) -> int:
+def _line_bytes(line: HeldChoiceMessage) -> int:
     logprobs = sum(32 + logprob_bytes(item) for item in line.logprobs)
     reason = 0 if line.ended is None or line.ended.fault is None else 4 * len(line.ended.fault.reason)
     return 256 + len(line.counts) + len(line.tokens) + logprobs + reason

@@ -24,51 +24,51 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.bounds import REASON_CHARS_MAX
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt
+from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.request import Submission
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.routing.events import (
-    Admit,
-    Arrived,
+    AdmitInstance,
     AttemptAccepted,
     AttemptRefused,
-    Beaten,
-    CallBack,
-    Came,
-    Claimed,
-    Cut,
-    CutShort,
-    Declined,
-    Delivered,
-    Drains,
-    Due,
+    CancelChoices,
+    ClientLeft,
+    CloseSession,
+    DeadlineCame,
+    DeliverTokens,
     FleetChanged,
-    Forget,
-    HangUp,
+    ForgetChoices,
+    HeartbeatCame,
     HeldChoice,
     Instance,
+    InstanceDrains,
+    InstanceJoined,
+    InstanceLost,
     Join,
-    Joined,
-    Left,
-    Neighbours,
-    Noted,
-    Opened,
     OrderDrain,
-    Orphan,
-    OrphanDropped,
-    Parted,
+    RejectInstance,
+    RequestArrived,
+    RequestClaimed,
+    RequestDeclined,
+    RequestOpened,
     RouterEffect,
     RouterEvent,
-    Send,
+    SendAttempt,
     Session,
-    TurnAway,
+    StopChoice,
+    StopStringFound,
+    TellPrefillPeers,
+    TimelineNoted,
+    TokensCame,
+    UnclaimedDropped,
+    UnclaimedFound,
 )
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 from baton.core.routing.router import Router
 from baton.core.state_machine import StateMachine
 from baton.wire import request_table
 from baton.wire import router_messages as membership
-from baton.wire.engine_messages import RefusedWith, StepOutput, ToEngine, WireError
+from baton.wire.engine_messages import RefusedMessage, StepOutput, ToEngine, WireError
 from baton.wire.membership_decoding import (
     check_lines,
     held_of,
@@ -83,13 +83,13 @@ from baton.wire.router_messages import (
     HELD_GROUPS_MAX,
     ORIGIN_BYTES_MAX,
     PLACE_BYTES_MAX,
-    Beat,
+    AllHeldSaid,
     FromInstance,
     FromRouter,
+    HeartbeatMessage,
     HeldGroup,
     Leaving,
-    Place,
-    Settled,
+    PlaceAttempt,
     TurnedAway,
     Welcome,
     held_bytes,
@@ -101,19 +101,29 @@ RECENT_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SayToInstance:
     session: Session
     message: FromRouter
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class CloseConnection:
     session: Session
     reason: str
 
 
-Act = Say | Close | Opened | Declined | Delivered | Orphan | OrphanDropped | Noted | FleetChanged
-NEWS = (Delivered, Noted, Opened, Declined, FleetChanged, Orphan, OrphanDropped)
+Act = (
+    SayToInstance
+    | CloseConnection
+    | RequestOpened
+    | RequestDeclined
+    | DeliverTokens
+    | UnclaimedFound
+    | UnclaimedDropped
+    | TimelineNoted
+    | FleetChanged
+)
+NEWS = (DeliverTokens, TimelineNoted, RequestOpened, RequestDeclined, FleetChanged, UnclaimedFound, UnclaimedDropped)
 """Effects that are acts as they are; the commonest first."""
 
 
@@ -231,7 +241,7 @@ class RouterSessions:
             return []
         known = session.standing is RouterSessionState.ADMITTED
         self._turn(session, RouterSessionMove.CLOSE)
-        return self._told(Parted(number, reason), now_us) if known else []
+        return self._told(InstanceLost(number, reason), now_us) if known else []
 
     def heard(self, number: Session, message: FromInstance, now_us: int) -> list[Act]:
         """A WireError means that the instance broke the rules: close the session and say that it is lost."""
@@ -243,14 +253,14 @@ class RouterSessions:
         match message:
             case StepOutput():
                 return self._stepped(session, message, now_us)
-            case Beat():
-                return self._told(Beaten(number, sign_of(message, session.recent)), now_us)
-            case AcceptedAs():
+            case HeartbeatMessage():
+                return self._told(HeartbeatCame(number, sign_of(message, session.recent)), now_us)
+            case Accepted():
                 return self._accepted(session, message, now_us)
-            case RefusedWith():
+            case RefusedMessage():
                 return self._refused(session, message, now_us)
             case Leaving():
-                return self._told(Drains(Instance(session.joined().name)), now_us)
+                return self._told(InstanceDrains(Instance(session.joined().name)), now_us)
             case _:
                 raise WireError(f"{type(message).__name__} from an instance that has joined")
 
@@ -263,7 +273,7 @@ class RouterSessions:
             case RouterSessionState.JOINING, HeldGroup():
                 self._holds(session, message)
                 return []
-            case RouterSessionState.JOINING, Settled():
+            case RouterSessionState.JOINING, AllHeldSaid():
                 return self._settled(session, now_us)
             case _:
                 raise WireError(f"{type(message).__name__} from an instance that is {session.standing.value}")
@@ -280,7 +290,7 @@ class RouterSessions:
 
     def _settled(self, session: _InstanceSession, now_us: int) -> list[Act]:
         join = session.joined()
-        acts = self._told(Joined(session.number, join, join.draining, tuple(session.held.values())), now_us)
+        acts = self._told(InstanceJoined(session.number, join, join.draining, tuple(session.held.values())), now_us)
         if session.standing is RouterSessionState.JOINING:
             raise InvariantViolated(f"the router neither admitted session {session.number} nor turned it away")
         return acts
@@ -295,24 +305,24 @@ class RouterSessions:
         # What no instance could take must not be offered to one after the other: each would end its session over it.
         refusal = _too_large(group, origin)
         if refusal is not None:
-            return number, [Declined(number, refusal)]
-        return number, self._told(Arrived(number, tenant, tuple(group), origin), now_us)
+            return number, [RequestDeclined(number, refusal)]
+        return number, self._told(RequestArrived(number, tenant, tuple(group), origin), now_us)
 
     def leave(self, number: RequestNumber, now_us: int) -> list[Act]:
-        return self._told(Left(number), now_us)
+        return self._told(ClientLeft(number), now_us)
 
     def cut(self, number: RequestNumber, choice: int, keep: int, now_us: int) -> list[Act]:
-        return self._told(Cut(number, choice, keep), now_us)
+        return self._told(StopStringFound(number, choice, keep), now_us)
 
     def claim(self, number: RequestNumber, now_us: int, group: Sequence[Submission] = ()) -> list[Act]:
         """`group`: all choices as they were asked for, where that is known: those that no instance holds begin anew."""
-        return self._told(Claimed(number, tuple(group)), now_us)
+        return self._told(RequestClaimed(number, tuple(group)), now_us)
 
     def drain(self, name: str, now_us: int) -> list[Act]:
-        return self._told(Drains(Instance(name)), now_us)
+        return self._told(InstanceDrains(Instance(name)), now_us)
 
     def tick(self, now_us: int) -> list[Act]:
-        return [*self._told(Due(), now_us), *self._close_strangers(now_us)]
+        return [*self._told(DeadlineCame(), now_us), *self._close_strangers(now_us)]
 
     def next_deadline(self) -> int | None:
         times = [
@@ -328,7 +338,7 @@ class RouterSessions:
 
     # ── what an instance says of attempts ────────────────────────────────────────────────────────────────────────────────
 
-    def _accepted(self, session: _InstanceSession, message: AcceptedAs, now_us: int) -> list[Act]:
+    def _accepted(self, session: _InstanceSession, message: Accepted, now_us: int) -> list[Act]:
         sent = session.tickets.get(message.ticket)
         if sent is not None and len(sent.choices) != len(message.serials):
             raise WireError(f"{len(sent.choices)} choices were accepted as {len(message.serials)} requests")
@@ -350,7 +360,7 @@ class RouterSessions:
                 acts += _says(session, [session.table.stop(serial, run.keep)])
         return acts + self._told(AttemptAccepted(session.number, sent.id), now_us)
 
-    def _refused(self, session: _InstanceSession, message: RefusedWith, now_us: int) -> list[Act]:
+    def _refused(self, session: _InstanceSession, message: RefusedMessage, now_us: int) -> list[Act]:
         acts: list[Act] = []
         for news in session.table.take(message).news:
             if isinstance(news, request_table.GroupDeclined):
@@ -374,7 +384,7 @@ class RouterSessions:
             if session.standing is RouterSessionState.OVER:
                 break  # by what came of the rows before
             for effect in handle(event, now_us):
-                if type(effect) is Delivered:
+                if type(effect) is DeliverTokens:
                     acts.append(effect)
                 else:
                     self._do(effect, acts)
@@ -396,31 +406,31 @@ class RouterSessions:
         if session is None:
             return  # lost meanwhile; the router hears of it, or has
         match effect:
-            case Send():
+            case SendAttempt():
                 acts.append(self._place(session, effect))
-            case CallBack(_, attempt, choices):
+            case CancelChoices(_, attempt, choices):
                 acts += _call_back(session, attempt, choices)
-            case CutShort(_, which, keep):
+            case StopChoice(_, which, keep):
                 acts += _cut_short(session, which, keep)
-            case Forget(_, attempt):
+            case ForgetChoices(_, attempt):
                 acts += _forget(session, attempt)
-            case Neighbours(number, addresses):
-                acts.append(Say(number, membership.Neighbours(addresses[:ADDRESSES_MAX])))
+            case TellPrefillPeers(number, addresses):
+                acts.append(SayToInstance(number, membership.PrefillPeersChanged(addresses[:ADDRESSES_MAX])))
             case OrderDrain(number):
-                acts.append(Say(number, Drain()))
-            case Admit():
+                acts.append(SayToInstance(number, Drain()))
+            case AdmitInstance():
                 acts += self._admit(session, effect)
-            case TurnAway(number, reason, fenced):
-                acts += [Say(number, TurnedAway(reason[:REASON_CHARS_MAX], fenced)), self._close(session, reason)]
-            case HangUp(_, reason):
+            case RejectInstance(number, reason, fenced):
+                acts += [SayToInstance(number, TurnedAway(reason[:REASON_CHARS_MAX], fenced)), self._close(session, reason)]
+            case CloseSession(_, reason):
                 acts.append(self._close(session, reason))
 
-    def _close(self, session: _InstanceSession, reason: str) -> Close:
+    def _close(self, session: _InstanceSession, reason: str) -> CloseConnection:
         del self._sessions[session.number]
         self._turn(session, RouterSessionMove.CLOSE)
-        return Close(session.number, reason)
+        return CloseConnection(session.number, reason)
 
-    def _place(self, session: _InstanceSession, send: Send) -> Say:
+    def _place(self, session: _InstanceSession, send: SendAttempt) -> SayToInstance:
         message = session.table.submit(send.group)
         sent = _SentAttempt(send.attempt, message.ticket)
         context = session.joined().context_tokens
@@ -428,12 +438,14 @@ class RouterSessions:
             which = ChoiceAttempt(send.attempt.request, choice, send.attempt.attempt)
             sent.choices[choice] = _SentChoice(which, sent, tokens_left(item, context), item.sampling.logprobs is not None)
         session.attempts[send.attempt] = session.tickets[message.ticket] = sent
-        return Say(session.number, Place(message.ticket, message.group, send.choices, send.body_choices, send.origin))
+        return SayToInstance(
+            session.number, PlaceAttempt(message.ticket, message.group, send.choices, send.body_choices, send.origin)
+        )
 
-    def _admit(self, session: _InstanceSession, admit: Admit) -> list[Act]:
+    def _admit(self, session: _InstanceSession, admit: AdmitInstance) -> list[Act]:
         config, context = self.router.config, session.joined().context_tokens
         self._turn(session, RouterSessionMove.ADMIT)
-        acts: list[Act] = [Say(session.number, Welcome(self._name, config.beat_us, config.orphan_grace_us))]
+        acts: list[Act] = [SayToInstance(session.number, Welcome(self._name, config.beat_us, config.orphan_grace_us))]
         for serial, which in admit.keep:
             choice = session.held.pop(serial)
             sent = session.attempts.setdefault(which.group, _SentAttempt(which.group, None))
@@ -451,7 +463,7 @@ class RouterSessions:
         )
         ended = tuple(serial for serial, choice in session.held.items() if choice.end is not None)
         session.held.clear()
-        return [*acts, Say(session.number, membership.Forget(ended))] if ended else acts
+        return [*acts, SayToInstance(session.number, membership.ForgetSerials(ended))] if ended else acts
 
 
 # ── one session ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -459,7 +471,7 @@ class RouterSessions:
 
 def _says(session: _InstanceSession, orders: Sequence[ToEngine | None]) -> list[Act]:
     """Orders of the request table, which an instance takes as its engine would; None is one that is not needed any more."""
-    return [Say(session.number, order) for order in orders if isinstance(order, Cancel | StopAt)]
+    return [SayToInstance(session.number, order) for order in orders if isinstance(order, Cancel | StopAt)]
 
 
 def _answered(sent: _SentAttempt) -> int:
@@ -477,7 +489,7 @@ def _begin(session: _InstanceSession, run: _SentChoice, serial: int) -> None:
         del session.recent[next(iter(session.recent))]
 
 
-def _news(session: _InstanceSession, step: StepColumns) -> list[Came]:
+def _news(session: _InstanceSession, step: StepColumns) -> list[TokensCame]:
     """What a step brought to those of whom the router hears; a WireError where it cannot be."""
     number, vocabulary, runs = session.number, session.joined().vocabulary, session.running
     serials, tokens = step.serials, step.tokens
@@ -487,7 +499,7 @@ def _news(session: _InstanceSession, step: StepColumns) -> list[Came]:
         raise WireError("two rows of one request in one step")
     ends = dict(step.ended)
     extras, cached = step.logprobs, step.cached
-    news: list[Came] = []
+    news: list[TokensCame] = []
     for row, (serial, begin, end) in enumerate(zip(serials, step.begins, step.ends, strict=True)):
         run = runs[serial]
         run.left -= end - begin
@@ -498,13 +510,13 @@ def _news(session: _InstanceSession, step: StepColumns) -> list[Came]:
             check_lines(lines, end - begin, vocabulary)
         if run.heard:
             hit = cached.get(serial)
-            news.append(Came(number, run.id, tokens[begin:end], lines, hit, ends.pop(serial, None)))
+            news.append(TokensCame(number, run.id, tokens[begin:end], lines, hit, ends.pop(serial, None)))
         else:
             ends.pop(serial, None)
     for serial, over in ends.items():
         run = runs[serial]
         if run.heard:
-            news.append(Came(number, run.id, [], None, None, over))
+            news.append(TokensCame(number, run.id, [], None, None, over))
     return news
 
 
@@ -555,7 +567,7 @@ def _let_go(session: _InstanceSession, sent: _SentAttempt) -> list[Act]:
         return []
     del session.attempts[sent.id]
     serials = tuple(run.serial for run in runs if run.serial is not None and not run.cancelled)
-    return [Say(session.number, membership.Forget(serials))] if serials else []
+    return [SayToInstance(session.number, membership.ForgetSerials(serials))] if serials else []
 
 
 def _too_large(group: Sequence[Submission], origin: bytes) -> Refusal | None:

@@ -6,7 +6,7 @@ Every driver of a Worker asks here, be it the engine process or a simulator.
 from __future__ import annotations
 
 from baton.core.engine.driver import Answer
-from baton.core.engine.orders import AcceptedAs
+from baton.core.engine.orders import Accepted
 from baton.core.engine.worker import Deliver, GroupRefused, Withdrawn, Worker
 from baton.wire.engine_messages import FromEngine, ended_output, refused, step_output
 
@@ -18,7 +18,7 @@ def message_of(answer: Answer, worker: Worker) -> FromEngine:
             return step_output(settled, worker.gauges(), worker.scheduler.drafts())
         case Withdrawn(ended):
             return ended_output(ended, worker.gauges(), worker.scheduler.drafts())
-        case AcceptedAs():
+        case Accepted():
             return answer
         case GroupRefused(ticket, refusal):
             return refused(ticket, refusal)

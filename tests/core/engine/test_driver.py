@@ -7,13 +7,13 @@ from typing import get_args
 import pytest
 
 from baton.core.engine.driver import Answer, WorkerDriver
-from baton.core.engine.orders import AcceptedAs
+from baton.core.engine.orders import Accepted
 from baton.core.engine.plan import NO_INT32S, StepPlan, StepResult
 from baton.core.engine.request import Serial
-from baton.core.engine.worker import Effect, Event, GroupRefused, Launch, Orphaned, StepDone, Tick
+from baton.core.engine.worker import Effect, Event, FrontEndLost, GroupRefused, Launch, StepDone, Tick
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.handover.messages import Adopted, Fence, Handover, PeerEffect, PeerId, Tell
-from baton.core.tiers.transfers import FenceHaul, Haul, StorageEffect
+from baton.core.tiers.transfers import FenceTransfer, StorageEffect, TransferId
 
 HANDOVER = Handover(PeerId("p"), 1, 1)
 PLAN = StepPlan(1, 0)
@@ -63,15 +63,15 @@ def test_each_effect_goes_to_its_receiver_in_the_order_of_the_worker() -> None:
     around = Around()
     effects: list[Effect] = [
         Tell(HANDOVER.peer, Adopted(1, 1)),
-        AcceptedAs(1, (Serial(1),)),
+        Accepted(1, (Serial(1),)),
         Launch(PLAN),
-        FenceHaul(Haul(1)),
+        FenceTransfer(TransferId(1)),
         Fence(HANDOVER),
         GroupRefused(2, Refusal(RefusalCode.QUEUE_FULL, "full")),
     ]
     around.worker.effects = list(effects)
-    assert around.driver.handle(Orphaned()) == effects
-    assert around.worker.heard == [(Orphaned(), 5)]
+    assert around.driver.handle(FrontEndLost()) == effects
+    assert around.worker.heard == [(FrontEndLost(), 5)]
     names = ["peers", "answer", "launch", "storage", "peers", "answer"]
     assert around.received == list(zip(names, effects, strict=True))
 
@@ -83,7 +83,7 @@ def test_every_kind_of_effect_has_exactly_one_receiver() -> None:
     assert set(kinds) == set(get_args(Effect))
 
 
-@pytest.mark.parametrize("effect", [Fence(HANDOVER), FenceHaul(Haul(1))])
+@pytest.mark.parametrize("effect", [Fence(HANDOVER), FenceTransfer(TransferId(1))])
 def test_an_order_that_nobody_carries_out_is_a_bug(effect: Effect) -> None:
     worker = Answering()
     driver = WorkerDriver(worker, lambda: 0, launch=lambda _: None, answer=lambda _: None)

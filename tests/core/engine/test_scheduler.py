@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.config import BadConfig, WorkerConfig
 from baton.core.engine.orders import Drain
-from baton.core.engine.plan import Outcome
+from baton.core.engine.plan import RowOutcome
 from baton.core.engine.request import TRANSITIONS, FinishReason, Move, Phase, Sampling
 from baton.core.engine.worker import Deliver, StepDone, Tick
 from baton.core.errors import IllegalTransition, InvariantViolated, RefusalCode
@@ -339,7 +339,7 @@ def test_what_a_broken_chunk_left_behind_is_never_cached() -> None:
     result = driver.executor.collect()
     driver.in_flight.popleft()
     outcomes, counts = result.outcomes.copy(), result.counts.copy()
-    outcomes[0], counts[0] = Outcome.NOTHING_OUT_OF_BLOCKS, 0
+    outcomes[0], counts[0] = RowOutcome.NOTHING_OUT_OF_BLOCKS, 0
     driver.send(StepDone(replace(result, outcomes=outcomes, counts=counts, tokens=result.tokens[:0])))
     driver.run()
     assert driver.ended[bad].reason is FinishReason.ERROR
@@ -372,7 +372,7 @@ def test_a_slot_that_answers_its_stop_with_something_else_ends_that_request_only
     result = driver.executor.collect()
     driver.in_flight.popleft()
     outcomes = result.outcomes.copy()
-    outcomes[0] = Outcome.NOTHING_EMPTY_SLOT
+    outcomes[0] = RowOutcome.NOTHING_EMPTY_SLOT
     driver.send(StepDone(replace(result, outcomes=outcomes)))
     driver.run()
     assert driver.worker.scheduler.broken_rows == 1
@@ -488,6 +488,6 @@ def test_a_delivery_carries_whole_rows() -> None:
 
 
 def test_outcomes_name_every_way_a_step_can_go() -> None:
-    assert {outcome.name for outcome in Outcome} == {
+    assert {outcome.name for outcome in RowOutcome} == {
         "TOKENS", "NOTHING_CHUNK_UNFINISHED", "NOTHING_EMPTY_SLOT", "NOTHING_OUT_OF_BLOCKS", "PREEMPTED",
     }  # fmt: skip

@@ -13,7 +13,7 @@ from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePol
 from baton.core.engine.orders import Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import FinishReason, Sampling, Serial
-from baton.core.engine.worker import Deliver, Effect, Event, Orphaned, StepDone, Tick
+from baton.core.engine.worker import Deliver, Effect, Event, FrontEndLost, StepDone, Tick
 from baton.core.handover.decode_side import ATTEMPTS_MAX
 from baton.core.handover.faults import PdCode
 from baton.core.handover.messages import (
@@ -37,8 +37,8 @@ from baton.core.handover.messages import (
     Renew,
     Ship,
     Shipped,
-    Spoilt,
     Tell,
+    TransferBroken,
     Verified,
 )
 from baton.core.handover.prefill_peers import DECLINED_US
@@ -131,7 +131,7 @@ def test_a_prompt_as_long_as_the_whole_pool_is_prefilled(path: PrefillPath, max_
     assert p.plans
 
 
-@pytest.mark.parametrize("event", [Cancel(Serial(0)), StopAt(Serial(0), 0), Orphaned()])
+@pytest.mark.parametrize("event", [Cancel(Serial(0)), StopAt(Serial(0), 0), FrontEndLost()])
 def test_no_client_ends_what_a_giver_does_for_its_peers(event: Event) -> None:
     p = giver()
     ask(p, 0, range(20))
@@ -228,7 +228,7 @@ def test_bytes_that_arrive_keep_a_lease_alive_and_so_does_a_renewal() -> None:
 def test_a_client_that_leaves_while_a_lease_is_given_up_ends_with_the_fence(on_preempt: OnPreempt) -> None:
     d = taker(on_preempt=on_preempt)
     handover, _ = granted(d, range(40))
-    d.send(Spoilt(handover, "spoilt"))
+    d.send(TransferBroken(handover, "spoilt"))
     d.cancel(Serial(handover.request))
     d.cancel(Serial(handover.request))
     assert not d.ended
@@ -408,14 +408,14 @@ def test_log_probabilities_of_the_first_token_come_with_it_where_they_were_asked
 def test_an_offer_for_a_lease_that_is_being_given_up_is_released() -> None:
     d = taker()
     handover, _ = granted(d, range(40))
-    d.send(Spoilt(handover, "spoilt"))
+    d.send(TransferBroken(handover, "spoilt"))
     assert [type(message) for message in hear(d, Offer(handover.request, 1, 40))] == [Release]
 
 
 def test_after_a_failed_lease_nobody_is_asked_again() -> None:
     d = taker()
     handover, _ = granted(d, range(40))
-    d.send(Spoilt(handover, "spoilt"))
+    d.send(TransferBroken(handover, "spoilt"))
     d.send(Fenced(handover))
     assert told(d.send(Tick())) == []
     assert d.plans[0].plan.chunks

@@ -12,11 +12,11 @@ from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import FinishReason, Phase, Sampling, Serial
 from baton.core.engine.scheduler import prefill_scheduler
 from baton.core.errors import IllegalTransition, RefusalCode
-from baton.core.handover.decode_side import TAKER, TakerMove, Taking
+from baton.core.handover.decode_side import DECODE_TRANSITIONS, DecodeHandoverMove, DecodeHandoverState
 from baton.core.handover.faults import PdCode
 from baton.core.handover.messages import Offer, PeerId, Release
 from baton.core.handover.prefill_peers import BELIEF_HALVES_US
-from baton.core.handover.prefill_side import GIVER, GiverMove, Giving
+from baton.core.handover.prefill_side import PREFILL_TRANSITIONS, PrefillHandoverMove, PrefillHandoverState
 from baton.core.state_machine import StateMachine
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, submission
@@ -251,11 +251,11 @@ def test_the_whole_token_budget_goes_to_chunks_in_the_order_of_their_grants() ->
 
 
 def test_a_state_refuses_moves_that_its_table_does_not_have() -> None:
-    taker, giver = StateMachine(TAKER, "a hand-over"), StateMachine(GIVER, "a hand-over")
+    taker, giver = StateMachine(DECODE_TRANSITIONS, "a hand-over"), StateMachine(PREFILL_TRANSITIONS, "a hand-over")
     with pytest.raises(IllegalTransition, match="a hand-over in ASKED cannot take the move COMMIT"):
-        taker.after(Taking.ASKED, TakerMove.COMMIT)
+        taker.after(DecodeHandoverState.ASKED, DecodeHandoverMove.COMMIT)
     with pytest.raises(IllegalTransition, match="a hand-over in QUEUED cannot take the move COMMIT"):
-        giver.after(Giving.QUEUED, GiverMove.COMMIT)
+        giver.after(PrefillHandoverState.QUEUED, PrefillHandoverMove.COMMIT)
 
 
 def test_a_config_whose_renewals_cannot_save_a_lease_is_refused() -> None:

@@ -40,11 +40,11 @@ from baton.core.handover.messages import (
     Shipped,
     Tell,
 )
-from baton.core.tiers.circuit_breaker import Breaker
+from baton.core.tiers.circuit_breaker import CircuitBreaker
 from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.offload import NoTiers, Tiers
 from baton.core.tiers.stored_keys import BELIEVED_US
-from baton.core.tiers.transfers import CopyIn, CopyOut, Get, HaulFailed, Look, Put
+from baton.core.tiers.transfers import CopyIn, CopyOut, Get, Look, Put, TransferFailed
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, submission
 from tests.support.tiers import Shelf, TieredDriver
@@ -451,7 +451,7 @@ def test_nor_for_a_store_that_is_given_up() -> None:
         if put is None:
             driver.finish()
         else:
-            driver.send(HaulFailed(driver.orders.pop(put).haul, "gone"))
+            driver.send(TransferFailed(driver.orders.pop(put).haul, "gone"))
     assert driver.ended[serial].reason is FinishReason.RESCHEDULE
 
 
@@ -466,7 +466,7 @@ def test_a_client_that_leaves_meanwhile_is_answered_at_once() -> None:
 
 
 def test_the_breaker_opens_after_failures_in_a_row_and_doubles_its_patience() -> None:
-    breaker = Breaker(2, 100, 350)
+    breaker = CircuitBreaker(2, 100, 350)
     breaker.failed(0)
     breaker.succeeded()
     breaker.failed(0)

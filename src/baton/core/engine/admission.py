@@ -13,21 +13,21 @@ from baton.core.engine.billing import Billing
 from baton.core.engine.plan import Copy
 from baton.core.engine.prefills import PrefillChunks
 from baton.core.engine.prefix_lookup import PrefixLookup
-from baton.core.engine.records import Hit, Request
+from baton.core.engine.records import PrefixHit, Request
 from baton.core.engine.request import Move, Serial
-from baton.core.engine.reserve import Promises
+from baton.core.engine.reserve import BlockPromises
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.step_builder import StepBuilder
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    hit: Hit
+    hit: PrefixHit
     protected: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class MustWait:
     """It does not fit yet."""
 
 
@@ -59,7 +59,7 @@ class Bookings:
 
 class Admission:
     def __init__(
-        self, running: RunningSet, lookup: PrefixLookup, promises: Promises, chunks: PrefillChunks, billing: Billing
+        self, running: RunningSet, lookup: PrefixLookup, promises: BlockPromises, chunks: PrefillChunks, billing: Billing
     ) -> None:
         self._running = running
         self._lookup = lookup
@@ -78,23 +78,23 @@ class Admission:
         """Blocks that a newcomer may not touch."""
         return self._promises.kept(self._running.slots) + self.bookings.blocks
 
-    def consider(self, request: Request) -> Admit | Wait:
+    def consider(self, request: Request) -> Admit | MustWait:
         """Whether a request's tokens fit beside what is kept for others. Changes nothing."""
         hit = self._lookup.find(request)
         protected = self.protects(request)
         fits = self.blocks_needed(request, protected, hit) <= self._running.pool.available - self.kept()
-        return Admit(hit, protected) if fits else Wait()
+        return Admit(hit, protected) if fits else MustWait()
 
     def protects(self, request: Request) -> bool:
         """Whether it has yielded so often that it is never again a victim. Where nothing decodes, nothing yields."""
         config = self._running.config
         return not config.role.gives and request.bill.preemptions >= config.max_preemptions
 
-    def blocks_needed(self, request: Request, protected: bool, hit: Hit) -> int:
+    def blocks_needed(self, request: Request, protected: bool, hit: PrefixHit) -> int:
         """How many blocks must be there before it is let in: for its tokens or, if it is protected, for all to come."""
         return self._lookup.blocks_to_take(request.limit if protected else request.tokens_at_start, hit)
 
-    def start(self, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
+    def start(self, step: StepBuilder, request: Request, hit: PrefixHit, protected: bool) -> None:
         """Give it a row and put its Start and its first chunk into the step."""
         running, slots = self._running, self._running.slots
         slot = running.occupy(request, hit, Move.ADMIT)

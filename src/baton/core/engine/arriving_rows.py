@@ -21,7 +21,7 @@ from baton.core.engine.ended import EndedRequest, StartedRequest
 from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, Int32s, Logprobs
 from baton.core.engine.prefix_lookup import PrefixLookup
-from baton.core.engine.records import Hit, Request, Settled
+from baton.core.engine.records import PrefixHit, Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Serial
 from baton.core.engine.reserve import blocks_for
 from baton.core.engine.running_set import RunningSet
@@ -112,7 +112,7 @@ class ArrivingRows:
         """What was generated here is computed here again, and siblings find their prompt in the cache."""
         return not self.may_ask or request.prefills_here or not request.is_fresh or request.leader is not None
 
-    def takes(self, request: Request, hit: Hit, protected: bool) -> bool:
+    def takes(self, request: Request, hit: PrefixHit, protected: bool) -> bool:
         """Book room for a request that is let in, to be asked for, unless its prefill is better done here."""
         if not self._goes_elsewhere(request, hit):
             return False
@@ -122,7 +122,7 @@ class ArrivingRows:
         self._billing.queued(request, self._running.now_us)
         return True
 
-    def _goes_elsewhere(self, request: Request, hit: Hit) -> bool:
+    def _goes_elsewhere(self, request: Request, hit: PrefixHit) -> bool:
         """Not what is nearly all here, in the cache or in host memory."""
         if self.prefills_here(request):
             return False

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, get_args
 
-from baton.core.engine.orders import AcceptedAs
+from baton.core.engine.orders import Accepted
 from baton.core.engine.worker import Deliver, Effect, Event, GroupRefused, Launch, StepDone, Tick, Withdrawn
 from baton.core.errors import InvariantViolated
 from baton.core.handover.messages import PeerEffect
 from baton.core.tiers.transfers import StorageEffect
 
-Answer = AcceptedAs | GroupRefused | Deliver | Withdrawn
+Answer = Accepted | GroupRefused | Deliver | Withdrawn
 """Effects that tell the front end of a request."""
 
 

@@ -15,7 +15,7 @@ from baton.core.engine.request import Phase
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.slots import NO_REQUEST
 from baton.core.errors import InvariantViolated
-from baton.core.tiers.open_hauls import READS, HaulKind
+from baton.core.tiers.open_hauls import READS, TransferKind
 
 
 def audit(scheduler: Scheduler) -> None:
@@ -150,7 +150,7 @@ def copies_have_what_they_touch(scheduler: Scheduler) -> None:
     lent = np.zeros(scheduler.pool.blocks, dtype=np.int32)
     loading, pins = set(), scheduler.pool.pins()
     for haul in tiers.open():
-        if haul.kind is HaulKind.OUT:
+        if haul.kind is TransferKind.OUT:
             np.add.at(lent, haul.blocks, 1)
         if haul.serial is not None:
             loading.add(int(haul.serial))

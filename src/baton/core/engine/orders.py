@@ -33,11 +33,11 @@ class Drain(Struct, tag="drain", frozen=True):
     """Accept nothing more; finish what is open."""
 
 
-class TellNames(Struct, tag="tell_names", frozen=True):
+class ReportChanges(Struct, tag="tell_names", frozen=True):
     """Keep what changes, for `Worker.changes`, and send it as a Pulse ten times a second; the first says everything anew."""
 
 
-class AcceptedAs(Struct, tag="accepted", frozen=True):
+class Accepted(Struct, tag="accepted", frozen=True):
     ticket: Long
     serials: tuple[Long, ...]
     """One for each submission of the group, in its order."""

@@ -19,7 +19,7 @@ from baton.core.engine.prefills import PrefillChunks, StartedPrefills
 from baton.core.engine.pressure import BlockPressure
 from baton.core.engine.queued_requests import QueuedRequests
 from baton.core.engine.records import Request
-from baton.core.engine.reserve import Promises
+from baton.core.engine.reserve import BlockPromises
 from baton.core.engine.restoring import RestoredRows
 from baton.core.engine.row_source import RowSource
 from baton.core.engine.running_set import RunningSet
@@ -71,7 +71,7 @@ class GeneralPass:
         self,
         running: RunningSet,
         pressure: BlockPressure,
-        promises: Promises,
+        promises: BlockPromises,
         prefills: StartedPrefills,
         queued: QueuedRequests,
         restored: RestoredRows,

@@ -107,7 +107,7 @@ class StepPlan:
         return not (self.stops or self.starts or self.chunks or len(self.decode_slots))
 
 
-class Outcome(IntEnum):
+class RowOutcome(IntEnum):
     """What came of one slot in one step."""
 
     TOKENS = 0

@@ -6,7 +6,7 @@ import numpy as np
 
 from baton.core.engine.plan import Chunk
 from baton.core.engine.request import Move
-from baton.core.engine.reserve import Promises, blocks_for
+from baton.core.engine.reserve import BlockPromises, blocks_for
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.step_builder import StepBuilder
 
@@ -54,7 +54,7 @@ class StartedPrefills:
     gone, the prefills that are left fit together; the oldest of them then need not leave a reserve.
     """
 
-    def __init__(self, running: RunningSet, chunks: PrefillChunks, promises: Promises) -> None:
+    def __init__(self, running: RunningSet, chunks: PrefillChunks, promises: BlockPromises) -> None:
         self._running = running
         self._chunks = chunks
         self._promises = promises

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from baton.core.engine.prefix import Key
-from baton.core.engine.records import Hit, Request
+from baton.core.engine.records import PrefixHit, Request
 from baton.core.engine.request import Phase, Submission, Tokens
 from baton.core.engine.reserve import blocks_for
 from baton.core.engine.running_set import RunningSet
@@ -29,7 +29,7 @@ class PrefixLookup:
             return self.keys_of(submission, submission.known)
         return leader.keys[: 1 + len(submission.prompt) // self._block_size]
 
-    def find(self, request: Request) -> Hit:
+    def find(self, request: Request) -> PrefixHit:
         block_size, tokens = self._block_size, request.tokens_at_start
         # Even a full hit computes the last token: its logits choose the next one.
         usable = (tokens - 1) // block_size
@@ -38,7 +38,7 @@ class PrefixLookup:
         tail = (tokens - 1) % block_size
         source = self._tail_of_leader(request) if tail and len(found) == usable else None
         computed = len(found) * block_size + (tail if source is not None else 0)
-        return Hit(blocks, source, computed)
+        return PrefixHit(blocks, source, computed)
 
     def _tail_of_leader(self, request: Request) -> int | None:
         """The block in which a sibling choice holds the end of the same prompt, if it still does."""
@@ -50,11 +50,11 @@ class PrefixLookup:
             return None
         return int(self._slots.table[leader.slot, last // self._block_size])
 
-    def blocks_to_take(self, tokens: int, hit: Hit) -> int:
+    def blocks_to_take(self, tokens: int, hit: PrefixHit) -> int:
         """By how much `pool.available` falls once a request has a row with room for `tokens`."""
         return blocks_for(tokens, self._block_size) - len(hit.blocks) + self._pool.unreferenced(hit.blocks)
 
-    def keys_after(self, request: Request, hit: Hit) -> list[Key]:
+    def keys_after(self, request: Request, hit: PrefixHit) -> list[Key]:
         """Keys of the blocks that would have to be computed, the last token's aside."""
         usable = (request.tokens_at_start - 1) // self._block_size
         return request.keys[1 + len(hit.blocks) : usable + 1]

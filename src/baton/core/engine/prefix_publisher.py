@@ -11,7 +11,7 @@ import numpy as np
 from baton.core.engine.blocks import BlockPool
 from baton.core.engine.plan import Int64s
 from baton.core.engine.prefix import Key
-from baton.core.engine.records import Hit, Request
+from baton.core.engine.records import PrefixHit, Request
 from baton.core.engine.slots import Slots
 
 
@@ -23,7 +23,7 @@ class PrefixPublisher:
         self._tips: list[Key] = [Key(b"")] * slots.slots
         """The key of the last block that each slot published."""
 
-    def start(self, slot: int, request: Request, hit: Hit) -> None:
+    def start(self, slot: int, request: Request, hit: PrefixHit) -> None:
         self._slots.published[slot] = len(hit.blocks)
         self._tips[slot] = request.keys[len(hit.blocks)]
 

@@ -11,17 +11,17 @@ import numpy as np
 
 from baton.core.engine.plan import Int64s
 from baton.core.engine.request import Move
-from baton.core.engine.reserve import Promises
+from baton.core.engine.reserve import BlockPromises
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.slots import DECODING, NO_REQUEST, PREEMPTING
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import StepRows
-from baton.core.engine.victims import Rates, choose_victim, computing_us, copying_us
+from baton.core.engine.victims import RecoveryRates, choose_victim, computing_us, copying_us
 from baton.core.tiers.offload import AnyTiers
 
 
 class BlockPressure:
-    def __init__(self, running: RunningSet, promises: Promises, tiers: AnyTiers, rates: Rates) -> None:
+    def __init__(self, running: RunningSet, promises: BlockPromises, tiers: AnyTiers, rates: RecoveryRates) -> None:
         self._running = running
         self._config = running.config
         self._slots = running.slots

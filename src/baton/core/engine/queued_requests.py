@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton.core.engine.admission import Admission, Admit, Wait
+from baton.core.engine.admission import Admission, Admit, MustWait
 from baton.core.engine.prefix_lookup import PrefixLookup
-from baton.core.engine.records import Hit, Request
+from baton.core.engine.records import PrefixHit, Request
 from baton.core.engine.restoring import KvRestoring
 from baton.core.engine.row_source import PeerPrefills
 from baton.core.engine.running_set import RunningSet
@@ -67,7 +67,7 @@ class QueuedRequests:
                 case Admit(hit, protected):
                     self._queue.remove(request)
                     self._let_in(step, request, hit, protected)
-                case Wait():
+                case MustWait():
                     return
 
     def _next(self) -> Request | None:
@@ -77,7 +77,7 @@ class QueuedRequests:
             return head
         return next((request for request in self._queue.first(SOUGHT_AHEAD) if not is_seeking(request.serial)), None)
 
-    def _is_sought_again(self, request: Request, hit: Hit) -> bool:
+    def _is_sought_again(self, request: Request, hit: PrefixHit) -> bool:
         """What it starts with may have been in host memory, or on its way to the store, when it began to wait, and be in the
         store alone by now."""
         tiers = self._tiers
@@ -91,7 +91,7 @@ class QueuedRequests:
         tiers.seek(request.serial, missing, self._running.now_us)
         return tiers.is_seeking(request.serial)
 
-    def _let_in(self, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
+    def _let_in(self, step: StepBuilder, request: Request, hit: PrefixHit, protected: bool) -> None:
         if self._peers.takes(request, hit, protected):
             return
         rows = self._restoring.host_rows(request, hit)

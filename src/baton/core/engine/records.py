@@ -67,7 +67,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class PrefixHit:
     """What a starting request need not compute: whole cached blocks, then part of a sibling's last block."""
 
     blocks: Int32s

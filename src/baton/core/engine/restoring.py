@@ -15,7 +15,7 @@ from baton.core.engine.ended import EndedRequest
 from baton.core.engine.ending import RequestEnding
 from baton.core.engine.plan import NO_INT32S, Int32s
 from baton.core.engine.prefix_lookup import PrefixLookup
-from baton.core.engine.records import Hit, Request
+from baton.core.engine.records import PrefixHit, Request
 from baton.core.engine.request import FinishReason, Move, Serial
 from baton.core.engine.reserve import blocks_for
 from baton.core.engine.running_set import RunningSet
@@ -41,7 +41,7 @@ class KvRestoring:
         self._ending = ending
         self._tiers = tiers
 
-    def host_rows(self, request: Request, hit: Hit) -> Int32s:
+    def host_rows(self, request: Request, hit: PrefixHit) -> Int32s:
         """Where host memory continues what the cache has, as far as that is worth bringing back."""
         rows = self._tiers.host.run(self._lookup.keys_after(request, hit))
         return rows if len(rows) and self._tiers.brings_back(len(rows)) else NO_INT32S
@@ -55,7 +55,7 @@ class KvRestoring:
         self._tiers.host.touch(after[:here])
         return self._tiers.seek(seeker, after[here:], self._running.now_us)
 
-    def restore(self, request: Request, hit: Hit, rows: Int32s, protected: bool) -> None:
+    def restore(self, request: Request, hit: PrefixHit, rows: Int32s, protected: bool) -> None:
         """Take a row and all blocks of what it starts with, and order the copy of host memory's share."""
         running, slots = self._running, self._running.slots
         slot = running.occupy(request, hit, Move.RESTORE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from baton.core.engine.records import Hit, Request
+from baton.core.engine.records import PrefixHit, Request
 from baton.core.engine.step_builder import StepBuilder
 
 
@@ -37,7 +37,7 @@ class PeerPrefills(Protocol):
     def prefills_here(self, request: Request) -> bool:
         """Whether no peer is asked for it in any case."""
 
-    def takes(self, request: Request, hit: Hit, protected: bool) -> bool:
+    def takes(self, request: Request, hit: PrefixHit, protected: bool) -> bool:
         """Have a request that is let in prefilled by a peer. False: it starts here."""
 
 
@@ -48,6 +48,6 @@ class NoPeerPrefills:
         del request
         return True
 
-    def takes(self, request: Request, hit: Hit, protected: bool) -> bool:
+    def takes(self, request: Request, hit: PrefixHit, protected: bool) -> bool:
         del request, hit, protected
         return False

@@ -17,7 +17,7 @@ from baton.core.engine.change_journal import PhaseNotes
 from baton.core.engine.plan import Int64s, Start, StepPlan, Stop
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_publisher import PrefixPublisher
-from baton.core.engine.records import Hit, Request
+from baton.core.engine.records import PrefixHit, Request
 from baton.core.engine.request import TRANSITIONS, Move, Phase, Serial, Submission, Tokens
 from baton.core.engine.slots import Slots
 from baton.core.engine.step_builder import StepBuilder
@@ -83,7 +83,7 @@ class RunningSet:
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def occupy(self, request: Request, hit: Hit, move: Move) -> int:
+    def occupy(self, request: Request, hit: PrefixHit, move: Move) -> int:
         """Give a request a row, with the blocks that the cache has for it."""
         slot = self.slots.claim(request.serial)
         request.slot = slot
@@ -95,7 +95,7 @@ class RunningSet:
         self._publisher.start(slot, request, hit)
         return slot
 
-    def _fill_row(self, slot: int, request: Request, hit: Hit) -> None:
+    def _fill_row(self, slot: int, request: Request, hit: PrefixHit) -> None:
         slots, submission = self.slots, request.submission
         slots.epoch[slot] = request.epoch
         slots.priority[slot] = submission.priority

@@ -42,12 +42,12 @@ from baton.core.engine.pressure import BlockPressure
 from baton.core.engine.queued_requests import QueuedRequests
 from baton.core.engine.records import Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
-from baton.core.engine.reserve import Promises
+from baton.core.engine.reserve import BlockPromises
 from baton.core.engine.restoring import KvRestoring, RestoredRows
 from baton.core.engine.row_source import NoPeerPrefills, PeerPrefills, RowSource
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.settling import StepSettling
-from baton.core.engine.victims import Rates
+from baton.core.engine.victims import RecoveryRates
 from baton.core.engine.waiting_queue import NoQueue, WaitingQueue
 from baton.core.handover.faults import PdFault
 from baton.core.tiers.offload import tiers_of
@@ -58,7 +58,7 @@ class SchedulerParts:
 
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex, queue: WaitingQueue) -> None:
         self.queue = queue
-        self.rates = Rates()
+        self.rates = RecoveryRates()
         self.billing = Billing()
         self.running = RunningSet(config, prefix)
         self.tiers = tiers_of(config, self.running.pool, self.rates)
@@ -75,7 +75,7 @@ class GeneralSchedulerParts(SchedulerParts):
 
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
         super().__init__(config, prefix, WaitingQueue())
-        self.promises = Promises(config)
+        self.promises = BlockPromises(config)
         self.admission = Admission(self.running, self.lookup, self.promises, self.chunks, self.billing)
 
     def scheduler(self, peers: PeerPrefills, *others: RowSource) -> Scheduler:

@@ -14,7 +14,7 @@ from baton.core.engine.billing import Billing
 from baton.core.engine.departing import DepartingRequests
 from baton.core.engine.ended import EndedRequest, StartedRequest
 from baton.core.engine.ending import RequestEnding
-from baton.core.engine.plan import Int32s, Int64s, Logprobs, Outcome, StepResult
+from baton.core.engine.plan import Int32s, Int64s, Logprobs, RowOutcome, StepResult
 from baton.core.engine.records import Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Tokens
 from baton.core.engine.running_set import RunningSet
@@ -173,7 +173,7 @@ class StepSettling:
         slot = int(step.rows.slots[row])
         request = self._running.occupant(slot)
         if request.phase is Phase.PREEMPTING:
-            agreed = result.outcomes[row] == Outcome.PREEMPTED and result.known[row] == self._slots.known[slot]
+            agreed = result.outcomes[row] == RowOutcome.PREEMPTED and result.known[row] == self._slots.known[slot]
             self._judge_acknowledgement(request, bool(agreed))
             if request.ends_as is None:
                 self._ending.requeue(request)

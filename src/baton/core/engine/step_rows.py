@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.engine.plan import Chunk, Int8s, Int32s, Int64s, Outcome, StepPlan, StepResult
+from baton.core.engine.plan import Chunk, Int8s, Int32s, Int64s, RowOutcome, StepPlan, StepResult
 from baton.core.engine.slots import Slots
 from baton.core.errors import InvariantViolated
 
 Column = TypeVar("Column", bound=npt.NDArray[np.integer[Any]])
-TOKENS, CHUNK_UNFINISHED = np.int8(Outcome.TOKENS), np.int8(Outcome.NOTHING_CHUNK_UNFINISHED)
+TOKENS, CHUNK_UNFINISHED = np.int8(RowOutcome.TOKENS), np.int8(RowOutcome.NOTHING_CHUNK_UNFINISHED)
 
 
 @dataclass(frozen=True, slots=True)

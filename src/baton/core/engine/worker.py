@@ -15,27 +15,27 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from baton.core.config import WorkerConfig
-from baton.core.engine.change_journal import KEYS_MAX, Changes, NamesChanged
+from baton.core.engine.change_journal import KEYS_MAX, CachedKeysChanged, EngineChanges
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.engine.orders import AcceptedAs, Cancel, Drain, StopAt, Submit, TellNames
+from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, RequestId, Serial, Submission
 from baton.core.engine.scheduler import Scheduler, decode_scheduler, mixed_scheduler, prefill_scheduler
 from baton.core.engine.submission_checks import refuse_group
-from baton.core.engine.victims import Rates
+from baton.core.engine.victims import RecoveryRates
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.handover.decode_side import Taker
+from baton.core.handover.decode_side import DecodeSide
 from baton.core.handover.messages import (
     PeerEffect,
     PeerEvent,
 )
-from baton.core.handover.prefill_side import Giver
+from baton.core.handover.prefill_side import PrefillSide
 from baton.core.handover.protocol import Acts
 from baton.core.tiers.outcomes import Departed, Loaded, Outcome
-from baton.core.tiers.transfers import Hauled, HaulFailed, HaulFenced, StorageEffect, StorageEvent
+from baton.core.tiers.transfers import StorageEffect, StorageEvent, TransferDone, TransferFailed, TransferFenced
 
 IDLE_PASS_US = 1000
 """How long after a pass that could plan nothing the next one is due, while requests are open."""
@@ -51,7 +51,7 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Orphaned:
+class FrontEndLost:
     """The front end is gone, and with it every client: what is open ends."""
 
 
@@ -60,7 +60,7 @@ class Tick:
     """`next_deadline` has come."""
 
 
-Event = Submit | Cancel | StopAt | StepDone | Drain | TellNames | Orphaned | Tick | PeerEvent | StorageEvent
+Event = Submit | Cancel | StopAt | StepDone | Drain | ReportChanges | FrontEndLost | Tick | PeerEvent | StorageEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Withdrawn:
     ended: EndedRequest
 
 
-Effect = AcceptedAs | GroupRefused | Launch | Deliver | Withdrawn | PeerEffect | StorageEffect
+Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn | PeerEffect | StorageEffect
 
 
 NOTHING = Settled(NO_INT64S, NO_INT32S, NO_INT32S, (), (), ())
@@ -106,7 +106,7 @@ class PrefillMeter:
     def launched(self, plan: StepPlan, now_us: int) -> None:
         self._launched.append((now_us, plan))
 
-    def done(self, rates: Rates, drafts: int, now_us: int) -> None:
+    def done(self, rates: RecoveryRates, drafts: int, now_us: int) -> None:
         """`drafts`: tokens that the step has fed besides those of its plan."""
         launched_us, plan = self._launched.popleft()
         spent_us = now_us - max(launched_us, self._last_done_us)
@@ -122,14 +122,14 @@ class Worker:
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex, handover_secret: bytes = b"") -> None:
         self.config = config
         self.scheduler: Scheduler
-        self.giver: Giver | None = None
-        self.taker: Taker | None = None
+        self.giver: PrefillSide | None = None
+        self.taker: DecodeSide | None = None
         if config.role.gives:
             self.scheduler, held = prefill_scheduler(config, prefix)
-            self.giver = Giver(config, self.scheduler, held)
+            self.giver = PrefillSide(config, self.scheduler, held)
         elif config.role.takes:
             self.scheduler, arriving = decode_scheduler(config, prefix)
-            self.taker = Taker(config, self.scheduler, arriving, handover_secret)
+            self.taker = DecodeSide(config, self.scheduler, arriving, handover_secret)
         else:
             self.scheduler = mixed_scheduler(config, prefix)
         self._peers = self.giver or self.taker
@@ -158,11 +158,11 @@ class Worker:
                 effects = self._stop(Serial(serial), FinishReason.STOP, keep)
             case Drain():
                 self._drain()
-            case TellNames():
+            case ReportChanges():
                 self._keep_changes()
-            case Orphaned():
+            case FrontEndLost():
                 effects = self._stop_all()
-            case Hauled() | HaulFailed() | HaulFenced():
+            case TransferDone() | TransferFailed() | TransferFenced():
                 effects = self._hauled(event)
             case _:
                 effects = self._hear(event)
@@ -189,11 +189,11 @@ class Worker:
         waiting = gauges.waiting if self.giver is None else gauges.waiting + self.giver.queued
         return replace(gauges, waiting=waiting, handovers=handovers)
 
-    def changes(self, now_us: int) -> Changes:
-        """What happened since the last call, as far as `TellNames` asked to keep it. Not more than fits a message."""
+    def changes(self, now_us: int) -> EngineChanges:
+        """What happened since the last call, as far as `ReportChanges` asked to keep it. Not more than fits a message."""
         journal, notes = self.scheduler.pool.prefix.journal, self.scheduler.notes
-        names = NamesChanged() if journal is None else journal.take(KEYS_MAX)
-        return Changes(names, () if notes is None else notes.take(now_us))
+        names = CachedKeysChanged() if journal is None else journal.take(KEYS_MAX)
+        return EngineChanges(names, () if notes is None else notes.take(now_us))
 
     @property
     def is_idle(self) -> bool:
@@ -266,7 +266,7 @@ class Worker:
         serials = [*(request.serial for request in self.scheduler.requests()), *self.scheduler.departing()]
         return [effect for serial in serials for effect in self._stop(Serial(serial), FinishReason.ABORT, None)]
 
-    def _submit(self, event: Submit) -> AcceptedAs | GroupRefused:
+    def _submit(self, event: Submit) -> Accepted | GroupRefused:
         if not self.config.role.serves:
             text = "this instance only prefills for others"
             return GroupRefused(event.ticket, Refusal(RefusalCode.WRONG_ROLE, text))
@@ -279,7 +279,7 @@ class Worker:
             serials[submission.request_id] = self.scheduler.enqueue(
                 submission, self._limit(submission), self._now_us, leader
             )
-        return AcceptedAs(event.ticket, tuple(serials.values()))
+        return Accepted(event.ticket, tuple(serials.values()))
 
     def _limit(self, submission: Submission) -> int:
         """How long the sequence may become; an absent `max_tokens` is cut to what fits."""

@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple, NewType
 
 from msgspec import Meta
 
-from baton.core.bounds import DIGEST_BYTES_MAX, Count, Long, Message, Positive, Reason
+from baton.core.bounds import DIGEST_BYTES_MAX, Count, Long, Positive, Reason, WireMessage
 from baton.core.engine.plan import Int32s, Logprobs
 from baton.core.engine.request import Serial, Submission
 from baton.core.handover.faults import PdCode, PdFault
@@ -50,7 +50,7 @@ class Handover(NamedTuple):
 # ── messages between the two ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Ask(Message, tag="ask", frozen=True, eq=False):
+class Ask(WireMessage, tag="ask", frozen=True, eq=False):
     """D → P: prefill this for me. The submission is a leader: its choice 0, or a request without siblings."""
 
     request: Long
@@ -58,7 +58,7 @@ class Ask(Message, tag="ask", frozen=True, eq=False):
     submission: Submission
 
 
-class Offer(Message, tag="offer", frozen=True):
+class Offer(WireMessage, tag="offer", frozen=True):
     """P → D: I hold my blocks and would compute now; have you room?"""
 
     request: Long
@@ -69,7 +69,7 @@ class Offer(Message, tag="offer", frozen=True):
     """Of all prompts that P was asked for and has not prefilled: by this a D chooses whom to ask next."""
 
 
-class Grant(Message, tag="grant", frozen=True):
+class Grant(WireMessage, tag="grant", frozen=True):
     """D → P: slot and blocks are leased to you. Asked for twice, the same grant is given twice."""
 
     request: Long
@@ -82,21 +82,21 @@ class Grant(Message, tag="grant", frozen=True):
     """Opens one data connection, once."""
 
 
-class Refuse(Message, tag="refuse", frozen=True):
+class Refuse(WireMessage, tag="refuse", frozen=True):
     request: Long
     attempt: Positive
     reason: Reason
     retry_after_us: Long
 
 
-class Renew(Message, tag="renew", frozen=True):
+class Renew(WireMessage, tag="renew", frozen=True):
     """P → D: still at it."""
 
     request: Long
     attempt: Positive
 
 
-class Commit(Message, tag="commit", frozen=True, eq=False):
+class Commit(WireMessage, tag="commit", frozen=True, eq=False):
     """P → D: everything was sent. D verifies all of this before the request joins its batch."""
 
     request: Long
@@ -119,14 +119,14 @@ class Commit(Message, tag="commit", frozen=True, eq=False):
     """Of the cached ones, those that came from host memory or the store."""
 
 
-class Adopted(Message, tag="adopted", frozen=True):
+class Adopted(WireMessage, tag="adopted", frozen=True):
     """D → P: it decodes here now; let go."""
 
     request: Long
     attempt: Positive
 
 
-class Release(Message, tag="release", frozen=True):
+class Release(WireMessage, tag="release", frozen=True):
     """D → P: I no longer want it (client gone, lease over, KV spoilt); let go."""
 
     request: Long
@@ -134,7 +134,7 @@ class Release(Message, tag="release", frozen=True):
     reason: Reason
 
 
-class Decline(Message, tag="decline", frozen=True):
+class Decline(WireMessage, tag="decline", frozen=True):
     """P → D: I cannot, or cannot any more; I have let go."""
 
     request: Long
@@ -143,9 +143,9 @@ class Decline(Message, tag="decline", frozen=True):
     reason: Reason
 
 
-ToGiver = Ask | Grant | Refuse | Adopted | Release
-ToTaker = Offer | Renew | Commit | Decline
-PeerMessage = ToGiver | ToTaker
+ToPrefillSide = Ask | Grant | Refuse | Adopted | Release
+ToDecodeSide = Offer | Renew | Commit | Decline
+PeerMessage = ToPrefillSide | ToDecodeSide
 
 
 # ── events: what a driver tells the worker ───────────────────────────────────────────────────────────────────────────────
@@ -187,7 +187,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Spoilt:
+class TransferBroken:
     """D: it will not arrive as it should (connection lost, checks differ). Writing stops only with a Fence."""
 
     handover: Handover
@@ -217,7 +217,7 @@ class Fenced:
     handover: Handover
 
 
-PeerEvent = PeerOpened | PeerLost | Heard | Arriving | Verified | Spoilt | Shipped | ShipFailed | Fenced
+PeerEvent = PeerOpened | PeerLost | Heard | Arriving | Verified | TransferBroken | Shipped | ShipFailed | Fenced
 
 
 # ── effects: what the worker orders of its driver ────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from baton.core.engine.request import NO_TOKENS, FinishReason, Submission
 from baton.core.handover.faults import PdCode, PdFault, PdStage
-from baton.core.routing.events import Claimed, Delivered, HeldChoice, Orphan, Stage
+from baton.core.routing.events import DeliverTokens, HeldChoice, RequestClaimed, TimelineStage, UnclaimedFound
 from baton.core.routing.fleet_members import FleetMember
 from baton.core.routing.identity import ChoiceAttempt, RequestNumber
 from baton.core.routing.routed_request import (
@@ -113,7 +113,7 @@ class Adoption:
             requests.end(choice, reason, None, missing, extras, cached)
             return attempt.of(choice)
         if choice.request.opened and (missing or cached is not None):
-            requests.effects.append(Delivered(choice.request.number, choice.index, missing, extras, cached, None))
+            requests.effects.append(DeliverTokens(choice.request.number, choice.index, missing, extras, cached, None))
         if item.end is None:
             self._resume(choice, attempt)
         return attempt.of(choice)
@@ -141,12 +141,12 @@ class Adoption:
         attempt.board(choice)
         choice.losses, choice.fruitless = max(0, choice.losses - 1), max(0, choice.fruitless - 1)
         choice.turned_down_by = None
-        requests.note(choice, Stage.RESUMED, attempt.member.name)
+        requests.note(choice, TimelineStage.RESUMED, attempt.member.name)
 
     def _announce(self, request: RoutedRequest, extras: dict[int, tuple[object, ...]]) -> None:
         choices, request.opened = request.choices, True
         self._requests.effects.append(
-            Orphan(
+            UnclaimedFound(
                 request.number,
                 request.origin,
                 tuple(None if choice.state is ChoiceState.ABSENT else tuple(choice.delivered) for choice in choices),
@@ -158,7 +158,7 @@ class Adoption:
 
     # ── claims ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def claimed(self, event: Claimed) -> None:
+    def claimed(self, event: RequestClaimed) -> None:
         requests, request = self._requests, self._pending.get(event.request)
         if request is None or not request.orphan:
             requests.counts.late += 1
@@ -170,7 +170,7 @@ class Adoption:
             requests.close(request)
         self._sift()
 
-    def _ask_again(self, request: RoutedRequest, event: Claimed) -> None:
+    def _ask_again(self, request: RoutedRequest, event: RequestClaimed) -> None:
         """What no instance has told of begins anew: its tokens depend on nothing but its submission."""
         requests = self._requests
         limits = {len(c.submission.prompt): c.submission.max_tokens for c in request.choices if c.submission is not None}

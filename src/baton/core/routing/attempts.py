@@ -15,12 +15,12 @@ from baton.core.handover.faults import PdFault
 from baton.core.routing.events import (
     AttemptAccepted,
     AttemptRefused,
-    Came,
-    Delivered,
+    DeliverTokens,
     Instance,
-    PhaseNote,
+    PhaseReport,
     Session,
-    Stage,
+    TimelineStage,
+    TokensCame,
 )
 from baton.core.routing.fleet_members import FleetMember
 from baton.core.routing.identity import AttemptId, ChoiceAttempt
@@ -39,15 +39,15 @@ from baton.core.routing.routed_request import (
     jittered_us,
     loss_of,
 )
-from baton.core.routing.routed_requests import Cause, RoutedRequests
+from baton.core.routing.routed_requests import MoveCause, RoutedRequests
 from baton.core.routing.server_absence import ServerAbsence
 
 MOVE_OF = {
-    Cause.PREEMPTED: ChoiceMove.YIELD,
-    Cause.LOST: ChoiceMove.LOSE,
-    Cause.DRAINED: ChoiceMove.MOVE,
-    Cause.REFUSED: ChoiceMove.REFUSE,
-    Cause.UNFIT: ChoiceMove.REFUSE,
+    MoveCause.PREEMPTED: ChoiceMove.YIELD,
+    MoveCause.LOST: ChoiceMove.LOSE,
+    MoveCause.DRAINED: ChoiceMove.MOVE,
+    MoveCause.REFUSED: ChoiceMove.REFUSE,
+    MoveCause.UNFIT: ChoiceMove.REFUSE,
 }
 
 
@@ -61,7 +61,7 @@ class Attempts:
 
     # ── what an instance says ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def came(self, event: Came) -> None:
+    def came(self, event: TokensCame) -> None:
         requests, choice = self._requests, self._choice_of(event.session, event.attempt)
         if choice is None or choice.attempt is None:
             requests.counts.late += 1
@@ -77,7 +77,7 @@ class Attempts:
             choice.cached_tokens = cached = event.cached_tokens
         choice.delivered += tokens
         if end is None:
-            requests.effects.append(Delivered(event.attempt.request, choice.index, tokens, event.extras, cached, None))
+            requests.effects.append(DeliverTokens(event.attempt.request, choice.index, tokens, event.extras, cached, None))
             return
         add_bill(choice, end.bill)
         if end.reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -86,8 +86,8 @@ class Attempts:
             requests.end(choice, end.reason, None, tokens, event.extras, cached)
             return
         if tokens:
-            requests.effects.append(Delivered(event.attempt.request, choice.index, tokens, event.extras, cached, None))
-        cause = Cause.PREEMPTED if is_preemption(end) else Cause.LOST
+            requests.effects.append(DeliverTokens(event.attempt.request, choice.index, tokens, event.extras, cached, None))
+        cause = MoveCause.PREEMPTED if is_preemption(end) else MoveCause.LOST
         self.go_on_elsewhere(choice, cause, fault_of(end, choice.attempt.member.name))
 
     def _came_after_cut(self, choice: RoutedChoice, end: EndedRequest | None) -> None:
@@ -98,7 +98,7 @@ class Attempts:
         else:
             self._requests.counts.late += 1
 
-    def noted(self, member: FleetMember, notes: Sequence[PhaseNote]) -> None:
+    def noted(self, member: FleetMember, notes: Sequence[PhaseReport]) -> None:
         requests = self._requests
         requests.effects += requests.timeline.noted(member, notes, requests.by_number, requests.now_us)
 
@@ -114,7 +114,7 @@ class Attempts:
             choice.refusals, choice.turned_down_by = 0, None
             requests.opened(choice.request)
             if choice.attempts > 1:
-                requests.note(choice, Stage.RESUMED, attempt.member.name)
+                requests.note(choice, TimelineStage.RESUMED, attempt.member.name)
 
     def refused(self, event: AttemptRefused) -> None:
         attempt = self._attempt(event.session, event.attempt)
@@ -129,7 +129,7 @@ class Attempts:
             self._requests.refuse(attempt.request, event.refusal)
             return
         for choice in sent:
-            cause = Cause.REFUSED if about_instance else Cause.UNFIT
+            cause = MoveCause.REFUSED if about_instance else MoveCause.UNFIT
             self.go_on_elsewhere(choice, cause, fault_of_refusal(event.refusal))
 
     def _attempt(self, session: Session, which: AttemptId | ChoiceAttempt) -> Attempt | None:
@@ -152,7 +152,7 @@ class Attempts:
         """Nothing more will be heard of an instance: what it had goes on elsewhere."""
         for choice in list(member.aboard.values()):
             if choice.attempt is not None:  # else its request was given up with one before it
-                self.go_on_elsewhere(choice, Cause.LOST, loss_of(choice, f"{member.name} was lost: {why}"))
+                self.go_on_elsewhere(choice, MoveCause.LOST, loss_of(choice, f"{member.name} was lost: {why}"))
 
     def clear_out(self, member: FleetMember) -> None:
         """It drains for too long: what is still open there goes on elsewhere, if another instance serves."""
@@ -162,9 +162,9 @@ class Attempts:
         moving = [choice for choice in member.aboard.values() if choice.state is ChoiceState.OPEN]
         requests.call_back(moving)
         for choice in moving:
-            self.go_on_elsewhere(choice, Cause.DRAINED, loss_of(choice, f"{member.name} drains"))
+            self.go_on_elsewhere(choice, MoveCause.DRAINED, loss_of(choice, f"{member.name} drains"))
 
-    def go_on_elsewhere(self, choice: RoutedChoice, cause: Cause, fault: PdFault) -> None:
+    def go_on_elsewhere(self, choice: RoutedChoice, cause: MoveCause, fault: PdFault) -> None:
         """Put it back into the placement queue, unless it had its last token or has moved often enough."""
         requests, reason, where = self._requests, finished_as(choice), choice.where
         if reason is not None:
@@ -181,42 +181,42 @@ class Attempts:
         requests.queue.enter(choice, requests.now_us + self._delay_us(choice, cause))
         self._absence.wait()
         requests.counts.retries[cause.value] += 1
-        stage = Stage.PREEMPTED if cause is Cause.PREEMPTED else Stage.MOVED
+        stage = TimelineStage.PREEMPTED if cause is MoveCause.PREEMPTED else TimelineStage.MOVED
         requests.note(choice, stage, where, f"{cause.value}: {fault.reason}")
 
-    def _may_go_on(self, choice: RoutedChoice, cause: Cause, where: Instance | None) -> bool:
+    def _may_go_on(self, choice: RoutedChoice, cause: MoveCause, where: Instance | None) -> bool:
         match cause:
-            case Cause.PREEMPTED | Cause.UNFIT:
+            case MoveCause.PREEMPTED | MoveCause.UNFIT:
                 choice.preemptions += 1
-                if where is not None and (self._config.preempt_retry_exclude_decode or cause is Cause.UNFIT):
+                if where is not None and (self._config.preempt_retry_exclude_decode or cause is MoveCause.UNFIT):
                     choice.avoid = [name for name in choice.avoid if name != where] + [where]
                 return choice.preemptions <= self._config.preempt_retry_count
-            case Cause.LOST:
+            case MoveCause.LOST:
                 choice.losses += 1
                 choice.fruitless = choice.fruitless + 1 if choice.lost_with == len(choice.delivered) else 1
                 choice.lost_with = len(choice.delivered)
                 choice.turned_down_by = where
                 is_deadly = choice.fruitless >= self._config.fruitless_loss_count
                 return choice.losses <= self._config.loss_retry_count and not is_deadly
-            case Cause.REFUSED:
+            case MoveCause.REFUSED:
                 choice.refusals += 1
                 choice.turned_down_by = where
                 return True
-            case Cause.DRAINED:
+            case MoveCause.DRAINED:
                 return True
 
-    def _delay_us(self, choice: RoutedChoice, cause: Cause) -> int:
+    def _delay_us(self, choice: RoutedChoice, cause: MoveCause) -> int:
         match cause:
-            case Cause.PREEMPTED | Cause.UNFIT:
+            case MoveCause.PREEMPTED | MoveCause.UNFIT:
                 nth = choice.preemptions
-            case Cause.LOST:
+            case MoveCause.LOST:
                 nth = choice.losses - 1
-            case Cause.REFUSED:
+            case MoveCause.REFUSED:
                 nth = choice.refusals
-            case Cause.DRAINED:
+            case MoveCause.DRAINED:
                 nth = 0
         delay_us = jittered_us(self._config, self._seed, choice.request.number, nth) if nth else 0
-        if cause in (Cause.REFUSED, Cause.DRAINED):
+        if cause in (MoveCause.REFUSED, MoveCause.DRAINED):
             return delay_us
         return delay_us + self._budget.delay_us(self._requests.now_us)
 

@@ -10,7 +10,7 @@ from baton.core.config import AtLeastOne
 from baton.core.setting import BadConfig, Bounds, Panel, Setting, Unit, check_bounds
 
 
-class Policy(StrEnum):
+class RoutingPolicy(StrEnum):
     """How an instance is chosen for a request."""
 
     CACHE_AWARE = "cache-aware"
@@ -22,14 +22,14 @@ class Policy(StrEnum):
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     policy: Annotated[
-        Policy,
+        RoutingPolicy,
         Setting(
             "policy", Panel.INSTANCES,
             "Who gets a request: cache-aware (weighs the prefix that an instance has against its load), power-of-two, "
             "round-robin or random.",
             metavar="POLICY",
         ),
-    ] = Policy.CACHE_AWARE  # fmt: skip
+    ] = RoutingPolicy.CACHE_AWARE  # fmt: skip
     preempt_retry_count: Annotated[
         int,
         Setting(

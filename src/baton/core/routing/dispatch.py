@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.core.errors import InvariantViolated, RefusalCode
-from baton.core.routing.events import Arrived, Send, Stage
+from baton.core.routing.events import RequestArrived, SendAttempt, TimelineStage
 from baton.core.routing.fleet_members import FleetMember
-from baton.core.routing.placement import Placement, Prompt, Spot, Wanted, holding
+from baton.core.routing.placement import ChosenPlacement, Placement, PlacementDemand, PromptToPlace, holding
 from baton.core.routing.placement_query import PlacementQuery
 from baton.core.routing.prefix_directory import PrefixDirectory
 from baton.core.routing.routed_request import ChoiceMove, ChoiceState, RoutedChoice, group_of, leads
@@ -28,7 +28,7 @@ class Dispatcher:
         self._placement = Placement(requests.config, self.prefixes, seed)
         self._query = PlacementQuery(requests.fleet, prefix_secret, self._placement.reads_keys)
 
-    def arrived(self, event: Arrived) -> None:
+    def arrived(self, event: RequestArrived) -> None:
         requests = self._requests
         if event.request in requests.by_number or not event.group:
             raise InvariantViolated(f"request {event.request} arrived twice, or without a choice")
@@ -42,7 +42,7 @@ class Dispatcher:
         for choice, submission in zip(request.choices, event.group, strict=True):
             choice.submission = submission
             requests.queue.enter(choice, requests.now_us)
-            requests.note(choice, Stage.QUEUED, None)
+            requests.note(choice, TimelineStage.QUEUED, None)
         self.place()
         waiting, waiting_max = requests.queue.count, self._config.waiting_max
         if waiting > waiting_max and request.choices[0].state is ChoiceState.WAITING:
@@ -73,7 +73,7 @@ class Dispatcher:
         for party in passed_over:
             queue.put_back(party)
 
-    def _send(self, party: Sequence[RoutedChoice], wanted: Wanted, spot: Spot) -> None:
+    def _send(self, party: Sequence[RoutedChoice], wanted: PlacementDemand, spot: ChosenPlacement) -> None:
         requests, member, request = self._requests, spot.member, party[0].request
         prefills = {p.leader: (p, *given) for p, given in zip(wanted.prompts, spot.prefills, strict=True)}
         prefill_at = {name: giver.facts.peer_address for name, (_, giver, _) in prefills.items() if giver is not member}
@@ -92,12 +92,14 @@ class Dispatcher:
                 if giver is not member:
                     attempt.givers[choice.index] = giver.name
         choices = tuple(choice.index for choice in party)
-        requests.effects.append(Send(member.session, attempt.id, group, choices, len(request.choices), request.origin))
+        requests.effects.append(
+            SendAttempt(member.session, attempt.id, group, choices, len(request.choices), request.origin)
+        )
         for choice in party:
-            requests.note(choice, Stage.PLACED, member.name)
+            requests.note(choice, TimelineStage.PLACED, member.name)
 
     def _expect_prefill(
-        self, choice: RoutedChoice, member: FleetMember, giver: FleetMember, tokens: int, prompt: Prompt
+        self, choice: RoutedChoice, member: FleetMember, giver: FleetMember, tokens: int, prompt: PromptToPlace
     ) -> None:
         choice.prefill = (giver, tokens)
         giver.prefill_tokens += tokens

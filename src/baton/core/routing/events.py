@@ -16,15 +16,13 @@ from typing import Annotated, NamedTuple, NewType
 
 from msgspec import Meta
 
-from baton.core.bounds import NAME_CHARS_MAX, Address, Count, Fingerprint, Incarnation, Message, Name, Positive
-from baton.core.engine.change_journal import NO_NAMES_CHANGED, NamesChanged
+from baton.core.bounds import NAME_CHARS_MAX, Address, Count, Fingerprint, Incarnation, Name, Positive, WireMessage
+from baton.core.engine.change_journal import NO_KEYS_CHANGED, CachedKeysChanged
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal
 from baton.core.handover.faults import PdFault
-from baton.core.routing.config import Policy as Policy
-from baton.core.routing.config import RouterConfig as RouterConfig
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
 MEMBERSHIP_VERSION = 1
@@ -38,7 +36,7 @@ Instance = NewType("Instance", str)
 # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Join(Message, tag="join", frozen=True):
+class Join(WireMessage, tag="join", frozen=True):
     """What an instance says of itself as it joins; true for its whole life. The first frame of a session."""
 
     name: Annotated[Instance, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -63,7 +61,7 @@ class Join(Message, tag="join", frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseNote:
+class PhaseReport:
     """A request entered a phase at an instance. For the timeline; nothing is decided from it."""
 
     attempt: ChoiceAttempt
@@ -75,7 +73,7 @@ class PhaseNote:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Heartbeat:
     """A sign of life. Sent every `beat_us`, whether or not anything has changed."""
 
     ledger: SchedulerGauges
@@ -83,8 +81,8 @@ class Sign:
     """How long ago the engine process last gave a sign of life to its front end."""
     computing: bool
     """Steps are in flight, so `ledger.steps` must grow."""
-    names: NamesChanged = NO_NAMES_CHANGED
-    notes: tuple[PhaseNote, ...] = ()
+    names: CachedKeysChanged = NO_KEYS_CHANGED
+    notes: tuple[PhaseReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +111,7 @@ class HeldChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class InstanceJoined:
     session: Session
     facts: Join
     draining: bool = False
@@ -121,13 +119,13 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Beaten:
+class HeartbeatCame:
     session: Session
-    sign: Sign
+    sign: Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
+class InstanceLost:
     """The connection is over."""
 
     session: Session
@@ -135,14 +133,14 @@ class Parted:
 
 
 @dataclass(frozen=True, slots=True)
-class Drains:
+class InstanceDrains:
     """The instance takes nothing new: it was told to stop, or somebody asked the router to drain it."""
 
     name: Instance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrived:
+class RequestArrived:
     """A request of a client. All of its choices share one prompt or each has its own; `leader` says which."""
 
     request: RequestNumber
@@ -153,14 +151,14 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class ClientLeft:
     """The client is gone, or took the request back."""
 
     request: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StopStringFound:
     """A stop string was found: the choice ends after `keep` tokens."""
 
     request: RequestNumber
@@ -169,7 +167,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Claimed:
+class RequestClaimed:
     """A client has come for an orphaned request."""
 
     request: RequestNumber
@@ -190,7 +188,7 @@ class AttemptRefused:
     refusal: Refusal
 
 
-class Came(NamedTuple):
+class TokensCame(NamedTuple):
     """Tokens of a choice, or its end, or both. A tuple: one is made for each row of each step."""
 
     session: Session
@@ -203,12 +201,23 @@ class Came(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DeadlineCame:
     """`next_deadline` has come."""
 
 
 RouterEvent = (
-    Joined | Beaten | Parted | Drains | Arrived | Left | Cut | Claimed | AttemptAccepted | AttemptRefused | Came | Due
+    InstanceJoined
+    | HeartbeatCame
+    | InstanceLost
+    | InstanceDrains
+    | RequestArrived
+    | ClientLeft
+    | StopStringFound
+    | RequestClaimed
+    | AttemptAccepted
+    | AttemptRefused
+    | TokensCame
+    | DeadlineCame
 )
 
 
@@ -216,7 +225,7 @@ RouterEvent = (
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class AdmitInstance:
     """The instance belongs to the fleet. It goes on with the serials of `keep`, each as that attempt, and drops the rest."""
 
     session: Session
@@ -224,7 +233,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnAway:
+class RejectInstance:
     session: Session
     reason: str
     fenced: bool
@@ -232,7 +241,7 @@ class TurnAway:
 
 
 @dataclass(frozen=True, slots=True)
-class HangUp:
+class CloseSession:
     """The session is given up; nothing of it is heard any more."""
 
     session: Session
@@ -240,7 +249,7 @@ class HangUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
+class TellPrefillPeers:
     """Tell an instance that decodes who prefills for it now."""
 
     session: Session
@@ -253,7 +262,7 @@ class OrderDrain:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Send:
+class SendAttempt:
     """Submit these choices there; answer AttemptAccepted or AttemptRefused."""
 
     session: Session
@@ -266,7 +275,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBack:
+class CancelChoices:
     """These choices of an attempt are not wanted any more, whatever the instance made of them."""
 
     session: Session
@@ -275,7 +284,7 @@ class CallBack:
 
 
 @dataclass(frozen=True, slots=True)
-class CutShort:
+class StopChoice:
     session: Session
     attempt: ChoiceAttempt
     keep: int
@@ -283,7 +292,7 @@ class CutShort:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetChoices:
     """A request is over: the instance need not keep what it knows of these choices."""
 
     session: Session
@@ -291,14 +300,14 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class RequestOpened:
     """To the client: the request was accepted by an instance, for the first time."""
 
     request: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
-class Declined:
+class RequestDeclined:
     """To the client: the request was not accepted. Nothing of it was delivered."""
 
     request: RequestNumber
@@ -306,7 +315,7 @@ class Declined:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ChoiceOutcome:
     """How a choice ended, over all of its attempts."""
 
     reason: FinishReason
@@ -317,7 +326,7 @@ class Outcome:
     fault: PdFault | None = None
 
 
-class Delivered(NamedTuple):
+class DeliverTokens(NamedTuple):
     """To the client: tokens in order, none twice, none missing; and the end, once. A tuple, as Came is."""
 
     request: RequestNumber
@@ -325,11 +334,11 @@ class Delivered(NamedTuple):
     tokens: list[int]
     extras: object
     cached_tokens: int | None
-    outcome: Outcome | None
+    outcome: ChoiceOutcome | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Orphan:
+class UnclaimedFound:
     """A request of a router that was lost has been found: everything that is known of it. A client may claim it."""
 
     request: RequestNumber
@@ -339,15 +348,15 @@ class Orphan:
     extras: tuple[tuple[object, ...], ...]
     """By choice, for its last tokens: what came before a move is not known any more."""
     cached_tokens: tuple[int | None, ...]
-    outcomes: tuple[Outcome | None, ...]
+    outcomes: tuple[ChoiceOutcome | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OrphanDropped:
+class UnclaimedDropped:
     request: RequestNumber
 
 
-class Stage(Enum):
+class TimelineStage(Enum):
     """What the timeline shows of a choice."""
 
     QUEUED = "queued"
@@ -362,12 +371,12 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class TimelineNoted:
     """For the log, the metrics and the timeline: something happened to a choice."""
 
     request: RequestNumber
     choice: int
-    stage: Stage
+    stage: TimelineStage
     where: Instance | None
     at_us: int
     why: str = ""
@@ -385,6 +394,16 @@ class FleetChanged:
 
 
 RouterEffect = (
-    Admit | TurnAway | HangUp | Neighbours | OrderDrain | Send | CallBack | CutShort | Forget | Opened | Declined
-    | Delivered | Orphan | OrphanDropped | Noted | FleetChanged
+    AdmitInstance
+    | RejectInstance
+    | CloseSession
+    | TellPrefillPeers
+    | OrderDrain
+    | SendAttempt
+    | CancelChoices
+    | StopChoice
+    | ForgetChoices
+    | RequestOpened
+    | RequestDeclined
+    | DeliverTokens | UnclaimedFound | UnclaimedDropped | TimelineNoted | FleetChanged
 )  # fmt: skip

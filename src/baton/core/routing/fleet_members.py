@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from baton.core.config import ROLES, Role
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.routing.events import Instance, Join, RouterConfig, Session, Sign
+from baton.core.routing.config import RouterConfig
+from baton.core.routing.events import Heartbeat, Instance, Join, Session
 from baton.core.state_machine import StateMachine
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class _Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Objection:
+class JoinRejection:
     """Why an instance cannot join."""
 
     reason: str
@@ -152,18 +153,18 @@ class FleetMembers:
 
     # ── coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def objection(self, facts: Join, now_us: int) -> Objection | None:
+    def objection(self, facts: Join, now_us: int) -> JoinRejection | None:
         life = self._lives.get(facts.name)
         if life is not None and facts.incarnation < life.incarnation and self._is_fresh(facts.name, life, now_us):
             newer = f"incarnation {life.incarnation} has joined"
-            return Objection(f"{facts.name} of incarnation {facts.incarnation} is outlived: {newer}", fenced=True)
+            return JoinRejection(f"{facts.name} of incarnation {facts.incarnation} is outlived: {newer}", fenced=True)
         if facts.role not in ROLES:
-            return Objection(f"its role is {facts.role!r}, and roles are {', '.join(ROLES)}")
+            return JoinRejection(f"its role is {facts.role!r}, and roles are {', '.join(ROLES)}")
         if (holder := self._living_holder(facts, now_us)) is not None:
-            return Objection(f"{facts.name} is there already, at {holder.facts.url}; give another --name")
+            return JoinRejection(f"{facts.name} is there already, at {holder.facts.url}; give another --name")
         if not facts.fingerprint.startswith(self._config.model_mark):
             its, ours = facts.fingerprint.hex(), self._config.model_mark.hex()
-            return Objection(
+            return JoinRejection(
                 f"its model is not {self._config.model}: the fingerprint of its model is {its}, "
                 f"and that of {self._config.model} begins with {ours}"
             )
@@ -172,14 +173,14 @@ class FleetMembers:
             return None
         if facts.fingerprint != model.fingerprint:
             ours, its = model.fingerprint.hex(), facts.fingerprint.hex()
-            return Objection(
+            return JoinRejection(
                 f"it has another model, number format or attention than {model.name} at {model.url}: the fingerprint of its "
                 f"model is {its}, and that of this fleet {ours}"
             )
         if facts.vocabulary != model.vocabulary:
-            return Objection(f"its vocabulary has {facts.vocabulary} tokens, and that of this fleet {model.vocabulary}")
+            return JoinRejection(f"its vocabulary has {facts.vocabulary} tokens, and that of this fleet {model.vocabulary}")
         if facts.block_size != model.block_size:
-            return Objection(f"its blocks have {facts.block_size} tokens, and those of this fleet {model.block_size}")
+            return JoinRejection(f"its blocks have {facts.block_size} tokens, and those of this fleet {model.block_size}")
         return None
 
     def _is_fresh(self, name: Instance, life: _Life, now_us: int) -> bool:
@@ -251,7 +252,7 @@ class FleetMembers:
             member.heard_us += late_us
             member.progress_us += late_us
 
-    def beaten(self, member: FleetMember, sign: Sign, now_us: int) -> Suspicion | None:
+    def beaten(self, member: FleetMember, sign: Heartbeat, now_us: int) -> Suspicion | None:
         if not sign.computing or sign.ledger.steps != member.ledger.steps:
             member.progress_us = now_us
         member.heard_us = now_us

@@ -10,18 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.core.engine.request import Phase
-from baton.core.routing.events import Instance, Noted, PhaseNote, Session, Stage
+from baton.core.routing.events import Instance, PhaseReport, Session, TimelineNoted, TimelineStage
 from baton.core.routing.fleet_members import FleetMember
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 from baton.core.routing.routed_request import Attempt, RoutedRequest
 
 RECENT_MAX = 1024
 STAGES = {
-    Phase.RUNNING_PREFILL.name: Stage.PREFILL,
-    Phase.RECEIVING.name: Stage.HANDOVER,
-    Phase.RESTORING.name: Stage.PREFILL,
-    Phase.HANDING_OVER.name: Stage.HANDOVER,
-    Phase.RUNNING_DECODE.name: Stage.DECODE,
+    Phase.RUNNING_PREFILL.name: TimelineStage.PREFILL,
+    Phase.RECEIVING.name: TimelineStage.HANDOVER,
+    Phase.RESTORING.name: TimelineStage.PREFILL,
+    Phase.HANDING_OVER.name: TimelineStage.HANDOVER,
+    Phase.RUNNING_DECODE.name: TimelineStage.DECODE,
 }
 
 
@@ -49,8 +49,8 @@ class PhaseTimeline:
             self._traces.popitem(last=False)
 
     def noted(
-        self, member: FleetMember, notes: Sequence[PhaseNote], requests: Mapping[RequestNumber, RoutedRequest], now_us: int
-    ) -> list[Noted]:
+        self, member: FleetMember, notes: Sequence[PhaseReport], requests: Mapping[RequestNumber, RoutedRequest], now_us: int
+    ) -> list[TimelineNoted]:
         made = []
         for note in notes:
             number, choice, _ = note.attempt
@@ -60,8 +60,8 @@ class PhaseTimeline:
             stage = _stage(trace, choice, note.phase)
             if stage is not None:
                 at_us, giver = now_us - note.ago_us, trace.givers.get(choice)
-                why = f"from {giver}" if stage is Stage.HANDOVER and giver is not None else ""
-                made.append(Noted(number, choice, stage, member.name, at_us, why))
+                why = f"from {giver}" if stage is TimelineStage.HANDOVER and giver is not None else ""
+                made.append(TimelineNoted(number, choice, stage, member.name, at_us, why))
         return made
 
     def _trace_of(self, which: ChoiceAttempt, request: RoutedRequest | None) -> _Trace | None:
@@ -74,10 +74,10 @@ def _trace(attempt: Attempt) -> _Trace:
     return _Trace(attempt.member.session, choices, attempt.began, attempt.givers)
 
 
-def _stage(trace: _Trace, choice: int, phase: str) -> Stage | None:
+def _stage(trace: _Trace, choice: int, phase: str) -> TimelineStage | None:
     stage = STAGES.get(phase)
     if stage is not None:
         if choice not in trace.began:
             trace.began.append(choice)
         return stage
-    return Stage.PREEMPTED if phase == Phase.WAITING.name and choice in trace.began else None
+    return TimelineStage.PREEMPTED if phase == Phase.WAITING.name and choice in trace.began else None

@@ -15,7 +15,7 @@ from baton.core.engine.request import RequestId, Submission, frozen_tokens
 from baton.core.errors import InvariantViolated
 from baton.core.routing.events import Instance
 from baton.core.routing.fleet_members import FleetMembers
-from baton.core.routing.placement import Prompt, Wanted
+from baton.core.routing.placement import PlacementDemand, PromptToPlace
 from baton.core.routing.routed_request import RoutedChoice, leads
 
 
@@ -26,7 +26,7 @@ class PlacementQuery:
         self._reads_keys = reads_keys
         self._prefix: PrefixIndex | None = None
 
-    def of(self, party: Sequence[RoutedChoice]) -> Wanted:
+    def of(self, party: Sequence[RoutedChoice]) -> PlacementDemand:
         first: dict[RequestId, tuple[RoutedChoice, Submission]] = {}
         tokens: dict[RequestId, int] = {}
         longest, avoid = 0, list[Instance]()
@@ -39,8 +39,8 @@ class PlacementQuery:
             avoid += choice.avoid
             if choice.turned_down_by is not None:
                 avoid.append(choice.turned_down_by)
-        prompts = [Prompt(name, tokens[name], self._keys(name, *first[name])) for name in first]
-        return Wanted(tuple(prompts), longest, tuple(avoid), begun=party[0].request.opened)
+        prompts = [PromptToPlace(name, tokens[name], self._keys(name, *first[name])) for name in first]
+        return PlacementDemand(tuple(prompts), longest, tuple(avoid), begun=party[0].request.opened)
 
     def settled(self, choice: RoutedChoice) -> Submission:
         """Its submission with a limit, the same for all attempts: where the client gave none, as much as fits anywhere."""

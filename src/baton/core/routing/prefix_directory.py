@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.engine.change_journal import NamesChanged
+from baton.core.engine.change_journal import CachedKeysChanged
 from baton.core.routing.events import Session
 
 ASSUMED_US = 10_000_000
@@ -53,7 +53,7 @@ class PrefixDirectory:
         _clear(self._said, holder.said, holder.bit)
         _clear(self._assumed, holder.assumed, holder.bit)
 
-    def hear(self, session: Session, names: NamesChanged) -> None:
+    def hear(self, session: Session, names: CachedKeysChanged) -> None:
         holder = self._holders[session]
         bit, said = holder.bit, holder.said
         if names.fresh:

@@ -30,7 +30,8 @@ from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.request import FinishReason, RequestId, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
-from baton.core.routing.events import Instance, Outcome, RouterConfig
+from baton.core.routing.config import RouterConfig
+from baton.core.routing.events import ChoiceOutcome, Instance
 from baton.core.routing.fleet_members import FleetMember
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
@@ -120,7 +121,7 @@ class RoutedChoice:
     """Tokens that its last attempt started with."""
     keys: list[bytes] | None = None
     """While WAITING with tokens: the block keys of all that is known."""
-    outcome: Outcome | None = None
+    outcome: ChoiceOutcome | None = None
     prefill: tuple[FleetMember, int] | None = None
     """The instance chosen to prefill it and how many tokens, until the first token comes."""
 
@@ -256,11 +257,11 @@ def add_bill(choice: RoutedChoice, bill: Bill) -> None:
     )
 
 
-def outcome_of(choice: RoutedChoice, reason: FinishReason, fault: PdFault | None) -> Outcome:
+def outcome_of(choice: RoutedChoice, reason: FinishReason, fault: PdFault | None) -> ChoiceOutcome:
     generated = len(choice.delivered) if choice.keep is None else choice.keep
     # What the client was told with its first token, whatever an attempt before that had found.
     cached = choice.bill.cached_tokens if choice.cached_tokens is None else choice.cached_tokens
-    return Outcome(reason, generated, replace(choice.bill, attempts=choice.attempts, cached_tokens=cached), fault)
+    return ChoiceOutcome(reason, generated, replace(choice.bill, attempts=choice.attempts, cached_tokens=cached), fault)
 
 
 def leads(submission: Submission) -> RequestId:

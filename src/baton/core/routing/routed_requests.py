@@ -15,20 +15,20 @@ from enum import Enum
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    CallBack,
-    Cut,
-    CutShort,
-    Declined,
-    Delivered,
-    Forget,
+    CancelChoices,
+    DeliverTokens,
+    ForgetChoices,
     Instance,
-    Noted,
-    Opened,
-    OrphanDropped,
-    RouterConfig,
+    RequestDeclined,
+    RequestOpened,
     RouterEffect,
-    Stage,
+    StopChoice,
+    StopStringFound,
+    TimelineNoted,
+    TimelineStage,
+    UnclaimedDropped,
 )
 from baton.core.routing.fleet_members import FleetMembers
 from baton.core.routing.identity import RequestNumber
@@ -52,7 +52,7 @@ OVER_MAX = 16_384
 """Requests whose end is remembered."""
 
 
-class Cause(Enum):
+class MoveCause(Enum):
     """Why a choice goes on elsewhere."""
 
     PREEMPTED = "preempted"
@@ -70,7 +70,7 @@ class RouterCounts:
 
     late: int = 0
     """Events of sessions, attempts and requests that were over."""
-    retries: dict[str, int] = field(default_factory=lambda: {cause.value: 0 for cause in Cause})
+    retries: dict[str, int] = field(default_factory=lambda: {cause.value: 0 for cause in MoveCause})
     moved_tokens: int = 0
     """Generated tokens that travelled with a choice to another instance."""
     suspicions: dict[str, int] = field(default_factory=lambda: {"suspected": 0, "stuck": 0})
@@ -122,7 +122,7 @@ class RoutedRequests:
         """An instance has taken it: its client is told, once."""
         if not request.opened:
             request.opened = True
-            self.effects.append(Opened(request.number))
+            self.effects.append(RequestOpened(request.number))
 
     def left(self, number: RequestNumber) -> None:
         request = self.by_number.get(number)
@@ -143,14 +143,14 @@ class RoutedRequests:
 
     def say_declined(self, number: RequestNumber, refusal: Refusal) -> None:
         self.counts.declined[refusal.code.value] = self.counts.declined.get(refusal.code.value, 0) + 1
-        self.effects.append(Declined(number, refusal))
+        self.effects.append(RequestDeclined(number, refusal))
 
     def drop(self, request: RoutedRequest) -> None:
         """End an orphan that no client claimed; no client is told how it ends."""
         request.orphan = request.opened = False
         self.counts.orphans_dropped += 1
         self.end_all(request, FinishReason.ABORT, None)
-        self.effects.append(OrphanDropped(request.number))
+        self.effects.append(UnclaimedDropped(request.number))
 
     def end_all(
         self, request: RoutedRequest, reason: FinishReason, fault: PdFault | None, but: Sequence[RoutedChoice] = ()
@@ -170,7 +170,7 @@ class RoutedRequests:
         self.timeline.over(request.attempts.values())
         for attempt in request.attempts.values():
             if attempt.member.session in self.fleet.members:
-                self.effects.append(Forget(attempt.member.session, attempt.id))
+                self.effects.append(ForgetChoices(attempt.member.session, attempt.id))
         request.attempts.clear()
         del self.by_number[request.number]
         self._in_time.pop(request.number, None)
@@ -182,7 +182,7 @@ class RoutedRequests:
 
     # ── choices ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def cut(self, event: Cut) -> None:
+    def cut(self, event: StopStringFound) -> None:
         request = self.by_number.get(event.request)
         choice = request.choices[event.choice] if request is not None and event.choice < len(request.choices) else None
         running = (ChoiceState.OPEN, ChoiceState.SENT, ChoiceState.WAITING)
@@ -193,7 +193,7 @@ class RoutedRequests:
         if choice.state is ChoiceState.OPEN and choice.attempt is not None:
             self.move(choice, ChoiceMove.CUT)
             attempt = choice.attempt
-            self.effects.append(CutShort(attempt.member.session, attempt.of(choice), choice.keep))
+            self.effects.append(StopChoice(attempt.member.session, attempt.of(choice), choice.keep))
         else:
             self.call_back([choice])
             self.end(choice, FinishReason.STOP)
@@ -207,8 +207,8 @@ class RoutedRequests:
         self.move(choice, ChoiceMove.END)
         choice.outcome = outcome = outcome_of(choice, reason, fault)
         if request.opened:
-            self.effects.append(Delivered(request.number, choice.index, tokens or [], extras, cached, outcome))
-        self.note(choice, Stage.ENDED, where, reason.value if fault is None else f"{reason.value}: {fault.message}")
+            self.effects.append(DeliverTokens(request.number, choice.index, tokens or [], extras, cached, outcome))
+        self.note(choice, TimelineStage.ENDED, where, reason.value if fault is None else f"{reason.value}: {fault.message}")
         self.limits.close(request.tenant, len(choice.delivered), self.now_us)
         request.open_choices -= 1
         if not request.open_choices:
@@ -238,7 +238,7 @@ class RoutedRequests:
                 called.setdefault(choice.attempt, []).append(choice.index)
         for attempt, indices in called.items():
             if attempt.member.session in self.fleet.members:
-                self.effects.append(CallBack(attempt.member.session, attempt.id, tuple(indices)))
+                self.effects.append(CancelChoices(attempt.member.session, attempt.id, tuple(indices)))
 
     def move(self, choice: RoutedChoice, move: ChoiceMove) -> None:
         before = choice.state
@@ -247,8 +247,8 @@ class RoutedRequests:
             self.queue.leave(choice)
             choice.keys = None
 
-    def note(self, choice: RoutedChoice, stage: Stage, where: Instance | None, why: str = "") -> None:
-        self.effects.append(Noted(choice.request.number, choice.index, stage, where, self.now_us, why))
+    def note(self, choice: RoutedChoice, stage: TimelineStage, where: Instance | None, why: str = "") -> None:
+        self.effects.append(TimelineNoted(choice.request.number, choice.index, stage, where, self.now_us, why))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

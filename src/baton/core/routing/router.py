@@ -21,32 +21,32 @@ from __future__ import annotations
 
 from baton.core.routing.adoption import Adoption
 from baton.core.routing.attempts import Attempts
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.dispatch import Dispatcher
 from baton.core.routing.events import (
-    Admit,
-    Arrived,
+    AdmitInstance,
     AttemptAccepted,
     AttemptRefused,
-    Beaten,
-    Came,
-    Claimed,
-    Cut,
-    Drains,
-    Due,
+    ClientLeft,
+    CloseSession,
+    DeadlineCame,
     FleetChanged,
-    HangUp,
+    HeartbeatCame,
     Instance,
-    Joined,
-    Left,
-    Neighbours,
+    InstanceDrains,
+    InstanceJoined,
+    InstanceLost,
     OrderDrain,
-    Parted,
-    RouterConfig,
+    RejectInstance,
+    RequestArrived,
+    RequestClaimed,
     RouterEffect,
     RouterEvent,
     Session,
-    TurnAway,
-)  # fmt: skip
+    StopStringFound,
+    TellPrefillPeers,
+    TokensCame,
+)
 from baton.core.routing.fleet_members import FleetMember, FleetMembers, InstanceView, MemberMove, MemberState
 from baton.core.routing.routed_request import ChoiceMove, ChoiceState, RoutedRequest
 from baton.core.routing.routed_requests import RoutedRequests, RouterCounts, sooner
@@ -108,29 +108,29 @@ class Router:
         requests.effects = effects
         self._wake(now_us)
         match event:
-            case Came():
+            case TokensCame():
                 self._attempts.came(event)
-            case Beaten():
+            case HeartbeatCame():
                 self._beaten(event)
             case AttemptAccepted():
                 self._attempts.accepted(event)
             case AttemptRefused():
                 self._attempts.refused(event)
-            case Arrived():
+            case RequestArrived():
                 self._dispatcher.arrived(event)
-            case Left(number):
+            case ClientLeft(number):
                 requests.left(number)
-            case Cut():
+            case StopStringFound():
                 requests.cut(event)
-            case Joined():
+            case InstanceJoined():
                 self._joined(event)
-            case Parted(session, reason):
+            case InstanceLost(session, reason):
                 self._parted(session, reason)
-            case Drains(name):
+            case InstanceDrains(name):
                 self._drains(name)
-            case Claimed():
+            case RequestClaimed():
                 self._adoption.claimed(event)
-            case Due():
+            case DeadlineCame():
                 self._due()
         if requests.stirred:
             self._dispatcher.place()
@@ -167,7 +167,7 @@ class Router:
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _joined(self, event: Joined) -> None:
+    def _joined(self, event: InstanceJoined) -> None:
         facts, fleet, now_us = event.facts, self.fleet, self._requests.now_us
         if event.session in fleet.members:
             self.counts.late += 1
@@ -176,7 +176,7 @@ class Router:
             fleet.forget_model()
         objection = fleet.objection(facts, now_us)
         if objection is not None:
-            self._requests.effects.append(TurnAway(event.session, objection.reason, objection.fenced))
+            self._requests.effects.append(RejectInstance(event.session, objection.reason, objection.fenced))
             what = "fenced" if objection.fenced else "refused"
             self._requests.effects.append(FleetChanged(facts.name, facts.incarnation, what, objection.reason))
             return
@@ -184,7 +184,7 @@ class Router:
         if old is not None:
             same = old.facts.incarnation == facts.incarnation
             why = "it has connected again" if same else f"incarnation {facts.incarnation} has joined"
-            self._requests.effects.append(HangUp(old.session, why))
+            self._requests.effects.append(CloseSession(old.session, why))
             self._lose(old, MemberMove.SUCCEED, "lost", why)
         if not fleet.members:
             self._tick_us = now_us + self.config.beat_us
@@ -192,7 +192,7 @@ class Router:
         self._dispatcher.prefixes.open(event.session, facts.blocks)
         at = len(self._requests.effects)
         keep = self._adoption.adopt(member, event.held)
-        self._requests.effects.insert(at, Admit(event.session, keep))  # before anything that names its attempts
+        self._requests.effects.insert(at, AdmitInstance(event.session, keep))  # before anything that names its attempts
         self._requests.effects.append(FleetChanged(facts.name, facts.incarnation, "joined", facts.role))
         if member.state is MemberState.DRAINING:
             if not event.draining:
@@ -211,7 +211,7 @@ class Router:
             in_order = member.state is MemberState.DRAINING and not member.aboard
             self._lose(member, MemberMove.PART, "left" if in_order else "lost", reason)
 
-    def _beaten(self, event: Beaten) -> None:
+    def _beaten(self, event: HeartbeatCame) -> None:
         member = self.fleet.members.get(event.session)
         if member is None:
             self.counts.late += 1
@@ -239,7 +239,7 @@ class Router:
 
     def _suspect(self, member: FleetMember, what: str, why: str) -> None:
         self.counts.suspicions[what] += 1
-        self._requests.effects.append(HangUp(member.session, why))
+        self._requests.effects.append(CloseSession(member.session, why))
         self._lose(member, MemberMove.SUSPECT, what, why)
 
     def _lose(self, member: FleetMember, move: MemberMove, what: str, why: str) -> None:
@@ -263,4 +263,4 @@ class Router:
         for member in self.fleet.members.values():
             if member.role.takes and member.told != addresses and not (settling and (member.has_kept or not addresses)):
                 member.told = addresses
-                self._requests.effects.append(Neighbours(member.session, addresses))
+                self._requests.effects.append(TellPrefillPeers(member.session, addresses))

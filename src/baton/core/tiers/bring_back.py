@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from baton.core.config import BringBack, WorkerConfig
-from baton.core.engine.victims import Rates
-from baton.core.tiers.open_hauls import HaulKind, OpenHaul
+from baton.core.engine.victims import RecoveryRates
+from baton.core.tiers.open_hauls import OpenTransfer, TransferKind
 
 FADING = 0.98
 """A rate that keeps us from trying is believed a little less each time, so that one bad measurement is not for ever."""
@@ -15,7 +15,7 @@ BETTER_SHARE, WORSE_SHARE = 0.3, 0.1
 
 
 class BringBackRule:
-    def __init__(self, config: WorkerConfig, rates: Rates, counts: Counter[str]) -> None:
+    def __init__(self, config: WorkerConfig, rates: RecoveryRates, counts: Counter[str]) -> None:
         self._always = config.tiers.bring_back is BringBack.ALWAYS
         self._block_size = config.block_size
         self._rates = rates
@@ -43,15 +43,15 @@ class BringBackRule:
         rates.look_us *= FADING
         return False
 
-    def measure(self, haul: OpenHaul, now_us: int) -> None:
+    def measure(self, haul: OpenTransfer, now_us: int) -> None:
         took_us, rates = now_us - haul.began_us, self._rates
         each = took_us / max(1, len(haul.keys))
         match haul.kind:
-            case HaulKind.IN:
+            case TransferKind.IN:
                 rates.copy_us_per_block = _blend(rates.copy_us_per_block, each)
-            case HaulKind.GET:
+            case TransferKind.GET:
                 rates.fetch_us_per_block = _blend(rates.fetch_us_per_block, each)
-            case HaulKind.LOOK:
+            case TransferKind.LOOK:
                 rates.look_us = _blend(rates.look_us, took_us)
             case _:
                 pass

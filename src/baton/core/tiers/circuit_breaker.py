@@ -7,7 +7,7 @@ closed ──failures──▶ open ──time──▶ trying (one order only) 
 from __future__ import annotations
 
 
-class Breaker:
+class CircuitBreaker:
     def __init__(self, failures_max: int, retry_us: int, retry_us_max: int) -> None:
         self._failures_max = failures_max
         self._retry_us_min, self._retry_us_max = retry_us, retry_us_max

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from baton.core.engine.prefix import Key
 from baton.core.tiers.bring_back import BringBackRule
 from baton.core.tiers.departures import Departures
-from baton.core.tiers.open_hauls import HaulKind, OpenHaul, OpenHauls, leading
+from baton.core.tiers.open_hauls import OpenTransfer, OpenTransfers, TransferKind, leading
 from baton.core.tiers.saving import KvSaving
 from baton.core.tiers.stored_keys import StoredKeys
-from baton.core.tiers.transfers import Get, Haul, Look
+from baton.core.tiers.transfers import Get, Look, TransferId
 
 
 @dataclass(slots=True)
 class _Seek:
     """What is brought from the store for a request that waits."""
 
-    waits_for: set[Haul]
+    waits_for: set[TransferId]
     until_us: int
     wanted: deque[Key] = field(default_factory=deque)
     """Which the store has, and no order fetches yet."""
@@ -27,7 +27,7 @@ class _Seek:
 
 class KvFetching:
     def __init__(
-        self, hauls: OpenHauls, bring_back: BringBackRule, stored: StoredKeys, saving: KvSaving, departures: Departures
+        self, hauls: OpenTransfers, bring_back: BringBackRule, stored: StoredKeys, saving: KvSaving, departures: Departures
     ) -> None:
         self._hauls = hauls
         self._config = hauls.config
@@ -49,11 +49,11 @@ class KvFetching:
         if not keys or seeker in self._seeks:
             return True
         # Where getting is tried with one order only, so is looking: it would have to wait for that one.
-        if not (hauls.may_ask(HaulKind.LOOK) and hauls.breakers[HaulKind.GET].allows(hauls.now_us)):
+        if not (hauls.may_ask(TransferKind.LOOK) and hauls.breakers[TransferKind.GET].allows(hauls.now_us)):
             return False
         if not self._bring_back.fetches(len(keys)):
             return True
-        haul = hauls.begin(HaulKind.LOOK, tuple(keys), config.look_us, seeker=seeker)
+        haul = hauls.begin(TransferKind.LOOK, tuple(keys), config.look_us, seeker=seeker)
         self._seeks[seeker] = _Seek({haul}, hauls.now_us + config.look_us + config.get_us)
         hauls.order(Look(haul, tuple(keys)))
         return True
@@ -65,7 +65,7 @@ class KvFetching:
         """It does not wait any more; what is under way goes on, and is there for others."""
         self._seeks.pop(seeker, None)
 
-    def looked(self, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def looked(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
         there = leading(came)
         for key in haul.keys[:there]:
             self._saving.note_stored(key)
@@ -79,7 +79,7 @@ class KvFetching:
     def get_some(self) -> None:
         """Order what is wanted, as far as the store may be asked."""
         for seek in self._seeks.values():
-            while seek.wanted and self._hauls.may_ask(HaulKind.GET):
+            while seek.wanted and self._hauls.may_ask(TransferKind.GET):
                 self._get(seek)
 
     def _get(self, seek: _Seek) -> None:
@@ -96,11 +96,11 @@ class KvFetching:
             seek.wanted.clear()  # no room: what would come after a gap is of no use
         if len(rows):
             taken = tuple(keys[: len(rows)])
-            haul = hauls.begin(HaulKind.GET, taken, self._config.get_us)
+            haul = hauls.begin(TransferKind.GET, taken, self._config.get_us)
             seek.waits_for.add(haul)
             hauls.order(Get(haul, taken, rows))
 
-    def got(self, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def got(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
         self._hauls.fill(haul, came)
         self._hauls.counts["fetched"] += sum(came)
         for key, is_there in zip(haul.keys, came, strict=True):
@@ -114,7 +114,7 @@ class KvFetching:
                 if haul.haul in seek.waits_for:
                     seek.wanted.clear()  # what comes after a gap is of no use
 
-    def over(self, haul: OpenHaul) -> None:
+    def over(self, haul: OpenTransfer) -> None:
         """Those who waited for this haul wait for it no more."""
         for seek in self._seeks.values():
             seek.waits_for.discard(haul.haul)
@@ -125,6 +125,6 @@ class KvFetching:
 
     def end_seeks(self) -> None:
         """Let those go on for whom nothing is under way, and nothing more can be fetched."""
-        gone = not self._hauls.breakers[HaulKind.GET].allows(self._hauls.now_us)
+        gone = not self._hauls.breakers[TransferKind.GET].allows(self._hauls.now_us)
         for seeker in [seeker for seeker, seek in self._seeks.items() if not seek.waits_for and (gone or not seek.wanted)]:
             del self._seeks[seeker]

@@ -18,26 +18,26 @@ from baton.core.engine.gauges import StorageGauges
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 from baton.core.engine.request import Serial
-from baton.core.engine.victims import Rates
+from baton.core.engine.victims import RecoveryRates
 from baton.core.errors import InvariantViolated
 from baton.core.tiers.bring_back import BringBackRule
 from baton.core.tiers.departures import Departures
 from baton.core.tiers.fetching import KvFetching
 from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.loading import KvLoading
-from baton.core.tiers.open_hauls import OF_STORE, HaulKind, OpenHaul, OpenHauls
+from baton.core.tiers.open_hauls import OF_STORE, OpenTransfer, OpenTransfers, TransferKind
 from baton.core.tiers.outcomes import Outcome
 from baton.core.tiers.saving import KvSaving
 from baton.core.tiers.stored_keys import StoredKeys
-from baton.core.tiers.transfers import Hauled, HaulFailed, HaulFenced, StorageEffect, StorageEvent
+from baton.core.tiers.transfers import StorageEffect, StorageEvent, TransferDone, TransferFailed, TransferFenced
 
 NO_STORAGE = StorageGauges()
 
 
 class Tiers:
-    def __init__(self, config: WorkerConfig, pool: BlockPool, rates: Rates) -> None:
+    def __init__(self, config: WorkerConfig, pool: BlockPool, rates: RecoveryRates) -> None:
         self._outcomes: list[Outcome] = []
-        self._hauls = OpenHauls(config.tiers)
+        self._hauls = OpenTransfers(config.tiers)
         self._bring_back = BringBackRule(config, rates, self._hauls.counts)
         self._stored = StoredKeys(config.tiers.host_rows)
         self._departures = Departures(config.tiers.depart_us, self._outcomes)
@@ -61,14 +61,14 @@ class Tiers:
         }
         return StorageGauges(**{**self._hauls.counts, **now})
 
-    def open(self) -> tuple[OpenHaul, ...]:
+    def open(self) -> tuple[OpenTransfer, ...]:
         """For the laws."""
         return tuple(self._hauls)
 
     @property
     def busy(self) -> bool:
         """Whether something is being saved. What waits for its turn waits for one of these, or for a store that is gone."""
-        return any(haul.kind in (HaulKind.OUT, HaulKind.PUT) for haul in self._hauls)
+        return any(haul.kind in (TransferKind.OUT, TransferKind.PUT) for haul in self._hauls)
 
     def next_deadline(self) -> int | None:
         if not (self._hauls or self._fetching or self._departures):
@@ -148,7 +148,7 @@ class Tiers:
             if haul.kind in OF_STORE:
                 self._has_failed(haul.kind)
                 self._fetching.over(haul)
-            if haul.kind is HaulKind.GET:
+            if haul.kind is TransferKind.GET:
                 self._stored.forget(haul.keys)
         self._fetching.expire()
         self._departures.expire(now_us)
@@ -158,32 +158,32 @@ class Tiers:
         """Whatever ended may be what the next orders waited for; no request waits for a store that is given up."""
         self._saving.put_some()
         self._fetching.get_some()
-        if self._hauls.breakers[HaulKind.PUT].is_open:
+        if self._hauls.breakers[TransferKind.PUT].is_open:
             self._departures.give_up()
         self._fetching.end_seeks()
 
-    def _ended(self, haul: OpenHaul, event: StorageEvent) -> None:
+    def _ended(self, haul: OpenTransfer, event: StorageEvent) -> None:
         """The driver has let go of it, whatever came of it."""
         self._hauls.close(haul)
-        came = event.came if isinstance(event, Hauled) else (False,) * len(haul.keys)
+        came = event.came if isinstance(event, TransferDone) else (False,) * len(haul.keys)
         if not haul.fencing:
             self._judge_driver(haul, event)
         match haul.kind:
-            case HaulKind.OUT:
+            case TransferKind.OUT:
                 self._saving.copied_out(haul, came)
-            case HaulKind.IN:
+            case TransferKind.IN:
                 self._loading.copied_in(haul, came)
-            case HaulKind.LOOK:
+            case TransferKind.LOOK:
                 if not haul.fencing:
                     self._fetching.looked(haul, came)
-            case HaulKind.GET:
+            case TransferKind.GET:
                 self._fetching.got(haul, came)
-            case HaulKind.PUT:
+            case TransferKind.PUT:
                 self._saving.has_put(haul, came)
         self._fetching.over(haul)
 
-    def _judge_driver(self, haul: OpenHaul, event: StorageEvent) -> None:
-        failed = isinstance(event, HaulFailed | HaulFenced)
+    def _judge_driver(self, haul: OpenTransfer, event: StorageEvent) -> None:
+        failed = isinstance(event, TransferFailed | TransferFenced)
         self._hauls.counts["failed"] += failed
         if not failed:
             self._bring_back.measure(haul, self._hauls.now_us)
@@ -193,7 +193,7 @@ class Tiers:
             else:
                 self._hauls.breakers[haul.kind].succeeded()
 
-    def _has_failed(self, kind: HaulKind) -> None:
+    def _has_failed(self, kind: TransferKind) -> None:
         breaker = self._hauls.breakers[kind]
         breaker.failed(self._hauls.now_us)
         if breaker.is_open:
@@ -212,7 +212,7 @@ class NoTiers:
     def gauges(self) -> StorageGauges:
         return NO_STORAGE
 
-    def open(self) -> tuple[OpenHaul, ...]:
+    def open(self) -> tuple[OpenTransfer, ...]:
         return ()
 
     def next_deadline(self) -> int | None:
@@ -271,5 +271,5 @@ class NoTiers:
 AnyTiers = Tiers | NoTiers
 
 
-def tiers_of(config: WorkerConfig, pool: BlockPool, rates: Rates) -> AnyTiers:
+def tiers_of(config: WorkerConfig, pool: BlockPool, rates: RecoveryRates) -> AnyTiers:
     return Tiers(config, pool, rates) if config.tiers.host_rows else NoTiers()

@@ -16,12 +16,12 @@ from baton.core.config import TierConfig
 from baton.core.engine.plan import NO_INT32S, Int32s
 from baton.core.engine.prefix import Key
 from baton.core.engine.request import Serial
-from baton.core.tiers.circuit_breaker import Breaker
+from baton.core.tiers.circuit_breaker import CircuitBreaker
 from baton.core.tiers.host_rows import HostRows
-from baton.core.tiers.transfers import FenceHaul, Haul, StorageEffect
+from baton.core.tiers.transfers import FenceTransfer, StorageEffect, TransferId
 
 
-class HaulKind(Enum):
+class TransferKind(Enum):
     OUT = "copy to host"
     IN = "copy to device"
     LOOK = "look"
@@ -29,17 +29,17 @@ class HaulKind(Enum):
     PUT = "put"
 
 
-OF_STORE = (HaulKind.LOOK, HaulKind.GET, HaulKind.PUT)
-FILLS = (HaulKind.OUT, HaulKind.GET)
+OF_STORE = (TransferKind.LOOK, TransferKind.GET, TransferKind.PUT)
+FILLS = (TransferKind.OUT, TransferKind.GET)
 """Hauls that write rows."""
-READS = (HaulKind.IN, HaulKind.PUT)
+READS = (TransferKind.IN, TransferKind.PUT)
 """Hauls that read rows."""
 
 
 @dataclass(slots=True)
-class OpenHaul:
-    haul: Haul
-    kind: HaulKind
+class OpenTransfer:
+    haul: TransferId
+    kind: TransferKind
     keys: tuple[Key, ...]
     began_us: int
     deadline_us: int
@@ -51,7 +51,7 @@ class OpenHaul:
     fencing: bool = False
 
 
-class OpenHauls:
+class OpenTransfers:
     def __init__(self, config: TierConfig) -> None:
         self.config = config
         self.host = HostRows(config.host_rows)
@@ -59,11 +59,11 @@ class OpenHauls:
         self.counts: Counter[str] = Counter()
         """By names of `StorageGauges`."""
         limits = config.failures_max, config.retry_us, config.retry_us_max
-        self.breakers = {kind: Breaker(*limits) for kind in OF_STORE}
+        self.breakers = {kind: CircuitBreaker(*limits) for kind in OF_STORE}
         """One for each kind of order: a store may answer looks and hang in everything else."""
-        self.filling: dict[Key, Haul] = {}
+        self.filling: dict[Key, TransferId] = {}
         """Which haul brings a key into host memory."""
-        self._open: dict[Haul, OpenHaul] = {}
+        self._open: dict[TransferId, OpenTransfer] = {}
         self._at_store = dict.fromkeys(OF_STORE, 0)
         """Orders to the store that are open, of each kind."""
         self._orders: list[StorageEffect] = []
@@ -72,31 +72,31 @@ class OpenHauls:
     def __len__(self) -> int:
         return len(self._open)
 
-    def __iter__(self) -> Iterator[OpenHaul]:
+    def __iter__(self) -> Iterator[OpenTransfer]:
         return iter(self._open.values())
 
-    def get(self, haul: Haul) -> OpenHaul | None:
+    def get(self, haul: TransferId) -> OpenTransfer | None:
         return self._open.get(haul)
 
-    def late(self) -> list[OpenHaul]:
+    def late(self) -> list[OpenTransfer]:
         return [haul for haul in self if not haul.fencing and haul.deadline_us <= self.now_us]
 
-    def may_ask(self, kind: HaulKind) -> bool:
+    def may_ask(self, kind: TransferKind) -> bool:
         """Whether one more order of this kind may go to the store now."""
         return self._at_store[kind] < self.config.hauls_max and self.breakers[kind].allows(self.now_us)
 
     def begin(
         self,
-        kind: HaulKind,
+        kind: TransferKind,
         keys: tuple[Key, ...],
         limit_us: int,
         blocks: Int32s = NO_INT32S,
         serial: Serial | None = None,
         seeker: Hashable = None,
-    ) -> Haul:
-        haul = Haul(self._next_haul)
+    ) -> TransferId:
+        haul = TransferId(self._next_haul)
         self._next_haul += 1
-        self._open[haul] = OpenHaul(haul, kind, keys, self.now_us, self.now_us + limit_us, blocks, serial, seeker)
+        self._open[haul] = OpenTransfer(haul, kind, keys, self.now_us, self.now_us + limit_us, blocks, serial, seeker)
         if kind in FILLS:
             self.filling.update(dict.fromkeys(keys, haul))
         if kind in OF_STORE:
@@ -111,17 +111,17 @@ class OpenHauls:
         orders, self._orders = self._orders, []
         return orders
 
-    def fence(self, haul: OpenHaul) -> None:
+    def fence(self, haul: OpenTransfer) -> None:
         haul.fencing = True
-        self.order(FenceHaul(haul.haul))
+        self.order(FenceTransfer(haul.haul))
 
-    def close(self, haul: OpenHaul) -> None:
+    def close(self, haul: OpenTransfer) -> None:
         """The driver has let go of it."""
         del self._open[haul.haul]
         if haul.kind in OF_STORE:
             self._at_store[haul.kind] -= 1
 
-    def fill(self, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def fill(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
         """The rows that it was to fill hold what they should, as far as that came."""
         for key in haul.keys:
             del self.filling[key]

@@ -12,7 +12,7 @@ from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 from baton.core.tiers.bring_back import BringBackRule
 from baton.core.tiers.departures import Departures
-from baton.core.tiers.open_hauls import HaulKind, OpenHaul, OpenHauls
+from baton.core.tiers.open_hauls import OpenTransfer, OpenTransfers, TransferKind
 from baton.core.tiers.stored_keys import StoredKeys
 from baton.core.tiers.transfers import CopyOut, Put
 
@@ -22,7 +22,7 @@ LEAVING_SHARE = 4
 
 class KvSaving:
     def __init__(
-        self, hauls: OpenHauls, pool: BlockPool, bring_back: BringBackRule, stored: StoredKeys, departures: Departures
+        self, hauls: OpenTransfers, pool: BlockPool, bring_back: BringBackRule, stored: StoredKeys, departures: Departures
     ) -> None:
         self._hauls = hauls
         self._config = hauls.config
@@ -58,7 +58,7 @@ class KvSaving:
         for key in reversed(here):
             self._offer_to_store(key)
         self.put_some()
-        if self._hauls.breakers[HaulKind.PUT].is_open:
+        if self._hauls.breakers[TransferKind.PUT].is_open:
             return []
         return [key for key, _ in cached if key in self._hauls.filling or key in self._to_put or key in self._putting]
 
@@ -73,11 +73,11 @@ class KvSaving:
         for first in reversed(range(0, len(saved), most)):
             part = saved[first : first + most]
             blocks = np.array([block for _, block in part], dtype=np.int32)
-            haul = self._hauls.begin(HaulKind.OUT, tuple(key for key, _ in part), self._config.copy_us, blocks)
+            haul = self._hauls.begin(TransferKind.OUT, tuple(key for key, _ in part), self._config.copy_us, blocks)
             self._pool.lend(blocks)
             self._hauls.order(CopyOut(haul, blocks, rows[first : first + most]))
 
-    def copied_out(self, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def copied_out(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
         self._pool.give_back(haul.blocks)
         self._hauls.fill(haul, came)
         self._counts["saved"] += sum(came)
@@ -103,7 +103,7 @@ class KvSaving:
 
     def put_some(self) -> None:
         """Order what is to be stored, as far as the store may be asked."""
-        while self._to_put and self._hauls.may_ask(HaulKind.PUT):
+        while self._to_put and self._hauls.may_ask(TransferKind.PUT):
             keys: list[Key] = []
             while self._to_put and len(keys) < self._config.haul_blocks:
                 key = next(iter(self._to_put))
@@ -116,13 +116,13 @@ class KvSaving:
                 self._put(tuple(keys))
 
     def _put(self, keys: tuple[Key, ...]) -> None:
-        haul = self._hauls.begin(HaulKind.PUT, keys, self._config.put_us)
+        haul = self._hauls.begin(TransferKind.PUT, keys, self._config.put_us)
         rows = np.array([self._host.row_of(key) for key in keys], dtype=np.int32)
         self._putting.update(keys)
         self._host.read(keys)
         self._hauls.order(Put(haul, keys, rows))
 
-    def has_put(self, haul: OpenHaul, came: Sequence[bool]) -> None:
+    def has_put(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
         self._host.let_go(haul.keys)
         self._counts["stored"] += sum(came)
         self._counts["unstored"] += len(came) - sum(came)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPlan, StepResult
+from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, RowOutcome, StepPlan, StepResult
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import ExecutorShape, KvView
 from baton.executor.cuda.attention import chunk_queries
@@ -150,7 +150,7 @@ class StepRunner:
         """How much each knew is read before anybody else has its slot."""
         for row, stop in enumerate(plan.stops):
             if self._host.holds(stop.slot, stop.epoch):
-                rows.outcomes[row] = Outcome.PREEMPTED
+                rows.outcomes[row] = RowOutcome.PREEMPTED
                 self._host.stop(stop.slot)
                 self._shaping.stop(stop.slot)
         (named,) = self._uploads.send([np.clip(rows.slots[: len(plan.stops)], 0, self._shape.slots)])
@@ -164,7 +164,7 @@ class StepRunner:
             outcome = self._host.judge(chunk)
             rows.outcomes[row] = outcome
             rows.known[row] = self._host.known[chunk.slot]
-            if outcome is Outcome.NOTHING_OUT_OF_BLOCKS:
+            if outcome is RowOutcome.NOTHING_OUT_OF_BLOCKS:
                 continue
             samples = chunk.samples and bool(self._host.known[chunk.slot] < self._host.limits[chunk.slot])
             work.feeds.append(FeedRange(chunk.slot, chunk.begin, chunk.end, samples))
@@ -186,7 +186,7 @@ class StepRunner:
         gap = work.held & (table.known[slots] - 1 > table.computed[slots])
         if bool((gap & ~table.starved[slots]).any()):
             raise InvariantViolated(f"step {plan.step} decodes a slot whose prefill is not finished")
-        rows.outcomes[work.decode_rows[gap]] = Outcome.NOTHING_OUT_OF_BLOCKS
+        rows.outcomes[work.decode_rows[gap]] = RowOutcome.NOTHING_OUT_OF_BLOCKS
         rows.known[work.decode_rows[gap]] = table.known[slots[gap]]
         work.held &= ~gap
         work.decode_slots = slots if work.held.all() else np.where(work.held, slots, self._slots.spare).astype(np.int32)
@@ -282,7 +282,7 @@ class StepRunner:
         used: int,
         logprobs: list[Logprobs],
     ) -> StepResult:
-        stopped = rows.outcomes[:used] == Outcome.PREEMPTED
+        stopped = rows.outcomes[:used] == RowOutcome.PREEMPTED
         rows.known[:used][stopped] = words[:used][stopped]
         counts = np.zeros(len(rows.slots), dtype=np.int32)
         drafted = np.zeros(len(rows.slots), dtype=np.int32)
@@ -298,7 +298,7 @@ class StepRunner:
             held = work.held
             mine = work.decode_rows[held]
             code, count, known, fed = (column[held] for column in told)
-            rows.outcomes[mine] = np.where(code == DRY, Outcome.NOTHING_OUT_OF_BLOCKS, Outcome.TOKENS)
+            rows.outcomes[mine] = np.where(code == DRY, RowOutcome.NOTHING_OUT_OF_BLOCKS, RowOutcome.TOKENS)
             rows.known[mine] = known
             counts[mine] = count
             drafted[mine] = np.maximum(fed - 1, 0)
