@@ -1,4 +1,5 @@
-# make serve   set up and show it: a fleet, a dashboard    make test    set up and run the tests
+# make serve   set up and show it: a fleet, a dashboard    make test    set up and run the tests; T="PATH …" only those
+# make test-long   what takes long: slow tests, then WORLDS=2000 simulated clusters     make test-all    both
 # make check   format, lint, types, tidiness              make bench   measure, beside a peer where BATON_PEER_VLLM names one
 # make test-gpu   the tests that need CUDA, with nothing installed   make bench-gpu   everything that is fast on a GPU, timed
 # make fuzz    simulated clusters with faults for MINUTES=10, from seed FIRST_SEED=10000
@@ -8,12 +9,16 @@ PORT ?= 8000
 MINUTES ?= 10
 FIRST_SEED ?= 10000
 FAULTS ?= 100
+WORLDS ?= 2000
+T ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: serve test test-all test-gpu check format bench bench-gpu fuzz chaos clean
+.PHONY: setup serve test test-long test-all test-gpu check format bench bench-gpu fuzz chaos clean
+
+setup: $(READY)
 
 serve: $(READY)
 	$(BIN)/baton up --demo --router-port $(PORT)
@@ -24,15 +29,31 @@ LAWS := tests/core tests/laws tests/mutations tests/sim tests/wire
 ENGINES := tests/contract tests/executor tests/kv tests/parity
 ELSEWHERE := tests/tidy
 
-# Quick, for every change; test-all has the long ones too.
-test: CHOSEN := -m "not slow"
-test test-all: $(READY)
+# Quick, for every change. T names files, folders or tests; a test that is named itself is run though it be slow.
+CHOSEN := -m "not slow"
+# Threads of torch that wait for each other keep both cores busy for nothing.
+test: export OMP_NUM_THREADS := 1
+ifneq ($(T),)
+test: $(READY)
+	$(BIN)/python -m pytest $(if $(findstring ::,$(T)),,$(CHOSEN)) $(T)
+else
+test: $(READY)
 	@logs=$$(mktemp -d); status=0; \
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m pytest $(CHOSEN) $(LAWS) >$$logs/laws 2>&1 & laws=$$!; \
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m pytest $(CHOSEN) $(ENGINES) >$$logs/engines 2>&1 & engines=$$!; \
+	nice $(BIN)/python -m pytest $(CHOSEN) $(LAWS) >$$logs/laws 2>&1 & laws=$$!; \
+	nice $(BIN)/python -m pytest $(CHOSEN) $(ENGINES) >$$logs/engines 2>&1 & engines=$$!; \
 	$(BIN)/python -m pytest $(CHOSEN) $(addprefix --ignore=,$(LAWS) $(ENGINES) $(ELSEWHERE)) || status=1; \
 	wait $$laws || status=1; wait $$engines || status=1; \
 	cat $$logs/laws $$logs/engines; rm -rf $$logs; exit $$status
+endif
+
+# One after the other, with nothing beside it: some of it measures time.
+test-long: $(READY)
+	$(BIN)/python -m pytest -m slow
+	$(BIN)/baton sim fuzz --seeds $(WORLDS)
+
+test-all:
+	$(MAKE) test
+	$(MAKE) test-long
 
 # On a machine whose own Python has torch with CUDA, triton and transformers: no set-up, which would bring other versions.
 test-gpu:
@@ -51,18 +72,20 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+BENCH := $(BIN)/python -m benchmarks
+
 bench: $(READY)
-	$(BIN)/baton bench compare
-	$(BIN)/baton bench scheduler --sweep
-	$(BIN)/baton bench scheduler --preempting
-	$(BIN)/baton bench pressure
-	$(BIN)/baton bench tiers
-	$(BIN)/baton bench passes
-	$(BIN)/baton bench handover
-	$(BIN)/baton bench store
-	$(BIN)/baton bench predict
-	-$(BIN)/baton bench chat-tiers                                    # needs a trace: BATON_TRACES
-	-$(BIN)/baton bench policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
+	$(BENCH) compare
+	$(BENCH) scheduler --sweep
+	$(BENCH) scheduler --preempting
+	$(BENCH) pressure
+	$(BENCH) tiers
+	$(BENCH) passes
+	$(BENCH) handover
+	$(BENCH) store
+	$(BENCH) predict
+	-$(BENCH) chat-tiers                                    # needs a trace: BATON_TRACES
+	-$(BENCH) policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
 
 fuzz: $(READY)
 	$(BIN)/baton sim fuzz --minutes $(MINUTES) --first-seed $(FIRST_SEED)

@@ -5,7 +5,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -133,16 +133,3 @@ def settings() -> ApiSettings:
 def served(engine: ScriptedEngine, text: ModelText, settings: ApiSettings) -> Iterator[Served]:
     with serving(engine, text, settings) as running:
         yield running
-
-
-@pytest.fixture
-def eventually() -> Callable[[Callable[[], bool]], None]:
-    def wait(condition: Callable[[], bool]) -> None:
-        pause = threading.Event()
-        for _ in range(400):
-            if condition():
-                return
-            pause.wait(0.01)
-        raise AssertionError("it did not happen within 4 s")
-
-    return wait

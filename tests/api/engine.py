@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from baton.api.engine import Bill, Burst, Ended, EngineDead, EngineInfo, Fault, Gauges, Sink, TokenLogprob
-from baton.api.original_request import Origin
+from baton.api.engine import EngineDead, EngineInfo, Gauges, Sink, StreamEnd, TokenBurst, TokenLogprob
+from baton.api.original_request import OriginalRequest
+from baton.core.engine.ended import Bill
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal, Refused
+from baton.core.handover.faults import PdFault
 
 Script = Callable[[Submission], Sequence[int]]
 
@@ -46,7 +49,7 @@ class ScriptedStream:
         except Exception as error:  # noqa: BLE001  whatever it is, the answer hears of it
             sink(error)
 
-    async def _bursts(self) -> AsyncIterator[Burst]:
+    async def _bursts(self) -> AsyncIterator[TokenBurst]:
         tokens, reason = self._plan()
         engine, size = self._engine, self._engine.burst_tokens
         chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)] or [()]
@@ -56,22 +59,22 @@ class ScriptedStream:
             await self._pause(number * size)
             last = number == len(chunks) - 1
             if self._let_go.is_set() and not last:
-                yield Burst(chunk, (), None)  # it was in flight
+                yield TokenBurst(chunk, (), None)  # it was in flight
                 await asyncio.sleep(engine.pause_s)
                 self.ended = True
-                yield Burst((), (), self._end(FinishReason.ABORT if self.aborted else FinishReason.STOP))
+                yield TokenBurst((), (), self._end(FinishReason.ABORT if self.aborted else FinishReason.STOP))
                 return
             self.ended = last
-            yield Burst(
+            yield TokenBurst(
                 chunk,
                 tuple(self._logprob(token) for token in chunk) if self.submission.sampling.logprobs is not None else (),
                 self._end(reason) if last else None,
                 cached_tokens=engine.cached_tokens,
             )
 
-    def _end(self, reason: FinishReason) -> Ended:
+    def _end(self, reason: FinishReason) -> StreamEnd:
         fault = self._engine.fault(self.submission) if reason is FinishReason.RESCHEDULE else None
-        return Ended(reason, self._engine.cached_tokens, self._engine.bill(self.submission), fault)
+        return StreamEnd(reason, self._engine.cached_tokens, self._engine.bill(self.submission), fault)
 
     def _plan(self) -> tuple[tuple[int, ...], FinishReason]:
         sampling, limit = self.submission.sampling, self.submission.max_tokens
@@ -112,18 +115,21 @@ class ScriptedEngine:
         self.cached_tokens = 0
         self.bill: Callable[[Submission], Bill] = lambda _: Bill()
         self.gauges = Gauges(
-            running=2,
-            waiting=1,
-            blocks={"free": 192, "evictable": 0, "running": 64},
-            prefix_queries=7,
-            preemptions={"growth": 3},
+            SchedulerGauges(
+                running=2,
+                waiting=1,
+                free_blocks=192,
+                running_blocks=64,
+                prefix_queries=7,
+                preemptions_for_others=3,
+                recomputed_tokens=41,
+                chunk_prefill_unsatisfied=5,
+                reserve_ratio=0.25,
+            ),
             victim_policy="newest",
-            recomputed_tokens=41,
-            chunk_prefill_unsatisfied=5,
-            reserve_ratio=0.25,
         )
         self.reason: FinishReason | None = None
-        self.fault: Callable[[Submission], Fault | None] = lambda _: None
+        self.fault: Callable[[Submission], PdFault | None] = lambda _: None
         """Whose attempt ends after the script, and how."""
         self.faults_come_alone = False
         """Else with the last tokens."""
@@ -133,10 +139,10 @@ class ScriptedEngine:
         self.death: str | None = None
         self.draining = False
         self.groups: list[list[Submission]] = []
-        self.origins: list[Origin | None] = []
+        self.origins: list[OriginalRequest | None] = []
         self.streams: list[ScriptedStream] = []
 
-    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[ScriptedStream]:
+    async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[ScriptedStream]:
         self.origins.append(origin)
         if self.death is not None:
             raise EngineDead(self.death)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from baton.api.engine import Bill
+from baton.core.engine.ended import Bill
 from baton.core.engine.request import Submission
 from tests.api.conftest import Served
 from tests.api.engine import ScriptedEngine
+from tests.support.waiting import wait_until
 
 BILL = Bill(
     cached_tokens=3,
@@ -19,10 +19,10 @@ BILL = Bill(
     restored_tokens=64,
     preemptions=2,
     attempts=1,
-    queue_ms=1.5,
-    prefill_ms=2.5,
-    transfer_ms=0.5,
-    decode_ms=30.0,
+    queue_us=1500,
+    prefill_us=2500,
+    transfer_us=500,
+    decode_us=30_000,
 )
 AS_JSON = {
     "cached_tokens": 3,
@@ -108,7 +108,8 @@ def test_an_answer_cut_by_a_stop_string_has_its_bill_and_nothing_after_the_cut(
 def test_of_several_choices_counts_are_summed_and_the_longest_times_told(served: Served, engine: ScriptedEngine) -> None:
     def bill(submission: Submission) -> Bill:
         choice = submission.sampling.choice
-        return Bill(1, 10 + choice, choice, 16, 1, 1, queue_ms=5.0 - choice, prefill_ms=choice, transfer_ms=0, decode_ms=9.0)
+        times = {"queue_us": 5000 - 1000 * choice, "prefill_us": 1000 * choice, "decode_us": 9000}
+        return Bill(1, 10 + choice, choice, 16, 1, attempts=1, **times)
 
     engine.bill = bill
     usage = served.complete(prompt=["a", "b"], n=2, baton_usage=True).json()["usage"]
@@ -126,15 +127,13 @@ def test_of_several_choices_counts_are_summed_and_the_longest_times_told(served:
     }
 
 
-def test_a_cancelled_answer_has_its_bill_too(
-    served: Served, billing: ScriptedEngine, eventually: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_a_cancelled_answer_has_its_bill_too(served: Served, billing: ScriptedEngine) -> None:
     billing.hangs_after = 2
     replies = []
     headers = {"X-Request-Id": "long"}
     thread = threading.Thread(target=lambda: replies.append(served.chat(headers=headers, baton_usage=True)))
     thread.start()
-    eventually(lambda: len(billing.streams) == 1)
+    wait_until(lambda: len(billing.streams) == 1)
     assert served.call("DELETE", "/v1/requests/long").status == 200
     thread.join(10)
     answer = replies[0].json()

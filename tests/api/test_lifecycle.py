@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable
 
 import openai
 import pytest
@@ -19,8 +18,8 @@ from baton.core.errors import BatonError
 from tests.api.conftest import REPLY, Served, serving
 from tests.api.engine import ScriptedEngine
 from tests.api.tokenizers_made_here import TEMPLATE
+from tests.support.waiting import wait_until
 
-Eventually = Callable[[Callable[[], bool]], None]
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -36,23 +35,23 @@ def opened(served: Served, body: dict[str, object], headers: str = "") -> socket
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hangs_after", [0, 3])
 def test_a_client_that_hangs_up_aborts_every_choice(
-    served: Served, engine: ScriptedEngine, eventually: Eventually, stream: bool, hangs_after: int
+    served: Served, engine: ScriptedEngine, stream: bool, hangs_after: int
 ) -> None:
     engine.hangs_after = hangs_after
     with opened(served, {"n": 3, "stream": stream}, "X-Request-Id: gone\r\n"):
-        eventually(lambda: len(engine.streams) == 3)
-    eventually(lambda: all(one.aborted for one in engine.streams))
+        wait_until(lambda: len(engine.streams) == 3)
+    wait_until(lambda: all(one.aborted for one in engine.streams))
     engine.hangs_after = None
     assert served.chat(headers={"X-Request-Id": "gone"}).status == 200
 
 
-def test_closing_the_openai_stream_aborts(served: Served, engine: ScriptedEngine, eventually: Eventually) -> None:
+def test_closing_the_openai_stream_aborts(served: Served, engine: ScriptedEngine) -> None:
     engine.hangs_after = 4
     with openai.OpenAI(base_url=served.base_url, api_key="unused", max_retries=0) as client:
         stream = client.chat.completions.create(model="tiny", messages=HI, stream=True)
         assert next(iter(stream)).choices
         stream.close()
-        eventually(lambda: engine.streams[0].aborted)
+        wait_until(lambda: engine.streams[0].aborted)
 
 
 def test_an_answer_read_to_its_end_is_not_aborted(served: Served, engine: ScriptedEngine) -> None:
@@ -107,9 +106,7 @@ def test_a_choice_that_failed_ends_the_body_with_an_error(served: Served, engine
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_cancel_by_id_ends_the_answer_with_abort(
-    served: Served, engine: ScriptedEngine, eventually: Eventually, stream: bool
-) -> None:
+def test_cancel_by_id_ends_the_answer_with_abort(served: Served, engine: ScriptedEngine, stream: bool) -> None:
     engine.hangs_after = 2
     replies = []
 
@@ -118,7 +115,7 @@ def test_cancel_by_id_ends_the_answer_with_abort(
 
     thread = threading.Thread(target=ask)
     thread.start()
-    eventually(lambda: len(engine.streams) == 2)
+    wait_until(lambda: len(engine.streams) == 2)
     assert served.chat(headers={"X-Request-Id": "long"}).status == 409
     assert served.call("DELETE", "/v1/requests/long").json() == {"id": "long", "object": "request", "cancelled": True}
     thread.join(10)
@@ -190,17 +187,17 @@ def test_an_open_server_has_no_salt_but_the_client_s(served: Served, engine: Scr
     assert len(engine.groups[1][0].salt) == 16
 
 
-def test_a_tenant_cancels_only_its_own(locked: Served, engine: ScriptedEngine, eventually: Eventually) -> None:
+def test_a_tenant_cancels_only_its_own(locked: Served, engine: ScriptedEngine) -> None:
     engine.hangs_after = 1
     with opened(locked, {}, "Authorization: Bearer one\r\nX-Request-Id: shared\r\n"):
-        eventually(lambda: len(engine.streams) == 1)
+        wait_until(lambda: len(engine.streams) == 1)
         assert locked.call("DELETE", "/v1/requests/shared", headers=bearer("two")).status == 404
         assert not engine.streams[0].aborted
         engine.hangs_after = None
         assert locked.chat(headers=bearer("two") | {"X-Request-Id": "shared"}).status == 200, "ids are a tenant's own"
         assert engine.groups[0][0].request_id != engine.groups[1][0].request_id
         assert locked.call("DELETE", "/v1/requests/shared", headers=bearer("one")).status == 200
-        eventually(lambda: engine.streams[0].aborted)
+        wait_until(lambda: engine.streams[0].aborted)
 
 
 def test_metrics_count_what_happened(served: Served, engine: ScriptedEngine) -> None:
@@ -227,11 +224,11 @@ def test_metrics_count_what_happened(served: Served, engine: ScriptedEngine) -> 
     assert page['baton_http_requests_total{method="POST",path="/v1/completions",status="200"}'] == "2.0"
 
 
-def test_metrics_tell_cut_answers_from_failed_ones(served: Served, engine: ScriptedEngine, eventually: Eventually) -> None:
+def test_metrics_tell_cut_answers_from_failed_ones(served: Served, engine: ScriptedEngine) -> None:
     engine.hangs_after = 1
     with opened(served, {"n": 2}):
-        eventually(lambda: len(engine.streams) == 2)
-    eventually(lambda: all(one.aborted for one in engine.streams))
+        wait_until(lambda: len(engine.streams) == 2)
+    wait_until(lambda: all(one.aborted for one in engine.streams))
     engine.hangs_after, engine.dies_after = None, 1
     assert served.chat().status == 503
     page = served.call("GET", "/metrics").body.decode()
@@ -297,12 +294,13 @@ def test_bad_settings_are_refused() -> None:
 async def test_tokenising_does_not_hold_up_the_event_loop(
     engine: ScriptedEngine, text: ModelText, settings: ApiSettings
 ) -> None:
-    """A tokenizer that takes half a second: the loop ticks on meanwhile."""
-    release = threading.Event()
+    """A tokenizer that waits to be released: the loop runs on meanwhile."""
+    begun, release = threading.Event(), threading.Event()
 
     class Slow(ModelText):
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            release.wait(5)
+            begun.set()
+            release.wait(20)
             return super().encode(text, add_special_tokens)
 
     slow = Slow(text._tokenizer, chat_template=TEMPLATE, eos_ids=text.eos_ids)
@@ -327,8 +325,7 @@ async def test_tokenising_does_not_hold_up_the_event_loop(
         "query_string": b"",
     }
     answering = asyncio.create_task(create_app(engine, slow, settings)(scope, receive, send))
-    for _ in range(20):
-        await asyncio.sleep(0.005)
+    assert await asyncio.to_thread(begun.wait, 20)
     assert not answering.done()
     release.set()
     await asyncio.wait_for(answering, 5)

@@ -9,18 +9,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from baton.api.engine import Bill, Gauges, Handovers, Storage
+from baton.api.engine import Gauges
 from baton.api.logs import StateLog
+from baton.core.engine.ended import Bill
+from baton.core.engine.gauges import DraftGauges, HandoverGauges, SchedulerGauges, StorageGauges, StoreTraffic
 from baton.core.errors import Refusal, RefusalCode
 from tests.api.conftest import Served
 from tests.api.engine import ScriptedEngine
+from tests.support.waiting import wait_until
 
-Eventually = Callable[[Callable[[], bool]], None]
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 STATE = {"running": "2", "waiting": "1", "free": "192", "evictable": "0", "ratio": "0.250"}
-COST = Bill(recomputed_tokens=7, restored_tokens=5, preemptions=2, queue_ms=1.5, prefill_ms=2.5, decode_ms=30.0)
+COST = Bill(recomputed_tokens=7, restored_tokens=5, preemptions=2, queue_us=1500, prefill_us=2500, decode_us=30_000)
 PAID = {"preemptions": "2", "recomputed": "7", "restored": "5", "queue_ms": "1.5", "prefill_ms": "2.5", "decode_ms": "30.0"}
 
 
@@ -57,10 +60,10 @@ def test_a_finished_request_has_one_line_with_its_cost_and_the_state(served: Ser
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_cut_by_a_stop_string_is_logged_with_its_cost(
-    served: Served, engine: ScriptedEngine, lines: Lines, eventually: Eventually, stream: bool
+    served: Served, engine: ScriptedEngine, lines: Lines, stream: bool
 ) -> None:
     served.complete(stop="world", stream=stream)
-    eventually(lambda: len(lines()) == 1)
+    wait_until(lambda: len(lines()) == 1)
     (line,) = lines()
     assert line["finish"] == "stop"
     assert line["completion"] == "2"
@@ -88,15 +91,13 @@ def test_a_refused_request_is_logged_with_its_status_and_the_state(
     ]
 
 
-def test_a_client_that_hangs_up_is_logged_as_such(
-    served: Served, engine: ScriptedEngine, lines: Lines, eventually: Eventually
-) -> None:
+def test_a_client_that_hangs_up_is_logged_as_such(served: Served, engine: ScriptedEngine, lines: Lines) -> None:
     from tests.api.test_lifecycle import opened
 
     engine.hangs_after = 2
     with opened(served, {"stream": True}):
-        eventually(lambda: len(engine.streams) == 1)
-    eventually(lambda: len(lines()) == 1)
+        wait_until(lambda: len(engine.streams) == 1)
+    wait_until(lambda: len(lines()) == 1)
     (line,) = lines()
     assert (line["status"], line["finish"], line["preemptions"]) == ("499", "cut", "2")
 
@@ -114,12 +115,12 @@ def test_the_state_is_logged_while_there_is_work_and_once_after_a_change(
 ) -> None:
     caplog.set_level(logging.INFO, "baton.engine")
     tokens = 0
-    idle = Gauges(blocks={"free": 256, "evictable": 0, "running": 0}, reserve_ratio=0.7)
+    idle = Gauges(SchedulerGauges(free_blocks=256, reserve_ratio=0.7))
     engine.gauges = idle
     log = StateLog(engine, lambda: tokens, now_s=10.0)
     log.tick(11.0)
     assert caplog.messages == []
-    engine.gauges, tokens = replace(idle, running=1, reserve_ratio=0.6), 30
+    engine.gauges, tokens = changed(idle, running=1, reserve_ratio=0.6), 30
     log.tick(13.0)
     log.tick(14.0)
     engine.gauges = idle
@@ -134,19 +135,23 @@ def test_the_state_is_logged_while_there_is_work_and_once_after_a_change(
 
 def test_drafts_are_in_the_lines_once_there_are_any(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.engine")
-    engine.gauges = Gauges(running=1)
+    engine.gauges = Gauges(SchedulerGauges(running=1))
     log = StateLog(engine, lambda: 0, now_s=10.0)
     log.tick(11.0)
     for drafted, accepted in ((40, 25), (100, 30), (100, 30)):
-        engine.gauges = replace(engine.gauges, draft_tokens=drafted, accepted_draft_tokens=accepted)
+        engine.gauges = replace(engine.gauges, drafts=DraftGauges(drafted, accepted))
         log.tick(12.0)
     assert [line.partition("tokens_per_s=0.0")[2] for line in caplog.messages] == [
         "", " drafts=40 accepted=25", " drafts=60 accepted=5", " drafts=0 accepted=0",
     ]  # fmt: skip
 
 
+def changed(gauges: Gauges, **now: object) -> Gauges:
+    return replace(gauges, scheduler=msgspec.structs.replace(gauges.scheduler, **now))
+
+
 def arriving(gauges: Gauges, leased: int, receiving: int) -> Gauges:
-    return replace(gauges, blocks=dict(gauges.blocks) | {"leased": leased, "receiving": receiving})
+    return changed(gauges, leased_blocks=leased, receiving_blocks=receiving)
 
 
 def test_leased_and_receiving_blocks_are_in_the_lines_while_there_are_any(
@@ -165,7 +170,7 @@ def test_leased_and_receiving_blocks_are_in_the_lines_while_there_are_any(
 
 def test_the_state_is_logged_while_blocks_are_leaving(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.engine")
-    engine.gauges = Gauges(blocks={"free": 250, "evictable": 0, "running": 0, "leaving": 6})
+    engine.gauges = Gauges(SchedulerGauges(free_blocks=250, leaving_blocks=6))
     log = StateLog(engine, lambda: 0, now_s=10.0)
     log.tick(11.0)
     assert caplog.messages == ["running=0 waiting=0 free=250 evictable=0 leaving=6 ratio=0.000 tokens_per_s=0.0"]
@@ -173,12 +178,12 @@ def test_the_state_is_logged_while_blocks_are_leaving(engine: ScriptedEngine, ca
 
 def test_the_state_is_logged_while_a_prefill_is_awaited(engine: ScriptedEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.engine")
-    engine.gauges = Gauges(blocks={"free": 250, "evictable": 0, "running": 0, "leased": 6, "receiving": 0})
+    engine.gauges = Gauges(SchedulerGauges(free_blocks=250, leased_blocks=6))
     log = StateLog(engine, lambda: 0, now_s=10.0)
     log.tick(11.0)
     engine.gauges = arriving(engine.gauges, 2, 4)
     log.tick(12.0)
-    engine.gauges = Gauges(blocks={"free": 256, "evictable": 0, "running": 0})
+    engine.gauges = Gauges(SchedulerGauges(free_blocks=256))
     log.tick(13.0)
     log.tick(14.0)
     assert caplog.messages == [
@@ -205,18 +210,15 @@ def test_metrics_tell_preemptions_by_cause_and_policy(served: Served) -> None:
 
 def test_metrics_tell_how_many_drafts_were_made_and_accepted(served: Served, engine: ScriptedEngine) -> None:
     assert samples(served)['baton_draft_tokens_total{model_name="tiny"}'] == "0.0"
-    engine.gauges = replace(engine.gauges, draft_tokens=40, accepted_draft_tokens=25)
+    engine.gauges = replace(engine.gauges, drafts=DraftGauges(40, 25))
     page = samples(served)
     assert page['baton_draft_tokens_total{model_name="tiny"}'] == "40.0"
     assert page['baton_accepted_draft_tokens_total{model_name="tiny"}'] == "25.0"
 
 
 def test_metrics_tell_the_role_peers_and_hand_overs(served: Served, engine: ScriptedEngine) -> None:
-    engine.gauges = replace(
-        arriving(engine.gauges, 30, 34),
-        role="decode",
-        handovers=Handovers(peers=2, open=3, made=10, refused=4, not_delivered=5, preempted=6, timed_out=7),
-    )
+    handovers = HandoverGauges(peers=2, open=3, made=10, refused=4, not_delivered=5, preempted=6, timed_out=7)
+    engine.gauges = replace(changed(arriving(engine.gauges, 30, 34), handovers=handovers), role="decode")
     page = samples(served)
     assert page['baton_role_info{model_name="tiny",role="decode"}'] == "1.0"
     assert page['baton_peers{model_name="tiny"}'] == "2.0"
@@ -231,13 +233,16 @@ def test_metrics_tell_the_role_peers_and_hand_overs(served: Served, engine: Scri
 
 
 def test_metrics_tell_what_is_beyond_the_pool(served: Served, engine: ScriptedEngine) -> None:
-    storage = Storage(
-        host_blocks=1, host_used=2, open=20, saved=3, unsaved=4, loaded=5, stored=6, unstored=7, fetched=8, missing=9,
-        bad={"torn": 10}, recompute_cheaper=11, failed=12, late=13, errors=14, breaker_open=1, breaker_opened=15,
-        saved_bytes=16, loaded_bytes=17, stored_bytes=18, fetched_bytes=19,
+    storage = StorageGauges(
+        host_rows=1, host_used=2, hauls=20, saved=3, unsaved=4, loaded=5, stored=6, unstored=7, fetched=8,
+        recompute_cheaper=11, failed=12, late=13, breaker_open=1, breaker_opened=15,
     )  # fmt: skip
-    blocks = {"free": 192, "evictable": 0, "running": 60, "leaving": 4}
-    engine.gauges = replace(engine.gauges, blocks=blocks, storage=storage)
+    moved = StoreTraffic(
+        missing_blocks=9, bad_blocks={"torn": 10}, errors=14, saved_bytes=16, loaded_bytes=17, stored_bytes=18,
+        fetched_bytes=19,
+    )  # fmt: skip
+    now = changed(engine.gauges, running_blocks=60, leaving_blocks=4, storage=storage)
+    engine.gauges = replace(now, store=moved)
     page = samples(served)
     shown = {
         "host_kv_blocks": 1, "host_kv_blocks_used": 2, "kv_saved_blocks_total": 3, "kv_unsaved_blocks_total": 4,

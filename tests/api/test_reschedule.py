@@ -10,17 +10,20 @@ from typing import Any
 import openai
 import pytest
 
-from baton.api.engine import Bill, Ended, Fault
+from baton.api.engine import StreamEnd
 from baton.api.model_text import ModelText
+from baton.core.engine.ended import Bill
 from baton.core.engine.request import FinishReason, Submission
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from tests.api.conftest import REPLY, Served
 from tests.api.engine import ScriptedEngine
+from tests.support.waiting import wait_until
 
 FAULTS = [
-    Fault(500, "offer", "PD Error 500 (offer): no room for 9 blocks"),
-    Fault(501, "transfer", "PD Error 501 (transfer): the checks of block 3 differ"),
-    Fault(502, "decode", "PD Error 502 (decode): preempted"),
-    Fault(408, "prefill", "PD Error 408 (prefill): nothing was heard for 2 s"),
+    PdFault(PdCode(500), PdStage.OFFER, "no room for 9 blocks"),
+    PdFault(PdCode(501), PdStage.TRANSFER, "the checks of block 3 differ"),
+    PdFault(PdCode(502), PdStage.DECODE, "preempted"),
+    PdFault(PdCode(408), PdStage.PREFILL, "nothing was heard for 2 s"),
 ]
 FAULT = FAULTS[2]
 HI = [{"role": "user", "content": "hi"}]
@@ -39,7 +42,7 @@ def text_of(choice: dict[str, Any]) -> str:
     return choice.get("message", choice.get("delta", {})).get("content", "")
 
 
-def pd_error(fault: Fault, ids: list[int]) -> dict[str, object]:
+def pd_error(fault: PdFault, ids: list[int]) -> dict[str, object]:
     return {
         "message": fault.message,
         "code": fault.code,
@@ -53,7 +56,7 @@ def pd_error(fault: Fault, ids: list[int]) -> dict[str, object]:
 def reschedule(engine: ScriptedEngine) -> Callable[..., list[int]]:
     """Makes every attempt end after these tokens."""
 
-    def set_up(ids: list[int], fault: Fault = FAULT, alone: bool = False) -> list[int]:
+    def set_up(ids: list[int], fault: PdFault = FAULT, alone: bool = False) -> list[int]:
         engine.script, engine.fault, engine.faults_come_alone = lambda _: ids, lambda _: fault, alone
         return ids
 
@@ -70,7 +73,7 @@ Reschedule = Callable[..., list[int]]
 @SEAMS
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.code))
 def test_a_whole_answer_has_no_text_but_every_token_and_the_fault(
-    served: Served, text: ModelText, reschedule: Reschedule, endpoint: str, alone: bool, fault: Fault
+    served: Served, text: ModelText, reschedule: Reschedule, endpoint: str, alone: bool, fault: PdFault
 ) -> None:
     ids = reschedule(text.encode("hello world, 你"), fault, alone)
     reply = ask(served, endpoint)
@@ -215,10 +218,10 @@ def test_token_ids_asked_for_come_as_always(served: Served, text: ModelText, res
 # ── one body, several choices ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def only(*requests: tuple[str, int]) -> Callable[[Submission], Fault | None]:
+def only(*requests: tuple[str, int]) -> Callable[[Submission], PdFault | None]:
     """A fault for these (prompt, choice) alone."""
 
-    def fault(submission: Submission) -> Fault | None:
+    def fault(submission: Submission) -> PdFault | None:
         prompt = bytes(submission.prompt.tolist()).decode()
         return FAULT if (prompt, submission.sampling.choice) in requests else None
 
@@ -281,7 +284,7 @@ def test_the_official_client_s_streaming_helper_reads_it(served: Served, text: M
 
 
 def test_a_reason_that_does_not_end_is_cut(served: Served, reschedule: Reschedule) -> None:
-    reschedule([104], Fault(501, "transfer", "PD Error 501 (transfer): " + 'ü"\n' * 10_000))
+    reschedule([104], PdFault(PdCode(501), PdStage.TRANSFER, "" + 'ü"\n' * 10_000))
     (choice,) = served.chat().json()["choices"]
     assert choice["error"]["message"].startswith("PD Error 501 (transfer): ")
     assert len(choice["error"]["message"]) < 1100
@@ -293,7 +296,7 @@ def test_an_end_that_does_not_say_why_is_a_bug_of_ours_and_costs_only_that_reque
 ) -> None:
     reschedule([104])
     with monkeypatch.context() as patched:
-        patched.setattr("tests.api.engine.Ended", lambda reason, cached, bill, _: Ended(reason, cached, bill, None))
+        patched.setattr("tests.api.engine.Ended", lambda reason, cached, bill, _: StreamEnd(reason, cached, bill, None))
         assert served.chat().error["code"] == "internal_error"
     assert served.chat().json()["choices"][0]["finish_reason"] == "pd_reschedule"
 
@@ -303,7 +306,7 @@ def test_it_is_counted_logged_and_billed(
     served: Served, engine: ScriptedEngine, reschedule: Reschedule, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     caplog.set_level(logging.INFO, "baton.access")
-    engine.bill = lambda _: Bill(attempts=2, transfer_ms=4.5)
+    engine.bill = lambda _: Bill(attempts=2, transfer_us=4500)
     reschedule([104, 105, 106])
     reply = served.chat(stream=stream, baton_usage=True)
     usage = (reply.events()[-2] if stream else reply.json())["usage"]
@@ -317,7 +320,7 @@ def test_it_is_counted_logged_and_billed(
 
 
 def test_a_client_that_cancelled_hears_of_the_cancel_only(
-    served: Served, engine: ScriptedEngine, reschedule: Reschedule, eventually: Callable[[Callable[[], bool]], None]
+    served: Served, engine: ScriptedEngine, reschedule: Reschedule
 ) -> None:
     reschedule([104, 105], alone=True)
     engine.hangs_after = 2
@@ -325,7 +328,7 @@ def test_a_client_that_cancelled_hears_of_the_cancel_only(
     headers = {"X-Request-Id": "long"}
     thread = threading.Thread(target=lambda: replies.append(served.chat(headers=headers)))
     thread.start()
-    eventually(lambda: len(engine.streams) == 1)
+    wait_until(lambda: len(engine.streams) == 1)
     assert served.call("DELETE", "/v1/requests/long").status == 200
     thread.join(10)
     (choice,) = replies[0].json()["choices"]

@@ -15,10 +15,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from baton.api.app import create_app
-from baton.api.engine import Fault
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
 from baton.core.errors import Refusal, RefusalCode
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from tests.api.engine import ScriptedEngine
 from tests.api.tokenizers_made_here import TEMPLATE, byte_level
 
@@ -34,7 +34,7 @@ CHECKS = (
 TEXT = ModelText(byte_level(), chat_template=TEMPLATE, eos_ids=[300])
 ENGINE = ScriptedEngine(lambda _: [104, 105], vocabulary=320)
 LEAVING = ScriptedEngine(lambda _: [104, 105], vocabulary=320)
-LEAVING.fault = lambda _: Fault(502, "decode", "PD Error 502 (decode): preempted")
+LEAVING.fault = lambda _: PdFault(PdCode.PREEMPTED, PdStage.DECODE, "preempted")
 schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(ENGINE, TEXT, ApiSettings(("tiny",))))
 MISDIRECTED = ScriptedEngine(lambda _: [], vocabulary=320)
 MISDIRECTED.refusal = Refusal(RefusalCode.WRONG_ROLE, "this instance prefills for others")

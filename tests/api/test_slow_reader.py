@@ -7,12 +7,12 @@ import json
 
 from starlette.types import Message
 
-from baton.api.generate import Server
+from baton.api.generate import GenerationService
 from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText, SamplingDefaults
-from baton.api.original_request import Origin
-from baton.api.prepare import COMPLETION_PATH, Preparer
-from baton.api.submissions import Policy
+from baton.api.original_request import OriginalRequest
+from baton.api.prepare import COMPLETION_PATH, RequestPreparer
+from baton.api.submissions import RequestRules
 from tests.api.engine import ScriptedEngine
 
 TOKENS = 300
@@ -20,8 +20,8 @@ TOKENS = 300
 
 async def test_what_is_unread_is_at_most_the_answer_itself(text: ModelText) -> None:
     engine = ScriptedEngine(lambda _: [104] * TOKENS, vocabulary=320)
-    server = Server(engine, Metrics(engine, "tiny"))
-    preparer = Preparer(text, lambda: Policy(engine.info, frozenset(), SamplingDefaults()), ("tiny",))
+    server = GenerationService(engine, Metrics(engine, "tiny"))
+    preparer = RequestPreparer(text, lambda: RequestRules(engine.info, frozenset(), SamplingDefaults()), ("tiny",))
     body = json.dumps({"prompt": "hi", "max_tokens": TOKENS, "stream": True}).encode()
     reads, written = asyncio.Event(), list[bytes]()
 
@@ -34,7 +34,7 @@ async def test_what_is_unread_is_at_most_the_answer_itself(text: ModelText) -> N
         if len(written) > 1:  # the head went through
             await reads.wait()
 
-    run = await server.accept(preparer.prepare(Origin(COMPLETION_PATH, body, "", "id", 1, 1)), receive)
+    run = await server.accept(preparer.prepare(OriginalRequest(COMPLETION_PATH, body, "", "id", 1, 1)), receive)
     response = await server.respond(run)
     answering = asyncio.create_task(response({"type": "http"}, receive, send))
     while not engine.streams[0].ended:  # noqa: ASYNC110  it tells nobody

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.api.engine import Burst, Ended, Sink
+from baton.api.engine import Sink, StreamEnd, TokenBurst
 from baton.api.errors import ApiError
-from baton.api.original_request import BadOrigin, Origin, decode_origin
-from baton.api.stream_resume import CutStream, Mark, Marks, parse_marks
+from baton.api.original_request import BadOrigin, OriginalRequest, decode_origin
+from baton.api.stream_resume import CutStream, StreamPosition, StreamPositions, parse_marks
 from baton.core.engine.request import FinishReason
 
-ORIGIN = Origin("/v1/completions", b'{"prompt":"x"}', "tenant", "id", 7, 1_700_000_000)
+ORIGIN = OriginalRequest("/v1/completions", b'{"prompt":"x"}', "tenant", "id", 7, 1_700_000_000)
 
 
 def test_an_origin_comes_back_as_it_went() -> None:
@@ -38,15 +38,15 @@ def test_a_spoilt_origin_is_another_or_none(at: int, byte: int) -> None:
 @pytest.mark.parametrize(
     ("text", "marks"),
     [
-        ("", Marks((Mark(), Mark()))),
-        ("-,-", Marks((Mark(), Mark()))),
-        ("0,-", Marks((Mark(True), Mark()))),
-        ("12!,7", Marks((Mark(True, 12, True), Mark(True, 7)))),
-        (" 12!,7! ", Marks((Mark(True, 12, True), Mark(True, 7, True)))),
-        ("12!,7!.", Marks((Mark(True, 12, True), Mark(True, 7, True)), usage_sent=True)),
+        ("", StreamPositions((StreamPosition(), StreamPosition()))),
+        ("-,-", StreamPositions((StreamPosition(), StreamPosition()))),
+        ("0,-", StreamPositions((StreamPosition(True), StreamPosition()))),
+        ("12!,7", StreamPositions((StreamPosition(True, 12, True), StreamPosition(True, 7)))),
+        (" 12!,7! ", StreamPositions((StreamPosition(True, 12, True), StreamPosition(True, 7, True)))),
+        ("12!,7!.", StreamPositions((StreamPosition(True, 12, True), StreamPosition(True, 7, True)), usage_sent=True)),
     ],
 )
-def test_an_event_id_says_how_far_each_choice_has_come(text: str, marks: Marks) -> None:
+def test_an_event_id_says_how_far_each_choice_has_come(text: str, marks: StreamPositions) -> None:
     assert parse_marks(text, 2) == marks
 
 
@@ -56,13 +56,13 @@ def test_any_other_text_is_refused_and_nothing_worse(text: str, choices: int) ->
         assert len(parse_marks(text, choices).choices) == choices
 
 
-def as_burst(item: Burst | Exception) -> Burst:
-    assert isinstance(item, Burst)
+def as_burst(item: TokenBurst | Exception) -> TokenBurst:
+    assert isinstance(item, TokenBurst)
     return item
 
 
 class Played:
-    def __init__(self, bursts: list[Burst]) -> None:
+    def __init__(self, bursts: list[TokenBurst]) -> None:
         self._bursts = bursts
 
     def pour(self, sink: Sink) -> None:
@@ -80,12 +80,12 @@ class Played:
 def test_no_burst_is_in_part_known(sizes: list[int], known: int, finished: bool) -> None:
     bursts, count = [], 0
     for size in sizes:
-        bursts.append(Burst(tuple(range(count, count + size)), (), None))
+        bursts.append(TokenBurst(tuple(range(count, count + size)), (), None))
         count += size
-    end = Ended(FinishReason.LENGTH, 0)
-    bursts.append(Burst((count,), (), end))
-    cut: list[Burst] = []
-    CutStream(Played(bursts), Mark(True, known, finished)).pour(lambda burst: cut.append(as_burst(burst)))
+    end = StreamEnd(FinishReason.LENGTH, 0)
+    bursts.append(TokenBurst((count,), (), end))
+    cut: list[TokenBurst] = []
+    CutStream(Played(bursts), StreamPosition(True, known, finished)).pour(lambda burst: cut.append(as_burst(burst)))
     at = 0
     for burst in cut:
         assert not at < known < at + len(burst.tokens)

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.bench.calibrate import (
+    CalibrationStepper,
     CannotCalibrate,
-    Measured,
+    MeasuredTrial,
     ModelSizes,
-    Stepper,
     Trial,
     calibrate,
     delivery_cost_us,
@@ -82,7 +82,7 @@ def save_tiny(folder: Path) -> Path:
     return folder
 
 
-def measured_with(executor: PacedScript, budget_s: float = 1.0, quick: bool = True) -> list[Measured]:
+def measured_with(executor: PacedScript, budget_s: float = 1.0, quick: bool = True) -> list[MeasuredTrial]:
     return measure(executor, make_grid(executor, 2048, quick), budget_s, executor.clock_us)
 
 
@@ -91,7 +91,7 @@ def measured_with(executor: PacedScript, budget_s: float = 1.0, quick: bool = Tr
 )
 def test_a_visit_runs_the_step_that_the_trial_names(trial: Trial) -> None:
     executor = PacedScript()
-    times_us = Stepper(executor, executor.clock_us).visit(trial)
+    times_us = CalibrationStepper(executor, executor.clock_us).visit(trial)
     point = trial.point(1.0)
     wanted = (point.decodes, point.decode_context, point.prefill_tokens, point.prefill_pairs)
     counted = executor.steps[:1] if trial.is_large else executor.steps[1:-1]
@@ -160,7 +160,7 @@ def test_an_executor_without_room_is_refused() -> None:
 
 def test_rows_that_compute_nothing_are_not_a_measurement() -> None:
     executor = PacedScript()
-    stepper = Stepper(executor, executor.clock_us)
+    stepper = CalibrationStepper(executor, executor.clock_us)
     forgotten = stepper._start
 
     def short(slot: int, known: int, computed: int, limit: int, first_block: int) -> object:

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from baton.bench.chaos_ask import Answer, ask, differences
-from baton.bench.chaos_cases import Case, draw_cases
-from baton.bench.chaos_faults import FaultKind, Faults, Said, Seen
+from baton.bench.chaos_ask import SeenAnswer, ask, differences
+from baton.bench.chaos_cases import ChaosCase, draw_cases
+from baton.bench.chaos_faults import FaultChooser, FaultKind, SeenInstance, SeenSuspicion
 from baton.bench.client import open_http
 
 
@@ -27,10 +27,10 @@ def usage(tokens: int, attempts: int = 1) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 WHOLE = (chunk(text="a", ids=(1,)), chunk(text="b", ids=(2,), finish="length"), usage(2), DONE)
-STREAMED = Case(0, "/v1/completions", {"stream": True})
+STREAMED = ChaosCase(0, "/v1/completions", {"stream": True})
 
 
-async def answered(*parts: bytes, status: int = 200, case: Case = STREAMED) -> Answer:
+async def answered(*parts: bytes, status: int = 200, case: ChaosCase = STREAMED) -> SeenAnswer:
     """What a client makes of a server that says exactly this."""
 
     async def say(_request: web.Request) -> web.Response:
@@ -106,7 +106,7 @@ def test_cases_are_of_every_kind_and_the_same_for_a_seed() -> None:
 
 
 def test_a_stop_string_is_taken_out_of_the_answer_where_it_is_whole() -> None:
-    case = Case(0, "/v1/completions", {}, wants_stop=True)
+    case = ChaosCase(0, "/v1/completions", {}, wants_stop=True)
     assert case.stopped_at("abcdef").body["stop"] == ["de", "never said"]
     assert "stop" not in case.stopped_at("ab\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}").body
     assert "stop" not in case.stopped_at("").body
@@ -115,15 +115,15 @@ def test_a_stop_string_is_taken_out_of_the_answer_where_it_is_whole() -> None:
 # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def seen(name: str, state: str = "ready", incarnation: int = 1) -> Seen:
-    return Seen(name, name.partition("-")[0], state, pid=1, incarnation=incarnation)
+def seen(name: str, state: str = "ready", incarnation: int = 1) -> SeenInstance:
+    return SeenInstance(name, name.partition("-")[0], state, pid=1, incarnation=incarnation)
 
 
 FLEET = [seen("prefill-1"), seen("decode-1"), seen("decode-2")]
 
 
-def faults(*kinds: FaultKind) -> Faults:
-    return Faults(random.Random(1), kinds or tuple(FaultKind), {"prefill": 1, "decode": 2})
+def faults(*kinds: FaultKind) -> FaultChooser:
+    return FaultChooser(random.Random(1), kinds or tuple(FaultKind), {"prefill": 1, "decode": 2})
 
 
 def test_nobody_is_hurt_while_a_role_has_no_spare() -> None:
@@ -175,8 +175,8 @@ def test_a_suspicion_is_explained_only_by_a_fault_of_that_instance_that_was_open
     book.done.append(fault)
     hurt = fault.victim.name
     other = next(one.name for one in FLEET if one.name != hurt)
-    assert not book.explain(Said(10, hurt, "suspected", ""))
-    assert book.explain(Said(11, hurt, "suspected", ""))
-    assert not book.explain(Said(11, other, "suspected", ""))
+    assert not book.explain(SeenSuspicion(10, hurt, "suspected", ""))
+    assert book.explain(SeenSuspicion(11, hurt, "suspected", ""))
+    assert not book.explain(SeenSuspicion(11, other, "suspected", ""))
     fault.until = 12
-    assert not book.explain(Said(13, hurt, "suspected", ""))
+    assert not book.explain(SeenSuspicion(13, hurt, "suspected", ""))

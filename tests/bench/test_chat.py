@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from baton.cli import chat as chat_module
-from baton.cli.chat import Conversation, Next, Partner, chat
+from baton.cli.chat import ChatServer, ChatSession, NextInput, chat
 from tests.bench.server import Faults, OpenAiServer
 
 Serve = Callable[..., OpenAiServer]
@@ -27,10 +27,10 @@ def piped(server: OpenAiServer, text: str, *options: str) -> Result:
     return CliRunner().invoke(app, ["--url", server.url, *options], input=text)
 
 
-def talking(server: OpenAiServer, system: str | None = None) -> tuple[Conversation, io.StringIO]:
+def talking(server: OpenAiServer, system: str | None = None) -> tuple[ChatSession, io.StringIO]:
     screen = io.StringIO()
     console = Console(file=screen, width=120)
-    return Conversation(console, Partner(server.url, "words", None, 0.0, 3), system), screen
+    return ChatSession(console, ChatServer(server.url, "words", None, 0.0, 3), system), screen
 
 
 def test_piped_input_is_answered_once(serve: Serve) -> None:
@@ -69,7 +69,7 @@ def test_history_grows_and_reset_forgets_it(serve: Serve) -> None:
     server = serve()
     conversation, screen = talking(server)
     for line in ("one", "two", "/reset", "/system be brief", "three"):
-        assert conversation.hear(line) is Next.GO_ON
+        assert conversation.hear(line) is NextInput.GO_ON
     contents = [[message["content"] for message in body["messages"]] for body in server.bodies]
     assert contents == [["one"], ["one", "w0 w1 w2 ", "two"], ["be brief", "three"]]
     assert "tokens/s" in screen.getvalue()
@@ -77,7 +77,7 @@ def test_history_grows_and_reset_forgets_it(serve: Serve) -> None:
 
 @pytest.mark.parametrize("word", ["/exit", "/quit"])
 def test_exit_leaves(serve: Serve, word: str) -> None:
-    assert talking(serve())[0].hear(word) is Next.LEAVE
+    assert talking(serve())[0].hear(word) is NextInput.LEAVE
 
 
 def test_an_unknown_command_is_not_sent(serve: Serve) -> None:
@@ -154,6 +154,6 @@ def test_the_prompt_survives_ctrl_c_and_ends_at_ctrl_d(serve: Serve, monkeypatch
 
 def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
     shown: list[str] = []
-    answer = chat_module.Answer()
+    answer = chat_module.ChatAnswer()
     chat_module._take(b'{"choices": [{"delta": {"content": "a\\u001b[2Jb\\n\\tc\\u009b"}}]}', answer, shown.append)
     assert shown == ["a[2Jb\n\tc"]

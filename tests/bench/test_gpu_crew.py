@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.gpu_crew import OVER, Command, Limits, do_parts
-from baton.bench.gpu_report import PartResult, Row
+from baton.bench.gpu_crew import OVER, Command, PartLimits, do_parts
+from baton.bench.gpu_report import GpuRow, PartResult
 
 CHILD = """
 import json, os, sys, time
@@ -32,7 +32,7 @@ for part in parts:
         time.sleep(600)
     notes.write(json.dumps({"done": {**results, "part": part}}) + "\\n")
 """
-RESULT = PartResult("", rows=[Row("a", 1.0, "ms")])
+RESULT = PartResult("", rows=[GpuRow("a", 1.0, "ms")])
 
 
 def command() -> tuple[Command, list[list[str]]]:
@@ -46,9 +46,9 @@ def command() -> tuple[Command, list[list[str]]]:
     return of, given
 
 
-def errors(*parts: str, limits: Limits | None = None) -> tuple[dict[str, str], list[list[str]]]:
+def errors(*parts: str, limits: PartLimits | None = None) -> tuple[dict[str, str], list[list[str]]]:
     of, given = command()
-    done = do_parts(parts, of, limits or Limits(), lambda _line: None)
+    done = do_parts(parts, of, limits or PartLimits(), lambda _line: None)
     assert [part.part for part in done.parts] == list(parts)
     return {part.part: part.error for part in done.parts}, given
 
@@ -70,12 +70,12 @@ def test_what_ends_the_process_fails_one_part_and_another_goes_on(harm: str, sai
 
 
 def test_a_part_that_hangs_is_ended() -> None:
-    found, _ = errors("hangs", "two", limits=Limits(part_s=0.1))
+    found, _ = errors("hangs", "two", limits=PartLimits(part_s=0.1))
     assert found == {"hangs": "it took longer than 0.1 s", "two": ""}
 
 
 def test_when_the_time_is_over_the_rest_is_not_begun() -> None:
-    found, given = errors("one", "hangs", "three", limits=Limits(all_s=4.0))
+    found, given = errors("one", "hangs", "three", limits=PartLimits(all_s=4.0))
     assert found == {"one": "", "hangs": OVER, "three": OVER}
     assert len(given) == 1
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from baton.bench.gpu_floor import (
     Experts,
+    GpuRates,
     Operation,
-    Rates,
     decode_operations,
     floor_s,
     flop_of,
@@ -19,7 +19,7 @@ from baton.bench.gpu_floor import (
 )
 from baton.executor.model_shapes import SHAPES
 
-H200 = Rates(4.34e12, 790e12)
+H200 = GpuRates(4.34e12, 790e12)
 QWEN = sizes_of(SHAPES["qwen3-8b"])
 NAMES = st.sampled_from(sorted(SHAPES))
 
@@ -41,7 +41,7 @@ def test_where_arithmetic_is_the_limit_it_counts_instead() -> None:
 
 
 def test_an_operation_takes_the_longer_of_its_two_times() -> None:
-    rates = Rates(100.0, 10.0)
+    rates = GpuRates(100.0, 10.0)
     assert Operation("a", 50.0, 1.0).least_s(rates) == 0.5
     assert Operation("a", 5.0, 20.0).least_s(rates) == 2.0
     assert floor_s([Operation("a", 50.0, 1.0), Operation("b", 5.0, 20.0)], rates) == 2.5

@@ -9,15 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.bench import gpu
-from baton.bench.gpu_floor import Rates, decode_operations, floor_s, prefill_operations, sizes_of
+from baton.bench.gpu_floor import GpuRates, decode_operations, floor_s, prefill_operations, sizes_of
 from baton.bench.gpu_model import TooFewPoints, step_times_of
 from baton.bench.gpu_parts import Scale
-from baton.bench.gpu_report import GpuReport, PartResult, Row, StepPoint, write_report
+from baton.bench.gpu_report import GpuReport, GpuRow, PartResult, StepPoint, write_report
 from baton.cli.main import app
 from baton.executor.model_shapes import SHAPES
 from baton.sim.steptime import StepTimes, load_step_times
 
-RATES = Rates(4.34e12, 790e12)
+RATES = GpuRates(4.34e12, 790e12)
 QWEN = sizes_of(SHAPES["qwen3-8b"])
 SCALE = Scale()
 
@@ -38,7 +38,7 @@ def report() -> GpuReport:
     prefills = [(1, 8192, 0), (8, 1024, 0), *SCALE.prefills]
     points = [*(decode_point(*one) for one in decodes), *(prefill_point(*one) for one in prefills)]
     other = StepPoint("qwen3-30b-a3b", 1.0, decodes=1, context_tokens=1024)
-    rows = [Row("batch 1", 4.1, "ms", "floor 3.52 ms", 1.165, at_most=1.25)]
+    rows = [GpuRow("batch 1", 4.1, "ms", "floor 3.52 ms", 1.165, at_most=1.25)]
     return GpuReport("2026-11-16", {"gpu": "NVIDIA H200"}, [PartResult("decode", RATES, rows, [*points, other])])
 
 
@@ -87,6 +87,6 @@ def test_what_the_command_cannot_do_is_told(tmp_path: Path, capsys: pytest.Captu
 def test_a_missed_target_or_a_failed_part_shows_in_the_exit_code() -> None:
     good = report()
     assert gpu.exit_code(good) == gpu.DONE
-    missed = GpuReport(good.made, good.machine, [PartResult("a", rows=[Row("x", 1.0, "", ratio=2.0, at_most=1.0)])])
+    missed = GpuReport(good.made, good.machine, [PartResult("a", rows=[GpuRow("x", 1.0, "", ratio=2.0, at_most=1.0)])])
     failed = GpuReport(good.made, good.machine, [PartResult("a", error="no")])
     assert gpu.exit_code(missed) == gpu.exit_code(failed) == gpu.MISSED

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.gpu_floor import Rates
+from baton.bench.gpu_floor import GpuRates
 from baton.bench.gpu_report import (
     BadGpuReport,
     GpuReport,
+    GpuRow,
     PartResult,
-    Row,
     StepPoint,
     markdown_of,
     merged,
@@ -27,10 +27,10 @@ from baton.bench.gpu_report import (
 MACHINE = {"gpu": "NVIDIA H200", "memory": "140 GiB", "torch": "2.11", "triton": "3.6", "python": "3.12"}
 DECODE = PartResult(
     "decode",
-    Rates(4.34e12, 790e12),
+    GpuRates(4.34e12, 790e12),
     [
-        Row("batch 1", 4.1, "ms", "floor 3.52 ms", 1.165, at_most=1.25),
-        Row("batch 256", 17.0, "ms", "floor 13.8 ms", 1.23, at_most=1.15),
+        GpuRow("batch 1", 4.1, "ms", "floor 3.52 ms", 1.165, at_most=1.25),
+        GpuRow("batch 256", 17.0, "ms", "floor 13.8 ms", 1.23, at_most=1.15),
     ],
     [StepPoint("qwen3-8b", 4100.0, decodes=1, context_tokens=1024)],
     ["a note", "a table\nof lines"],
@@ -78,15 +78,15 @@ def test_what_was_done_again_replaces_what_was_done_before() -> None:
 @pytest.mark.parametrize(
     ("row", "met"),
     [
-        (Row("a", 1.0, "ms"), None),
-        (Row("a", 1.0, "ms", ratio=2.0), None),
-        (Row("a", 1.0, "ms", ratio=2.0, at_most=2.0), True),
-        (Row("a", 1.0, "ms", ratio=2.0, at_most=1.9), False),
-        (Row("a", 1.0, "ms", ratio=0.6, at_least=0.6), True),
-        (Row("a", 1.0, "ms", ratio=0.5, at_least=0.6), False),
+        (GpuRow("a", 1.0, "ms"), None),
+        (GpuRow("a", 1.0, "ms", ratio=2.0), None),
+        (GpuRow("a", 1.0, "ms", ratio=2.0, at_most=2.0), True),
+        (GpuRow("a", 1.0, "ms", ratio=2.0, at_most=1.9), False),
+        (GpuRow("a", 1.0, "ms", ratio=0.6, at_least=0.6), True),
+        (GpuRow("a", 1.0, "ms", ratio=0.5, at_least=0.6), False),
     ],
 )
-def test_a_target_is_met_at_its_bound(row: Row, met: bool | None) -> None:
+def test_a_target_is_met_at_its_bound(row: GpuRow, met: bool | None) -> None:
     assert row.met is met
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.bench.gpu_steps import IN_FLIGHT, PREFILL_RUNS, CannotMeasure, Shared, Stepper, stream
+from baton.bench.gpu_steps import IN_FLIGHT, PREFILL_RUNS, CannotMeasure, SharedPool, StepTimer, stream
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import ExecutorShape
@@ -46,7 +46,7 @@ def ticking(tick_s: float) -> Callable[[], float]:
 
 def test_a_decode_feeds_the_batch_at_the_context_asked_for() -> None:
     executor = Watched()
-    timing = Stepper(executor, ticking(0.25)).decode(6, 100)
+    timing = StepTimer(executor, ticking(0.25)).decode(6, 100)
     assert timing.step_s == 0.25
     assert timing.tokens_a_step == 6
     steps = [plan for plan in executor.plans if len(plan.decode_slots)]
@@ -65,12 +65,12 @@ def test_of_several_windows_the_middle_one_counts() -> None:
         now[0] += next(ticks)
         return now[0]
 
-    assert Stepper(Watched(), clock_s).decode(2, 50).step_s == 3.0
+    assert StepTimer(Watched(), clock_s).decode(2, 50).step_s == 3.0
 
 
 def test_a_prefill_feeds_new_sequences_in_slots_that_nobody_uses() -> None:
     executor = Watched()
-    timing = Stepper(executor, ticking(0.5)).prefill(3, 20, 40)
+    timing = StepTimer(executor, ticking(0.5)).prefill(3, 20, 40)
     assert timing.step_s == 0.5
     fed = [plan for plan in executor.plans if plan.chunks]
     assert len(fed) == PREFILL_RUNS + 1
@@ -83,7 +83,7 @@ def test_a_prefill_feeds_new_sequences_in_slots_that_nobody_uses() -> None:
 
 def test_every_block_is_filled_from_a_real_one() -> None:
     executor = Watched()
-    Stepper(executor).fill()
+    StepTimer(executor).fill()
     assert sorted({copy.target for plan in executor.plans for copy in plan.copies}) == list(range(1, SHAPE.blocks))
     assert bool((executor.kv.pool == executor.kv.pool[0]).all())
 
@@ -93,27 +93,27 @@ def test_every_block_is_filled_from_a_real_one() -> None:
 )
 def test_what_does_not_fit_is_said_before_it_is_tried(batch: int, context: int, short: str) -> None:
     with pytest.raises(CannotMeasure, match=short):
-        Stepper(Watched()).decode(batch, context)
+        StepTimer(Watched()).decode(batch, context)
 
 
 def test_drivers_that_follow_one_another_share_an_executor() -> None:
     inner = Watched()
-    shared = Shared(inner)
+    shared = SharedPool(inner)
     for _ in range(2):
-        assert Stepper(shared, ticking(1.0)).decode(3, 30).tokens_a_step == 3
+        assert StepTimer(shared, ticking(1.0)).decode(3, 30).tokens_a_step == 3
     assert [plan.step for plan in inner.plans] == list(range(1, len(inner.plans) + 1))
 
 
 def test_slots_that_were_left_are_emptied_for_the_next() -> None:
     inner = Watched()
-    shared = Shared(inner)
-    half = list(Stepper(shared).decode_plans(3, 30, 5))[:-1]
+    shared = SharedPool(inner)
+    half = list(StepTimer(shared).decode_plans(3, 30, 5))[:-1]
     for _ in stream(shared, iter(half)):
         pass
     with pytest.raises(InvariantViolated):
-        Stepper(shared).decode(3, 30)
-    other = Shared(Watched())
+        StepTimer(shared).decode(3, 30)
+    other = SharedPool(Watched())
     for _ in stream(other, iter(half)):
         pass
     other.clear()
-    assert Stepper(other).decode(3, 30).tokens_a_step == 3
+    assert StepTimer(other).decode(3, 30).tokens_a_step == 3

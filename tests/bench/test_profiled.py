@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from baton.bench.profiled import ELSEWHERE, LAYERS, profiled
-from baton.sim.scenario import run_seed
+from baton.sim.fuzzed_run import run_seed
 
 
 def test_the_layers_of_a_simulated_world_share_the_time() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.stats import Sample, Timeline, describe, percentile
+from baton.bench.stats import BoundedTimeline, Sample, describe, percentile
 
 FINITE = st.floats(-1e9, 1e9)
 
@@ -44,7 +44,7 @@ def test_a_sample_keeps_everything_up_to_its_capacity_and_no_more_after() -> Non
 
 @given(st.lists(st.tuples(st.floats(0, 10_000), st.integers(1, 5)), max_size=100))
 def test_a_timeline_loses_nothing_and_stays_small(events: list[tuple[float, int]]) -> None:
-    timeline = Timeline(bucket_s=0.25, buckets_max=64)
+    timeline = BoundedTimeline(bucket_s=0.25, buckets_max=64)
     for at_s, amount in events:
         timeline.add(at_s, amount)
     assert sum(timeline.counts) == sum(amount for _, amount in events)

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli import bench, main, sim
+from benchmarks import __main__ as benchmarks
 
 IMPORTED = """
 import sys
@@ -49,7 +50,19 @@ def test_each_is_found_under_its_name(command: tuple[str, ...]) -> None:
 
 
 def test_a_name_that_is_nearly_right_is_suggested() -> None:
-    for mistaken, meant in ((["serv"], "serve"), (["bench", "pressur"], "pressure")):
+    for mistaken, meant in ((["serv"], "serve"), (["bench", "calibrat"], "calibrate")):
         ran = CliRunner().invoke(main.app, mistaken)
         assert ran.exit_code == 2
         assert f"Did you mean '{meant}'" in ran.output
+
+
+@pytest.mark.parametrize("name", bench.MOVED)
+def test_a_benchmark_that_left_the_package_says_where_it_went(name: str) -> None:
+    ran = CliRunner().invoke(main.app, ["bench", name, "--rows", "8"], prog_name="baton")
+    assert ran.exit_code == 2
+    assert ran.output == f"baton bench {name} has moved: run `python -m benchmarks {name}` in a checkout of the repository\n"
+
+
+def test_no_benchmark_is_in_both_places() -> None:
+    assert set(bench.MOVED) == set(benchmarks.COMMANDS)
+    assert not set(bench.MOVED) & set(bench.COMMANDS)

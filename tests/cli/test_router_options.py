@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from baton.core.routing.events import Policy
+from baton.core.routing.config import RoutingPolicy
 from baton.router import service
 
 KEY = ("--cluster-key", "a cluster key of the tests")
@@ -40,7 +40,11 @@ def test_options_become_settings(routed: list[service.RouterSettings]) -> None:
     assert (settings.scripted, settings.names, settings.join_port) == (True, ("m",), 0)
     assert settings.admin_key == "operator"
     assert "operator" not in repr(settings)
-    assert (config.policy, config.preempt_retry_count, config.preempt_retry_exclude_decode) == (Policy.ROUND_ROBIN, 5, False)
+    assert (config.policy, config.preempt_retry_count, config.preempt_retry_exclude_decode) == (
+        RoutingPolicy.ROUND_ROBIN,
+        5,
+        False,
+    )
     assert (config.deadline_us, config.orphan_grace_us, config.waiting_max) == (30_000_000, 2_500_000, 9)
     assert (config.key_concurrency, config.key_tokens_per_minute, config.fruitless_loss_count) == (7, 1000, 6)
 
@@ -57,7 +61,7 @@ def test_a_file_gives_defaults(routed: list[service.RouterSettings], tmp_path: P
     file = tmp_path / "router.toml"
     file.write_text('policy = "random"\npreempt-retry-count = 1\n')
     assert call("--config", str(file), "--preempt-retry-count", "2")[0] == 0
-    assert (routed[0].config.policy, routed[0].config.preempt_retry_count) == (Policy.RANDOM, 2)
+    assert (routed[0].config.policy, routed[0].config.preempt_retry_count) == (RoutingPolicy.RANDOM, 2)
 
 
 @pytest.mark.parametrize(

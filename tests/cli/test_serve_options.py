@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from baton.cli import serve as serve_module
 from baton.cli.main import app
-from baton.cli.serve import LogLevel, log_to_stderr
+from baton.cli.serve import log_to_stderr
 from baton.core.config import BringBack, ReservePolicy, VictimPolicy, WorkerConfig
-from baton.node.settings import EngineSettings, OnDevice, Speculate
+from baton.node.settings import DeviceChoice, EngineSettings, LogLevel, SpeculateMethod
 
 Settings = dict[str, Any]
 
@@ -105,14 +105,14 @@ def test_every_option_of_an_instance_with_peers_is_a_flag_and_a_key_of_the_file(
     engine: EngineSettings = flags["engine"]
     assert (engine.role, engine.peers, engine.peer_host) == ("decode", ("127.0.0.1:1", "127.0.0.1:2"), "127.0.0.2")
     assert (engine.transfer, engine.on_preempt) == ("tcp", "reschedule")
-    assert (engine.prefill_timeout_s, engine.lease_s, flags["cluster_key_file"]) == (5.0, 1.5, "key")
+    assert (engine.deadline_us, engine.lease_us, flags["cluster_key_file"]) == (5_000_000, 1_500_000, "key")
     assert serve("--config", path) == flags
 
 
 def test_every_option_of_drafts_is_a_flag_and_a_key_of_the_file(serve: Serve, file: Write) -> None:
     flags = serve("--speculate", "ngram", "--draft-tokens", "6", "--ngram-min", "3", "--ngram-max", "7")
     engine: EngineSettings = flags["engine"]
-    assert (engine.speculate, engine.draft_tokens, engine.ngram_min, engine.ngram_max) == (Speculate.NGRAM, 6, 3, 7)
+    assert (engine.speculate, engine.draft_tokens, engine.ngram_min, engine.ngram_max) == (SpeculateMethod.NGRAM, 6, 3, 7)
     assert engine.burst == 7
     path = file('speculate = "ngram"\ndraft-tokens = 6\nngram-min = 3\nngram-max = 7')
     assert serve("--config", path) == flags
@@ -127,7 +127,7 @@ def test_every_option_of_a_device_is_a_flag_and_a_key_of_the_file(serve: Serve, 
         "--device", "cuda", "--dtype", "float16", "--attention", "triton", "--batch-invariant", "--kv-memory", "40G"
     )  # fmt: skip
     engine: EngineSettings = flags["engine"]
-    assert (engine.device, engine.dtype, engine.attention) == (OnDevice.CUDA, "float16", "triton")
+    assert (engine.device, engine.dtype, engine.attention) == (DeviceChoice.CUDA, "float16", "triton")
     assert (engine.batch_invariant, engine.kv_memory_bytes) == (True, 40 << 30)
     path = file('device = "cuda"\ndtype = "float16"\nattention = "triton"\nbatch-invariant = true\nkv-memory = "40G"')
     assert serve("--config", path) == flags

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from baton.cli import up as command
 from baton.cli.main import app
-from baton.up.fleet_plan import FleetPlan, Member, Ports
+from baton.up.fleet_plan import FleetPlan, PlannedProcess, RouterPorts
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -36,13 +36,13 @@ def up(*options: str) -> str:
 
 def test_alone_it_is_one_instance_that_does_everything(plans: list[FleetPlan]) -> None:
     assert up().startswith("0")
-    assert plans[0].members == (Member("mixed-1", "mixed"),)
+    assert plans[0].members == (PlannedProcess("mixed-1", "mixed"),)
 
 
 def test_the_demo_is_one_that_prefills_and_two_that_decode(plans: list[FleetPlan]) -> None:
     up("--demo")
     assert [member.name for member in plans[0].members] == ["prefill-1", "decode-1", "decode-2"]
-    assert "--demo" in plans[0].router_command(Ports(8000))
+    assert "--demo" in plans[0].router_command(RouterPorts(8000))
     up("--demo", "--kv-blocks", "64")
     small, given = (" ".join(plan.member_command(plan.members[0], "h:1", 2)) for plan in plans)
     assert "--kv-memory 128M" in small
@@ -57,7 +57,7 @@ def test_the_device_is_every_instance_s_and_what_it_cannot_do_is_told_once(plans
     assert "--kv-memory 20G" in text
     told = up("m", "--device", "cpu", "--batch-invariant")
     assert told.startswith("1: baton up: --batch-invariant is for CUDA")
-    assert "flashinfer is not there yet" in up("m", "--attention", "flashinfer")
+    assert "'flashinfer' is not one of 'auto', 'native', 'gather', 'triton'" in up("m", "--attention", "flashinfer")
     assert len(plans) == 1
 
 
@@ -76,8 +76,8 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
         "10.0.0.5",
         "--kv-blocks=64",
     )
-    instance = plans[0].member_command(Member("decode-1", "decode"), "127.0.0.1:9", cores=8)
-    router = plans[0].router_command(Ports(8000, 9))
+    instance = plans[0].member_command(PlannedProcess("decode-1", "decode"), "127.0.0.1:9", cores=8)
+    router = plans[0].router_command(RouterPorts(8000, 9))
     text = " ".join(instance[3:])
     assert text.startswith("serve m --role decode --name decode-1 --router 127.0.0.1:9 --port 0 --threads 4")
     assert "--dtype float32" in text
@@ -101,11 +101,11 @@ def test_a_store_is_told_to_all_and_its_address_stands_in_no_command_line(
     up("--kv-store", store, "--mixed", "3")
     up("--kv-store", "valkey://me:secret@localhost:6379/0")
     up("--kv-store", "")
-    line = " ".join(plans[0].member_command(Member("mixed-1", "mixed"), "h:1", cores=2))
+    line = " ".join(plans[0].member_command(PlannedProcess("mixed-1", "mixed"), "h:1", cores=2))
     assert "--host-memory 1G" in line
     assert "--no-save-finished" in line
     assert [plan.kv_store for plan in plans] == [store, store, "valkey://me:secret@localhost:6379/0", None]
-    assert not any("secret" in word for word in plans[2].member_command(Member("mixed-1", "mixed"), "h:1", cores=2))
+    assert not any("secret" in word for word in plans[2].member_command(PlannedProcess("mixed-1", "mixed"), "h:1", cores=2))
     first, second, other, none = (plan.cluster_key for plan in plans)
     assert first == second != other, "what was stored is found after the fleet was started again"
     assert none is None
@@ -114,7 +114,7 @@ def test_a_store_is_told_to_all_and_its_address_stands_in_no_command_line(
 
 def test_threads_that_were_given_are_not_shared_out(plans: list[FleetPlan]) -> None:
     up("--mixed", "4", "--threads", "3")
-    assert "--threads 3" in " ".join(plans[0].member_command(Member("mixed-1", "mixed"), "h:1", cores=2))
+    assert "--threads 3" in " ".join(plans[0].member_command(PlannedProcess("mixed-1", "mixed"), "h:1", cores=2))
 
 
 def test_instances_are_quiet_unless_asked(plans: list[FleetPlan]) -> None:
@@ -163,7 +163,7 @@ def test_keys_are_in_no_command_line_which_others_could_read(plans: list[FleetPl
     up("--api-key", "alpha", "--api-key", "beta", "--admin-key", "gamma")
     (plan,) = plans
     assert (plan.api_keys, plan.admin_key) == (("alpha", "beta"), "gamma")
-    lines = [*plan.router_command(Ports(8000)), *plan.member_command(plan.members[0], "h:1", 2)]
+    lines = [*plan.router_command(RouterPorts(8000)), *plan.member_command(plan.members[0], "h:1", 2)]
     assert not {"alpha", "beta", "gamma"} & set(lines)
     assert "alpha" not in repr(plan)
 
@@ -198,7 +198,7 @@ def test_a_file_has_options_of_all_and_each_process_gets_its_own(plans: list[Fle
     (plan,) = plans
     assert (plan.model, plan.router_port, len(plan.members)) == ("m", 9799, 3)
     assert (plan.api_keys, plan.admin_key) == (("file-key-1", "file-key-2"), "file-admin")
-    router = " ".join(plan.router_command(Ports(9799)))
+    router = " ".join(plan.router_command(RouterPorts(9799)))
     instance = " ".join(plan.member_command(plan.members[1], "h:1", 8))
     both = ("--executor scripted", "--served-model-name x --served-model-name y")
     of_router = ("--policy random", "--key-concurrency 7", "--no-preempt-retry-exclude-decode")

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from baton.core.engine.plan import Chunk, Copy, Outcome, Start, StepPlan, Stop
+from baton.core.engine.plan import Chunk, Copy, RowOutcome, Start, StepPlan, Stop
 from baton.core.engine.request import frozen_tokens
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import Executor, ExecutorShape
@@ -158,7 +159,7 @@ def test_tokens_do_not_depend_on_batch_chunks_or_steps_in_flight(
 
 def test_log_probabilities_that_were_asked_for_come_as_the_wire_takes_them(make_with_kv: Callable[[], Executor]) -> None:
     planner = Planner(make_with_kv())
-    planner.add(PROMPTS[0], 3, sampling=replace(GREEDY, logprobs=2))
+    planner.add(PROMPTS[0], 3, sampling=msgspec.structs.replace(GREEDY, logprobs=2))
     planner.run()
     reported = [line for result in planner.results for line in result.logprobs]
     assert len(reported) == 3
@@ -188,7 +189,7 @@ def test_a_stop_is_acknowledged_with_the_number_of_known_tokens(make: Callable[[
     planner.run()
     planner.stop(lane)
     result = planner.take_step()
-    assert Outcome(result.outcomes[0]) is Outcome.PREEMPTED
+    assert RowOutcome(result.outcomes[0]) is RowOutcome.PREEMPTED
     assert int(result.known[0]) == len(PROMPTS[0]) + 5
 
 
@@ -199,7 +200,7 @@ def test_a_slot_or_epoch_it_does_not_hold_is_an_empty_slot_and_touches_nothing(m
     planner.stops.append(Stop(lane.slot, lane.epoch + 1))
     planner.stops.append(Stop(3, 1))
     result = planner.take_step()
-    assert [Outcome(outcome) for outcome in result.outcomes[:2]] == [Outcome.NOTHING_EMPTY_SLOT] * 2
+    assert [RowOutcome(outcome) for outcome in result.outcomes[:2]] == [RowOutcome.NOTHING_EMPTY_SLOT] * 2
     planner.run()
     assert lane.outputs == generate(make(), [PROMPTS[0]], 6)[0]
 
@@ -208,7 +209,7 @@ def test_an_unfinished_chunk_yields_nothing_and_says_so(make: Callable[[], Execu
     planner = Planner(make(), chunk_tokens=3)
     planner.add(PROMPTS[0], 2)
     result = planner.take_step()
-    assert Outcome(result.outcomes[0]) is Outcome.NOTHING_CHUNK_UNFINISHED
+    assert RowOutcome(result.outcomes[0]) is RowOutcome.NOTHING_CHUNK_UNFINISHED
     assert result.counts.tolist() == [0]
     assert result.known.tolist() == [len(PROMPTS[0])]
 
@@ -218,7 +219,7 @@ def test_without_a_block_nothing_is_computed_and_the_row_says_so(make: Callable[
     start = Start(0, 1, frozen_tokens(PROMPTS[0]), 7, 0, 20, GREEDY, np.array([0], dtype=np.int32))
     executor.launch(StepPlan(step=1, base_step=0, starts=(start,), chunks=(Chunk(0, 1, 0, 7, True),)))
     result = executor.collect()
-    assert Outcome(result.outcomes[0]) is Outcome.NOTHING_OUT_OF_BLOCKS
+    assert RowOutcome(result.outcomes[0]) is RowOutcome.NOTHING_OUT_OF_BLOCKS
     assert len(result.tokens) == 0
 
 

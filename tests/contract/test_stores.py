@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.kv.store import MISSING, OVERSIZED, Store, open_store
-from baton.wire.envelope import Flaw, unseal
+from baton.wire.envelope import EnvelopeFlaw, unseal
 from tests.support.stores import LAYOUT, OTHER_LAYOUT, SERVED, Arena, Sample, sample, samples, store_kinds
 
 TIMEOUT_S = 10.0
@@ -70,7 +70,7 @@ def test_what_was_put_comes_back(store: Store, arena: Arena, draw: random.Random
     (data,) = fetched(store, arena, [made])
     assert data == made.data
     opened = unseal(made.key, made.layout, memoryview(made.data))
-    assert not isinstance(opened, Flaw)
+    assert not isinstance(opened, EnvelopeFlaw)
     assert opened == made.payload
 
 
@@ -182,7 +182,9 @@ def test_many_threads_at_once_see_whole_objects_or_none(store: Store, arena: Are
                 case _:
                     (count,) = store.get([name], [into])
                     other = count != MISSING and into[:count] != objects[at]
-                    found = SERVED[store.kind].tears and isinstance(unseal(shared[at].key, LAYOUT, into[:count]), Flaw)
+                    found = SERVED[store.kind].tears and isinstance(
+                        unseal(shared[at].key, LAYOUT, into[:count]), EnvelopeFlaw
+                    )
                     wrong += [f"{name}: {count} other bytes"] if other and not found else []
         return wrong
 

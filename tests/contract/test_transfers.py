@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from baton.core.errors import InvariantViolated
-from baton.core.handover.messages import Arriving, Fenced, ShipFailed, Shipped, Spoilt, Verified
+from baton.core.handover.messages import Arriving, Fenced, ShipFailed, Shipped, TransferBroken, Verified
 from baton.kv.shared_memory import release_pool
 from baton.kv.transfer_contract import KvLayout, TransferUnavailable, available, make_receiver, make_sender
 from baton.kv.transfer_frames import END_FRAME, HELLO_BYTES, encode_hello, encode_pieces
@@ -203,7 +203,7 @@ def test_a_flipped_byte_is_found(pair: Pair) -> None:
     pair.sender.ship(giver_names(1), None, 0, 2, True)
     pair.sent.next(Shipped)
     pair.receiver.verify(taker_names(1), told)
-    assert "differs" in pair.got.next(Spoilt).reason
+    assert "differs" in pair.got.next(TransferBroken).reason
 
 
 @pytest.mark.parametrize("checks", [b"", b"\0" * 15, b"\0" * 16, b"\0" * 24])
@@ -212,7 +212,7 @@ def test_checks_that_are_none_spoil_it(pair: Pair, checks: bytes) -> None:
     pair.receiver.verify(taker_names(1), checks)
     pair.sender.open(giver_names(1), pair.receiver.address, TOKEN, 0, ids(1, 2))
     pair.sender.ship(giver_names(1), None, 0, 2, True)
-    pair.got.next(Spoilt)
+    pair.got.next(TransferBroken)
 
 
 def test_blocks_in_the_wrong_place_are_found(pair: Pair) -> None:
@@ -221,12 +221,12 @@ def test_blocks_in_the_wrong_place_are_found(pair: Pair) -> None:
     pair.sender.ship(giver_names(1), None, 0, 2, True)
     pair.sent.next(Shipped)
     pair.receiver.verify(taker_names(1), checks_of(pair.giver, 0, ids(1, 2)))
-    pair.got.next(Spoilt)
+    pair.got.next(TransferBroken)
 
 
 def test_verifying_what_is_not_expected_spoils_it(pair: Pair) -> None:
     pair.receiver.verify(taker_names(1), b"")
-    pair.got.next(Spoilt)
+    pair.got.next(TransferBroken)
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -241,7 +241,7 @@ def test_a_wrong_token_opens_nothing_and_costs_the_right_one_nothing(pair: Pair)
     line.hello(1, TOKEN, ids(1))
     assert line.welcomed()
     line.close()
-    pair.got.next(Spoilt)
+    pair.got.next(TransferBroken)
 
 
 def test_a_token_opens_one_line_once(pair: Pair) -> None:
@@ -326,7 +326,7 @@ def test_what_a_line_says_at_random_lands_nowhere_but_where_it_may(pair: Pair) -
                 line.pieces(layers, 5 + begin, ids(*range(begin, end)), part=draw.choice([1.0, 1.0, 0.6]))
             line.sock.sendall(draw.randbytes(64))
         line.close()
-        pair.got.next(Spoilt)
+        pair.got.next(TransferBroken)
     assert not np.delete(pair.taker.pool, targets, axis=0).any()
     hand_over_elsewhere(pair, 99)
 
@@ -369,7 +369,7 @@ def test_a_fenced_sender_sends_nothing_more(pair: Pair) -> None:
     pair.sender.fence(giver_names(1))
     pair.sent.next(Fenced)
     pair.sender.ship(giver_names(1), None, 1, 2, True)
-    pair.got.next(Spoilt)
+    pair.got.next(TransferBroken)
     hand_over_elsewhere(pair, 2)
     assert not pair.taker.pool[8].any()
 
@@ -383,7 +383,7 @@ def test_a_sender_that_goes_midway_spoils_it(pair: Pair) -> None:
     pair.sender.ship(giver_names(1), None, 0, 1, False)
     pair.got.next(Arriving)
     pair.sender.close()
-    pair.got.next(Spoilt)
+    pair.got.next(TransferBroken)
     pair.sent.next(ShipFailed)
 
 
@@ -394,7 +394,7 @@ def test_a_receiver_that_goes_fails_the_shipment(pair: Pair) -> None:
     pair.got.next(Arriving)
     pair.receiver.close()
     pair.sent.next(ShipFailed)
-    pair.got.next(Spoilt)
+    pair.got.next(TransferBroken)
     pair.sender.open(giver_names(2), pair.receiver.address, TOKEN, 0, ids(1))
     reason = pair.sent.next(ShipFailed).reason
     assert "cannot connect" in reason
@@ -428,7 +428,7 @@ def test_half_a_piece_that_stays_half_spoils_it(kind: str) -> None:
         line.hello(1, TOKEN, ids(1, 2))
         assert line.welcomed()
         line.pieces(range(2), 0, ids(1, 2), part=0.7)
-        assert "half of a piece" in pair.got.next(Spoilt).reason
+        assert "half of a piece" in pair.got.next(TransferBroken).reason
         line.close()
 
 
@@ -462,7 +462,7 @@ def test_kill_9_of_the_sender_midway_spoils_it_and_the_receiver_serves_on(pair: 
     giver_process.tell("ship", 1, None, 0, 1, False)
     pair.got.next(Arriving)
     giver_process.kill()
-    pair.got.next(Spoilt)
+    pair.got.next(TransferBroken)
     hand_over(pair, 2)
 
 
@@ -553,7 +553,7 @@ def test_a_range_that_is_not_expected_is_refused(pair: Pair, frame: bytes, reaso
     line.hello(1, TOKEN, ids(1, 2))
     assert line.welcomed()
     line.sock.sendall(frame)
-    assert reason in pair.got.next(Spoilt).reason
+    assert reason in pair.got.next(TransferBroken).reason
     assert pair.receiver.refused[reason] == 1
     assert line.hung_up_on()
     assert not pair.taker.pool.any()
@@ -568,7 +568,7 @@ def test_a_piece_that_comes_twice_is_refused(pair: Pair) -> None:
     assert line.welcomed()
     line.pieces(range(2), 10, ids(1, 2))
     line.sock.sendall(encode_pieces(range(1, 3), 11, 1))
-    pair.got.next(Spoilt)
+    pair.got.next(TransferBroken)
     assert pair.receiver.refused["piece came twice"] == 1
     line.close()
 
@@ -592,7 +592,7 @@ def test_a_full_receiver_refuses_more(kind: str) -> None:
     with pair_of(kind, {"expected_max": 1}) as pair:
         pair.receiver.expect(taker_names(1), TOKEN, 0, ids(7))
         pair.receiver.expect(taker_names(2), TOKEN, 0, ids(8))
-        assert pair.got.next(Spoilt).handover == taker_names(2)
+        assert pair.got.next(TransferBroken).handover == taker_names(2)
 
 
 def test_a_full_sender_fails_more(kind: str) -> None:
@@ -672,7 +672,7 @@ def test_what_is_ordered_after_closing_is_answered(kind: str) -> None:
         pair.sender.fence(giver_names(1))
         pair.sent.next(Fenced)
         pair.receiver.expect(taker_names(1), TOKEN, 0, ids(1))
-        pair.got.next(Spoilt)
+        pair.got.next(TransferBroken)
         pair.receiver.fence(taker_names(1))
         pair.got.next(Fenced)
 

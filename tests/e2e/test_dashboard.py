@@ -18,10 +18,12 @@ from playwright.sync_api import Browser, expect
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.api.auth import Auth, Keys
+from baton.api.auth import ApiKeys, AuthMiddleware
 from baton.api.errors import ApiError
-from baton.core.routing.events import Body, Facts, FleetChanged, Instance, Ledger, Noted, Stage
-from baton.router.admin_auth import Operators
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.routing.events import FleetChanged, Instance, Join, TimelineNoted, TimelineStage
+from baton.core.routing.identity import RequestNumber
+from baton.router.admin_auth import AdminAuth
 from baton.router.dashboard import OPEN_PATHS, Dashboard
 from baton.router.dashboard_state import RouterState
 from tests.support.browser import PALE, UNNAMED, Page, browsing
@@ -118,24 +120,24 @@ def fits_and_is_legible(seen: Page) -> None:
 HOSTILE = "<img src=x onerror=alert(1)>\u202e'\"&amp;"
 
 
-LEDGER = Ledger(free=60, evictable=30, used=10)
+LEDGER = SchedulerGauges(free_blocks=60, evictable_blocks=30, running_blocks=10)
 
 
 @dataclass
 class View:
-    facts: Facts
-    ledger: Ledger = LEDGER
+    facts: Join
+    ledger: SchedulerGauges = LEDGER
     state: str = "ready"
     open: int = 1
 
 
 def hostile_state() -> RouterState:
     state, name = RouterState(0), Instance(HOSTILE)
-    state.asked(Body(1), HOSTILE, HOSTILE, 3, 1, 1_000_000)
-    for at, stage in enumerate(Stage, 1):
-        state.take(Noted(Body(1), 0, stage, name, at * 1_000_000, HOSTILE), 0)
+    state.asked(RequestNumber(1), HOSTILE, HOSTILE, 3, 1, 1_000_000)
+    for at, stage in enumerate(TimelineStage, 1):
+        state.take(TimelineNoted(RequestNumber(1), 0, stage, name, at * 1_000_000, HOSTILE), 0)
     state.take(FleetChanged(name, 1, HOSTILE, HOSTILE), 3_000_000)
-    facts = Facts(name, 2**62, HOSTILE, b"", HOSTILE, "", 8, 100, 16, 1024, 257)
+    facts = Join(name, 2**62, HOSTILE, b"", HOSTILE, "", 8, 100, 16, 1024, 257)
     state.sample([View(facts)], 0, 9_000_000)
     return state
 
@@ -148,8 +150,8 @@ def site(state: RouterState, key: str, admin_key: str) -> Iterator[str]:
         return error.response()
 
     app.exception_handler(ApiError)(error)
-    app.add_middleware(Operators, admin_key=admin_key)
-    app.add_middleware(Auth, keys=Keys([key, admin_key]), open_paths=OPEN_PATHS)
+    app.add_middleware(AdminAuth, admin_key=admin_key)
+    app.add_middleware(AuthMiddleware, keys=ApiKeys([key, admin_key]), open_paths=OPEN_PATHS)
     Dashboard(state, lambda: 12_000_000, list).install(app)
     app.add_api_route("/v1/models", lambda: {"data": [{"id": HOSTILE}]})
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:

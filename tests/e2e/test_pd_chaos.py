@@ -22,8 +22,9 @@ import pytest
 from baton.core.engine.request import Sampling
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
-from tests.support.cluster import complete, handed_over, in_session, is_at_rest, peer_address, wait_until
+from tests.support.cluster import complete, handed_over, in_session, is_at_rest, peer_address
 from tests.support.server import ServerProcess, baton_serve
+from tests.support.waiting import wait_until
 
 KILLS = int(os.environ.get("BATON_TEST_KILLS", "2"))
 SEED = int(os.environ.get("BATON_TEST_SEED", "1"))

@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +21,7 @@ from baton.core.engine.request import Sampling
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
 from tests.support.server import ServerProcess, baton_process, baton_router, baton_serve
+from tests.support.waiting import wait_until
 
 KEY = ("--cluster-key", "a cluster key of the tests")
 SCRIPTED = ("--executor", "scripted", *KEY)
@@ -49,7 +49,7 @@ class Fleet:
             name = f"i{self._made}"
             options = (*SCRIPTED, "--step-ms", "4", "--router", self.router.join, "--name", name)
             self.instances[name] = self._stack.enter_context(baton_serve(*options, wait=False))
-        eventually(lambda: set(missing) <= set(self.views()))
+        wait_until(lambda: set(missing) <= set(self.views()))
 
     def views(self) -> dict[str, Any]:
         return {one["name"]: one for one in json.loads(self.call("GET", "/v1/instances").read())["data"]}
@@ -79,15 +79,6 @@ class Fleet:
             if line.startswith(name) and all(f'{key}="{value}"' in line for key, value in labels.items()):
                 return float(line.rsplit(" ", 1)[1])
         return 0.0
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return
-        pause.wait(0.02)
-    raise AssertionError("it did not happen within a minute")
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[tuple[str, Any]]:
@@ -206,7 +197,7 @@ def test_a_router_that_is_killed_and_comes_back_goes_on_after_the_last_event(fle
                 fleet.router.process.kill()
     assert 20 <= len(heard) < 400
     fleet.restart_router()
-    eventually(lambda: len(fleet.views()) > 0)
+    wait_until(lambda: len(fleet.views()) > 0)
     rest = fleet.call("GET", "/v1/requests/mine/stream", Last_Event_ID=heard[-1][0])
     assert rest.status == 200
     heard += list(events(rest))
@@ -236,5 +227,5 @@ def test_who_does_not_hold_the_key_is_refused_and_counted(fleet: Fleet) -> None:
     assert fleet.metric("baton_refused_connections_total", reason="malformed") == 1
     wrong = ("--executor", "scripted", "--cluster-key", "another cluster key, alas")
     with baton_serve(*wrong, "--router", fleet.router.join, "--name", "stranger", wait=False):
-        eventually(lambda: fleet.metric("baton_refused_connections_total", reason="wrong_key") >= 1)
+        wait_until(lambda: fleet.metric("baton_refused_connections_total", reason="wrong_key") >= 1)
         assert "stranger" not in fleet.views()

@@ -11,7 +11,7 @@ import pytest
 from baton.core.engine.request import Sampling
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
-from tests.support.server import ServerProcess, baton_serve
+from tests.support.server import ServerProcess, baton_serve, refused_by_serve
 
 SHORT = (
     "--executor", "scripted", "--step-ms", "1", "--kv-blocks", "24", "--reserve", "none", "--max-num-seqs", "8",
@@ -88,8 +88,8 @@ def test_another_salt_finds_nothing_of_it(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_ends_with_a_line_that_says_so(options: tuple[str, ...], said: str) -> None:
-    with baton_serve("--executor", "scripted", *options, wait=False) as server:
-        assert server.process.wait(60) == 1
-        last = server.output().splitlines()[-1]
-        assert last.startswith("baton serve: ")
-        assert said in last
+    status, output = refused_by_serve("--executor", "scripted", *options)
+    assert status == 1
+    last = output.splitlines()[-1]
+    assert last.startswith("baton serve: ")
+    assert said in last

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from baton.bench.store_servers import StoreServer, mooncake_server, mooncake_why_not, valkey_server, valkey_why_not
+from benchmarks.store_servers import StoreServer, mooncake_server, mooncake_why_not, valkey_server, valkey_why_not
 from tests.support.server import ServerProcess, baton_serve
 from tests.support.stores import hanging
 from tests.support.storing import (

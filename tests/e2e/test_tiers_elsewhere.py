@@ -13,7 +13,7 @@ import pytest
 
 from baton.bench.children import free_port
 from baton.bench.tiny import make_tiny
-from tests.support.cluster import handed_over, in_session, tokens_of, wait_until
+from tests.support.cluster import handed_over, in_session, tokens_of
 from tests.support.fleet import FleetProcess, baton_up
 from tests.support.server import ServerProcess, baton_serve
 from tests.support.storing import (
@@ -33,6 +33,7 @@ from tests.support.storing import (
     right,
     until_stored,
 )
+from tests.support.waiting import wait_until
 
 # ── killed while it writes ───────────────────────────────────────────────────────────────────────────────────────────────
 

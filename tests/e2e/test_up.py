@@ -12,8 +12,8 @@ import httpx2 as httpx
 from baton.core.engine.request import Sampling
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
-from tests.support.cluster import wait_until
 from tests.support.fleet import FleetProcess, baton_up
+from tests.support.waiting import wait_until
 
 SCRIPTED = ("--executor", "scripted", "--step-ms", "2")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.support.planner import Planner
 
-from baton.core.engine.plan import Chunk, Outcome, Start, StepPlan, Stop
+from baton.core.engine.plan import Chunk, RowOutcome, Start, StepPlan, Stop
 from baton.core.engine.request import Sampling, frozen_tokens
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import ExecutorShape
@@ -87,7 +87,7 @@ def test_a_decode_needs_room_for_what_it_feeds_and_goes_on_when_it_has_some() ->
     _, second, third, fourth = (executor.collect() for _ in range(4))
     assert second.known.tolist() == [9, 4]
     # Position 8 would be the first of a third block; the neighbour is not held up.
-    assert third.outcomes.tolist() == [Outcome.NOTHING_OUT_OF_BLOCKS, Outcome.TOKENS]
+    assert third.outcomes.tolist() == [RowOutcome.NOTHING_OUT_OF_BLOCKS, RowOutcome.TOKENS]
     assert (third.counts.tolist(), third.known.tolist()) == ([0, 1], [9, 5])
     assert (fourth.counts.tolist(), fourth.known.tolist()) == ([1, 1], [10, 6])
 
@@ -110,9 +110,9 @@ def test_rows_come_as_stops_chunks_and_decodes_and_only_those_held_are_touched()
     result = executor.collect()
     assert result.slots.tolist() == [1, 1, 0, 1, 1, 0, 3]
     assert result.epochs.tolist() == [1, 1, 8, 2, 1, 1, 1]
-    empty = Outcome.NOTHING_EMPTY_SLOT
+    empty = RowOutcome.NOTHING_EMPTY_SLOT
     assert result.outcomes.tolist() == [
-        Outcome.PREEMPTED, empty, empty, Outcome.NOTHING_CHUNK_UNFINISHED, empty, Outcome.TOKENS, empty,
+        RowOutcome.PREEMPTED, empty, empty, RowOutcome.NOTHING_CHUNK_UNFINISHED, empty, RowOutcome.TOKENS, empty,
     ]  # fmt: skip
     assert result.counts.tolist() == [0, 0, 0, 0, 0, 1, 0]
     assert result.known.tolist() == [5, 0, 0, 6, 0, 5, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from baton.core.engine.request import Sampling, Tokens
 from baton.executor.gumbel_noise import exact_log, hashes, noise_stream, row_keys

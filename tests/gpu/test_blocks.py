@@ -11,7 +11,7 @@ import torch
 
 from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
-from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled
+from baton.core.tiers.transfers import CopyIn, CopyOut, TransferDone, TransferId
 from baton.executor.contract import KvView
 from baton.executor.cuda.blocks import STRAIGHT_BYTES, CudaBlocks
 from baton.kv.host_memory import HostCopier, HostMemory
@@ -158,12 +158,12 @@ def test_the_host_tier_works_on_a_device() -> None:
     copier = HostCopier(blocks, memory, report)
     before = pool.cpu()
     out, rows, back = some(10, BLOCKS, 1), some(10, 10, 2), some(10, BLOCKS, 3)
-    copier.copy(CopyOut(Haul(1), out, rows))
+    copier.copy(CopyOut(TransferId(1), out, rows))
     assert heard.acquire(timeout=20)
-    copier.copy(CopyIn(Haul(2), rows, back))
+    copier.copy(CopyIn(TransferId(2), rows, back))
     assert heard.acquire(timeout=20)
     copier.close()
-    assert told == [Hauled(Haul(1), (True,) * 10), Hauled(Haul(2), (True,) * 10)]
+    assert told == [TransferDone(TransferId(1), (True,) * 10), TransferDone(TransferId(2), (True,) * 10)]
     assert (pool.cpu()[back] == before[out]).all()
     blocks.close()
 

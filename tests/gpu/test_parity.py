@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton.core.engine.request import Sampling

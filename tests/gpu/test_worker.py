@@ -97,7 +97,7 @@ def happened(driver: Driver, scene: str) -> bool:
         "chunked": lambda: sum(len(launch.plan.chunks) for launch in driver.plans) > 2 * len(PROMPTS),
         "prefix": lambda: any(ended.cached_tokens for ended in driver.ended.values()),
         "preempted": lambda: gauges.preemptions_for_others + gauges.preemptions_of_self > 0,
-        "drafts": lambda: gauges.accepted_draft_tokens > 0 or scene.startswith("naive"),
+        "drafts": lambda: driver.worker.scheduler.drafts().accepted > 0 or scene.startswith("naive"),
     }
     return all(holds() for word, holds in claims.items() if word in scene)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from baton.kv.file_store import FileStore
 from baton.kv.store import MISSING, OVERSIZED
-from baton.wire.envelope import HEADER_BYTES, Flaw, unseal
+from baton.wire.envelope import HEADER_BYTES, EnvelopeFlaw, unseal
 from tests.support.stores import LAYOUT, OTHER_LAYOUT, Sample, sample
 
 OBJECTS = 24
@@ -176,7 +176,7 @@ class Harmed:
             self.outcomes["missing" if count == MISSING else "oversized"] += 1
             return False
         found = unseal(wanted.key, LAYOUT, self._into[:count])
-        if isinstance(found, Flaw):
+        if isinstance(found, EnvelopeFlaw):
             self.outcomes[str(found)] += 1
             return False
         if found != wanted.payload:

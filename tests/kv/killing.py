@@ -23,7 +23,7 @@ from typing import Any
 
 from baton.kv.file_store import FileStore
 from baton.kv.store import MISSING, Store, open_store
-from baton.wire.envelope import Opened, object_name, open_any
+from baton.wire.envelope import OpenedEnvelope, object_name, open_any
 from tests.support.stores import sample
 
 SIZE = 3000
@@ -37,7 +37,7 @@ def demand_sound(folder: Path, store: Store) -> None:
     for name, size in store.names():
         data = (folder / name[:16] / name[17:19] / name[17:]).read_bytes()
         opened = open_any(memoryview(data))
-        assert isinstance(opened, Opened), f"{name}: {opened}"
+        assert isinstance(opened, OpenedEnvelope), f"{name}: {opened}"
         assert object_name(opened.layout, opened.key) == name
         assert len(data) == size
         total += size

@@ -28,7 +28,7 @@ from baton.kv.file_store import FileStore
 from baton.kv.store import MISSING, BadStore, Store, StoreFailed, open_store, parse_size, parse_url
 from baton.wire import envelope
 from tests.kv.harm import HARMS, ServedBad, harmed
-from tests.support.stores import Sample, sample, samples
+from tests.support.stores import Sample, put, sample, samples
 
 ROOT = Path(__file__).parents[2]
 SIZE = 1000
@@ -44,10 +44,6 @@ def opened(folder: Path, limit_objects: int | None = None) -> FileStore:
     """Every use counts, not only one a minute."""
     open_store(f"file:{folder}", timeout_s=10)
     return FileStore(str(folder), 10.0, None if limit_objects is None else limit_objects * WHOLE, touch_s=0)
-
-
-def put(store: Store, *made: Sample) -> list[bool]:
-    return store.put([each.name for each in made], [memoryview(each.data) for each in made])
 
 
 def got(store: Store, *wanted: Sample) -> list[bytes | None]:
@@ -349,7 +345,7 @@ def test_removing_the_folder_while_objects_are_written_spoils_none(tmp_path: Pat
     assert put(store, last) == [True]
     for path in folder.rglob("*"):
         if len(path.name) == 32:
-            assert not isinstance(envelope.open_any(memoryview(path.read_bytes())), envelope.Flaw)
+            assert not isinstance(envelope.open_any(memoryview(path.read_bytes())), envelope.EnvelopeFlaw)
 
 
 # ── writers that die ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -441,7 +437,7 @@ def test_damaged_files_are_never_taken_for_good(tmp_path: Path) -> None:
     """`python -m tests.kv.harm --count 100000` does more of it."""
     made = harmed(tmp_path, 3000, seed=1)
     assert set(made.harms) == set(HARMS)
-    assert set(made.outcomes) == {*map(str, envelope.Flaw), "missing", "oversized", "sound"}
+    assert set(made.outcomes) == {*map(str, envelope.EnvelopeFlaw), "missing", "oversized", "sound"}
 
 
 def test_that_test_would_notice_a_checksum_that_checks_nothing(tmp_path: Path, monkeypatch: Any) -> None:

@@ -17,7 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.engine.plan import Int32s
-from baton.core.handover.messages import Arriving, Fenced, Handover, PeerEvent, PeerId, ShipFailed, Shipped, Spoilt, Verified
+from baton.core.handover.messages import (
+    Arriving,
+    Fenced,
+    Handover,
+    PeerEvent,
+    PeerId,
+    ShipFailed,
+    Shipped,
+    TransferBroken,
+    Verified,
+)
 from baton.kv.block_access import HostBlocks
 from baton.kv.host_mirror import PARTS_AHEAD, HostMirror, MirrorCopier, MirrorStaging
 from baton.kv.send_queue import BlockRun
@@ -187,7 +197,7 @@ def test_a_fence_after_it_was_spoilt_waits_for_the_copy_too(giver: Side, taker: 
     sender.ship(GIVEN, None, 0, 1, False)
     taker.device.next()
     sender.fence(GIVEN)
-    assert isinstance(taker.next(), Spoilt)
+    assert isinstance(taker.next(), TransferBroken)
     receiver.fence(TAKEN_BY)
     receiver.fence(Handover(PeerId("somebody"), 2, 1))
     assert taker.next() == Fenced(Handover(PeerId("somebody"), 2, 1))

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from baton.core.handover.messages import Fenced, Spoilt
+from baton.core.handover.messages import Fenced, TransferBroken
 from baton.kv.transfer_contract import available
 from baton.kv.transfer_frames import encode_hello, encode_pieces
 from tests.support.transfers import LAYOUT, ROOT, TOKEN, Pair, giver_names, ids, pair_of, taker_names
@@ -36,7 +36,7 @@ def _deaf_engine() -> None:
         pair.receiver.fence(taker_names(1))
         pair.got.next(Fenced, taker_names(1))
         for _ in lines[1:]:
-            assert "half of a piece" in pair.got.next(Spoilt).reason
+            assert "half of a piece" in pair.got.next(TransferBroken).reason
         sys.stdout.write("all answered\n")
         sys.stdout.flush()
         sys.stdin.readline()
@@ -59,14 +59,14 @@ def test_with_engines_that_never_answer_fences_and_ends_come_all_the_same() -> N
 def test_an_engine_that_is_not_there_spoils_it(engine: str) -> None:
     with pair_of("mooncake") as pair:
         line = _announce(pair, 1, engine)
-        assert "cannot read" in pair.got.next(Spoilt).reason
+        assert "cannot read" in pair.got.next(TransferBroken).reason
         line.close()
 
 
 def test_memory_that_was_never_registered_spoils_it() -> None:
     with pair_of("mooncake") as pair:
         transport = _announce(pair, 1, "127.0.0.1:1", address=2**63)
-        assert "no address" in pair.got.next(Spoilt).reason
+        assert "no address" in pair.got.next(TransferBroken).reason
         transport.close()
 
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from baton.bench.children import free_port
-from baton.bench.store_servers import StoreServer, mooncake_server, mooncake_why_not
 from baton.kv import mooncake_client as mooncake_link
 from baton.kv.mooncake_client import address_of, client_class
 from baton.kv.store import MISSING, BadStore, Store, StoreFailed, open_store
-from tests.support.cluster import wait_until
-from tests.support.stores import Arena, Sample, hanging, sample, samples
+from benchmarks.store_servers import StoreServer, mooncake_server, mooncake_why_not
+from tests.support.stores import Arena, got, hanging, put, sample, samples
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(mooncake_why_not() is not None, reason=mooncake_why_not() or "")
 
@@ -47,16 +47,6 @@ def opened(url: str, arena: Arena | None = None, timeout_s: float = 10.0) -> Ite
         yield store
     finally:
         store.close()
-
-
-def put(store: Store, *made: Sample) -> list[bool]:
-    return store.put([each.name for each in made], [memoryview(each.data) for each in made])
-
-
-def got(store: Store, made: Sample) -> bytes | int:
-    into = memoryview(bytearray(len(made.data)))
-    (count,) = store.get([made.name], [into])
-    return bytes(into[:count]) if count >= 0 else count
 
 
 def test_a_master_that_hangs_fails_each_call_and_is_well_again_afterwards(server: StoreServer, draw: random.Random) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.core.handover.messages import Spoilt
+from baton.core.handover.messages import TransferBroken
 from baton.kv.shared_memory import allocate_pool, release_pool
 from baton.kv.transfer_contract import available
 from baton.kv.transfer_frames import encode_hello
@@ -34,7 +34,7 @@ def _introduce(pair: Pair, pool_blocks: int, blocks: list[int], fds: list[int]) 
         data = encode_hello("shm", giver_names(1), LAYOUT.digest, TOKEN)
         data += encode_introduction(pool_blocks, b"", ids(*blocks))
         socket.send_fds(sock, [data], fds)
-        reason = pair.got.next(Spoilt).reason
+        reason = pair.got.next(TransferBroken).reason
         assert sum(pair.receiver.refused.values()) == 1
         return reason
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import KEY_BYTES, Key
 from baton.core.errors import InvariantViolated
-from baton.core.tiers.transfers import Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put, StorageEvent
+from baton.core.tiers.transfers import Get, Look, Put, StorageEvent, TransferDone, TransferFailed, TransferFenced, TransferId
 from baton.kv.block_access import Bytes2d
 from baton.kv.host_memory import HostMemory
 from baton.kv.store import BadStore, Store
@@ -46,10 +46,10 @@ class Bench:
     def next(self) -> StorageEvent:
         return self._told.get(timeout=DEADLINE_S)
 
-    def next_of(self, haul: Haul) -> str:
+    def next_of(self, haul: TransferId) -> str:
         """Why it failed."""
         event = self.next()
-        assert isinstance(event, HaulFailed)
+        assert isinstance(event, TransferFailed)
         assert event.haul == haul
         return event.reason
 
@@ -57,35 +57,35 @@ class Bench:
     def is_quiet(self) -> bool:
         return self._told.empty()
 
-    def look(self, *which: int) -> Haul:
+    def look(self, *which: int) -> TransferId:
         haul = self._number()
         self.transfers.start(Look(haul, tuple(KEYS[at] for at in which)))
         return haul
 
-    def put(self, *which: int) -> Haul:
+    def put(self, *which: int) -> TransferId:
         """Row i under key i."""
         haul = self._number()
         self.transfers.start(Put(haul, tuple(KEYS[at] for at in which), numbers(*which)))
         return haul
 
-    def get(self, which: tuple[int, ...], rows: tuple[int, ...]) -> Haul:
+    def get(self, which: tuple[int, ...], rows: tuple[int, ...]) -> TransferId:
         haul = self._number()
         self.transfers.start(Get(haul, tuple(KEYS[at] for at in which), numbers(*rows)))
         return haul
 
-    def retried(self, order: Callable[[], Haul]) -> Hauled:
+    def retried(self, order: Callable[[], TransferId]) -> TransferDone:
         """Again and again until a thread that was lost has come back for it."""
         while True:
             order()
             event = self.next()
-            if isinstance(event, Hauled):
+            if isinstance(event, TransferDone):
                 return event
-            assert isinstance(event, HaulFailed)
+            assert isinstance(event, TransferFailed)
             assert event.reason == STORE_HANGS
 
-    def _number(self) -> Haul:
+    def _number(self) -> TransferId:
         self._hauls += 1
-        return Haul(self._hauls)
+        return TransferId(self._hauls)
 
     @property
     def firsts(self) -> list[int]:
@@ -115,12 +115,12 @@ def bench(store: MemoryStore) -> Iterator[Bench]:
 
 def test_what_was_put_is_found_and_comes_back_into_other_rows(bench: Bench, store: MemoryStore) -> None:
     bench.put(*range(6))  # more than an arena holds
-    assert bench.next() == Hauled(Haul(1), (True,) * 6)
+    assert bench.next() == TransferDone(TransferId(1), (True,) * 6)
     assert [len(names) for _, names in store.calls] == [4, 2]
     bench.look(0, 7, 5)
-    assert bench.next() == Hauled(Haul(2), (True, False, True))
+    assert bench.next() == TransferDone(TransferId(2), (True, False, True))
     bench.get((5, 4, 3, 2, 7, 0), (8, 9, 10, 11, 12, 13))
-    assert bench.next() == Hauled(Haul(3), (True, True, True, True, False, True))
+    assert bench.next() == TransferDone(TransferId(3), (True, True, True, True, False, True))
     assert bench.firsts == [1, 2, 3, 4, 5, 6, 7, 8, 6, 5, 4, 3, 13, 1, 15, 16]
     block = BLOCK_BYTES
     assert bench.transfers.tally() == StoreTally(
@@ -136,7 +136,7 @@ def test_another_process_with_the_same_layout_finds_it_and_one_with_another_does
     assert list(store.objects) == NAMES[:1]
     other = Bench(store)
     other.get((0,), (3,))
-    assert other.next() == Hauled(Haul(1), (True,))
+    assert other.next() == TransferDone(TransferId(1), (True,))
     assert other.firsts[3] == 1
     other.transfers.close()
 
@@ -146,7 +146,7 @@ def test_what_finds_no_room_is_told_and_counted_and_fails_nothing(
 ) -> None:
     store.objects_max = 2
     bench.put(0, 1, 2, 3)
-    assert bench.next() == Hauled(Haul(1), (True, True, False, False))
+    assert bench.next() == TransferDone(TransferId(1), (True, True, False, False))
     assert bench.transfers.tally() == StoreTally(stored_blocks=2, stored_bytes=2 * BLOCK_BYTES, unstored_blocks=2)
     bench.put(4)
     bench.next()
@@ -241,15 +241,15 @@ def test_what_is_bad_never_reaches_a_row_and_is_dropped_and_counted(
     bench.next()
     store.objects[NAMES[1]] = spoil(store.objects[NAMES[1]], how)
     bench.get((0, 1, 2), (8, 9, 10))
-    assert bench.next() == Hauled(Haul(2), (True, False, True))
+    assert bench.next() == TransferDone(TransferId(2), (True, False, True))
     assert bench.firsts[8:11] == [1, 10, 3], "the row is as it was"
     assert bench.transfers.tally().bad == {flaw: 1}
     assert store.dropped == [NAMES[1]]
     assert NAMES[1] not in store.objects
     bench.put(1)
-    assert bench.next() == Hauled(Haul(3), (True,))
+    assert bench.next() == TransferDone(TransferId(3), (True,))
     bench.get((1,), (9,))
-    assert bench.next() == Hauled(Haul(4), (True,)), "what was computed again takes its place"
+    assert bench.next() == TransferDone(TransferId(4), (True,)), "what was computed again takes its place"
 
 
 def test_blocks_that_changed_places_are_not_taken_for_each_other(bench: Bench, store: MemoryStore) -> None:
@@ -257,7 +257,7 @@ def test_blocks_that_changed_places_are_not_taken_for_each_other(bench: Bench, s
     bench.next()
     store.objects[NAMES[0]], store.objects[NAMES[1]] = store.objects[NAMES[1]], store.objects[NAMES[0]]
     bench.get((0, 1), (8, 9))
-    assert bench.next() == Hauled(Haul(2), (False, False))
+    assert bench.next() == TransferDone(TransferId(2), (False, False))
     assert bench.firsts[8:10] == [9, 10]
     assert bench.transfers.tally().bad == {"other key": 2}
 
@@ -265,13 +265,13 @@ def test_blocks_that_changed_places_are_not_taken_for_each_other(bench: Bench, s
 def test_a_block_of_another_layout_is_not_taken(bench: Bench, store: MemoryStore) -> None:
     foreign: queue.SimpleQueue[StorageEvent] = queue.SimpleQueue()
     other = StoreTransfers(store, bench.memory, OTHER_LAYOUT, foreign.put)
-    other.start(Put(Haul(1), KEYS[:1], numbers(0)))
-    assert foreign.get(timeout=DEADLINE_S) == Hauled(Haul(1), (True,))
+    other.start(Put(TransferId(1), KEYS[:1], numbers(0)))
+    assert foreign.get(timeout=DEADLINE_S) == TransferDone(TransferId(1), (True,))
     other.close()
     assert NAMES[0] not in store.objects, "it has another name"
     store.objects[NAMES[0]] = store.objects.pop(object_name(OTHER_LAYOUT, KEYS[0]))
     bench.get((0,), (8,))
-    assert bench.next() == Hauled(Haul(1), (False,))
+    assert bench.next() == TransferDone(TransferId(1), (False,))
     assert bench.transfers.tally().bad == {"other layout": 1}
 
 
@@ -289,7 +289,7 @@ def test_what_else_came_is_good_even_if_the_bad_cannot_be_dropped(
 
     monkeypatch.setattr(store, "drop", drop)
     bench.get((0, 1), (8, 9))
-    assert bench.next() == Hauled(Haul(2), (False, True))
+    assert bench.next() == TransferDone(TransferId(2), (False, True))
     assert bench.firsts[9] == 2
     bench.transfers.close()
 
@@ -305,7 +305,7 @@ def test_no_flipped_byte_anywhere_is_served(at: int, flip: int) -> None:
     whole[at] ^= flip
     store.objects[NAMES[0]] = bytes(whole)
     bench.get((0,), (8,))
-    assert bench.next() == Hauled(Haul(2), (False,))
+    assert bench.next() == TransferDone(TransferId(2), (False,))
     assert bench.firsts[8] == 9
     assert sum(bench.transfers.tally().bad.values()) == 1
     bench.transfers.close()
@@ -324,10 +324,10 @@ def test_a_store_that_fails_fails_the_haul_with_its_reason(
     bench.get((0,), (1,))
     told = [bench.next() for _ in range(3)]
     assert sorted(event.haul for event in told) == [1, 2, 3]
-    assert all(isinstance(event, HaulFailed) and event.reason == "refused" for event in told)
+    assert all(isinstance(event, TransferFailed) and event.reason == "refused" for event in told)
     store.fails = ""
     bench.look(0)
-    assert bench.next() == Hauled(Haul(4), (False,))
+    assert bench.next() == TransferDone(TransferId(4), (False,))
     assert bench.transfers.tally().errors == 3
     assert [record.message for record in caplog.records] == [
         "the store fails, and KV is computed again meanwhile: refused",
@@ -406,7 +406,7 @@ def test_what_else_came_is_good_even_if_dropping_the_bad_raises(store: MemorySto
 
     monkeypatch.setattr(store, "drop", drop)
     bench.get((0, 1), (8, 9))
-    assert bench.next() == Hauled(Haul(2), (False, True))
+    assert bench.next() == TransferDone(TransferId(2), (False, True))
     bench.transfers.close()
 
 
@@ -420,7 +420,7 @@ def test_a_fence_is_answered_while_the_store_hangs_and_nothing_arrives_afterward
     haul = bench.get((0,), (8,))
     store.wait_inside(1)
     assert bench.transfers.fence(haul)
-    assert bench.next() == HaulFenced(haul)
+    assert bench.next() == TransferFenced(haul)
     store.go_on()
     assert bench.retried(lambda: bench.get((7,), (9,))).came == (False,), "by the same thread, which has come back"
     assert bench.firsts[8] == 9
@@ -449,7 +449,7 @@ def test_a_fence_that_finds_rows_being_written_is_answered_when_they_no_longer_a
     assert bench.transfers.fence(haul)
     assert bench.is_quiet, "the second row is being written"
     gate.release()
-    assert bench.next() == HaulFenced(haul)
+    assert bench.next() == TransferFenced(haul)
     assert bench.firsts[8:11] == [1, 2, 11], "the third never was"
 
 
@@ -460,7 +460,7 @@ def test_what_is_put_is_what_the_rows_held_although_they_are_reused_after_the_fe
     haul = bench.put(0)
     store.wait_inside(1)
     assert bench.transfers.fence(haul)
-    assert bench.next() == HaulFenced(haul)
+    assert bench.next() == TransferFenced(haul)
     bench.memory.rows[0] = 77
     store.go_on()
     bench.retried(lambda: bench.put(1))
@@ -474,11 +474,11 @@ def test_what_waits_behind_a_hanging_store_is_let_go_of_at_once(bench: Bench, st
     store.wait_inside(1)
     haul = bench.put(1)
     assert bench.transfers.fence(haul)
-    assert bench.next() == HaulFenced(haul)
+    assert bench.next() == TransferFenced(haul)
     store.go_on()
-    assert bench.next() == Hauled(Haul(1), (True,))
+    assert bench.next() == TransferDone(TransferId(1), (True,))
     bench.put(2)
-    assert bench.next() == Hauled(Haul(3), (True,))
+    assert bench.next() == TransferDone(TransferId(3), (True,))
     assert [names for call, names in store.calls] == [(NAMES[0],), (NAMES[2],)], "the one that waited was never put"
 
 
@@ -487,7 +487,7 @@ def test_a_fence_between_two_parts_ends_the_haul_there(bench: Bench, store: Memo
     haul = bench.put(*range(9))
     store.wait_inside(1)
     bench.transfers.fence(haul)
-    assert bench.next() == HaulFenced(haul)
+    assert bench.next() == TransferFenced(haul)
     store.go_on()
     bench.retried(lambda: bench.put(12))
     assert [len(names) for _, names in store.calls] == [4, 1]
@@ -499,14 +499,14 @@ def test_while_all_threads_are_lost_hauls_fail_at_once_and_work_again_when_the_s
     first, second, third = bench.put(0), bench.put(1), bench.put(2)
     store.wait_inside(2)
     bench.transfers.fence(first)
-    assert bench.next() == HaulFenced(first)
+    assert bench.next() == TransferFenced(first)
     assert bench.is_quiet, "the second may return, and the third waits for that"
     bench.transfers.fence(second)
-    assert [bench.next(), bench.next()] == [HaulFenced(second), HaulFailed(third, STORE_HANGS)]
+    assert [bench.next(), bench.next()] == [TransferFenced(second), TransferFailed(third, STORE_HANGS)]
     fourth = bench.put(3)
-    assert bench.next() == HaulFailed(fourth, STORE_HANGS)
+    assert bench.next() == TransferFailed(fourth, STORE_HANGS)
     fifth = bench.look(0)
-    assert bench.next() == Hauled(fifth, (False,)), "looking has a thread of its own"
+    assert bench.next() == TransferDone(fifth, (False,)), "looking has a thread of its own"
     assert bench.transfers.tally().errors == 2
     store.go_on()
     assert bench.retried(lambda: bench.put(4)).came == (True,)
@@ -521,13 +521,13 @@ def test_no_more_wait_than_may(bench: Bench, store: MemoryStore) -> None:
         store.wait_inside(1)
     assert bench.is_quiet
     haul = bench.put(1)
-    assert bench.next() == HaulFailed(haul, "too many transfers wait for the store")
+    assert bench.next() == TransferFailed(haul, "too many transfers wait for the store")
     store.go_on()
     assert [bench.next().haul for _ in range(9)] == list(range(1, 10))
 
 
 def test_a_haul_that_was_never_ordered_is_not_known(bench: Bench) -> None:
-    assert not bench.transfers.fence(Haul(99))
+    assert not bench.transfers.fence(TransferId(99))
     assert bench.is_quiet
 
 

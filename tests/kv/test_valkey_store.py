@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from baton.bench.children import free_port
-from baton.bench.store_servers import StoreServer, valkey_server, valkey_why_not
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, open_store
-from tests.support.stores import Arena, Sample, hanging, sample, samples
+from benchmarks.store_servers import StoreServer, valkey_server, valkey_why_not
+from tests.support.stores import Arena, got, hanging, put, sample, samples
 
 pytestmark = pytest.mark.skipif(valkey_why_not() is not None, reason=valkey_why_not() or "")
 
@@ -42,16 +42,6 @@ def opened(url: str, timeout_s: float = 10.0) -> Iterator[Store]:
         yield store
     finally:
         store.close()
-
-
-def put(store: Store, *made: Sample) -> list[bool]:
-    return store.put([each.name for each in made], [memoryview(each.data) for each in made])
-
-
-def got(store: Store, made: Sample) -> bytes | int:
-    into = memoryview(bytearray(len(made.data)))
-    (count,) = store.get([made.name], [into])
-    return bytes(into[:count]) if count >= 0 else count
 
 
 def port_of(server: StoreServer) -> int:

@@ -10,59 +10,59 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from baton.core.engine.records import Bill
-from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.change_journal import CachedKeysChanged
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
+from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.core.routing.events import (
-    Admit,
-    Arrived,
-    Beaten,
-    Body,
-    CallBack,
-    Came,
-    ChoiceEnd,
-    Claimed,
-    Cut,
-    CutShort,
-    Declined,
-    Delivered,
-    Drains,
-    Due,
-    Facts,
-    Forget,
-    HangUp,
+    AdmitInstance,
+    AttemptAccepted,
+    AttemptRefused,
+    CancelChoices,
+    ChoiceOutcome,
+    ClientLeft,
+    CloseSession,
+    DeadlineCame,
+    DeliverTokens,
+    ForgetChoices,
+    Heartbeat,
+    HeartbeatCame,
     HeldChoice,
     Instance,
-    Joined,
-    Ledger,
-    Left,
-    Leg,
-    LegRefused,
-    LegTaken,
-    Names,
-    Neighbours,
-    Opened,
-    Orphan,
-    OrphanDropped,
-    Outcome,
-    Parted,
-    Policy,
-    RouterConfig,
+    InstanceDrains,
+    InstanceJoined,
+    InstanceLost,
+    Join,
+    RejectInstance,
+    RequestArrived,
+    RequestClaimed,
+    RequestDeclined,
+    RequestOpened,
     RouterEvent,
-    Send,
+    SendAttempt,
     Session,
-    Sign,
-    TurnAway,
-)  # fmt: skip
+    StopChoice,
+    StopStringFound,
+    TellPrefillPeers,
+    TokensCame,
+    UnclaimedDropped,
+    UnclaimedFound,
+)
 from baton.core.routing.fleet_members import TRANSITIONS as FLEET_TRANSITIONS
-from baton.core.routing.routed_request import TRANSITIONS, Carry, next_carry
+from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
+from baton.core.routing.routed_request import TRANSITIONS, ChoiceMove, ChoiceState
 from baton.core.routing.router import Router
+from baton.core.state_machine import StateMachine
 
 VOCABULARY = 40
 BEAT_US = 200_000
@@ -100,14 +100,17 @@ class Seat:
     """One choice at an instance."""
 
     serial: int
-    leg: Leg
-    place: int
+    attempt: AttemptId
     submission: Submission
     choice: int
     body_choices: int
     origin: bytes
     made: list[int] = field(default_factory=list)
-    end: ChoiceEnd | None = None
+    end: EndedRequest | None = None
+
+    @property
+    def id(self) -> ChoiceAttempt:
+        return ChoiceAttempt(self.attempt.request, self.choice, self.attempt.attempt)
 
     @property
     def outputs(self) -> list[int]:
@@ -118,23 +121,23 @@ class Seat:
 class Life:
     """One life of an instance."""
 
-    facts: Facts
+    facts: Join
     session: Session | None = None
-    asked: list[Send] = field(default_factory=list)
-    """Legs without an answer."""
-    seats: dict[tuple[Leg, int], Seat] = field(default_factory=dict)
-    legs: list[Leg] = field(default_factory=list)
+    asked: list[SendAttempt] = field(default_factory=list)
+    """Attempts without an answer."""
+    seats: dict[ChoiceAttempt, Seat] = field(default_factory=dict)
+    attempts: list[AttemptId] = field(default_factory=list)
     """Of this session, neither refused nor forgotten."""
     beats: bool = True
     drains: bool = False
     serials: int = 0
     steps: int = 0
 
-    def take(self, send: Send) -> None:
-        for place, (submission, choice) in enumerate(zip(send.group, send.choices, strict=True)):
+    def take(self, send: SendAttempt) -> None:
+        for submission, choice in zip(send.group, send.choices, strict=True):
             self.serials += 1
-            seat = Seat(self.serials, send.leg, place, submission, choice, send.body_choices, send.origin)
-            self.seats[send.leg, place] = seat
+            seat = Seat(self.serials, send.attempt, submission, choice, send.body_choices, send.origin)
+            self.seats[seat.id] = seat
 
     def held(self) -> tuple[HeldChoice, ...]:
         return tuple(
@@ -150,8 +153,8 @@ class Client:
     group: tuple[Submission, ...]
     origin: bytes
     tokens: list[list[int]]
-    outcomes: list[Outcome | None]
-    body: Body
+    outcomes: list[ChoiceOutcome | None]
+    body: RequestNumber
     opened: int = 0
     declined: Refusal | None = None
     left: bool = False
@@ -176,7 +179,7 @@ class World:
         self.ghosts: list[Life] = []
         """Earlier lives that may come back."""
         self.clients: list[Client] = []
-        self.by_body: dict[Body, Client] = {}
+        self.by_body: dict[RequestNumber, Client] = {}
         self.old_events: list[RouterEvent] = []
         self.sessions = 0
         self.bodies = 0
@@ -202,13 +205,13 @@ class World:
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def tell(self, event: RouterEvent) -> None:
-        if isinstance(event, Came | LegTaken | LegRefused | Beaten) and self.draws.random() < 0.1:
+        if isinstance(event, TokensCame | AttemptAccepted | AttemptRefused | HeartbeatCame) and self.draws.random() < 0.1:
             self.old_events.append(event)
         self.now_us += self.draws.randrange(0, 2000)
         before = self.router.waiting
         for effect in self.router.handle(event, self.now_us):
             self.obey(effect)
-        if isinstance(event, Arrived) and self.by_body[event.body].declined is None:
+        if isinstance(event, RequestArrived) and self.by_body[event.request].declined is None:
             assert self.router.waiting <= max(self.config.waiting_max, before)
         self.check_the_books()
 
@@ -225,12 +228,12 @@ class World:
             )
             for choice in range(choices)
         )  # fmt: skip
-        body = Body(number)
+        body = RequestNumber(number)
         client = Client(group, f"origin {number}".encode(), [[] for _ in group], [None] * choices, body)
         client.limits = [submission.max_tokens for submission in group]
         self.clients.append(client)
         self.by_body[body] = client
-        self.tell(Arrived(body, draws.choice(["a", "b"]), group, client.origin))
+        self.tell(RequestArrived(body, draws.choice(["a", "b"]), group, client.origin))
 
     def connected(self) -> list[Life]:
         return [life for life in self.lives.values() if life.session is not None]
@@ -247,11 +250,11 @@ class World:
         if longest > life.facts.context_tokens or self.draws.random() < (0 if self.healing else 0.15):
             code = RefusalCode.CONTEXT_EXCEEDED if longest > life.facts.context_tokens else self.draws.choice(TURNED_DOWN)
             self.seen["refusals"] += 1
-            life.legs.remove(send.leg)
-            self.tell(LegRefused(session, send.leg, Refusal(code, "not here, or not now")))
+            life.attempts.remove(send.attempt)
+            self.tell(AttemptRefused(session, send.attempt, Refusal(code, "not here, or not now")))
         else:
             life.take(send)
-            self.tell(LegTaken(session, send.leg))
+            self.tell(AttemptAccepted(session, send.attempt))
 
     def step(self) -> None:
         running = [(life, s) for life in self.lives.values() for s in life.seats.values() if s.end is None]
@@ -269,23 +272,25 @@ class World:
         if reason is not None and chance < 0.3:
             reason = None  # its last token came, and its end will
         if reason is not None:
-            seat.end = ChoiceEnd(reason, len(seat.outputs), BILL)
+            seat.end = EndedRequest(Serial(0), reason, len(seat.outputs), BILL)
         elif chance < 0.06:
-            seat.end = ChoiceEnd(FinishReason.RESCHEDULE, len(seat.outputs), BILL, self.draws.choice(PREEMPTIONS))
+            seat.end = EndedRequest(
+                Serial(0), FinishReason.RESCHEDULE, len(seat.outputs), BILL, self.draws.choice(PREEMPTIONS)
+            )
         elif chance < 0.09:
             fault = self.draws.choice(LOSSES)
             kind = FinishReason.ERROR if fault is None else FinishReason.RESCHEDULE
-            seat.end = ChoiceEnd(kind, len(seat.outputs), BILL, fault)
+            seat.end = EndedRequest(Serial(0), kind, len(seat.outputs), BILL, fault)
         if life.session is not None:  # else it computes for nobody, and keeps it
-            self.tell(Came(life.session, seat.leg, seat.place, fresh, list(fresh), 0, seat.end))
+            self.tell(TokensCame(life.session, seat.id, fresh, list(fresh), 0, seat.end))
 
     def beat(self) -> None:
         for life in self.connected():
             if life.beats and life.session is not None:
                 keys = tuple(self.draws.randbytes(16) for _ in range(2))
-                names = Names(self.draws.random() < 0.1, keys, keys[:0])
-                ledger = Ledger(free=self.draws.randrange(40), steps=life.steps)
-                self.tell(Beaten(life.session, Sign(ledger, 0, False, names)))
+                names = CachedKeysChanged(self.draws.random() < 0.1, keys, keys[:0])
+                ledger = SchedulerGauges(free_blocks=self.draws.randrange(40), steps=life.steps)
+                self.tell(HeartbeatCame(life.session, Heartbeat(ledger, 0, False, names)))
 
     def pass_time(self) -> None:
         until_us = self.now_us + self.draws.choice([1_000, 30_000, 250_000, 250_000, 700_000])
@@ -296,7 +301,7 @@ class World:
                 break
             self.now_us = max(self.now_us, due_us)
             self.beat()
-            self.tell(Due())
+            self.tell(DeadlineCame())
         self.now_us = max(self.now_us, until_us)
 
     def join_new(self) -> None:
@@ -307,7 +312,7 @@ class World:
     def begin(self, name: Instance) -> None:
         self.incarnations += 1
         role = self.draws.choice(["mixed", "decode", "decode", "prefill"])
-        facts = Facts(
+        facts = Join(
             name, self.incarnations, role, b"model", "", f"{name}:1" if role == "prefill" else "",
             self.draws.randrange(1, 4), 60, 4, self.draws.choice([80, 96]), VOCABULARY,
         )  # fmt: skip
@@ -316,8 +321,8 @@ class World:
 
     def join(self, life: Life) -> None:
         self.sessions += 1
-        life.session, life.asked, life.legs, life.beats = Session(self.sessions), [], [], True
-        self.tell(Joined(life.session, life.facts, life.drains, life.held()))
+        life.session, life.asked, life.attempts, life.beats = Session(self.sessions), [], [], True
+        self.tell(InstanceJoined(life.session, life.facts, life.drains, life.held()))
 
     def part(self) -> None:
         """The connection is lost; the instance lives on."""
@@ -325,7 +330,7 @@ class World:
             life = self.draws.choice(self.connected())
             session, life.session, life.asked = life.session, None, []
             assert session is not None
-            self.tell(Parted(session, "reset"))
+            self.tell(InstanceLost(session, "reset"))
 
     def rejoin(self) -> None:
         """Also while the router still believes in the connection before."""
@@ -356,13 +361,13 @@ class World:
         if self.connected():
             session = self.draws.choice(self.connected()).session
             assert session is not None
-            self.tell(Beaten(session, Sign(Ledger(), self.config.suspect_us, True)))
+            self.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), self.config.suspect_us, True)))
 
     def drain(self) -> None:
         if self.connected():
             life = self.draws.choice(self.connected())
             life.drains = True
-            self.tell(Drains(life.facts.name))
+            self.tell(InstanceDrains(life.facts.name))
 
     def someone(self) -> Client | None:
         there = [c for c in self.clients if not c.left and c.declined is None and not c.orphaned and None in c.outcomes]
@@ -372,7 +377,7 @@ class World:
         client = self.someone()
         if client is not None:
             client.left = True
-            self.tell(Left(client.body))
+            self.tell(ClientLeft(client.body))
 
     def cut(self) -> None:
         client = self.someone()
@@ -381,13 +386,16 @@ class World:
         choice = self.draws.randrange(len(client.group))
         if client.outcomes[choice] is None and choice not in client.cut and client.tokens[choice]:
             client.cut[choice] = self.draws.randrange(1, len(client.tokens[choice]) + 1)
-            self.tell(Cut(client.body, choice, client.cut[choice]))
+            self.tell(StopStringFound(client.body, choice, client.cut[choice]))
 
     def replay(self) -> None:
-        """Of sessions and legs that are over, and some that are not: those are left out, for their lines keep order."""
+        """Of sessions and attempts that are over, and some that are not: those are left out, for their lines keep order."""
         live = [life.session for life in self.connected()]
         for event in self.old_events[-3:]:
-            if isinstance(event, Came | LegTaken | LegRefused | Beaten) and event.session not in live:
+            if (
+                isinstance(event, TokensCame | AttemptAccepted | AttemptRefused | HeartbeatCame)
+                and event.session not in live
+            ):
                 late = self.router.counts.late
                 assert self.router.handle(event, self.now_us) == []
                 assert self.router.counts.late == late + 1
@@ -414,7 +422,7 @@ class World:
         if orphans:
             body = self.draws.choice(orphans)
             client = self.by_body[body]
-            self.tell(Claimed(body, client.group if self.draws.random() < 0.7 else ()))
+            self.tell(RequestClaimed(body, client.group if self.draws.random() < 0.7 else ()))
 
     # ── effects ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -423,42 +431,42 @@ class World:
 
     def obey(self, effect: object) -> None:
         match effect:
-            case Send():
+            case SendAttempt():
                 life = self.of(effect.session)
                 assert life is not None
                 assert life.facts.role != "prefill"
                 self.check_group(effect)
                 life.asked.append(effect)
-                life.legs.append(effect.leg)
-            case CallBack(session, leg, places):
+                life.attempts.append(effect.attempt)
+            case CancelChoices(session, attempt, choices):
                 life = self.of(session)
                 assert life is not None
-                assert leg in life.legs
-                for place in places:
-                    life.seats.pop((leg, place), None)
-            case CutShort(session, leg, place, keep):
+                assert attempt in life.attempts
+                for choice in choices:
+                    life.seats.pop(ChoiceAttempt(attempt.request, choice, attempt.attempt), None)
+            case StopChoice(session, which, keep):
                 life = self.of(session)
                 assert life is not None
-                self.cut_short(life, life.seats[leg, place], keep)
-            case Forget(session, leg):
+                self.cut_short(life, life.seats[which], keep)
+            case ForgetChoices(session, attempt):
                 life = self.of(session)
                 assert life is not None
-                life.legs.remove(leg)
-                life.seats = {key: seat for key, seat in life.seats.items() if key[0] != leg}
-                life.asked = [send for send in life.asked if send.leg != leg]
-            case TurnAway(session) | HangUp(session):
+                life.attempts.remove(attempt)
+                life.seats = {key: seat for key, seat in life.seats.items() if key.group != attempt}
+                life.asked = [send for send in life.asked if send.attempt != attempt]
+            case RejectInstance(session) | CloseSession(session):
                 life = self.of(session)
                 if life is not None:
                     life.session, life.asked = None, []
-            case Admit(session, keep):
+            case AdmitInstance(session, keep):
                 self.admitted(session, keep)
-            case Neighbours(_, addresses):
+            case TellPrefillPeers(_, addresses):
                 assert all(address.endswith(":1") for address in addresses)
-            case Opened() | Declined() | Delivered() | Orphan() | OrphanDropped():
+            case RequestOpened() | RequestDeclined() | DeliverTokens() | UnclaimedFound() | UnclaimedDropped():
                 self.hear(effect)
 
-    def check_group(self, send: Send) -> None:
-        """Each leg goes on exactly where its client stands, and whoever leads is in it, before those it leads."""
+    def check_group(self, send: SendAttempt) -> None:
+        """Each attempt goes on exactly where its client stands, and whoever leads is in it, before those it leads."""
         client = next(c for c in self.clients if c.origin == send.origin)
         before: list[RequestId] = []
         for submission, choice in zip(send.group, send.choices, strict=True):
@@ -474,43 +482,44 @@ class World:
 
     def cut_short(self, life: Life, seat: Seat, keep: int) -> None:
         if seat.end is None and self.draws.random() < 0.7 and life.session is not None:
-            seat.end = ChoiceEnd(FinishReason.STOP, keep, BILL)
-            self.tell(Came(life.session, seat.leg, seat.place, [], None, None, seat.end))
+            seat.end = EndedRequest(Serial(0), FinishReason.STOP, keep, BILL)
+            self.tell(TokensCame(life.session, seat.id, [], None, None, seat.end))
 
-    def admitted(self, session: Session, keep: tuple[tuple[int, Leg, int], ...]) -> None:
+    def admitted(self, session: Session, keep: tuple[tuple[int, ChoiceAttempt], ...]) -> None:
         life = self.of(session)
         assert life is not None
         seats = {seat.serial: seat for seat in life.seats.values()}
-        assert len({serial for serial, _, _ in keep} & set(seats)) == len(keep)
+        assert len({serial for serial, _ in keep} & set(seats)) == len(keep)
         life.seats = {}
-        for serial, leg, place in keep:
-            seats[serial].leg, seats[serial].place = leg, place
-            life.seats[leg, place] = seats[serial]
-            life.legs.append(leg)
+        for serial, which in keep:
+            assert seats[serial].choice == which.choice
+            seats[serial].attempt = which.group
+            life.seats[which] = seats[serial]
+            life.attempts.append(which.group)
             self.seen["kept at a join"] += 1
 
-    def hear(self, effect: Opened | Declined | Delivered | Orphan | OrphanDropped) -> None:
-        if isinstance(effect, Orphan):
+    def hear(self, effect: RequestOpened | RequestDeclined | DeliverTokens | UnclaimedFound | UnclaimedDropped) -> None:
+        if isinstance(effect, UnclaimedFound):
             self.found(effect)
             return
-        client = self.by_body[effect.body]
+        client = self.by_body[effect.request]
         match effect:
-            case Opened():
+            case RequestOpened():
                 assert client.declined is None
                 assert not client.left
                 client.opened += 1
-            case Declined(_, refusal):
+            case RequestDeclined(_, refusal):
                 assert client.declined is None
                 assert not client.opened
                 client.declined = refusal
                 self.seen[refusal.code.value] += 1
-            case OrphanDropped():
+            case UnclaimedDropped():
                 self.seen["dropped"] += 1
                 client.left = True
-            case Delivered(_, choice, tokens, extras, _, outcome):
-                assert client.opened or effect.body < 0
+            case DeliverTokens(_, choice, tokens, extras, _, outcome):
+                assert client.opened or effect.request < 0
                 assert client.outcomes[choice] is None, "something came after the end"
-                assert not (client.left and tokens) or effect.body < 0
+                assert not (client.left and tokens) or effect.request < 0
                 self.check_extras(tokens, extras)
                 client.tokens[choice] += tokens
                 if outcome is not None:
@@ -521,12 +530,12 @@ class World:
         if isinstance(extras, list) and extras:
             assert tokens[-len(extras) :] == extras
 
-    def found(self, orphan: Orphan) -> None:
+    def found(self, orphan: UnclaimedFound) -> None:
         self.seen["orphans"] += 1
         client = next(c for c in self.clients if c.origin == orphan.origin)
         assert client.orphaned or client.left or None not in client.outcomes or client.declined
-        client.orphaned, client.body = False, orphan.body
-        self.by_body[orphan.body] = client
+        client.orphaned, client.body = False, orphan.request
+        self.by_body[orphan.request] = client
         if client.left or client.declined is not None:
             client.left = True
         for choice, tokens in enumerate(orphan.delivered):
@@ -535,7 +544,7 @@ class World:
             if outcome is not None:
                 self.over(client, choice, outcome)
 
-    def over(self, client: Client, choice: int, outcome: Outcome) -> None:
+    def over(self, client: Client, choice: int, outcome: ChoiceOutcome) -> None:
         client.outcomes[choice] = outcome
         tokens, limit = client.tokens[choice], client.limits[choice]
         self.seen[outcome.reason.value] += 1
@@ -560,15 +569,17 @@ class World:
         aboard: Counter[Session] = Counter()
         prefill: Counter[Session] = Counter()
         waiting = 0
-        for body in router.carried():
-            assert body.open_choices == sum(choice.state is not Carry.ENDED for choice in body.choices)
+        for body in router.requests():
+            assert body.open_choices == sum(choice.state is not ChoiceState.ENDED for choice in body.choices)
             assert body.open_choices or body.orphan
             for choice in body.choices:
-                waiting += choice.state is Carry.WAITING
-                assert (choice.leg is not None) == (choice.state in (Carry.SENT, Carry.OPEN, Carry.CUT))
-                assert choice.preemptions <= self.config.preempt_retry_count or choice.state is Carry.ENDED
-                if choice.leg is not None:
-                    aboard[choice.leg.member.session] += 1
+                waiting += choice.state is ChoiceState.WAITING
+                assert (choice.attempt is not None) == (
+                    choice.state in (ChoiceState.SENT, ChoiceState.OPEN, ChoiceState.CUT)
+                )
+                assert choice.preemptions <= self.config.preempt_retry_count or choice.state is ChoiceState.ENDED
+                if choice.attempt is not None:
+                    aboard[choice.attempt.member.session] += 1
                 if choice.prefill is not None:
                     prefill[choice.prefill[0].session] += choice.prefill[1]
         assert waiting == router.waiting
@@ -584,11 +595,11 @@ class World:
             life.beats = True
         for name in ("h1", "h2"):
             self.incarnations += 1
-            facts = Facts(Instance(name), self.incarnations, "mixed", b"model", "", "", 8, 60, 4, 96, VOCABULARY)
+            facts = Join(Instance(name), self.incarnations, "mixed", b"model", "", "", 8, 60, 4, 96, VOCABULARY)
             self.lives[Instance(name)] = Life(facts)
             self.join(self.lives[Instance(name)])
         for _ in range(HEALING_BEATS_MAX):
-            if not self.router.carried():
+            if not self.router.requests():
                 return
             for life in self.lives.values():
                 if life.session is None:
@@ -597,7 +608,7 @@ class World:
                 self.answer()
                 self.step()
             self.pass_time()
-        raise AssertionError(f"{self.router.open_bodies} bodies still wait")
+        raise AssertionError(f"{self.router.open_requests} bodies still wait")
 
     def check_the_end(self) -> None:
         for client in self.clients:
@@ -612,7 +623,7 @@ class World:
         assert self.router.waiting == 0
         for life in self.connected():
             assert not life.seats, "an instance keeps what nobody wants"
-            assert not life.legs, "a leg was not forgotten"
+            assert not life.attempts, "an attempt was not forgotten"
         self.count_moves()
 
     def count_moves(self) -> None:
@@ -625,7 +636,7 @@ class World:
 @st.composite
 def configs(draw: st.DrawFn) -> RouterConfig:
     return RouterConfig(
-        policy=draw(st.sampled_from(Policy)),
+        policy=draw(st.sampled_from(RoutingPolicy)),
         preempt_retry_count=draw(st.sampled_from([0, 3])),
         preempt_retry_exclude_decode=draw(st.booleans()),
         loss_retry_count=draw(st.sampled_from([1, 8])),
@@ -656,13 +667,12 @@ def test_whatever_happens_to_a_fleet_each_client_gets_its_tokens_once_and_one_en
 
 
 def test_what_is_not_in_the_table_is_a_bug() -> None:
-    for state in Carry:
-        for move in {move for _, move in TRANSITIONS}:
+    machine = StateMachine(TRANSITIONS, "a choice")
+    for state in ChoiceState:
+        for move in ChoiceMove:
             if (state, move) in TRANSITIONS:
-                assert next_carry(state, move) is TRANSITIONS[state, move]
+                assert machine.after(state, move) is TRANSITIONS[state, move]
             else:
-                try:
-                    next_carry(state, move)
-                except IllegalTransition:
-                    continue
-                raise AssertionError((state, move))
+                with pytest.raises(IllegalTransition, match=f"a choice in {state.name} cannot take the move {move.name}"):
+                    machine.after(state, move)
+    assert set(machine.moves().values()) == {1}, "each legal move was counted, and no other"

@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
-from baton.api.engine import Bill, Ended, Fault, Handovers, Storage
+from baton.api.engine import StreamEnd
 from baton.core.engine.blocks import BlockGauges
-from baton.core.engine.records import Bill as CoreBill
-from baton.core.engine.records import EndedRequest, HandoverGauges, SchedulerGauges, StorageGauges
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.gauges import DraftGauges, HandoverGauges, SchedulerGauges, StorageGauges, StoreTraffic
+from baton.core.engine.orders import Accepted
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.node.engine_client import EngineClient
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    AcceptedAs,
     FromEngine,
-    Ready,
+    ReadyMessage,
     StepOutput,
-    StoreTraffic,
     decode_from_engine,
     encode_from_engine,
     ended_output,
-    wire_gauges,
 )
 
 GAUGES = SchedulerGauges(
     running=1,
     waiting=2,
-    blocks=BlockGauges(free=3, evictable=4, running=5, leased=6, receiving=7, leaving=8),
-    prefix_queries=0,
-    prefix_hits=0,
-    stale_results=0,
-    steps=0,
-    preemptions_for_others=0,
-    preemptions_of_self=0,
-    recomputed_tokens=0,
-    chunk_prefill_unsatisfied=0,
+    free_blocks=3,
+    evictable_blocks=4,
+    running_blocks=5,
+    leased_blocks=6,
+    receiving_blocks=7,
+    leaving_blocks=8,
     reserve_ratio=0.5,
     handovers=HandoverGauges(peers=1, open=2, made=3, refused=4, not_delivered=5, preempted=6, timed_out=7),
     storage=StorageGauges(40, 9, 3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2),
@@ -51,7 +46,7 @@ GAUGES = SchedulerGauges(
 async def engine() -> AsyncIterator[EngineClient]:
     """Without a process: the test speaks in its place."""
     made = EngineClient(EngineSettings(endpoint="", model_folder=None, prefix_secret=b"x" * 32))
-    hear(made, Ready(WIRE_VERSION, 512, 320, 4, 25, 16, "", wire_gauges(GAUGES)))
+    hear(made, ReadyMessage(WIRE_VERSION, 512, 320, 4, 25, 16, "", GAUGES))
     await made.wait_ready()
     yield made
     await made.close()
@@ -62,52 +57,50 @@ def hear(engine: EngineClient, message: FromEngine) -> None:
 
 
 async def end_of_a_request(
-    engine: EngineClient, reason: FinishReason, bill: CoreBill, fault: PdFault | None
-) -> Ended | None:
+    engine: EngineClient, reason: FinishReason, bill: Bill, fault: PdFault | None
+) -> StreamEnd | None:
     submission = Submission(RequestId("r"), frozen_tokens([1]), Sampling(seed=0), 4)
     submitting = asyncio.create_task(engine.submit([submission]))
     await asyncio.sleep(0)
-    hear(engine, AcceptedAs(0, (7,)))
+    hear(engine, Accepted(0, (7,)))
     (stream,) = await submitting
-    hear(engine, ended_output(EndedRequest(Serial(7), reason, 3, bill, fault), GAUGES))
+    hear(engine, ended_output(EndedRequest(Serial(7), reason, 3, bill, fault), GAUGES, DraftGauges(9, 8)))
     return [burst.ended async for burst in stream][-1]
 
 
 @pytest.mark.parametrize("code", list(PdCode))
 @pytest.mark.parametrize("stage", list(PdStage))
 async def test_a_fault_arrives_as_it_was_said(engine: EngineClient, code: PdCode, stage: PdStage) -> None:
-    ended = await end_of_a_request(engine, FinishReason.RESCHEDULE, CoreBill(), PdFault(code, stage, "because"))
+    ended = await end_of_a_request(engine, FinishReason.RESCHEDULE, Bill(), PdFault(code, stage, "because"))
     assert ended is not None
     assert ended.reason is FinishReason.RESCHEDULE
-    assert ended.fault == Fault(int(code), stage.value, f"PD Error {int(code)} ({stage.value}): because")
+    assert ended.fault == PdFault(code, stage, "because")
+    assert ended.fault.message == f"PD Error {int(code)} ({stage.value}): because"
 
 
 async def test_an_ordinary_end_has_no_fault_and_the_bill_names_attempts_and_transfer(engine: EngineClient) -> None:
-    ended = await end_of_a_request(engine, FinishReason.STOP, CoreBill(transfer_us=1500, attempts=2), None)
-    assert ended == Ended(FinishReason.STOP, 0, Bill(transfer_ms=1.5, attempts=2))
+    ended = await end_of_a_request(engine, FinishReason.STOP, Bill(transfer_us=1500, attempts=2), None)
+    assert ended == StreamEnd(FinishReason.STOP, 0, Bill(transfer_us=1500, attempts=2))
 
 
 async def test_block_states_and_hand_overs_arrive(engine: EngineClient) -> None:
-    await end_of_a_request(engine, FinishReason.STOP, CoreBill(), None)
-    states = {"free": 3, "evictable": 4, "running": 5, "leased": 6, "receiving": 7, "leaving": 8}
-    assert engine.gauges.blocks == states
-    assert engine.gauges.handovers == Handovers(1, 2, 3, 4, 5, 6, 7)
+    await end_of_a_request(engine, FinishReason.STOP, Bill(), None)
+    assert engine.gauges.scheduler == GAUGES
+    assert engine.gauges.scheduler.blocks == BlockGauges(3, 4, 5, 6, 7, 8)
+    assert engine.gauges.drafts == DraftGauges(9, 8)
 
 
 async def test_what_is_beyond_the_pool_arrives(engine: EngineClient) -> None:
     hear(engine, StoreTraffic(10, 20, 30, 40, 50, 60, {"torn": 1}))
-    assert engine.gauges.storage == Storage(
-        host_blocks=40, host_used=9, open=3, saved=1, unsaved=2, loaded=3, fetched=4, stored=5, unstored=6,
-        recompute_cheaper=7, failed=8, late=9, breaker_open=1, breaker_opened=2, saved_bytes=10, loaded_bytes=20,
-        stored_bytes=30, fetched_bytes=40, missing=50, errors=60, bad={"torn": 1},
-    )  # fmt: skip
+    assert engine.gauges.scheduler.storage == StorageGauges(40, 9, 3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2)
+    assert engine.gauges.store == StoreTraffic(10, 20, 30, 40, 50, 60, {"torn": 1})
 
 
 async def test_it_is_idle_when_what_is_kept_of_kv_is_where_it_should_be(engine: EngineClient) -> None:
     at_work = replace(GAUGES, handovers=HandoverGauges(), storage=StorageGauges(hauls=1))
-    hear(engine, StepOutput(b"", b"", b"", (), (), (), wire_gauges(at_work)))
+    hear(engine, StepOutput(b"", b"", b"", (), (), (), at_work))
     idle = asyncio.ensure_future(engine.wait_idle())
     await asyncio.sleep(0)
     assert not idle.done()
-    hear(engine, StepOutput(b"", b"", b"", (), (), (), wire_gauges(replace(at_work, storage=StorageGauges()))))
+    hear(engine, StepOutput(b"", b"", b"", (), (), (), replace(at_work, storage=StorageGauges())))
     await asyncio.wait_for(idle, 20)

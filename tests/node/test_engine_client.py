@@ -14,7 +14,7 @@ from baton.node import engine_client as client_module
 from baton.node.engine_client import EngineClient
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import FromEngine, WireError
-from baton.wire.request_table import Desk, Took
+from baton.wire.request_table import RequestTable, TableNews
 
 
 def ask(tokens: int = 4) -> Submission:
@@ -84,7 +84,7 @@ async def test_a_submitter_that_leaves_before_the_answer_leaves_nothing_running(
     with pytest.raises(asyncio.CancelledError):
         await leaving
     await engine.wait_idle()
-    assert engine.gauges.steps < 1000
+    assert engine.gauges.scheduler.steps < 1000
     (stream,) = await engine.submit([ask()])
     assert [burst async for burst in stream]
 
@@ -93,17 +93,17 @@ async def test_a_submitter_that_leaves_as_the_answer_comes_leaves_nothing_runnin
     engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaving = asyncio.create_task(engine.submit([ask(4000)]))
-    take = Desk.take
+    take = RequestTable.take
 
-    def leave_now(desk: Desk, message: FromEngine) -> Took:
+    def leave_now(desk: RequestTable, message: FromEngine) -> TableNews:
         leaving.cancel()
         return take(desk, message)
 
-    monkeypatch.setattr(Desk, "take", leave_now)
+    monkeypatch.setattr(RequestTable, "take", leave_now)
     with pytest.raises(asyncio.CancelledError):
         await leaving
     await engine.wait_idle()
-    assert engine.gauges.steps < 1000
+    assert engine.gauges.scheduler.steps < 1000
 
 
 @pytest.mark.parametrize("let_go", [lambda stream: stream.stop(1), lambda stream: stream.abort()], ids=["stop", "abort"])

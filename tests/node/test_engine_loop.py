@@ -12,33 +12,29 @@ import pytest
 import zmq
 
 from baton.core.config import DECODE, Role, TierConfig, WorkerConfig
+from baton.core.engine.gauges import PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.orders import Accepted, ReportChanges, Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import KEY_BYTES, PrefixIndex
 from baton.core.engine.worker import Worker
 from baton.core.handover.messages import Heard, Offer, PeerEffect, PeerId, PeerOpened, Refuse, Release, Tell
-from baton.core.tiers.transfers import CopyOut, FenceHaul, Hauled, HaulFenced, StorageEffect
+from baton.core.tiers.transfers import CopyOut, FenceTransfer, StorageEffect, TransferDone, TransferFenced
 from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
 from baton.node import engine
 from baton.node.engine import EngineLoop, end_with_threads
-from baton.node.inbox import Broken, Inbox
-from baton.node.kv_storage import Storage
+from baton.node.inbox import EngineInbox, ThreadFailure
+from baton.node.kv_storage import KvStorage
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import (
-    AcceptedAs,
-    Failed,
+    FailedMessage,
     FromEngine,
-    Peers,
-    PeerTraffic,
+    PrefillPeerAddresses,
     Pulse,
-    Ready,
+    ReadyMessage,
     StepOutput,
-    StoreTraffic,
-    TellNames,
-    WireGauges,
     decode_from_engine,
     encode_to_engine,
-    submit,
 )
 from tests.support.driver import submission
 
@@ -109,13 +105,13 @@ class Orders:
 class Shelves:
     """Stands where host memory and the store are: keeps what it is told to do, and answers fences alone."""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: EngineInbox) -> None:
         self.told: queue.SimpleQueue[StorageEffect] = queue.SimpleQueue()
         self._inbox = inbox
 
     def carry_out(self, effect: StorageEffect) -> None:
-        if isinstance(effect, FenceHaul):
-            self._inbox.put(HaulFenced(effect.haul))
+        if isinstance(effect, FenceTransfer):
+            self._inbox.put(TransferFenced(effect.haul))
         self.told.put(effect)
 
     def traffic(self) -> StoreTraffic:
@@ -130,7 +126,7 @@ class Bench:
             slots=4, blocks=64, block_size=4, context_tokens=200, step_tokens=64, tiers=tiers or TierConfig(), **_role(role)
         )
         self.executor = GatedExecutor(ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens))
-        self.inbox, self.orders = Inbox(), Orders()
+        self.inbox, self.orders = EngineInbox(), Orders()
         self._context = zmq.Context()
         self.front, self._back = (self._context.socket(zmq.DEALER) for _ in range(2))
         for one in (self.front, self._back):
@@ -154,12 +150,12 @@ class Bench:
             self.death = error
 
     def ask(self, prompt: list[int], tokens: int) -> None:
-        self.front.send(encode_to_engine(submit(1, [submission(prompt, tokens)])))
+        self.front.send(encode_to_engine(Submit(1, (submission(prompt, tokens),))))
 
     def hear(self) -> FromEngine:
         return decode_from_engine(self.front.recv())
 
-    def gauges(self) -> WireGauges:
+    def gauges(self) -> SchedulerGauges:
         """The next that the front end is told."""
         while not isinstance(message := self.hear(), StepOutput):
             pass
@@ -172,7 +168,7 @@ class Bench:
 
     def close(self) -> None:
         self.executor.gate.release(10_000)
-        self.inbox.put(Broken(KeyboardInterrupt()))
+        self.inbox.put(ThreadFailure(KeyboardInterrupt()))
         while self.thread.is_alive():
             while self.front.poll(20):
                 self.front.recv()
@@ -216,7 +212,7 @@ def test_the_front_end_feels_a_pulse_while_a_step_computes_and_while_nothing_hap
 ) -> None:
     bench = Bench(role)
     benches.append(bench)
-    bench.front.send(encode_to_engine(TellNames()))
+    bench.front.send(encode_to_engine(ReportChanges()))
     first, second = bench.pulse(), bench.pulse()
     assert (first.fresh, second.fresh, second.computing) == (True, False, False)
     bench.ask([1, 2, 3, 4, 5], 2)
@@ -251,12 +247,12 @@ def test_whom_to_call_is_passed_on(benches: list[Bench]) -> None:
     bench, alone = Bench(DECODE), Bench()
     benches += [bench, alone]
     for addresses in (("a:1", "b:2"), ()):
-        bench.front.send(encode_to_engine(Peers(addresses)))
+        bench.front.send(encode_to_engine(PrefillPeerAddresses(addresses)))
     with bench.orders.news:
         assert bench.orders.news.wait_for(lambda: bench.orders.calls == [("a:1", "b:2"), ()], DEADLINE_S)
-    alone.front.send(encode_to_engine(Peers(("a:1",))))
+    alone.front.send(encode_to_engine(PrefillPeerAddresses(("a:1",))))
     alone.ask([1, 2, 3], 2)
-    assert isinstance(alone.hear(), AcceptedAs), "one that needs no peer is not told of any"
+    assert isinstance(alone.hear(), Accepted), "one that needs no peer is not told of any"
 
 
 def test_transfers_are_told_of_every_step_that_is_over(benches: list[Bench]) -> None:
@@ -280,7 +276,7 @@ def test_kv_is_kept_and_the_front_end_hears_of_it_though_no_step_is_left(benches
     assert isinstance(order, CopyOut)
     while bench.gauges().leaving_blocks != len(order.blocks):
         pass
-    bench.inbox.put(Hauled(order.haul, (True,) * len(order.blocks)))
+    bench.inbox.put(TransferDone(order.haul, (True,) * len(order.blocks)))
     while (gauges := bench.gauges()).leaving_blocks:
         pass
     assert (gauges.storage.host_used, gauges.storage.saved) == (len(order.blocks), len(order.blocks))
@@ -294,7 +290,7 @@ def test_the_time_limit_of_a_copy_is_kept_while_a_step_computes(benches: list[Be
     bench.executor.gate.release(4)  # the fifth step does not end
     order = bench.shelves.told.get(timeout=DEADLINE_S)
     assert isinstance(order, CopyOut)
-    assert bench.shelves.told.get(timeout=DEADLINE_S) == FenceHaul(order.haul)
+    assert bench.shelves.told.get(timeout=DEADLINE_S) == FenceTransfer(order.haul)
     assert bench.executor.steps <= 4
     while bench.gauges().storage.late != 1:
         pass
@@ -321,7 +317,7 @@ def test_a_step_that_fails_ends_the_loop(benches: list[Bench]) -> None:
 def test_a_thread_that_ends_ends_the_loop(benches: list[Bench]) -> None:
     bench = Bench()
     benches.append(bench)
-    bench.inbox.put(Broken(RuntimeError("the peers' thread is gone")))
+    bench.inbox.put(ThreadFailure(RuntimeError("the peers' thread is gone")))
     bench.thread.join(DEADLINE_S)
     assert "peers' thread" in str(bench.death)
 
@@ -329,7 +325,7 @@ def test_a_thread_that_ends_ends_the_loop(benches: list[Bench]) -> None:
 def test_any_thread_that_ends_with_an_exception_is_told_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[object] = []
     monkeypatch.setattr(threading, "excepthook", shown.append)
-    inbox, error = Inbox(), RuntimeError("a lane is gone")
+    inbox, error = EngineInbox(), RuntimeError("a lane is gone")
     end_with_threads(inbox)
 
     def fail() -> None:
@@ -338,7 +334,7 @@ def test_any_thread_that_ends_with_an_exception_is_told_to_the_loop(monkeypatch:
     thread = threading.Thread(target=fail)
     thread.start()
     thread.join()
-    assert inbox.take() == [Broken(error)]
+    assert inbox.take() == [ThreadFailure(error)]
     assert len(shown) == 1
     inbox.close()
 
@@ -385,7 +381,7 @@ def test_the_front_end_hears_of_the_end_before_the_store_is_closed(
     ours, engines = front_end
     heard: list[FromEngine] = []
 
-    class Closing(Storage):
+    class Closing(KvStorage):
         def close(self) -> None:
             heard.extend(decode_from_engine(ours.recv()) for _ in range(2))
             super().close()
@@ -397,7 +393,7 @@ def test_the_front_end_hears_of_the_end_before_the_store_is_closed(
     ours.send(b"no message")
     with pytest.raises(SystemExit):
         engine.serve_to_the_end(settings, engines)
-    assert [type(message) for message in heard] == [Ready, Failed]
+    assert [type(message) for message in heard] == [ReadyMessage, FailedMessage]
 
 
 def test_a_store_that_cannot_be_is_said_by_the_front_end_alone(
@@ -408,5 +404,5 @@ def test_a_store_that_cannot_be_is_said_by_the_front_end_alone(
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
         engine.serve_to_the_end(EngineSettings("", None, b"x" * 32, kv_store=f"file:{tmp_path}/file"), front_end[1])
-    assert decode_from_engine(front_end[0].recv()) == Failed(f"{tmp_path}/file is a file, not a folder for a store")
+    assert decode_from_engine(front_end[0].recv()) == FailedMessage(f"{tmp_path}/file is a file, not a folder for a store")
     assert not caplog.records

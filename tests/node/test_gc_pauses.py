@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.node.gc_pauses import spare_what_is_there
+from baton.node.gc_pauses import freeze_gc
 
 
 @pytest.fixture
@@ -19,6 +19,6 @@ def thawed() -> Iterator[None]:
 @pytest.mark.usefixtures("thawed")
 def test_what_was_loaded_is_not_looked_at_again() -> None:
     loaded = [[number] for number in range(1000)]
-    spare_what_is_there()
+    freeze_gc()
     assert gc.get_freeze_count() >= len(loaded)
     assert len(gc.get_objects()) < len(loaded)

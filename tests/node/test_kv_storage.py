@@ -15,14 +15,25 @@ from baton.core.config import BadConfig
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import KEY_BYTES, Key
 from baton.core.errors import BatonError, InvariantViolated
-from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, Haul, Hauled, HaulFenced, Look, Put, StorageEvent
+from baton.core.tiers.transfers import (
+    CopyIn,
+    CopyOut,
+    FenceTransfer,
+    Get,
+    Look,
+    Put,
+    StorageEvent,
+    TransferDone,
+    TransferFenced,
+    TransferId,
+)
 from baton.executor.contract import ExecutorShape
 from baton.kv.block_access import HostBlocks
 from baton.kv.store import BadStore, Store, StoreFailed
 from baton.kv.transfer_contract import KvLayout
 from baton.node import kv_storage as module
 from baton.node.engine_setup import worker_config
-from baton.node.kv_storage import Storage, check_storage, open_kv_store
+from baton.node.kv_storage import KvStorage, check_storage, open_kv_store
 from baton.node.service import ServeSettings
 from baton.node.settings import EngineSettings
 from tests.support.memory_store import DEADLINE_S, MemoryStore
@@ -36,7 +47,7 @@ class Bench:
     def __init__(self, store: Store | None) -> None:
         self.pool = np.repeat(np.arange(1, BLOCKS + 1, dtype=np.uint8), LAYOUT.block_bytes).reshape(BLOCKS, -1)
         self._told: queue.SimpleQueue[StorageEvent] = queue.SimpleQueue()
-        self.storage = Storage(HostBlocks(self.pool), LAYOUT, ROWS, store, self._told.put)
+        self.storage = KvStorage(HostBlocks(self.pool), LAYOUT, ROWS, store, self._told.put)
 
     def next(self) -> StorageEvent:
         return self._told.get(timeout=DEADLINE_S)
@@ -73,16 +84,16 @@ def test_a_block_goes_to_the_store_and_comes_back_into_the_pool_of_another_insta
     bench: Bench, store: MemoryStore
 ) -> None:
     other = Bench(store)
-    bench.storage.carry_out(CopyOut(Haul(1), numbers(4), numbers(2)))
-    assert bench.next() == Hauled(Haul(1), (True,))
-    bench.storage.carry_out(Put(Haul(2), KEYS[:1], numbers(2)))
-    assert bench.next() == Hauled(Haul(2), (True,))
-    other.storage.carry_out(Look(Haul(1), KEYS[:2]))
-    assert other.next() == Hauled(Haul(1), (True, False))
-    other.storage.carry_out(Get(Haul(2), KEYS[:1], numbers(0)))
-    assert other.next() == Hauled(Haul(2), (True,))
-    other.storage.carry_out(CopyIn(Haul(3), numbers(0), numbers(1)))
-    assert other.next() == Hauled(Haul(3), (True,))
+    bench.storage.carry_out(CopyOut(TransferId(1), numbers(4), numbers(2)))
+    assert bench.next() == TransferDone(TransferId(1), (True,))
+    bench.storage.carry_out(Put(TransferId(2), KEYS[:1], numbers(2)))
+    assert bench.next() == TransferDone(TransferId(2), (True,))
+    other.storage.carry_out(Look(TransferId(1), KEYS[:2]))
+    assert other.next() == TransferDone(TransferId(1), (True, False))
+    other.storage.carry_out(Get(TransferId(2), KEYS[:1], numbers(0)))
+    assert other.next() == TransferDone(TransferId(2), (True,))
+    other.storage.carry_out(CopyIn(TransferId(3), numbers(0), numbers(1)))
+    assert other.next() == TransferDone(TransferId(3), (True,))
     assert other.pool[:, 0].tolist() == [1, 5, 3, 4, 5, 6]
     wrote, read = bench.storage.traffic(), other.storage.traffic()
     assert (wrote.saved_bytes, wrote.stored_bytes, read.fetched_bytes, read.loaded_bytes) == (64, 64, 64, 64)
@@ -94,22 +105,22 @@ def test_a_block_goes_to_the_store_and_comes_back_into_the_pool_of_another_insta
 
 def test_a_fence_is_answered_for_whomever_and_for_nobody(bench: Bench, store: MemoryStore) -> None:
     store.hang("put")
-    bench.storage.carry_out(Put(Haul(1), KEYS[:1], numbers(2)))
+    bench.storage.carry_out(Put(TransferId(1), KEYS[:1], numbers(2)))
     store.wait_inside(1)
     for haul in (1, 1, 99):
-        bench.storage.carry_out(FenceHaul(Haul(haul)))
-        assert bench.next() == HaulFenced(Haul(haul))
-    bench.storage.carry_out(CopyOut(Haul(2), numbers(4), numbers(2)))
-    assert bench.next() == Hauled(Haul(2), (True,)), "copies do not wait for the store"
+        bench.storage.carry_out(FenceTransfer(TransferId(haul)))
+        assert bench.next() == TransferFenced(TransferId(haul))
+    bench.storage.carry_out(CopyOut(TransferId(2), numbers(4), numbers(2)))
+    assert bench.next() == TransferDone(TransferId(2), (True,)), "copies do not wait for the store"
 
 
 def test_without_a_store_there_is_host_memory_alone() -> None:
     bench = Bench(None)
-    bench.storage.carry_out(CopyOut(Haul(1), numbers(4), numbers(2)))
-    assert bench.next() == Hauled(Haul(1), (True,))
+    bench.storage.carry_out(CopyOut(TransferId(1), numbers(4), numbers(2)))
+    assert bench.next() == TransferDone(TransferId(1), (True,))
     assert bench.storage.traffic().bad_blocks == {}
     with pytest.raises(InvariantViolated, match="there is none"):
-        bench.storage.carry_out(Look(Haul(2), KEYS[:1]))
+        bench.storage.carry_out(Look(TransferId(2), KEYS[:1]))
     bench.storage.close()
 
 
@@ -194,12 +205,12 @@ def test_a_store_that_hangs_does_not_hold_up_the_start(
     assert opened is not None
     assert "has not answered in 0.01 s" in caplog.text
     bench = Bench(opened)
-    bench.storage.carry_out(Put(Haul(1), KEYS[:1], numbers(2)))
-    bench.storage.carry_out(FenceHaul(Haul(1)))
-    assert bench.next() == HaulFenced(Haul(1)), "also while it is being opened"
+    bench.storage.carry_out(Put(TransferId(1), KEYS[:1], numbers(2)))
+    bench.storage.carry_out(FenceTransfer(TransferId(1)))
+    assert bench.next() == TransferFenced(TransferId(1)), "also while it is being opened"
     gate.set()
-    bench.storage.carry_out(Look(Haul(2), KEYS[:1]))
-    assert bench.next() == Hauled(Haul(2), (False,))
+    bench.storage.carry_out(Look(TransferId(2), KEYS[:1]))
+    assert bench.next() == TransferDone(TransferId(2), (False,))
     assert len(store.arenas) == 1, "it learns of memory that was attached before it was there"
     bench.storage.close()
 

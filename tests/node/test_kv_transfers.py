@@ -26,7 +26,7 @@ from baton.core.handover.messages import (
 )
 from baton.kv.shared_memory import allocate_mirror, allocate_pool, release_pool
 from baton.kv.transfer_contract import KvLayout, KvMemory
-from baton.node.kv_transfers import NoTransfer, Transfers, kinds_of
+from baton.node.kv_transfers import KvTransfers, NoTransfer, kinds_of
 from tests.support.devices import DeviceLike
 
 HOST = "127.0.0.1"
@@ -38,7 +38,7 @@ EVENT_S = 20
 
 
 class Side:
-    def __init__(self, transfers: Transfers, events: queue.SimpleQueue[PeerEvent]) -> None:
+    def __init__(self, transfers: KvTransfers, events: queue.SimpleQueue[PeerEvent]) -> None:
         self.transfers = transfers
         self._events = events
 
@@ -63,7 +63,7 @@ def sides(memories: tuple[KvMemory, KvMemory], request: pytest.FixtureRequest) -
     made = []
     for role, setting, memory in ((PREFILL, given, memories[0]), (DECODE, taken, memories[1])):
         events: queue.SimpleQueue[PeerEvent] = queue.SimpleQueue()
-        made.append(Side(Transfers(role, setting, memory, events.put, HOST), events))
+        made.append(Side(KvTransfers(role, setting, memory, events.put, HOST), events))
     yield made[0], made[1]
     for side in made:
         side.transfers.close()
@@ -79,7 +79,7 @@ def on_devices(
     mirrors, made = [allocate_mirror(LAYOUT, device, device) for device in devices], []
     for role, mirror in zip((PREFILL, DECODE), mirrors, strict=True):
         events: queue.SimpleQueue[PeerEvent] = queue.SimpleQueue()
-        made.append(Side(Transfers(role, setting, mirror, events.put, HOST), events))
+        made.append(Side(KvTransfers(role, setting, mirror, events.put, HOST), events))
     yield made[0], made[1], (devices[0], devices[1]), same_host and setting == "auto"
     for side, mirror in zip(made, mirrors, strict=True):
         side.transfers.close()
@@ -183,4 +183,4 @@ def test_auto_never_opens_the_ports_of_mooncake() -> None:
 
 def test_a_way_that_does_not_exist_is_refused_at_the_start(memories: tuple[KvMemory, KvMemory]) -> None:
     with pytest.raises(NoTransfer, match="pigeon"):
-        Transfers(DECODE, "pigeon", memories[1], lambda _event: None, HOST)
+        KvTransfers(DECODE, "pigeon", memories[1], lambda _event: None, HOST)

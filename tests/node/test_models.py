@@ -9,7 +9,8 @@ import pytest
 
 from baton.executor.model_shapes import ModelShape, UnknownShape, shape_in, shape_mark
 from baton.node import models
-from baton.node.models import LoadFormat, ModelUnavailable, check_load_format, mark_of, resolve_model
+from baton.node.models import ModelUnavailable, check_load_format, mark_of, resolve_model
+from baton.node.settings import LoadFormat
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from baton.kv.transfer_contract import KvLayout
 from baton.node import peer_session as sessions_module
 from baton.node import peers as peers_module
 from baton.node import sealed_connection as line_module
-from baton.node.inbox import Inbox, Item
-from baton.node.peer_session import Refused, Self
-from baton.node.peers import Peers, listen
-from baton.node.sealed_connection import LineFault
+from baton.node.inbox import EngineInbox, Item
+from baton.node.peer_session import LocalInstance, SessionFault
+from baton.node.peers import PeerConnections, listen
+from baton.node.sealed_connection import ConnectionFault
 from baton.wire.link import Initiator
 from baton.wire.peer_messages import Register, Registered, encode_peer, encode_registration
 from baton.wire.seal import NONCE_BYTES, Seal, SealFault
@@ -49,11 +49,13 @@ class Instance:
     """An instance as far as its peers are concerned."""
 
     def __init__(self, plays: Role, name: str, calls: tuple[str, ...] = (), **changed: Any) -> None:
-        self.inbox = Inbox()
-        self.me = replace(Self(name, time.time_ns() // 1000, plays, LAYOUT, vocabulary=100, cluster_key=KEY), **changed)
+        self.inbox = EngineInbox()
+        self.me = replace(
+            LocalInstance(name, time.time_ns() // 1000, plays, LAYOUT, vocabulary=100, cluster_key=KEY), **changed
+        )
         listener = listen("127.0.0.1", 0) if plays.gives else None
         self.address = "" if listener is None else f"127.0.0.1:{listener.getsockname()[1]}"
-        self.peers = Peers(self.me, NoWays(), self.inbox, listener, calls)
+        self.peers = PeerConnections(self.me, NoWays(), self.inbox, listener, calls)
         self._items: list[Item] = []
 
     def next(self) -> Item:
@@ -127,8 +129,10 @@ def test_a_peer_that_went_away_is_lost_at_once_and_called_again(make: Make) -> N
     lost = taker.next()
     assert isinstance(lost, PeerLost)
     assert lost.peer == giver.address
-    back = Inbox()
-    peers = Peers(replace(giver.me, incarnation=giver.me.incarnation + 1), NoWays(), back, listen("127.0.0.1", port), ())
+    back = EngineInbox()
+    peers = PeerConnections(
+        replace(giver.me, incarnation=giver.me.incarnation + 1), NoWays(), back, listen("127.0.0.1", port), ()
+    )
     assert taker.next() == PeerOpened(PeerId(giver.address))
     peers.close()
     back.close()
@@ -197,8 +201,8 @@ def test_what_does_not_fit_is_refused_with_both_values(
     giver = make(PREFILL, "p")
     with caplog.at_level(logging.ERROR, logger="baton.peers"):
         taker = make(DECODE, "other", (giver.address,), **changed)
-        giver.wait(lambda: giver.peers.refused[Refused.UNFIT] > 1)
-        taker.wait(lambda: taker.peers.refused[Refused.UNFIT] > 1)
+        giver.wait(lambda: giver.peers.refused[SessionFault.UNFIT] > 1)
+        taker.wait(lambda: taker.peers.refused[SessionFault.UNFIT] > 1)
     assert not giver._items
     assert not taker._items
     told = [record.message for record in caplog.records if record.levelno == logging.ERROR]
@@ -335,7 +339,7 @@ def test_a_message_that_is_none_ends_the_session(make: Make, call: Call, frame: 
     assert giver.next() == PeerOpened(PeerId("caller"))
     caller.say(frame)
     assert caller.is_hung_up()
-    assert giver.peers.refused[LineFault.MALFORMED] == 1
+    assert giver.peers.refused[ConnectionFault.MALFORMED] == 1
     assert isinstance(giver.next(), PeerLost)
     still_serves(make, giver)
 
@@ -346,7 +350,7 @@ def test_a_token_outside_of_the_vocabulary_does_not_reach_the_engine(make: Make,
     assert giver.next() == PeerOpened(PeerId("caller"))
     caller.say(encode_peer(Ask(1, 1, submission([1, 100]))))
     assert caller.is_hung_up()
-    assert giver.peers.refused[LineFault.MALFORMED] == 1
+    assert giver.peers.refused[ConnectionFault.MALFORMED] == 1
     assert isinstance(giver.next(), PeerLost)
 
 
@@ -356,7 +360,7 @@ def test_nothing_is_heard_of_who_has_not_registered(make: Make, call: Call) -> N
     caller.post(caller.link.open(0))
     caller.say(encode_peer(Adopted(1, 1)))
     assert caller.is_hung_up()
-    assert giver.peers.refused[LineFault.MALFORMED] == 1
+    assert giver.peers.refused[ConnectionFault.MALFORMED] == 1
     assert not giver.inbox.take()
 
 
@@ -368,7 +372,7 @@ def test_a_peer_that_does_not_read_is_hung_up(make: Make, call: Call, monkeypatc
     for number in range(5000):
         giver.peers.tell(PeerId("caller"), Renew(number, 1))
     assert isinstance(giver.next(), PeerLost)
-    assert giver.peers.refused[LineFault.NOT_READING] == 1
+    assert giver.peers.refused[ConnectionFault.NOT_READING] == 1
     still_serves(make, giver)
 
 
@@ -380,7 +384,7 @@ def test_who_says_more_than_the_engine_takes_is_hung_up(make: Make, call: Call, 
     for number in range(64):
         caller.say(encode_peer(Adopted(number, 1)))
     assert caller.is_hung_up()
-    assert giver.peers.refused[Refused.FLOODING] == 1
+    assert giver.peers.refused[SessionFault.FLOODING] == 1
     assert len(giver.inbox) == 51  # what it said, and that it is gone
     giver.inbox.take()
     still_serves(make, giver)
@@ -391,6 +395,6 @@ def test_strangers_are_bounded_and_keep_nobody_out(make: Make, call: Call, monke
     giver = make(PREFILL, "p")
     waiting = [call(giver) for _ in range(4)]
     assert waiting[0].is_hung_up()
-    assert giver.peers.refused[LineFault.TOO_MANY] == 1
+    assert giver.peers.refused[ConnectionFault.TOO_MANY] == 1
     still_serves(make, giver)
-    assert giver.peers.refused[LineFault.TOO_MANY] == 2
+    assert giver.peers.refused[ConnectionFault.TOO_MANY] == 2

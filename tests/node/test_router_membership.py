@@ -9,39 +9,39 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator, Iterator
 
 import httpx2 as httpx
 import pytest
 
+from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, Submit
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason, frozen_tokens
+from baton.core.routing.events import Join
 from baton.node import router_membership as joining_module
 from baton.node.engine import monotonic_us
-from baton.node.router_membership import Fenced, Membership, RouterAt
+from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
 from baton.node.sealed_connection import UNREAD_BYTES_MAX
 from baton.node.service import default_name
-from baton.wire.engine_messages import AcceptedAs, Cancel, Drain, Peers, Pulse, Submit, TellNames, ToEngine
-from baton.wire.instance_sessions import (
+from baton.wire.engine_messages import PrefillPeerAddresses, Pulse, ToEngine
+from baton.wire.heartbeats import NO_GAUGES
+from baton.wire.held_choices import (
     CHOICES_MAX,
     ENDED_BYTES_MAX,
     ENDED_CHOICES_MAX,
+    FIRST_ROUTED_TICKET,
     GROUP_BYTES_MAX,
-    NO_GAUGES,
-    RELAY_TICKETS,
-    Relay,
 )
+from baton.wire.instance_sessions import InstanceSessions
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,
     HELD_GROUPS_MAX,
-    Beat,
-    Forget,
+    AllHeldSaid,
+    ForgetSerials,
+    HeartbeatMessage,
     HeldGroup,
-    Join,
     Leaving,
-    Neighbours,
-    Settled,
+    PrefillPeersChanged,
     TurnedAway,
     Welcome,
 )
@@ -81,7 +81,9 @@ class Member:
     def __init__(self, port: int) -> None:
         self.engine = QuietEngine()
         self.drained = asyncio.Event()
-        self.membership = Membership("d1", RouterAt("127.0.0.1", port, KEY), Relay(JOIN), self.engine, self.drained.set)
+        self.membership = RouterMembership(
+            "d1", RouterAddress("127.0.0.1", port, KEY), InstanceSessions(JOIN), self.engine, self.drained.set
+        )
         self.running = asyncio.create_task(self.membership.run())
 
     async def go(self) -> None:
@@ -114,8 +116,8 @@ async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
 async def test_it_joins_and_beats(router: RouterSide) -> None:
     async with member(router.port) as one:
         assert await router.next(Join) == JOIN
-        await router.next(Settled)
-        await one.engine.until(TellNames())
+        await router.next(AllHeldSaid)
+        await one.engine.until(ReportChanges())
         one.membership.feel(Pulse(NO_GAUGES, True, True, bytes(KEY_BYTES), b"", ()))
         beat = await router.beat_where(lambda beat: beat.fresh)
         assert (beat.computing, beat.named) == (True, bytes(KEY_BYTES))
@@ -125,13 +127,13 @@ async def test_it_joins_and_beats(router: RouterSide) -> None:
 
 async def test_what_the_router_orders_reaches_the_engine(router: RouterSide) -> None:
     async with member(router.port) as one:
-        await router.until(lambda: bool(router.of(Settled)))
-        router.say(Neighbours(("127.0.0.1:1",)))
+        await router.until(lambda: bool(router.of(AllHeldSaid)))
+        router.say(PrefillPeersChanged(("127.0.0.1:1",)))
         router.place(3, ask("r", 5))
-        await one.engine.until(Peers(("127.0.0.1:1",)))
+        await one.engine.until(PrefillPeerAddresses(("127.0.0.1:1",)))
         await asyncio.wait_for(_submitted(one.engine), DEADLINE_S)
-        one.membership.take(AcceptedAs(RELAY_TICKETS, (9,)))
-        assert await router.next(AcceptedAs) == AcceptedAs(3, (9,))
+        one.membership.take(Accepted(FIRST_ROUTED_TICKET, (9,)))
+        assert await router.next(Accepted) == Accepted(3, (9,))
         assert one.membership.open_requests == 1
         router.say(Cancel(9), Cancel(10))
         await one.engine.until(Cancel(9))
@@ -152,7 +154,7 @@ async def _submitted(engine: QuietEngine) -> Submit:
 async def test_the_engines_silence_is_told_and_what_came_before_the_welcome_is_none(router: RouterSide) -> None:
     async with member(router.port) as one:
         one.engine.heard_us = monotonic_us() - 60_000_000
-        first = await router.next(Beat)
+        first = await router.next(HeartbeatMessage)
         assert first.engine_silent_us < 10_000_000
         beat = await router.beat_where(lambda beat: beat.engine_silent_us > 200_000)
         one.engine.heard_us = monotonic_us()
@@ -170,7 +172,7 @@ async def test_the_engines_silence_goes_on_from_session_to_session(
         router.hang_up()
         await router.next(Join, since)
         since = len(router.messages)
-        first = await router.next(Beat, since)
+        first = await router.next(HeartbeatMessage, since)
         assert first.engine_silent_us > before.engine_silent_us
 
 
@@ -193,7 +195,7 @@ async def test_a_router_that_does_not_answer_a_join_is_left_and_called_again(
     monkeypatch.setattr(joining_module, "WELCOME_US", 50_000)
     router.answers = [None]
     async with member(router.port):
-        await router.next(Beat)
+        await router.next(HeartbeatMessage)
     assert len(router.of(Join)) == 2
     assert "has not answered the join" in caplog.text
 
@@ -205,13 +207,13 @@ def test_all_that_may_be_held_can_be_written_in_one_go() -> None:
 
 
 async def test_while_this_process_was_held_up_the_engine_was_not_silent(
-    router: RouterSide, caplog: pytest.LogCaptureFixture
+    router: RouterSide, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with member(router.port) as one:
         one.engine.heard_us = monotonic_us()
-        await router.next(Beat)
+        await router.next(HeartbeatMessage)
         one.engine.heard_us = monotonic_us()
-        time.sleep(0.5)  # noqa: ASYNC251  the event loop itself is what is held up
+        monkeypatch.setattr(joining_module, "monotonic_us", lambda: monotonic_us() + 500_000)
         beat = await router.beat_where(lambda _: True)
         assert beat.engine_silent_us < 400_000
         assert one.membership.beat_late_us_max >= 400_000
@@ -223,11 +225,11 @@ async def test_a_router_that_comes_back_has_its_instances_again_though_it_was_aw
     async with router_side(KEY) as first:
         port = first.port
         one = Member(port)
-        await first.next(Beat)
+        await first.next(HeartbeatMessage)
     await logged(caplog, "Connect call failed")
     async with router_side(KEY, port) as second:
         assert await second.next(Join) == JOIN
-        await second.next(Beat)
+        await second.next(HeartbeatMessage)
         await one.go()
     told = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("joined") for line in told) == 2
@@ -237,11 +239,11 @@ async def test_a_router_that_comes_back_has_its_instances_again_though_it_was_aw
 async def test_what_a_lost_router_asked_for_is_kept_for_its_grace_and_no_longer() -> None:
     async with router_side(KEY, welcome=Welcome("r", 50_000, orphan_grace_us=100_000)) as router:
         one = Member(router.port)
-        await router.next(Settled)
+        await router.next(AllHeldSaid)
         router.place(1, ask("r", 5))
         await _submitted(one.engine)
-        one.membership.take(AcceptedAs(RELAY_TICKETS, (9,)))
-        await router.next(AcceptedAs)
+        one.membership.take(Accepted(FIRST_ROUTED_TICKET, (9,)))
+        await router.next(Accepted)
         assert Cancel(9) not in one.engine.orders
     await one.engine.until(Cancel(9))
     await one.go()
@@ -250,7 +252,7 @@ async def test_what_a_lost_router_asked_for_is_kept_for_its_grace_and_no_longer(
 async def test_who_is_fenced_does_not_come_again(router: RouterSide) -> None:
     router.answers = [TurnedAway("incarnation 8 is known", fenced=True)]
     one = Member(router.port)
-    with pytest.raises(Fenced, match="incarnation 8 is known"):
+    with pytest.raises(InstanceFenced, match="incarnation 8 is known"):
         await asyncio.wait_for(one.running, DEADLINE_S)
     assert len(router.of(Join)) == 1
 
@@ -263,7 +265,7 @@ async def test_who_is_turned_away_says_so_once_and_comes_again(
     soon = joining_module.SOON_CALLS
     router.answers = [TurnedAway("another model", fenced=False)] * soon
     async with member(router.port):
-        await router.next(Beat)
+        await router.next(HeartbeatMessage)
     assert len(router.of(Join)) == soon + 1, "at first often: an earlier life of its own may be in the way"
     told = [record for record in caplog.records if "another model" in record.getMessage()]
     assert [record.levelno for record in told] == [logging.ERROR]
@@ -271,7 +273,7 @@ async def test_who_is_turned_away_says_so_once_and_comes_again(
 
 async def test_a_router_that_breaks_the_rules_is_left_and_called_again(router: RouterSide) -> None:
     async with member(router.port):
-        await router.next(Beat)
+        await router.next(HeartbeatMessage)
         router.lines[-1].send([b"no message"])
         await router.until(lambda: len(router.of(Join)) == 2)
         router.say(Welcome("r", 50_000, 1))  # a second one
@@ -332,8 +334,8 @@ async def _serves_legs_and_its_own_clients(router: RouterSide, join: Join) -> No
     await router.until(lambda: row_ends(router, rest))
     assert router.tokens_of(rest) == tokens[12:]
     await router.beat_where(lambda beat: beat.gauges.steps >= 30 and beat.gauges.running == 0)
-    assert any(beat.named for beat in router.of(Beat))
-    router.say(Forget((whole, rest)))
+    assert any(beat.named for beat in router.of(HeartbeatMessage))
+    router.say(ForgetSerials((whole, rest)))
 
 
 async def _complete(url: str) -> dict[str, dict[str, int]]:
@@ -358,7 +360,7 @@ async def _keeps_what_is_open_when_the_session_is_lost(router: RouterSide) -> No
     await router.until(lambda: row_ends(router, serial))
     joined_at = router.messages.index(held)
     assert len(before) + len(router.tokens_of(serial, joined_at)) == 150
-    router.say(Forget((serial,)))
+    router.say(ForgetSerials((serial,)))
 
 
 async def _tells_that_its_engine_is_silent(router: RouterSide, server: ServerProcess) -> None:
@@ -389,7 +391,7 @@ async def test_one_that_prefills_joins_with_its_address_and_once_fenced_it_ends_
         assert (join.role, join.name) == ("prefill", "p1")
         host, _, port = join.peer_address.rpartition(":")
         assert (host, int(port) > 0) == ("127.0.0.1", True)
-        await router.next(Beat)
+        await router.next(HeartbeatMessage)
         router.answers = [TurnedAway("a later life of p1 is known", fenced=True)]
         router.hang_up()
         assert await exit_of(server) == 1

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from baton.node import sealed_connection as line_module
-from baton.node.sealed_connection import Door, House, Line, LineEnd, LineFault, Stage, call
+from baton.node.sealed_connection import (
+    ConnectionEnd,
+    ConnectionEvents,
+    ConnectionFault,
+    ConnectionStage,
+    Listener,
+    SealedConnection,
+    call,
+)
 from baton.wire.engine_messages import WireError
 from baton.wire.seal import NONCE_BYTES, Seal, SealFault
 
@@ -24,25 +32,25 @@ class Room:
     """One side: keeps what it is told."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[SealedConnection] = []
         self.frames: list[bytes] = []
-        self.ends: list[LineEnd] = []
+        self.ends: list[ConnectionEnd] = []
         self._news = asyncio.Event()
 
-    def arrived(self, line: Line) -> None:
+    def arrived(self, line: SealedConnection) -> None:
         pass
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: SealedConnection) -> None:
         self.lines.append(line)
         self._news.set()
 
-    def heard(self, line: Line, frame: bytes) -> None:
+    def heard(self, line: SealedConnection, frame: bytes) -> None:
         if frame == b"nonsense":
             raise WireError("that is no message")
         self.frames.append(frame)
         self._news.set()
 
-    def ended(self, line: Line, end: LineEnd) -> None:
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         self.ends.append(end)
         self._news.set()
 
@@ -58,7 +66,7 @@ class Inn:
 
     def __init__(self, handshake_s: float) -> None:
         self.room = Room()
-        self.door = Door(KEY, "inn", self.room, handshake_s)
+        self.door = Listener(KEY, "inn", self.room, handshake_s)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
 
@@ -86,9 +94,9 @@ async def inn(handshake_s: float = 5.0) -> AsyncIterator[Inn]:
         made.door.close("the test is over")
 
 
-async def dial(to: Inn, key: bytes = KEY, name: str = "guest") -> tuple[Room, asyncio.Task[LineEnd]]:
+async def dial(to: Inn, key: bytes = KEY, name: str = "guest") -> tuple[Room, asyncio.Task[ConnectionEnd]]:
     room = Room()
-    line = Line(key, name, room, calls="the inn")
+    line = SealedConnection(key, name, room, calls="the inn")
     calling = asyncio.create_task(call(line, "127.0.0.1", to.port, DEADLINE_S))
     await room.until(lambda: bool(room.lines or room.ends))
     return room, calling
@@ -144,7 +152,7 @@ def test_each_hears_what_the_other_sends_whole_and_in_order() -> None:
             guest.lines[0].end(None, "it goes")
             assert (await calling).reason == "it goes"
             await host.room.until(lambda: bool(host.room.ends))
-            assert host.room.ends[0].was is Stage.OPEN
+            assert host.room.ends[0].was is ConnectionStage.OPEN
             assert (host.room.ends[0].fault, host.door.refused.total()) == (None, 0)
 
     run(test())
@@ -173,7 +181,7 @@ def test_last_words_are_heard_though_the_other_side_went_on_talking() -> None:
             guest.lines[0].send(words)
             host.room.lines[0].send([*words, b"farewell"])
             host.room.lines[0].part("turned away")
-            assert host.room.ends == [LineEnd(Stage.OPEN, None, "turned away")]
+            assert host.room.ends == [ConnectionEnd(ConnectionStage.OPEN, None, "turned away")]
             await calling
             assert guest.frames == [*words, b"farewell"]
             assert not host.room.frames
@@ -187,7 +195,7 @@ def test_another_key_is_refused_on_both_sides_counted_and_logged_once(caplog: py
             for _ in range(3):
                 guest, calling = await dial(host, OTHER_KEY)
                 end = await calling
-                assert end.was is Stage.STRANGER
+                assert end.was is ConnectionStage.STRANGER
                 assert "cluster key" in end.reason
                 assert not guest.lines
             await host.refuses(SealFault.WRONG_KEY)
@@ -210,10 +218,10 @@ def test_whoever_answers_without_the_key_is_left() -> None:
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         room = Room()
-        line = Line(KEY, "guest", room, calls="an impostor")
+        line = SealedConnection(KEY, "guest", room, calls="an impostor")
         end = await call(line, "127.0.0.1", server.sockets[0].getsockname()[1], DEADLINE_S)
         server.close()
-        assert (end.was, end.fault, room.lines) == (Stage.STRANGER, SealFault.WRONG_KEY, [])
+        assert (end.was, end.fault, room.lines) == (ConnectionStage.STRANGER, SealFault.WRONG_KEY, [])
 
     run(test())
 
@@ -255,7 +263,7 @@ def no_message(seal: Seal) -> bytes:
         (a_replayed_frame, SealFault.OUT_OF_SEQUENCE),
         (a_missing_frame, SealFault.OUT_OF_SEQUENCE),
         (an_oversized_frame, SealFault.OVERSIZED),
-        (no_message, LineFault.MALFORMED),
+        (no_message, ConnectionFault.MALFORMED),
     ],
 )
 def test_what_is_no_true_frame_in_its_place_ends_the_line_and_is_counted(
@@ -268,7 +276,7 @@ def test_what_is_no_true_frame_in_its_place_ends_the_line_and_is_counted(
             cheat.write(attack(cheat.seal))
             await cheat.hung_up()
             await host.room.until(lambda: bool(host.room.ends))
-            assert (host.room.ends[0].was, host.room.ends[0].fault) == (Stage.OPEN, fault)
+            assert (host.room.ends[0].was, host.room.ends[0].fault) == (ConnectionStage.OPEN, fault)
             assert host.door.refused == {fault: 1}
             assert host.room.frames in ([], [b"hello"])
             await host.still_serves()
@@ -311,7 +319,7 @@ def test_who_does_not_prove_itself_in_time_is_hung_up() -> None:
         async with inn(handshake_s=0.05) as host:
             cheat = await Cheat.come(host)
             await cheat.hung_up()
-            assert host.door.refused == {LineFault.TOO_LATE: 1}
+            assert host.door.refused == {ConnectionFault.TOO_LATE: 1}
 
     run(test())
 
@@ -324,7 +332,7 @@ def test_strangers_are_bounded_and_do_not_keep_out_who_holds_the_key(monkeypatch
             waiting = [await Cheat.come(host, name=f"idle {n}") for n in range(3)]
             await host.still_serves()
             await waiting[0].hung_up()
-            assert host.door.refused == {LineFault.TOO_MANY: 1}
+            assert host.door.refused == {ConnectionFault.TOO_MANY: 1}
             for cheat in waiting:
                 cheat.writer.close()
 
@@ -339,8 +347,8 @@ def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             first, _ = await dial(host, name="first")
             _, calling = await dial(host, name="second")
             await calling
-            assert host.door.refused == {LineFault.TOO_MANY: 1}
-            assert first.lines[0].stage is Stage.OPEN
+            assert host.door.refused == {ConnectionFault.TOO_MANY: 1}
+            assert first.lines[0].stage is ConnectionStage.OPEN
             first.lines[0].end(None, "it goes")
             await host.room.until(lambda: bool(host.room.ends))
             await host.still_serves()
@@ -357,8 +365,8 @@ def test_who_does_not_read_is_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
             await host.room.until(lambda: bool(host.room.lines))
             for _ in range(64):
                 host.room.lines[0].send([bytes(1 << 20)])
-            assert host.room.ends[0].fault == LineFault.NOT_READING
-            assert host.door.refused == {LineFault.NOT_READING: 1}
+            assert host.room.ends[0].fault == ConnectionFault.NOT_READING
+            assert host.door.refused == {ConnectionFault.NOT_READING: 1}
             cheat.writer.close()
             await host.still_serves()
 
@@ -385,8 +393,8 @@ def test_nobody_there_is_an_end_too() -> None:
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-        house: House = Room()
-        end = await call(Line(KEY, "guest", house, calls="nobody"), "127.0.0.1", port, DEADLINE_S)
-        assert (end.was, end.fault) == (Stage.STRANGER, None)
+        house: ConnectionEvents = Room()
+        end = await call(SealedConnection(KEY, "guest", house, calls="nobody"), "127.0.0.1", port, DEADLINE_S)
+        assert (end.was, end.fault) == (ConnectionStage.STRANGER, None)
 
     run(test())

@@ -100,11 +100,11 @@ def test_mixed_wishes_in_slots_that_are_reused_get_the_tokens_of_decoding_withou
     for proposer in (NGRAMS, Oracle(known, 4), Oracle(known, 4, lies=3), NaiveProposer()):
         driver = make(proposer, depth=depth)
         same(answers(driver, group), wanted)
-        gauges = driver.worker.gauges()
-        assert 0 <= gauges.accepted_draft_tokens <= gauges.draft_tokens
-        assert (gauges.draft_tokens == 0) is isinstance(proposer, NaiveProposer)
-        assert (gauges.accepted_draft_tokens == 0) is isinstance(proposer, NaiveProposer)
-        assert gauges.broken_rows == 0
+        drafts = driver.worker.scheduler.drafts()
+        assert 0 <= drafts.accepted <= drafts.fed
+        assert (drafts.fed == 0) is isinstance(proposer, NaiveProposer)
+        assert (drafts.accepted == 0) is isinstance(proposer, NaiveProposer)
+        assert driver.worker.scheduler.broken_rows == 0
 
 
 def test_drafts_that_are_all_right_take_as_few_steps_as_they_fill(make: Make) -> None:
@@ -113,8 +113,8 @@ def test_drafts_that_are_all_right_take_as_few_steps_as_they_fill(make: Make) ->
     driver = make(Oracle(wholes([ask], [wanted]), 4), depth=1)
     same(answers(driver, [ask]), [wanted])
     assert sum(len(launch.plan.decode_slots) for launch in driver.plans) == 4  # 1 token by the prefill, then 5 + 5 + 5 + 4
-    gauges = driver.worker.gauges()
-    assert (gauges.draft_tokens, gauges.accepted_draft_tokens) == (15, 15)
+    drafts = driver.worker.scheduler.drafts()
+    assert (drafts.fed, drafts.accepted) == (15, 15)
 
 
 def test_a_rejected_draft_changes_nothing_neither_in_the_cache(make: Make) -> None:
@@ -122,8 +122,8 @@ def test_a_rejected_draft_changes_nothing_neither_in_the_cache(make: Make) -> No
     (wanted,) = answers(make(None), [ask])
     driver = make(Oracle(wholes([ask], [wanted]), 4, lies=1), depth=1)
     same(answers(driver, [ask]), [wanted])
-    gauges = driver.worker.gauges()
-    assert gauges.accepted_draft_tokens == 0 < gauges.draft_tokens
+    drafts = driver.worker.scheduler.drafts()
+    assert drafts.accepted == 0 < drafts.fed
     longer = submission([*range(30), *wanted.tokens], TOKENS)
     cold = answers(make(None), [longer])
     same(answers(driver, [longer]), cold)
@@ -150,7 +150,7 @@ def test_native_attention_takes_drafts_too(make: Make) -> None:
     wanted = answers(make(None, **sizes), group)
     driver = make(Oracle(wholes(group, wanted), 4, lies=5), **sizes)
     same(answers(driver, group), wanted)
-    assert driver.worker.gauges().accepted_draft_tokens > 0
+    assert driver.worker.scheduler.drafts().accepted > 0
 
 
 @pytest.mark.parametrize("proposer", [NGRAMS, None], ids=["n-grams", "oracle"])
@@ -161,8 +161,8 @@ def test_preemption_in_the_middle_of_accepted_runs_changes_no_token(make: Make, 
     same(answers(driver, group), wanted)
     gauges = driver.worker.gauges()
     assert gauges.preemptions_for_others + gauges.preemptions_of_self > 0
-    assert gauges.accepted_draft_tokens > 0
-    assert gauges.broken_rows == 0
+    assert driver.worker.scheduler.drafts().accepted > 0
+    assert driver.worker.scheduler.broken_rows == 0
 
 
 def test_an_abort_with_drafts_in_flight_leaves_the_others_exact(make: Make) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.core.config import ReservePolicy, WorkerConfig

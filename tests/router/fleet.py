@@ -1,6 +1,6 @@
 """A router with its HTTP surface, and instances, in one thread beside the test: everything real but processes and sockets.
 
-Instances are a Relay, a real Worker and the scripted executor; the bytes between them and the router are those of the wire.
+Instances are an InstanceSessions, a real Worker and the scripted executor; bytes between them and the router are the wire's.
 An instance computes as fast as it can up to as many tokens as a test allows it, so that a test can do something to it in the
 middle of an answer and nothing depends on time.
 """
@@ -21,23 +21,26 @@ from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
 from baton.core.config import OnPreempt, WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.orders import Accepted
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.worker import Launch, StepDone, Tick, Worker
-from baton.core.routing.events import RouterConfig
+from baton.core.engine.worker import Launch, StepDone, Worker
+from baton.core.routing.config import RouterConfig
+from baton.core.routing.events import Join
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
-from baton.node.sealed_connection import LineEnd, Stage
+from baton.node.sealed_connection import ConnectionEnd, ConnectionStage
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
-from baton.router.fleet_log import Chronicle
-from baton.router.instance_connections import Sessions, monotonic_us
-from baton.wire.engine_messages import AcceptedAs, Peers, RefusedWith, StepOutput
-from baton.wire.instance_sessions import Relay, RelayOut
-from baton.wire.router_messages import Join, decode_from_router, encode_membership
-from baton.wire.router_sessions import Switch
-from baton.wire.worker_messages import event_of, message_of
+from baton.router.fleet_log import FleetEventLog
+from baton.router.instance_connections import InstanceConnections, monotonic_us
+from baton.wire.engine_messages import PrefillPeerAddresses, RefusedMessage, StepOutput
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
+from baton.wire.router_messages import decode_from_router, encode_membership
+from baton.wire.router_sessions import RouterSessions
+from baton.wire.worker_messages import message_of
 from tests.api.conftest import Served, _ending
 from tests.support.driver import shape_of
 
@@ -74,27 +77,27 @@ class MemoryMember:
         self.name = name
         self.executor = ScriptedExecutor(shape_of(config), text.vocabulary)
         self.worker = Worker(config, PrefixIndex(SECRET, self.executor.fingerprint, config.blocks))
-        self.relay = Relay(
+        self._driver = WorkerDriver(self.worker, monotonic_us, launch=self._launch, answer=self._answer)
+        self.relay = InstanceSessions(
             Join(
                 name, incarnation, config.role.name, self.executor.fingerprint[:64], f"http://{name}", "", config.slots,
                 config.blocks, config.block_size, config.context_tokens, text.vocabulary, 0, False,
             )
         )  # fmt: skip
         self.line: MemoryLine | None = None
-        self.sessions: Sessions | None = None
+        self.sessions: InstanceConnections | None = None
         self.allowed: int | None = None
         """Tokens that it may still give; None: any number."""
         self.given = 0
         self.drained = False
-        self._launched = 0
         self._running = asyncio.create_task(self._run())
 
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def join(self, sessions: Sessions) -> None:
+    def join(self, sessions: InstanceConnections) -> None:
         self.sessions, self.line = sessions, MemoryLine(self)
         sessions.opened(self.line)  # type: ignore[arg-type]
-        self._act(RelayOut(says=self.relay.opened(monotonic_us())))
+        self._act(SessionEffects(says=self.relay.opened(monotonic_us())))
 
     def hear(self, frame: bytes) -> None:
         self._act(self.relay.heard(decode_from_router(frame), monotonic_us()))
@@ -109,13 +112,13 @@ class MemoryMember:
         line, self.line = self.line, None
         if line is not None and self.sessions is not None:
             line.is_over = True
-            self.sessions.ended(line, LineEnd(Stage.OPEN, None, "the connection was closed"))  # type: ignore[arg-type]
+            self.sessions.ended(line, ConnectionEnd(ConnectionStage.OPEN, None, "the connection was closed"))  # type: ignore[arg-type]
 
-    def _act(self, out: RelayOut) -> None:
+    def _act(self, out: SessionEffects) -> None:
         self.drained = self.drained or out.drain
         for order in out.orders:
-            if not isinstance(order, Peers):
-                self._tell(event_of(order))
+            if not isinstance(order, PrefillPeerAddresses):
+                self._driver.handle(order)
         for message in out.says:
             if self.line is not None and self.sessions is not None:
                 self.sessions.heard(self.line, encode_membership(message))  # type: ignore[arg-type]
@@ -130,29 +133,25 @@ class MemoryMember:
             if now_s - beaten_s > BEAT_S and self.line is not None:
                 beaten_s = now_s
                 beat = self.relay.beat(None, 0, monotonic_us())
-                self._act(RelayOut(says=[] if beat is None else [beat]))
+                self._act(SessionEffects(says=[] if beat is None else [beat]))
 
     def _compute(self) -> bool:
-        deadline_us = self.worker.next_deadline()
-        if deadline_us is not None and deadline_us <= monotonic_us():
-            self._tell(Tick())
-        if not self._launched or (self.allowed is not None and self.given >= self.allowed):
+        if self._driver.is_due:
+            self._driver.tick()
+        if not self._driver.steps_in_flight or (self.allowed is not None and self.given >= self.allowed):
             return False
-        self._launched -= 1
-        self._tell(StepDone(self.executor.collect()))
+        self._driver.handle(StepDone(self.executor.collect()))
         return True
 
-    def _tell(self, event: object) -> None:
-        for effect in self.worker.handle(event, monotonic_us()):  # type: ignore[arg-type]
-            if isinstance(effect, Launch):
-                self.executor.launch(effect.plan)
-                self._launched += 1
-                continue
-            message = message_of(effect, self.worker.gauges)
-            if isinstance(message, AcceptedAs | RefusedWith | StepOutput):
-                if isinstance(message, StepOutput):
-                    self.given += len(message.tokens) // 4
-                self._act(self.relay.take(message, monotonic_us()))
+    def _launch(self, launch: Launch) -> None:
+        self.executor.launch(launch.plan)
+
+    def _answer(self, answer: Answer) -> None:
+        message = message_of(answer, self.worker)
+        if isinstance(message, Accepted | RefusedMessage | StepOutput):
+            if isinstance(message, StepOutput):
+                self.given += len(message.tokens) // 4
+            self._act(self.relay.take(message, monotonic_us()))
 
 
 class Fleet:
@@ -194,12 +193,12 @@ class Fleet:
 
     def _start(self, sock: socket.socket) -> None:
         self.router = Router(self._config, SECRET, seed=1)
-        self.sessions = Sessions(Switch(self.router, "router"), bytes(32), "router")
+        self.sessions = InstanceConnections(RouterSessions(self.router, "router"), bytes(32), "router")
         state = RouterState(monotonic_us())
         self.engine = FleetEngine(self.sessions, state, self._text.vocabulary)
         self.metrics = Metrics(self.engine, "tiny")
         app = create_router_app(
-            self.engine, self.sessions, Chronicle(self.sessions, self.engine),
+            self.engine, self.sessions, FleetEventLog(self.sessions, self.engine),
             Dashboard(state, monotonic_us, self.engine.views),
             self._text, self._settings, self.metrics, self._config.orphan_grace_us / 1e6,
             self._admin_key,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from typer.testing import CliRunner
 
@@ -14,8 +12,8 @@ from baton.router.admin_auth import is_guarded
 from baton.router.dashboard import OPEN_PATHS
 from tests.router.fleet import Fleet
 from tests.router.fleet import fleet as running
+from tests.support.waiting import wait_until
 
-Eventually = Callable[[Callable[[], bool]], None]
 GUARDED = [
     ("GET", "/v1/instances"),
     ("POST", "/v1/instances/a/drain"),
@@ -71,7 +69,7 @@ def test_without_an_admin_key_every_key_is_an_operators(text: ModelText) -> None
         assert member.name == "a"
 
 
-def test_baton_drain_takes_the_admin_key_and_says_so_where_it_is_another(text: ModelText, eventually: Eventually) -> None:
+def test_baton_drain_takes_the_admin_key_and_says_so_where_it_is_another(text: ModelText) -> None:
     with running(text, settings("tenant"), admin_key="operator") as fleet:
         member = fleet.add("a")
 
@@ -83,7 +81,7 @@ def test_baton_drain_takes_the_admin_key_and_says_so_where_it_is_another(text: M
         code, said = drain("tenant")
         assert (code, "admin key" in said, member.drained) == (1, True, False)
         assert drain("operator")[0] == 0
-        eventually(lambda: member.drained)
+        wait_until(lambda: member.drained)
 
 
 def test_what_is_guarded_is_a_path_and_all_below_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,12 +14,12 @@ import pytest
 
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
-from baton.core.routing.events import RouterConfig
+from baton.core.routing.config import RouterConfig
 from tests.api.conftest import Reply, Served
 from tests.router.fleet import ROUTER, Fleet
 from tests.router.fleet import fleet as running
+from tests.support.waiting import wait_until
 
-Eventually = Callable[[Callable[[], bool]], None]
 ASK: dict[str, Any] = {"prompt": "hello world, 你好", "max_tokens": 40, "seed": 7, "ignore_eos": True}
 
 
@@ -85,13 +85,13 @@ def finished(connection: http.client.HTTPConnection) -> Reply:
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_stream_goes_on_when_its_instance_is_killed(fleet: Fleet, chat: bool, n: int, eventually: Eventually) -> None:
+def test_a_stream_goes_on_when_its_instance_is_killed(fleet: Fleet, chat: bool, n: int) -> None:
     asked = {"stream": True, "n": n, "return_token_ids": True, "stream_options": {"include_usage": True}}
     fleet.add("a")
     undisturbed = joined(data_of(ask(fleet.served, chat, **asked)), chat)
     fleet.members["a"].allowed = fleet.members["a"].given + 11
     with asking(fleet.served, chat, **asked) as connection:
-        eventually(lambda: fleet.members["a"].given >= fleet.members["a"].allowed)
+        wait_until(lambda: fleet.members["a"].given >= fleet.members["a"].allowed)
         fleet.add("b")
         fleet.kill("a")
         reply = finished(connection)
@@ -106,14 +106,14 @@ def test_a_stream_goes_on_when_its_instance_is_killed(fleet: Fleet, chat: bool, 
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
-def test_a_whole_answer_with_logprobs_is_the_same_after_a_kill(fleet: Fleet, chat: bool, eventually: Eventually) -> None:
+def test_a_whole_answer_with_logprobs_is_the_same_after_a_kill(fleet: Fleet, chat: bool) -> None:
     asked = {"n": 2, "logprobs": True if chat else 1, "return_token_ids": True}
     fleet.add("a")
     undisturbed = comparable(ask(fleet.served, chat, **asked).json())
     fleet.kill("a")
     fleet.add("b", allowed=13)
     with asking(fleet.served, chat, **asked) as connection:
-        eventually(lambda: fleet.members["b"].given >= 13)
+        wait_until(lambda: fleet.members["b"].given >= 13)
         fleet.add("c")
         fleet.kill("b")
         again = comparable(finished(connection).json())
@@ -122,7 +122,7 @@ def test_a_whole_answer_with_logprobs_is_the_same_after_a_kill(fleet: Fleet, cha
     assert len(content["content"] if chat else content["token_logprobs"]) == 40
 
 
-def test_a_stop_string_that_spans_a_move_ends_the_answer_where_it_does(fleet: Fleet, eventually: Eventually) -> None:
+def test_a_stop_string_that_spans_a_move_ends_the_answer_where_it_does(fleet: Fleet) -> None:
     fleet.add("a")
     whole = ask(fleet.served, False, return_token_ids=True).json()["choices"][0]
     stop = whole["text"][17:21]
@@ -131,7 +131,7 @@ def test_a_stop_string_that_spans_a_move_ends_the_answer_where_it_does(fleet: Fl
     cut = len(expected["choices"][0]["token_ids"]) - 2
     fleet.members["a"].allowed = fleet.members["a"].given + cut
     with asking(fleet.served, stop=[stop], return_token_ids=True) as connection:
-        eventually(lambda: fleet.members["a"].given >= fleet.members["a"].allowed)
+        wait_until(lambda: fleet.members["a"].given >= fleet.members["a"].allowed)
         fleet.add("b")
         fleet.kill("a")
         again = comparable(finished(connection).json())
@@ -149,12 +149,10 @@ def impatient(text: ModelText) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
-def test_when_retries_run_out_a_whole_answer_is_a_structured_error(
-    impatient: Fleet, eventually: Eventually, with_ids: bool
-) -> None:
+def test_when_retries_run_out_a_whole_answer_is_a_structured_error(impatient: Fleet, with_ids: bool) -> None:
     impatient.add("a", allowed=9)
     with asking(impatient.served, return_token_ids=with_ids) as connection:
-        eventually(lambda: impatient.members["a"].given >= 9)
+        wait_until(lambda: impatient.members["a"].given >= 9)
         impatient.kill("a")
         reply = finished(connection)
     error = reply.json()["error"]
@@ -164,12 +162,10 @@ def test_when_retries_run_out_a_whole_answer_is_a_structured_error(
     assert [len(ids) for ids in error["generated_token_ids"]] == [9] if with_ids else "generated_token_ids" not in error
 
 
-def test_when_retries_run_out_a_stream_ends_with_one_error_event_and_no_done(
-    impatient: Fleet, eventually: Eventually
-) -> None:
+def test_when_retries_run_out_a_stream_ends_with_one_error_event_and_no_done(impatient: Fleet) -> None:
     impatient.add("a", allowed=9)
     with asking(impatient.served, stream=True) as connection:
-        eventually(lambda: impatient.members["a"].given >= 9)
+        wait_until(lambda: impatient.members["a"].given >= 9)
         impatient.kill("a")
         events = data_of(finished(connection))
     assert ["error" in event for event in events].count(True) == 1
@@ -189,44 +185,44 @@ def test_without_an_instance_a_request_is_a_503_and_ready_says_what_is_missing(i
     assert impatient.served.call("GET", "/ready").status == 200
 
 
-def test_a_request_waits_for_its_first_instance(fleet: Fleet, eventually: Eventually) -> None:
+def test_a_request_waits_for_its_first_instance(fleet: Fleet) -> None:
     with asking(fleet.served) as connection:
-        eventually(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
+        wait_until(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
         fleet.add("a")
         assert finished(connection).status == 200
 
 
-def test_a_client_that_leaves_the_queue_is_gone_from_it(fleet: Fleet, eventually: Eventually) -> None:
+def test_a_client_that_leaves_the_queue_is_gone_from_it(fleet: Fleet) -> None:
     with asking(fleet.served):
-        eventually(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
-    eventually(lambda: fleet.do(lambda: fleet.router.waiting) == 0)
-    assert fleet.do(lambda: fleet.engine.open_bodies) == 0
+        wait_until(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
+    wait_until(lambda: fleet.do(lambda: fleet.router.waiting) == 0)
+    assert fleet.do(lambda: fleet.engine.open_requests) == 0
 
 
-def test_a_queued_request_can_be_cancelled_by_its_id(fleet: Fleet, eventually: Eventually) -> None:
+def test_a_queued_request_can_be_cancelled_by_its_id(fleet: Fleet) -> None:
     with asking(fleet.served, headers={"X-Request-Id": "mine"}) as connection:
-        eventually(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
+        wait_until(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
         assert fleet.served.call("DELETE", "/v1/requests/mine").status == 200
         (choice,) = finished(connection).json()["choices"]
     assert (choice["finish_reason"], choice["text"]) == ("abort", "")
     assert fleet.do(lambda: fleet.router.waiting) == 0
 
 
-def test_a_client_that_hangs_up_cancels_at_the_instance(fleet: Fleet, eventually: Eventually) -> None:
+def test_a_client_that_hangs_up_cancels_at_the_instance(fleet: Fleet) -> None:
     member = fleet.add("a", allowed=5)
     with asking(fleet.served, stream=True):
-        eventually(lambda: member.given >= 5)
-    eventually(lambda: fleet.do(lambda: fleet.engine.open_bodies) == 0)
+        wait_until(lambda: member.given >= 5)
+    wait_until(lambda: fleet.do(lambda: fleet.engine.open_requests) == 0)
     member.allowed = None
-    eventually(lambda: fleet.do(lambda: member.worker.is_idle))
+    wait_until(lambda: fleet.do(lambda: member.worker.is_idle))
 
 
-def test_limits_of_a_key_are_a_429(text: ModelText, eventually: Eventually) -> None:
+def test_limits_of_a_key_are_a_429(text: ModelText) -> None:
     config = RouterConfig(beat_us=ROUTER.beat_us, suspect_us=ROUTER.suspect_us, key_concurrency=1)
     with running(text, ApiSettings(served_model_names=("tiny",)), config) as fleet:
         member = fleet.add("a", allowed=3)
         with asking(fleet.served) as first:
-            eventually(lambda: member.given >= 3)
+            wait_until(lambda: member.given >= 3)
             refused = ask(fleet.served, False)
             assert (refused.status, refused.error["code"]) == (429, "rate_limited")
             assert int(refused.headers["retry-after"]) >= 1
@@ -234,26 +230,26 @@ def test_limits_of_a_key_are_a_429(text: ModelText, eventually: Eventually) -> N
             assert finished(first).status == 200
 
 
-def test_a_reader_that_does_not_read_costs_no_more_than_its_own_tokens(fleet: Fleet, eventually: Eventually) -> None:
+def test_a_reader_that_does_not_read_costs_no_more_than_its_own_tokens(fleet: Fleet) -> None:
     """The instance is not held up, and what is unread is at most the answer."""
     fleet.add("a")
     with asking(fleet.served, stream=True, max_tokens=400, logprobs=1) as slow:
-        eventually(lambda: fleet.members["a"].given >= 400)
+        wait_until(lambda: fleet.members["a"].given >= 400)
         assert ask(fleet.served, False).status == 200
         events = data_of(finished(slow))
     assert events[-1] == "[DONE]"
-    eventually(lambda: fleet.do(lambda: fleet.engine.open_bodies) == 0)
+    wait_until(lambda: fleet.do(lambda: fleet.engine.open_requests) == 0)
 
 
-def test_drain_moves_nothing_and_gives_nothing_new(fleet: Fleet, eventually: Eventually) -> None:
+def test_drain_moves_nothing_and_gives_nothing_new(fleet: Fleet) -> None:
     first = fleet.add("a", allowed=4)
     with asking(fleet.served) as open_one:
-        eventually(lambda: first.given >= 4)
+        wait_until(lambda: first.given >= 4)
         fleet.add("b")
         assert fleet.served.call("POST", "/v1/instances/a/drain").json() == {
             "name": "a", "object": "instance", "draining": True,
         }  # fmt: skip
-        eventually(lambda: first.drained)
+        wait_until(lambda: first.drained)
         assert ask(fleet.served, False).status == 200
         first.allowed = None
         assert finished(open_one).status == 200
@@ -264,10 +260,10 @@ def test_drain_moves_nothing_and_gives_nothing_new(fleet: Fleet, eventually: Eve
     assert fleet.served.call("POST", "/v1/instances/b/drain", headers={"Origin": "http://a.example"}).status == 403
 
 
-def test_metrics_tell_of_instances_moves_and_refused_fields(fleet: Fleet, eventually: Eventually) -> None:
+def test_metrics_tell_of_instances_moves_and_refused_fields(fleet: Fleet) -> None:
     fleet.add("a", allowed=3)
     with asking(fleet.served) as connection:
-        eventually(lambda: fleet.members["a"].given >= 3)
+        wait_until(lambda: fleet.members["a"].given >= 3)
         fleet.add("b")
         fleet.kill("a")
         assert finished(connection).status == 200
@@ -288,12 +284,12 @@ def test_metrics_tell_of_instances_moves_and_refused_fields(fleet: Fleet, eventu
 
 
 def test_the_access_log_says_where_a_request_was_and_how_often_it_moved(
-    fleet: Fleet, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "baton.access")
     fleet.add("a", allowed=3)
     with asking(fleet.served, n=2) as connection:
-        eventually(lambda: fleet.members["a"].given >= 3)
+        wait_until(lambda: fleet.members["a"].given >= 3)
         fleet.add("b")
         fleet.kill("a")
         assert finished(connection).status == 200
@@ -302,7 +298,7 @@ def test_the_access_log_says_where_a_request_was_and_how_often_it_moved(
     def lines() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == "baton.access"]
 
-    eventually(lambda: len(lines()) == 2)
+    wait_until(lambda: len(lines()) == 2)
     moved, refused = lines()
     assert " finish=length,length " in moved
     assert moved.endswith(" instance=b moves=2")

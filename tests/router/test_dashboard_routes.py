@@ -6,29 +6,32 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from msgspec.structs import replace
 from starlette.testclient import TestClient
 
 from baton.api.errors import ApiError
-from baton.core.routing.events import Body, Facts, Instance, Ledger
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.routing.events import Instance, Join
+from baton.core.routing.identity import RequestNumber
 from baton.node.peer_options import is_loopback
 from baton.router.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard
 from baton.router.dashboard_state import RouterState
+from tests.support.waiting import wait_until
 
 HOST = "127.0.0.1:8000"
-FACTS = Facts(Instance("d1"), 7, "decode", b"", "http://127.0.0.1:9", "", 8, 100, 16, 1024, 257)
+FACTS = Join(Instance("d1"), 7, "decode", b"", "http://127.0.0.1:9", "", 8, 100, 16, 1024, 257)
 
 
 @dataclass
 class View:
-    facts: Facts
-    ledger: Ledger
+    facts: Join
+    ledger: SchedulerGauges
     state: str = "ready"
     open: int = 0
 
@@ -36,13 +39,13 @@ class View:
 class Site:
     """A dashboard in front of one instance, and a browser on this machine."""
 
-    def __init__(self, facts: Facts = FACTS, demo: bool = True, client: str = "127.0.0.1") -> None:
+    def __init__(self, facts: Join = FACTS, demo: bool = True, client: str = "127.0.0.1") -> None:
         state = RouterState(0)
-        state.asked(Body(1), "</script><img src=x onerror=alert(1)>", "/v1/completions", 3, 1, 0)
-        state.sample([View(facts, Ledger())], 0, 1)
+        state.asked(RequestNumber(1), "</script><img src=x onerror=alert(1)>", "/v1/completions", 3, 1, 0)
+        state.sample([View(facts, SchedulerGauges())], 0, 1)
         app = FastAPI()
         app.exception_handler(ApiError)(lambda _, error: error.response())
-        Dashboard(state, lambda: 2, lambda: [View(facts, Ledger())], demo).install(app)
+        Dashboard(state, lambda: 2, lambda: [View(facts, SchedulerGauges())], demo).install(app)
         self.http = TestClient(app, base_url=f"http://{HOST}", client=(client, 5))
         found = re.search(r'name="baton-token" content="([^"]*)"', self.http.get("/dashboard").text)
         assert found
@@ -112,9 +115,7 @@ def test_the_state_is_json_that_is_not_cached_and_bad_questions_are_refused() ->
 
 def test_a_kill_ends_the_process_of_the_instance_that_was_named(instance: subprocess.Popen[bytes]) -> None:
     site = Site(replace(FACTS, pid=instance.pid))
-    until = time.monotonic() + 10
-    while site.kill().status_code == 403 and time.monotonic() < until:  # its command line is not there before it has begun
-        pass
+    wait_until(lambda: site.kill().status_code != 403)  # its command line is not there before it has begun
     assert instance.wait(10) == -9
 
 

@@ -10,60 +10,70 @@ from typing import Any
 
 import pytest
 
-from baton.api.original_request import Origin
-from baton.core.engine.records import Bill
+from baton.api.original_request import OriginalRequest
+from baton.core.engine.ended import Bill
+from baton.core.engine.gauges import SchedulerGauges, StorageGauges
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import (
-    Body,
-    Declined,
-    Delivered,
-    Facts,
+    ChoiceOutcome,
+    DeliverTokens,
     FleetChanged,
     Instance,
-    Ledger,
-    Noted,
-    Orphan,
-    OrphanDropped,
-    Outcome,
-    Stage,
+    Join,
+    RequestDeclined,
+    TimelineNoted,
+    TimelineStage,
+    UnclaimedDropped,
+    UnclaimedFound,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.router import dashboard_state as state
 from baton.router import timeline as lanes
 from baton.router.dashboard_state import RouterState
-from baton.router.quantiles import Window, middle_of, size_of
-from baton.router.timeline import Lane
+from baton.router.quantiles import QuantileWindow, middle_of, size_of
+from baton.router.timeline import ChoiceTimeline
 
 S = 1_000_000
 
 
-LEDGER = Ledger(free=90, evictable=4, used=3, leased=2, receiving=1, leaving=5, host_blocks=40, host_used=7)
+LEDGER = SchedulerGauges(
+    free_blocks=90,
+    evictable_blocks=4,
+    running_blocks=3,
+    leased_blocks=2,
+    receiving_blocks=1,
+    leaving_blocks=5,
+    storage=StorageGauges(host_rows=40, host_used=7),
+)
 
 
 @dataclass
 class View:
-    facts: Facts
-    ledger: Ledger = LEDGER
+    facts: Join
+    ledger: SchedulerGauges = LEDGER
     state: str = "ready"
     open: int = 0
 
 
 def view(name: str = "d1", incarnation: int = 1, **changes: Any) -> View:
-    facts = Facts(Instance(name), incarnation, "decode", b"", "http://127.0.0.1:1", "", 8, 100, 16, 1024, 257, 4321)
+    facts = Join(Instance(name), incarnation, "decode", b"", "http://127.0.0.1:1", "", 8, 100, 16, 1024, 257, 4321)
     return View(facts, **changes)
 
 
-def noted(stage: Stage, where: str | None, at_us: int, why: str = "", body: int = 1, choice: int = 0) -> Noted:
-    return Noted(Body(body), choice, stage, None if where is None else Instance(where), at_us, why)
+def noted(
+    stage: TimelineStage, where: str | None, at_us: int, why: str = "", body: int = 1, choice: int = 0
+) -> TimelineNoted:
+    return TimelineNoted(RequestNumber(body), choice, stage, None if where is None else Instance(where), at_us, why)
 
 
-def delivered(tokens: int, body: int = 1, choice: int = 0, end: FinishReason | None = None) -> Delivered:
-    outcome = None if end is None else Outcome(end, tokens, Bill())
-    return Delivered(Body(body), choice, [7] * tokens, None, None, outcome)
+def delivered(tokens: int, body: int = 1, choice: int = 0, end: FinishReason | None = None) -> DeliverTokens:
+    outcome = None if end is None else ChoiceOutcome(end, tokens, Bill())
+    return DeliverTokens(RequestNumber(body), choice, [7] * tokens, None, None, outcome)
 
 
 def asked(router: RouterState, body: int = 1, at_us: int = 0, choices: int = 1) -> None:
-    router.asked(Body(body), f"r{body}", "/v1/completions", 12, choices, at_us)
+    router.asked(RequestNumber(body), f"r{body}", "/v1/completions", 12, choices, at_us)
 
 
 def shown(router: RouterState, since: int = 0, epoch: str | None = None, now_us: int = 100 * S) -> Any:
@@ -82,14 +92,14 @@ def stages(router: RouterState, body: int = 1, choice: int = 0) -> list[tuple[st
 def test_the_life_of_a_request_that_is_moved_is_shown_stage_by_stage_with_the_tokens_it_had() -> None:
     router = RouterState(0)
     asked(router)
-    router.take(noted(Stage.QUEUED, None, 1 * S), 1 * S)
-    router.take(noted(Stage.PLACED, "d1", 2 * S), 2 * S)
-    router.take(noted(Stage.PREFILL, "p1", 3 * S), 3 * S)
-    router.take(noted(Stage.HANDOVER, "d1", 4 * S), 4 * S)
-    router.take(noted(Stage.DECODE, "d1", 5 * S), 5 * S)
+    router.take(noted(TimelineStage.QUEUED, None, 1 * S), 1 * S)
+    router.take(noted(TimelineStage.PLACED, "d1", 2 * S), 2 * S)
+    router.take(noted(TimelineStage.PREFILL, "p1", 3 * S), 3 * S)
+    router.take(noted(TimelineStage.HANDOVER, "d1", 4 * S), 4 * S)
+    router.take(noted(TimelineStage.DECODE, "d1", 5 * S), 5 * S)
     router.take(delivered(37), 6 * S)
-    router.take(noted(Stage.MOVED, "d1", 7 * S, "lost: reset"), 7 * S)
-    router.take(noted(Stage.PLACED, "d2", 8 * S), 8 * S)
+    router.take(noted(TimelineStage.MOVED, "d1", 7 * S, "lost: reset"), 7 * S)
+    router.take(noted(TimelineStage.PLACED, "d2", 8 * S), 8 * S)
     router.take(delivered(3, end=FinishReason.LENGTH), 9 * S)
 
     [request] = shown(router)["requests"]
@@ -111,40 +121,49 @@ def test_the_life_of_a_request_that_is_moved_is_shown_stage_by_stage_with_the_to
 def test_notes_that_come_with_a_late_beat_are_put_where_they_belong() -> None:
     router = RouterState(0)
     asked(router)
-    router.take(noted(Stage.PLACED, "d1", 1 * S), 1 * S)
+    router.take(noted(TimelineStage.PLACED, "d1", 1 * S), 1 * S)
     router.take(delivered(1), 5 * S)  # before anybody has said that it decodes
     assert stages(router) == [("placed", "d1"), ("decode", "d1")]
-    router.take(noted(Stage.HANDOVER, "d1", 2 * S), 6 * S)
-    router.take(noted(Stage.DECODE, "d1", 3 * S), 6 * S)
+    router.take(noted(TimelineStage.HANDOVER, "d1", 2 * S), 6 * S)
+    router.take(noted(TimelineStage.DECODE, "d1", 3 * S), 6 * S)
     told = [("placed", "d1"), ("handover", "d1"), ("decode", "d1")]
     assert stages(router) == told
     [request] = shown(router)["requests"]
     assert [start for _, _, start, *_ in request["lanes"][0]["segments"]] == [1 * S, 2 * S, 3 * S]
 
     router.take(delivered(1, end=FinishReason.STOP), 7 * S)
-    router.take(noted(Stage.PREEMPTED, "d1", 6 * S), 8 * S)
-    router.take(noted(Stage.PLACED, "d2", 8 * S), 8 * S)
+    router.take(noted(TimelineStage.PREEMPTED, "d1", 6 * S), 8 * S)
+    router.take(noted(TimelineStage.PLACED, "d2", 8 * S), 8 * S)
     assert stages(router) == [*told, ("preempted", "d1")], "nothing after its end"
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["notes first", "token first"])
 def test_a_prefill_lasts_until_its_token_though_an_instance_calls_it_decoding_from_its_last_plan_on(late: bool) -> None:
-    lane = Lane()
-    lane.note(Stage.PLACED, "d1", 1)
+    lane = ChoiceTimeline()
+    lane.note(TimelineStage.PLACED, "d1", 1)
     if late:
         lane.delivered(1, 9)
-    lane.note(Stage.PREFILL, "d1", 2)
-    lane.note(Stage.DECODE, "d1", 2)
+    lane.note(TimelineStage.PREFILL, "d1", 2)
+    lane.note(TimelineStage.DECODE, "d1", 2)
     if not late:
         lane.delivered(1, 9)
-    assert [(note.stage, note.at_us) for note in lane.notes] == [(Stage.PLACED, 1), (Stage.PREFILL, 2), (Stage.DECODE, 9)]
+    assert [(note.stage, note.at_us) for note in lane.notes] == [
+        (TimelineStage.PLACED, 1),
+        (TimelineStage.PREFILL, 2),
+        (TimelineStage.DECODE, 9),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_segments_follow_each_other_without_gap_in_whatever_order_the_notes_come(seed: int) -> None:
     chance = random.Random(seed)
-    lane = Lane()
-    notes = [(stage, where, at) for at, stage in enumerate(Stage) if stage is not Stage.ENDED for where in ("d1", "d2")]
+    lane = ChoiceTimeline()
+    notes = [
+        (stage, where, at)
+        for at, stage in enumerate(TimelineStage)
+        if stage is not TimelineStage.ENDED
+        for where in ("d1", "d2")
+    ]
     chance.shuffle(notes)
     for stage, where, at_us in notes:
         lane.note(stage, where, at_us)
@@ -156,10 +175,10 @@ def test_segments_follow_each_other_without_gap_in_whatever_order_the_notes_come
 
 
 def test_a_choice_that_is_moved_without_end_keeps_its_beginning_and_its_latest_notes() -> None:
-    lane = Lane()
+    lane = ChoiceTimeline()
     for at in range(1000):
-        lane.note(Stage.PLACED, f"d{at % 2}", 2 * at)
-        lane.note(Stage.MOVED, f"d{at % 2}", 2 * at + 1)
+        lane.note(TimelineStage.PLACED, f"d{at % 2}", 2 * at)
+        lane.note(TimelineStage.MOVED, f"d{at % 2}", 2 * at + 1)
     assert len(lane.notes) == lanes.NOTES_MAX
     assert lane.left_out == 2000 - lanes.NOTES_MAX
     kept = [note.at_us for note in lane.notes]
@@ -172,7 +191,7 @@ def test_each_choice_has_its_own_lane_and_the_request_ends_with_the_last() -> No
     router.take(delivered(2, choice=1, end=FinishReason.STOP), 1 * S)
     router.sample([], 0, 2 * S)
     assert shown(router)["fleet"][-1][2] == 1, "still open"
-    router.take(noted(Stage.ENDED, None, 3 * S, "length"), 3 * S)
+    router.take(noted(TimelineStage.ENDED, None, 3 * S, "length"), 3 * S)
     router.sample([], 0, 4 * S)
     assert shown(router)["fleet"][-1][2] == 0
     [request] = shown(router)["requests"]
@@ -182,27 +201,27 @@ def test_each_choice_has_its_own_lane_and_the_request_ends_with_the_last() -> No
 def test_a_declined_request_ends_with_the_reason() -> None:
     router = RouterState(0)
     asked(router, choices=2)
-    router.take(Declined(Body(1), Refusal(RefusalCode.QUEUE_FULL, "full")), 1 * S)
+    router.take(RequestDeclined(RequestNumber(1), Refusal(RefusalCode.QUEUE_FULL, "full")), 1 * S)
     [request] = shown(router)["requests"]
     assert [lane["finish"] for lane in request["lanes"]] == ["declined: queue_full"] * 2
 
 
 def test_a_request_of_a_router_that_was_lost_is_shown_as_the_one_it_was() -> None:
     router = RouterState(0)
-    origin = Origin("/v1/completions", b"{}", "", "the-one", 1, 2).encode()
-    router.take(noted(Stage.RESUMED, "d1", 1 * S), 1 * S)
-    router.take(Orphan(Body(1), origin, ((5, 6, 7), None), ((), ()), (None, None), (None, None)), 1 * S)
+    origin = OriginalRequest("/v1/completions", b"{}", "", "the-one", 1, 2).encode()
+    router.take(noted(TimelineStage.RESUMED, "d1", 1 * S), 1 * S)
+    router.take(UnclaimedFound(RequestNumber(1), origin, ((5, 6, 7), None), ((), ()), (None, None), (None, None)), 1 * S)
     router.take(delivered(1), 2 * S)
     router.take(delivered(1, choice=1, end=FinishReason.STOP), 3 * S)
     [request] = shown(router)["requests"]
     assert (request["id"], request["choices"], request["prompt_tokens"]) == ("the-one", 2, None)
     assert [(lane["tokens"], lane["first_us"]) for lane in request["lanes"]] == [(4, None), (1, None)]
     assert stages(router) == [("resumed", "d1"), ("decode", "d1")]
-    router.take(OrphanDropped(Body(1)), 4 * S)
+    router.take(UnclaimedDropped(RequestNumber(1)), 4 * S)
     [request] = shown(router)["requests"]
     assert [lane["finish"][:7] for lane in request["lanes"]] == ["dropped", "stop"]
 
-    router.take(Orphan(Body(2), b"no origin", ((),), ((),), (None,), (None,)), 1 * S)
+    router.take(UnclaimedFound(RequestNumber(2), b"no origin", ((),), ((),), (None,), (None,)), 1 * S)
     assert [request["body"] for request in shown(router)["requests"]] == [1]
 
 
@@ -215,7 +234,7 @@ def test_of_many_requests_the_latest_are_shown_and_no_more_are_kept() -> None:
         asked(router, body, at_us=body)
         router.take(delivered(1, body, end=FinishReason.STOP), body)
     assert [request["body"] for request in shown(router)["requests"]] == list(range(801, 1001))
-    router.take(noted(Stage.DECODE, "d1", 5, body=3), S)  # of one that is long forgotten
+    router.take(noted(TimelineStage.DECODE, "d1", 5, body=3), S)  # of one that is long forgotten
     assert len(router._requests) == state.REQUESTS_MAX
 
 
@@ -322,7 +341,7 @@ def test_times_to_the_first_token_and_between_tokens_are_those_that_a_client_see
 
 def test_quantiles_are_within_a_32nd_of_the_exact_ones() -> None:
     chance = random.Random(7)
-    window = Window(60)
+    window = QuantileWindow(60)
     values = sorted(int(chance.lognormvariate(9, 2)) for _ in range(5000))
     for value in values:
         window.add(value, S)
@@ -333,7 +352,7 @@ def test_quantiles_are_within_a_32nd_of_the_exact_ones() -> None:
 
 
 def test_a_window_forgets_and_one_without_measurements_says_so() -> None:
-    window = Window(10)
+    window = QuantileWindow(10)
     assert window.quantiles((0.5,), 0) == [None]
     window.add(5, 0)
     window.add(9, 9 * S)
@@ -344,7 +363,7 @@ def test_a_window_forgets_and_one_without_measurements_says_so() -> None:
 
 
 def test_weights_count_as_so_many_measurements() -> None:
-    window = Window()
+    window = QuantileWindow()
     window.add(1, S, weight=9)
     window.add(20, S)
     assert window.quantiles((0.5, 0.9, 0.95), S) == [1, 1, 20]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
-from baton.router.idempotency import Idempotency
+from baton.router.idempotency import IdempotencyMiddleware
 from tests.router.fleet import ROUTER, Fleet
 from tests.router.fleet import fleet as running
 from tests.router.test_carrying import ask, asking, data_of, finished
+from tests.support.waiting import wait_until
 
-Eventually = Callable[[Callable[[], bool]], None]
 KEY = {"Idempotency-Key": "once"}
 
 
@@ -34,10 +34,10 @@ def test_the_same_question_again_gets_the_same_bytes_and_costs_nothing(fleet: Fl
     assert again.headers["idempotent-replayed"] == "true"
 
 
-def test_while_the_first_is_open_the_second_follows_it_from_the_start(fleet: Fleet, eventually: Eventually) -> None:
+def test_while_the_first_is_open_the_second_follows_it_from_the_start(fleet: Fleet) -> None:
     member = fleet.add("a", allowed=5)
     with asking(fleet.served, headers=KEY, stream=True) as first:
-        eventually(lambda: member.given >= 5)
+        wait_until(lambda: member.given >= 5)
         with asking(fleet.served, headers=KEY, stream=True) as second:
             member.allowed = None
             one, other = finished(first), finished(second)
@@ -65,10 +65,10 @@ def test_keys_of_tenants_are_apart(text: ModelText) -> None:
     assert answers[0]["id"] != answers[1]["id"]
 
 
-def test_a_client_that_hangs_up_finds_its_answer_when_it_comes_back(fleet: Fleet, eventually: Eventually) -> None:
+def test_a_client_that_hangs_up_finds_its_answer_when_it_comes_back(fleet: Fleet) -> None:
     member = fleet.add("a", allowed=5)
     with asking(fleet.served, headers=KEY, stream=True):
-        eventually(lambda: member.given >= 5)
+        wait_until(lambda: member.given >= 5)
     member.allowed = None
     with asking(fleet.served, headers=KEY, stream=True) as again:
         assert data_of(finished(again))[-1] == "[DONE]"
@@ -81,11 +81,11 @@ def hasty(text: ModelText) -> Iterator[Fleet]:
         yield made
 
 
-def test_what_nobody_comes_back_for_is_cancelled_after_the_grace(hasty: Fleet, eventually: Eventually) -> None:
+def test_what_nobody_comes_back_for_is_cancelled_after_the_grace(hasty: Fleet) -> None:
     member = hasty.add("a", allowed=5)
     with asking(hasty.served, headers=KEY, stream=True):
-        eventually(lambda: member.given >= 5)
-    eventually(lambda: hasty.do(lambda: hasty.engine.open_bodies) == 0)
+        wait_until(lambda: member.given >= 5)
+    wait_until(lambda: hasty.do(lambda: hasty.engine.open_requests) == 0)
     member.allowed = None
     with asking(hasty.served, headers=KEY, stream=True) as again:
         assert finished(again).status == 200
@@ -149,7 +149,7 @@ async def called(app: ASGIApp, key: str, body: bytes = b"{}") -> tuple[int, byte
 
 async def test_the_oldest_records_make_room_for_new_ones() -> None:
     inner = Counted([b"x" * 40])
-    ring = Idempotency(inner, grace_s=1, bytes_max=100)
+    ring = IdempotencyMiddleware(inner, grace_s=1, bytes_max=100)
     for key in ("a", "b", "c"):
         assert (await called(ring, key))[1] == b"x" * 40
     assert inner.calls == 3
@@ -162,7 +162,7 @@ async def test_the_oldest_records_make_room_for_new_ones() -> None:
 
 async def test_an_answer_larger_than_all_records_is_given_and_not_kept() -> None:
     inner = Counted([b"x" * 60, b"y" * 60])
-    ring = Idempotency(inner, grace_s=1, bytes_max=100)
+    ring = IdempotencyMiddleware(inner, grace_s=1, bytes_max=100)
     assert await called(ring, "a") == (200, b"x" * 60 + b"y" * 60)
     await called(ring, "a")
     assert inner.calls == 2
@@ -171,7 +171,7 @@ async def test_an_answer_larger_than_all_records_is_given_and_not_kept() -> None
 async def test_a_record_lives_for_a_while() -> None:
     now_s = 0.0
     inner = Counted([b"x"])
-    ring = Idempotency(inner, grace_s=1, kept_s=600, clock_s=lambda: now_s)
+    ring = IdempotencyMiddleware(inner, grace_s=1, kept_s=600, clock_s=lambda: now_s)
     await called(ring, "a")
     now_s = 599.0
     await called(ring, "a")
@@ -183,7 +183,7 @@ async def test_a_record_lives_for_a_while() -> None:
 
 async def test_a_stream_that_broke_is_not_kept() -> None:
     inner = Counted([b'data: {"error":{}}\n\n'], b"text/event-stream; charset=utf-8")
-    ring = Idempotency(inner, grace_s=1)
+    ring = IdempotencyMiddleware(inner, grace_s=1)
     await called(ring, "a")
     await called(ring, "a")
     assert inner.calls == 2

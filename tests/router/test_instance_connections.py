@@ -7,36 +7,36 @@ import socket
 
 import pytest
 
-from baton.core.routing.events import RouterConfig
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
-from baton.node.sealed_connection import Line, LineEnd, Stage, call
-from baton.router.instance_connections import Sessions
-from baton.wire.router_sessions import Switch
+from baton.node.sealed_connection import ConnectionEnd, ConnectionStage, SealedConnection, call
+from baton.router.instance_connections import InstanceConnections
+from baton.wire.router_sessions import RouterSessions
 
 KEY = b"k" * 32
 DEADLINE_S = 20.0
 
 
 class Silent:
-    def arrived(self, line: Line) -> None: ...
+    def arrived(self, line: SealedConnection) -> None: ...
 
-    def opened(self, line: Line) -> None: ...
+    def opened(self, line: SealedConnection) -> None: ...
 
-    def heard(self, line: Line, frame: bytes) -> None: ...
+    def heard(self, line: SealedConnection, frame: bytes) -> None: ...
 
-    def ended(self, line: Line, end: LineEnd) -> None: ...
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None: ...
 
 
 async def test_who_says_nothing_is_hung_up_although_nothing_else_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.wire.router_sessions.JOIN_US", 50_000)
-    sessions = Sessions(Switch(Router(RouterConfig(), b"secret", 1), "r"), KEY, "r")
+    sessions = InstanceConnections(RouterSessions(Router(RouterConfig(), b"secret", 1), "r"), KEY, "r")
     listener = socket.create_server(("127.0.0.1", 0))
     await sessions.open(listener)
-    line = Line(KEY, "instance", Silent(), calls="r")
+    line = SealedConnection(KEY, "instance", Silent(), calls="r")
     try:
         async with asyncio.timeout(DEADLINE_S):
             end = await call(line, "127.0.0.1", listener.getsockname()[1], DEADLINE_S)
-        assert end.was is Stage.OPEN
+        assert end.was is ConnectionStage.OPEN
     finally:
         sessions.close("the test is over")
         await line.gone.wait()

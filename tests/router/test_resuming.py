@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -18,8 +18,8 @@ from tests.api.conftest import Reply
 from tests.router.fleet import ROUTER, Fleet
 from tests.router.fleet import fleet as running
 from tests.router.test_carrying import ask, asking, comparable, data_of, finished, ids_of
+from tests.support.waiting import wait_until
 
-Eventually = Callable[[Callable[[], bool]], None]
 MINE = {"X-Request-Id": "mine"}
 
 
@@ -41,12 +41,12 @@ def resume(fleet: Fleet, after: str, headers: dict[str, str] | None = None, name
     return fleet.served.call("GET", f"/v1/requests/{name}/stream", headers={"Last-Event-ID": after} | (headers or {}))
 
 
-def cut_off(fleet: Fleet, eventually: Eventually, tokens: int, chat: bool = False, **fields: Any) -> None:
+def cut_off(fleet: Fleet, tokens: int, chat: bool = False, **fields: Any) -> None:
     """Ask, and have the router killed after so many tokens."""
     for member in fleet.members.values():
         member.allowed = member.given + tokens
     with asking(fleet.served, chat, MINE, **fields):
-        eventually(lambda: any(m.given >= (m.allowed or 0) for m in fleet.members.values()))
+        wait_until(lambda: any(m.given >= (m.allowed or 0) for m in fleet.members.values()))
         fleet.kill_router()
     for member in fleet.members.values():
         member.allowed = None
@@ -55,14 +55,12 @@ def cut_off(fleet: Fleet, eventually: Eventually, tokens: int, chat: bool = Fals
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream_options": {"include_usage": True}, "return_token_ids": True}])
-def test_what_follows_any_event_is_exactly_what_was_not_heard(
-    fleet: Fleet, eventually: Eventually, chat: bool, fields: dict[str, Any]
-) -> None:
+def test_what_follows_any_event_is_exactly_what_was_not_heard(fleet: Fleet, chat: bool, fields: dict[str, Any]) -> None:
     fleet.add("a")
     headers = {"X-Request-Id": "mine"}
     whole = events_of(ask(fleet.served, chat, headers, stream=True, max_tokens=9, **fields).body)
     for place in {0, 1, 2, len(whole) // 2, len(whole) - 2}:
-        cut_off(fleet, eventually, 5, chat, stream=True, max_tokens=9, **fields)
+        cut_off(fleet, 5, chat, stream=True, max_tokens=9, **fields)
         fleet.join_all()
         after = whole[place][0]
         rest = events_of(resume(fleet, after).body)
@@ -88,10 +86,10 @@ def texts(events: list[tuple[str, Any]], chat: bool) -> list[Any]:
     return [sorted(found.items()), usage and usage["completion_tokens"]]
 
 
-def test_a_whole_answer_is_given_whole(fleet: Fleet, eventually: Eventually) -> None:
+def test_a_whole_answer_is_given_whole(fleet: Fleet) -> None:
     fleet.add("a")
     whole = comparable(ask(fleet.served, True, n=2, logprobs=True).json())
-    cut_off(fleet, eventually, 12, True, n=2, logprobs=True)
+    cut_off(fleet, 12, True, n=2, logprobs=True)
     fleet.join_all()
     reply = resume(fleet, "")
     assert reply.status == 200
@@ -99,9 +97,9 @@ def test_a_whole_answer_is_given_whole(fleet: Fleet, eventually: Eventually) -> 
     assert comparable(reply.json())["choices"] == whole["choices"]
 
 
-def test_the_request_may_be_asked_for_before_its_instance_has_come_back(fleet: Fleet, eventually: Eventually) -> None:
+def test_the_request_may_be_asked_for_before_its_instance_has_come_back(fleet: Fleet) -> None:
     fleet.add("a")
-    cut_off(fleet, eventually, 5, stream=True)
+    cut_off(fleet, 5, stream=True)
     replies: list[Reply] = []
     asked = threading.Thread(target=lambda: replies.append(resume(fleet, "")))
     asked.start()
@@ -110,32 +108,30 @@ def test_the_request_may_be_asked_for_before_its_instance_has_come_back(fleet: F
     assert data_of(replies[0])[-1] == "[DONE]"
 
 
-def test_it_is_resumed_although_its_instance_was_lost_after_the_router_came_back(
-    fleet: Fleet, eventually: Eventually
-) -> None:
+def test_it_is_resumed_although_its_instance_was_lost_after_the_router_came_back(fleet: Fleet) -> None:
     fleet.add("a")
     whole = "".join(event["choices"][0]["text"] for event in data_of(ask(fleet.served, False, stream=True))[:-1])
-    cut_off(fleet, eventually, 5, stream=True)
+    cut_off(fleet, 5, stream=True)
     fleet.members["a"].allowed = fleet.members["a"].given + 3
     fleet.join_all()
-    eventually(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
+    wait_until(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
     fleet.add("b")
     fleet.kill("a")
     events = data_of(resume(fleet, ""))
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == whole
 
 
-def test_ids_of_others_and_unknown_ones_are_not_found(text: ModelText, eventually: Eventually) -> None:
+def test_ids_of_others_and_unknown_ones_are_not_found(text: ModelText) -> None:
     settings = ApiSettings(served_model_names=("tiny",), api_keys=("one", "two"))
     mine, other = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
     with running(text, settings) as fleet:
         member = fleet.add("a", allowed=5)
         with asking(fleet.served, False, MINE | mine, stream=True):
-            eventually(lambda: member.given >= 5)
+            wait_until(lambda: member.given >= 5)
             fleet.kill_router()
         fleet.start_router()
         fleet.join_all()
-        eventually(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
+        wait_until(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
         fleet.do(lambda: setattr(fleet.engine, "_began_us", -(10**9)))  # it is not new any more
         assert resume(fleet, "", other).status == 404
         assert resume(fleet, "", mine, "unknown").status == 404
@@ -144,10 +140,10 @@ def test_ids_of_others_and_unknown_ones_are_not_found(text: ModelText, eventuall
         assert data_of(resume(fleet, "3", mine))[-1] == "[DONE]"
 
 
-def test_one_reader_at_a_time(fleet: Fleet, eventually: Eventually) -> None:
+def test_one_reader_at_a_time(fleet: Fleet) -> None:
     member = fleet.add("a", allowed=3)
     with asking(fleet.served, False, MINE, stream=True):
-        eventually(lambda: member.given >= 3)
+        wait_until(lambda: member.given >= 3)
         refused = resume(fleet, "")
         assert (refused.status, refused.error["code"], refused.error["param"]) == (409, "still_read", "id")
         fleet.kill_router()
@@ -155,49 +151,47 @@ def test_one_reader_at_a_time(fleet: Fleet, eventually: Eventually) -> None:
     fleet.join_all()
     with closing(http.client.HTTPConnection("127.0.0.1", fleet.served.port, timeout=20)) as first:
         first.request("GET", "/v1/requests/mine/stream")
-        eventually(lambda: fleet.do(lambda: fleet.engine.open_bodies) == 1)
+        wait_until(lambda: fleet.do(lambda: fleet.engine.open_requests) == 1)
         assert (resume(fleet, "").status, resume(fleet, "").error["code"]) == (409, "still_read")
         member.allowed = None
         assert data_of(finished(first))[-1] == "[DONE]"
 
 
-def test_an_orphan_can_be_cancelled_and_its_id_used_again(fleet: Fleet, eventually: Eventually) -> None:
+def test_an_orphan_can_be_cancelled_and_its_id_used_again(fleet: Fleet) -> None:
     member = fleet.add("a")
-    cut_off(fleet, eventually, 5, stream=True)
+    cut_off(fleet, 5, stream=True)
     member.allowed = member.given
     fleet.join_all()
-    eventually(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
+    wait_until(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
     assert ask(fleet.served, False, MINE).error["code"] == "duplicate_id"
     assert fleet.served.call("DELETE", "/v1/requests/mine").status == 200
     assert fleet.do(lambda: fleet.engine.orphans) == 0
     member.allowed = None
-    eventually(lambda: fleet.do(lambda: member.worker.is_idle))
+    wait_until(lambda: fleet.do(lambda: member.worker.is_idle))
     assert ask(fleet.served, False, MINE).status == 200
 
 
 @pytest.mark.parametrize("after", ["x", "1,2", "-1", "1!!", "9" * 11, "1;2"])
-def test_an_event_id_that_is_none_is_a_400_and_the_request_waits_on(
-    fleet: Fleet, eventually: Eventually, after: str
-) -> None:
+def test_an_event_id_that_is_none_is_a_400_and_the_request_waits_on(fleet: Fleet, after: str) -> None:
     fleet.add("a")
-    cut_off(fleet, eventually, 5, stream=True)
+    cut_off(fleet, 5, stream=True)
     fleet.join_all()
     refused = resume(fleet, after)
     assert (refused.status, refused.error["param"]) == (400, "Last-Event-ID")
     assert data_of(resume(fleet, "5"))[-1] == "[DONE]"
 
 
-def test_log_probabilities_that_were_lost_in_a_move_cannot_be_resumed(fleet: Fleet, eventually: Eventually) -> None:
+def test_log_probabilities_that_were_lost_in_a_move_cannot_be_resumed(fleet: Fleet) -> None:
     first = fleet.add("a", allowed=4)
     with asking(fleet.served, False, MINE, stream=True, logprobs=1):
-        eventually(lambda: first.given >= 4)
+        wait_until(lambda: first.given >= 4)
         second = fleet.add("b", allowed=3)
         fleet.kill("a")
-        eventually(lambda: second.given >= 3)
+        wait_until(lambda: second.given >= 3)
         fleet.kill_router()
     fleet.start_router()
     fleet.join_all()
-    eventually(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
+    wait_until(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
     refused = resume(fleet, "2")
     assert (refused.status, refused.error["code"]) == (410, "cannot_resume")
     second.allowed = None
@@ -213,20 +207,20 @@ def hasty(text: ModelText) -> Iterator[Fleet]:
         yield made
 
 
-def test_an_orphan_that_nobody_comes_for_is_dropped(hasty: Fleet, eventually: Eventually) -> None:
+def test_an_orphan_that_nobody_comes_for_is_dropped(hasty: Fleet) -> None:
     member = hasty.add("a")
-    cut_off(hasty, eventually, 5, stream=True)
+    cut_off(hasty, 5, stream=True)
     member.allowed = member.given
     hasty.join_all()
-    eventually(lambda: hasty.do(lambda: hasty.router.counts.orphans_dropped) == 1)
+    wait_until(lambda: hasty.do(lambda: hasty.router.counts.orphans_dropped) == 1)
     assert hasty.do(lambda: hasty.engine.orphans) == 0
     member.allowed = None
-    eventually(lambda: hasty.do(lambda: member.worker.is_idle))
+    wait_until(lambda: hasty.do(lambda: member.worker.is_idle))
 
 
-def test_more_than_an_answer_can_have_is_no_place_to_go_on_from(fleet: Fleet, eventually: Eventually) -> None:
+def test_more_than_an_answer_can_have_is_no_place_to_go_on_from(fleet: Fleet) -> None:
     fleet.add("a")
-    cut_off(fleet, eventually, 5, stream=True, max_tokens=9)
+    cut_off(fleet, 5, stream=True, max_tokens=9)
     fleet.join_all()
     refused = resume(fleet, "10")
     assert (refused.status, refused.error["param"]) == (400, "Last-Event-ID")

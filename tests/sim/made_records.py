@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.sim.records import Journey, Look, Outcome, RunRecord, StepSpan
+from baton.sim.records import InstanceSample, RequestOutcome, RequestRecord, RunRecord, StepSpan
 
 
-def journey(index: int, arrived_us: int, ttft_us: int, tpot_us: int, outputs: int = 11, inputs: int = 100) -> Journey:
+def journey(index: int, arrived_us: int, ttft_us: int, tpot_us: int, outputs: int = 11, inputs: int = 100) -> RequestRecord:
     """A finished request: its first token after `ttft_us`, then one every `tpot_us`."""
     first_us = arrived_us + ttft_us
-    return Journey(
+    return RequestRecord(
         index, arrived_us, inputs, instance=0, first_us=first_us, ended_us=first_us + tpot_us * (outputs - 1),
         output_tokens=outputs, queue_us=ttft_us // 2, prefill_us=ttft_us // 4, decode_us=tpot_us * (outputs - 1),
-        outcome=Outcome.STOP,
+        outcome=RequestOutcome.STOP,
     )  # fmt: skip
 
 
-def record(*journeys: Journey, instances: int = 1, label: str = "only", seed: int = 0) -> RunRecord:
+def record(*journeys: RequestRecord, instances: int = 1, label: str = "only", seed: int = 0) -> RunRecord:
     ends_us = [journey.ended_us for journey in journeys if journey.ended_us is not None]
     return RunRecord(label, seed, instances, 100, 16, end_us=max(ends_us, default=0), journeys=list(journeys))
 
 
-def look(at_us: int, instance: int = 0, held: int = 40, cached: int = 20, running: int = 4, waiting: int = 0) -> Look:
+def look(
+    at_us: int, instance: int = 0, held: int = 40, cached: int = 20, running: int = 4, waiting: int = 0
+) -> InstanceSample:
     """At an instance of 100 blocks."""
-    return Look(at_us, instance, running, waiting, 100 - held - cached, cached, held, 0, 0.5)
+    return InstanceSample(at_us, instance, running, waiting, 100 - held - cached, cached, held, 0, 0.5)
 
 
 def busy_hour(
@@ -47,7 +49,7 @@ def busy_hour(
         one.preemptions = int(draw.random() < rush[n] * 0.2)
         one.recomputed_tokens = one.preemptions * one.input_tokens
         made.journeys.append(one)
-    made.journeys.extend(Journey(count + n, n * 1_000_000, 500, outcome=Outcome.REFUSED) for n in range(25))
+    made.journeys.extend(RequestRecord(count + n, n * 1_000_000, 500, outcome=RequestOutcome.REFUSED) for n in range(25))
     made.end_us = max(one.ended_us or 0 for one in made.journeys)
     for second in range(made.end_us // 1_000_000):
         level = np.exp(-(((second * 1e6 - end_us * 0.55) / (end_us * 0.2)) ** 2))
@@ -57,7 +59,7 @@ def busy_hour(
             running = int(20 + 200 * level + draw.normal(0, 6))
             waiting = int(max(0.0, 120 * slow * (level - 0.5) + draw.normal(0, 8)))
             made.looks.append(
-                Look(second * 1_000_000, instance, running, waiting, pool - held - cached, cached, held, 0, 0.3)
+                InstanceSample(second * 1_000_000, instance, running, waiting, pool - held - cached, cached, held, 0, 0.3)
             )
     at_us = [0] * instances
     for n in range(count * 2):

@@ -1,71 +1,55 @@
 """Bugs planted in the protocol, one at a time, for the simulator's laws to find.
 
 A check that nothing can fail proves nothing. Each bug here is one that systems of this kind have had; it replaces a function
-or two of `baton.core` or `baton.wire` for the time of one run and leaves the simulator alone. `search_planted` finds a seed
-that catches each, `catches.json` records it, and `test_planted` replays it.
+or two of `baton.core` or `baton.wire`, which `support.planting` finds by name, for the time of one run and leaves the
+simulator alone. `search_planted` finds a seed that catches each, `catches.json` records it, and `test_planted` replays it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from baton.core.engine import running_set as scheduling
-from baton.core.engine import scheduler as admitting
-from baton.core.engine import victims
+from baton.core.engine import settling
+from baton.core.engine.admission import Admission
+from baton.core.engine.billing import Billing
 from baton.core.engine.blocks import BlockPool
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.ending import RequestEnding
+from baton.core.engine.orders import Cancel, Drain, StopAt, Submit
 from baton.core.engine.plan import Copy, Int32s, Int64s, StepPlan, StepResult
 from baton.core.engine.prefix import Key, PrefixIndex
-from baton.core.engine.prefix_publisher import Namer
-from baton.core.engine.records import EndedRequest, Flight, Hit, Request
+from baton.core.engine.prefix_lookup import PrefixLookup
+from baton.core.engine.prefix_publisher import PrefixPublisher
+from baton.core.engine.pressure import BlockPressure
+from baton.core.engine.records import PrefixHit, Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
-from baton.core.engine.reserve import Promises
-from baton.core.engine.running_set import StepBuilder
+from baton.core.engine.running_set import RunningSet
 from baton.core.engine.scheduler import Scheduler
+from baton.core.engine.settling import StepSettling
 from baton.core.engine.slots import Slots
+from baton.core.engine.step_builder import StepBuilder
+from baton.core.engine.step_rows import InFlightStep
 from baton.core.engine.waiting_queue import WaitingQueue
-from baton.core.engine.worker import Cancelled, DrainOrdered, Effect, Event, StopFound, Submitted, Worker
+from baton.core.engine.worker import Effect, Event, Worker
 from baton.core.errors import Refusal, RefusalCode
 from baton.wire import engine_messages as messages
 from baton.wire import keyfile, link
 from baton.wire import request_table as desking
-from baton.wire import worker_messages as dispatch
-from baton.wire.engine_messages import Rows, StepOutput, Submit, WireEnded, WireSubmission
+from baton.wire.engine_messages import DecodedRows, StepOutput
 from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
-from baton.wire.request_table import Desk, State
+from baton.wire.request_table import EntryState, RequestTable
+from tests.support.planting import Patch, planted
 
 CATCHES = Path(__file__).with_name("catches.json")
-
-
-class Patch:
-    """Replaces attributes of production code, and puts them back."""
-
-    def __init__(self) -> None:
-        self.touched: list[str] = []
-        """The modules whose code was replaced."""
-        self._before: list[tuple[object, str, object]] = []
-
-    def set(self, owner: type | ModuleType, name: str, value: object) -> None:
-        """Where a class inherits the attribute, it is replaced where it was defined: for all that inherit it."""
-        if isinstance(owner, type):
-            owner = next(kind for kind in owner.__mro__ if name in kind.__dict__)
-        self._before.append((owner, name, owner.__dict__[name]))
-        self.touched.append(owner.__name__ if isinstance(owner, ModuleType) else owner.__module__)
-        setattr(owner, name, value)
-
-    def undo(self) -> None:
-        while self._before:
-            owner, name, value = self._before.pop()
-            setattr(owner, name, value)
 
 
 Plant = Callable[[Patch], None]
@@ -79,14 +63,8 @@ class Bug:
     """What an operator would see or write into the post-mortem."""
     plant: Plant
 
-    @contextmanager
-    def planted(self) -> Iterator[Patch]:
-        patch = Patch()
-        try:
-            self.plant(patch)
-            yield patch
-        finally:
-            patch.undo()
+    def planted(self) -> AbstractContextManager[Patch]:
+        return planted(self.name, self.plant)
 
 
 class Catch(NamedTuple):
@@ -101,6 +79,8 @@ BUGS: dict[str, Bug] = {}
 
 def bug(layer: str, story: str) -> Callable[[Plant], Plant]:
     def register(plant: Plant) -> Plant:
+        if plant.__name__ in BUGS:
+            raise ValueError(f"there are two planted bugs {plant.__name__}")
         BUGS[plant.__name__] = Bug(plant.__name__, layer, story, plant)
         return plant
 
@@ -126,63 +106,71 @@ core, wire = partial(bug, "core"), partial(bug, "wire")
 
 @core("a preempted request queues again before its last step is back, and repeats tokens")
 def requeue_before_the_ack(patch: Patch) -> None:
-    preempt_then = Scheduler._preempt
+    order_then = patch.original("RunningSet.order_stop")
 
-    def preempt(self: Scheduler, step: StepBuilder, victim: int, asker: int) -> None:
-        preempt_then(self, step, victim, asker)
-        request = self._occupant(victim)
-        request.outputs = self.slots.outputs(victim)
-        known = np.concatenate((request.submission.prompt, request.outputs))
-        request.keys = self.keys_of(request.submission, known)
-        self._waiting.push(request)
+    def order_stop(self: RunningSet, request: Request, move: Move) -> None:
+        order_then(self, request, move)
+        if move is Move.PREEMPT:
+            request.outputs = self.slots.outputs(self.slot_of(request))
+            known = np.concatenate((request.submission.prompt, request.outputs))
+            request.keys = PrefixLookup(self).keys_of(request.submission, known)
+            queues[self].push(request)
 
-    patch.set(Scheduler, "_preempt", preempt)
-    patch.set(Scheduler, "_requeue", lambda self, request: self._move(request, Move.ACK_PREEMPTION))
+    init_then = patch.original("RequestEnding.__init__")
+    queues: dict[RunningSet, WaitingQueue] = {}
+
+    def init(self: RequestEnding, running: RunningSet, queue: WaitingQueue, *parts: Any) -> None:
+        init_then(self, running, queue, *parts)
+        queues[running] = queue
+
+    patch.set("RequestEnding.__init__", init)
+    patch.set("RunningSet.order_stop", order_stop)
+    patch.set("RequestEnding.requeue", lambda self, request: self._running.move(request, Move.ACK_PREEMPTION))
 
 
 @core("a preempted request comes back without its last token, and the client gets that one twice")
 def forget_a_token_at_a_restart(patch: Patch) -> None:
-    requeue_then = Scheduler._requeue
+    requeue_then = patch.original("RequestEnding.requeue")
 
-    def requeue(self: Scheduler, request: Request) -> None:
+    def requeue(self: RequestEnding, request: Request) -> None:
         requeue_then(self, request)
         request.outputs = request.outputs[:-1]
 
-    patch.set(Scheduler, "_requeue", requeue)
+    patch.set("RequestEnding.requeue", requeue)
 
 
 @core("blocks of a stopped request are free at the order, while a step in flight still writes them")
 def free_blocks_at_the_order(patch: Patch) -> None:
-    order_then = Scheduler._order_stop
+    order_then = patch.original("RunningSet.order_stop")
 
-    def order_stop(self: Scheduler, request: Request, move: Move) -> None:
+    def order_stop(self: RunningSet, request: Request, move: Move) -> None:
         order_then(self, request, move)
-        slot = self._slot_of(request)
+        slot = self.slot_of(request)
         self.pool.drop(self.slots.blocks(slot))
         self.slots.held[slot] = 0
 
-    patch.set(Scheduler, "_order_stop", order_stop)
+    patch.set("RunningSet.order_stop", order_stop)
 
 
 @core("the result of a step is appended though its request has ended meanwhile")
 def append_a_stale_result(patch: Patch) -> None:
-    def fence(self: Scheduler, flight: Flight) -> Int64s:
+    def fence(self: StepSettling, step: InFlightStep) -> Int64s:
         del self
-        return np.arange(flight.stops, len(flight.crew.slots))
+        return np.arange(step.stops, len(step.rows.slots))
 
-    patch.set(Scheduler, "_fence", fence)
+    patch.set("_fence", fence)
 
 
 @core("a request that finishes while it is asked to yield gets a second stop")
 def stop_twice_when_a_victim_finishes(patch: Patch) -> None:
-    end_then = Scheduler._end
+    end_then = patch.original("RequestEnding.end")
 
-    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
+    def end(self: RequestEnding, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
         if request.phase is Phase.PREEMPTING and move is Move.FINISH:
-            self._stopping.append(self._slot_of(request))
-        end_then(self, request, reason, move, ended)
+            self._running.stopping.append(self._running.slot_of(request))
+        return end_then(self, request, reason, move)
 
-    patch.set(Scheduler, "_end", end)
+    patch.set("RequestEnding.end", end)
 
 
 @core("half-filled prompts are asked to yield as if they were decoding")
@@ -191,74 +179,74 @@ def choose_a_prefilling_victim(patch: Patch) -> None:
         rows = slots.running()
         return rows[~slots.protected[rows] & (slots.priority[rows] >= slots.priority[asker])]
 
-    patch.set(victims, "candidates", candidates)
+    patch.set("candidates", candidates)
 
 
 @core("requests that have yielded often enough are asked again and again")
 def protect_nobody(patch: Patch) -> None:
-    start_then = Scheduler._start
+    start_then = patch.original("Admission.start")
 
-    def start(self: Scheduler, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
+    def start(self: Admission, step: StepBuilder, request: Request, hit: PrefixHit, protected: bool) -> None:
         del protected
         start_then(self, step, request, hit, False)
 
-    patch.set(Scheduler, "_start", start)
+    patch.set("Admission.start", start)
 
 
 @core("growth of others takes the blocks that a protected request was promised")
 def let_growth_touch_what_is_promised(patch: Patch) -> None:
-    grow_then, promised_then = Scheduler._grow_or_wait, Promises.promised
+    grow_then, promised_then = patch.original("_grow_or_wait"), patch.original("BlockPromises.promised")
     growing: list[bool] = []
 
-    def grow_or_wait(self: Scheduler, step: StepBuilder, rows: Int64s, short: Int64s) -> Any:
+    def grow_or_wait(self: BlockPressure, step: StepBuilder, rows: Int64s, short: Int64s) -> Any:
         growing.append(True)
         try:
             return grow_then(self, step, rows, short)
         finally:
             growing.pop()
 
-    patch.set(Scheduler, "_grow_or_wait", grow_or_wait)
-    patch.set(Promises, "promised", lambda self, slots: 0 if growing else promised_then(self, slots))
+    patch.set("_grow_or_wait", grow_or_wait)
+    patch.set("BlockPromises.promised", lambda self, slots: 0 if growing else promised_then(self, slots))
 
 
 @core("the rows that decode are remembered over a move, and those that have ended decode on")
 def remember_the_crew_over_a_move(patch: Patch) -> None:
-    move_then = Scheduler._move
+    move_then = patch.original("RunningSet.move")
 
-    def move(self: Scheduler, request: Request, move: Move) -> None:
-        crew = self._crew
+    def move(self: RunningSet, request: Request, move: Move) -> None:
+        decoding = self._decoding
         move_then(self, request, move)
-        self._crew = crew if move is Move.FINISH else None
+        self._decoding = decoding if move is Move.FINISH else None
 
-    patch.set(Scheduler, "_move", move)
+    patch.set("RunningSet.move", move)
 
 
 @core("newcomers are admitted without regard to what started prefills still lack")
 def admit_without_reserve(patch: Patch) -> None:
-    patch.set(Promises, "kept", lambda self, slots, asker=None: 0)
+    patch.set("BlockPromises.kept", lambda self, slots, asker=None: 0)
 
 
 @core("every resumed request is found to disagree with the device, and ends with an error")
 def distrust_resumed_requests(patch: Patch) -> None:
-    split_then = Scheduler._split_broken
+    split_then = patch.original("_split_broken")
 
-    def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
-        sound, broken = split_then(self, flight, result, live)
-        resumed = flight.crew.epochs[sound] > 1
+    def split(self: StepSettling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        sound, broken = split_then(self, step, result, live)
+        resumed = step.rows.epochs[sound] > 1
         return sound[~resumed], np.concatenate((broken, sound[resumed]))
 
-    patch.set(Scheduler, "_split_broken", split)
+    patch.set("_split_broken", split)
 
 
 @core("one row on which device and scheduler disagree ends everybody in its step")
 def blame_the_whole_step(patch: Patch) -> None:
-    split_then = Scheduler._split_broken
+    split_then = patch.original("_split_broken")
 
-    def split(self: Scheduler, flight: Flight, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
-        sound, broken = split_then(self, flight, result, live)
+    def split(self: StepSettling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        sound, broken = split_then(self, step, result, live)
         return (sound[:0], live) if len(broken) else (sound, broken)
 
-    patch.set(Scheduler, "_split_broken", split)
+    patch.set("_split_broken", split)
 
 
 # ── core: blocks and the prefix cache ────────────────────────────────────────────────────────────────────────────────────
@@ -266,8 +254,8 @@ def blame_the_whole_step(patch: Patch) -> None:
 
 @core("each finished request leaves one block behind that is never free again")
 def leak_a_block_at_the_ack(patch: Patch) -> None:
-    drop_then = BlockPool.drop
-    patch.set(BlockPool, "drop", lambda self, blocks: drop_then(self, blocks[1:]))
+    drop_then = patch.original("BlockPool.drop")
+    patch.set("BlockPool.drop", lambda self, blocks: drop_then(self, blocks[1:]))
 
 
 @core("the second user of a shared prefix block is not counted, so the first to leave frees it")
@@ -276,12 +264,12 @@ def count_shared_blocks_once(patch: Patch) -> None:
         self._evictable_count -= self.unreferenced(blocks)
         self._references[blocks] = 1
 
-    patch.set(BlockPool, "hold", hold)
+    patch.set("BlockPool.hold", hold)
 
 
 @core("a cached block that somebody uses is evicted all the same")
 def evict_blocks_in_use(patch: Patch) -> None:
-    patch.set(BlockPool, "_is_evictable", lambda self, block: bool(self._named[block]))
+    patch.set("_is_evictable", lambda self, block: bool(self._named[block]))
 
 
 def _chained(patch: Patch, chain: Callable[[PrefixIndex, Key, bytes], Key]) -> None:
@@ -293,88 +281,89 @@ def _chained(patch: Patch, chain: Callable[[PrefixIndex, Key, bytes], Key]) -> N
             keys.append(chain(self, keys[-1], tokens[begin : begin + block_size].tobytes()))
         return keys
 
-    patch.set(PrefixIndex, "chain", chain)
-    patch.set(PrefixIndex, "keys_of", keys_of)
+    patch.set("PrefixIndex.chain", chain)
+    patch.set("PrefixIndex.keys_of", keys_of)
 
 
 @core("blocks are cached under their own tokens, whatever came before them")
 def name_blocks_without_their_parent(patch: Patch) -> None:
-    chain_then = PrefixIndex.chain
+    chain_then = patch.original("PrefixIndex.chain")
     _chained(patch, lambda self, parent, tokens: chain_then(self, Key(b""), tokens))
 
 
 @core("only the first token of a block goes into its cache key")
 def name_blocks_by_their_first_token(patch: Patch) -> None:
-    chain_then = PrefixIndex.chain
+    chain_then = patch.original("PrefixIndex.chain")
     _chained(patch, lambda self, parent, tokens: chain_then(self, parent, tokens[:4]))
 
 
 @core("one tenant's cached prefixes are found by another")
 def forget_the_salt(patch: Patch) -> None:
-    root_then = PrefixIndex.root
-    patch.set(PrefixIndex, "root", lambda self, salt: root_then(self, b""))
+    root_then = patch.original("PrefixIndex.root")
+    patch.set("PrefixIndex.root", lambda self, salt: root_then(self, b""))
 
 
 @core("all blocks of a prompt count as computed when its first chunk has run")
 def publish_uncomputed_blocks(patch: Patch) -> None:
-    def note_chunks(self: Scheduler, flight: Flight, live: Int64s) -> None:
-        first, last = flight.stops, flight.stops + len(flight.chunks)
+    def note_chunks(self: StepSettling, step: InFlightStep, live: Int64s) -> None:
+        slots, size = self._slots, self._running.config.block_size
+        first, last = step.stops, step.stops + len(step.chunks)
         for row in live[(live >= first) & (live < last)].tolist():
-            slot = flight.chunks[row - first].slot
-            self.slots.computed[slot] = min(self.slots.known[slot], self.slots.held[slot] * self.config.block_size)
+            slot = step.chunks[row - first].slot
+            slots.computed[slot] = min(slots.known[slot], slots.held[slot] * size)
 
-    patch.set(Scheduler, "_note_chunks", note_chunks)
+    patch.set("_note_chunks", note_chunks)
 
 
 @core("the block of the last sampled token is cached before that token has KV")
 def cache_the_last_sampled_tokens_block(patch: Patch) -> None:
-    unnamed_then = Namer.unnamed
+    unpublished_then = patch.original("PrefixPublisher.unpublished")
 
-    def unnamed(self: Namer, at: Int64s) -> tuple[Int64s, Int64s]:
+    def unpublished(self: PrefixPublisher, at: Int64s) -> tuple[Int64s, Int64s]:
         slots = self._slots
         decoded = slots.known[at] > slots.prompt[at]
         slots.computed[at] = np.where(decoded, slots.known[at], slots.computed[at])
-        return unnamed_then(self, at)
+        return unpublished_then(self, at)
 
-    patch.set(Namer, "unnamed", unnamed)
+    patch.set("PrefixPublisher.unpublished", unpublished)
 
 
 @core("a block is cached under the name of the block before it")
 def publish_under_the_parents_name(patch: Patch) -> None:
-    publish_then = BlockPool.publish
+    publish_then = patch.original("BlockPool.publish")
 
     def publish(self: BlockPool, keys: list[Key], parents: list[Key], blocks: list[int]) -> None:
         publish_then(self, keys[:-1], parents[:-1], blocks[1:])
 
-    patch.set(BlockPool, "publish", publish)
+    patch.set("BlockPool.publish", publish)
 
 
 @core("sibling choices are given a block for the end of the prompt, but nothing is copied into it")
 def forget_the_copy_for_siblings(patch: Patch) -> None:
-    build_then = StepBuilder.build
+    build_then = patch.original("StepBuilder.build")
 
     def build(self: StepBuilder) -> StepPlan:
         self.copies.clear()
         return build_then(self)
 
-    patch.set(StepBuilder, "build", build)
+    patch.set("StepBuilder.build", build)
 
 
 @core("the block at the end of the prompt is copied for a sibling from the wrong one")
 def copy_backwards(patch: Patch) -> None:
-    patch.set(admitting, "Copy", lambda source, target: Copy(target, source))
+    patch.set("Copy", lambda source, target: Copy(target, source), used_by="Admission.start")
 
 
 @core("a full cache hit computes nothing at all, so the first token is drawn from the one before")
 def trust_a_full_hit(patch: Patch) -> None:
-    look_then = Scheduler._look_up
+    find_then = patch.original("PrefixLookup.find")
 
-    def look_up(self: Scheduler, request: Request) -> Hit:
-        hit = look_then(self, request)
+    def find(self: PrefixLookup, request: Request) -> PrefixHit:
+        hit = find_then(self, request)
         whole = hit.copy_from is None and hit.computed and hit.computed == request.tokens_at_start - 1
         return replace(hit, computed=hit.computed - 1) if whole else hit
 
-    patch.set(Scheduler, "_look_up", look_up)
+    patch.set("PrefixLookup.find", find)
 
 
 # ── core: tokens, ends and bills ─────────────────────────────────────────────────────────────────────────────────────────
@@ -382,63 +371,64 @@ def trust_a_full_hit(patch: Patch) -> None:
 
 @core("token 0 is taken for no token")
 def drop_token_zero(patch: Patch) -> None:
-    append_then = Slots.append
+    append_then = patch.original("Slots.append")
 
     def append(self: Slots, rows: Int64s, tokens: np.ndarray) -> None:
         append_then(self, rows[tokens != 0], tokens[tokens != 0])
 
-    patch.set(Slots, "append", append)
+    patch.set("Slots.append", append)
 
 
 @core("a stop token inside a burst is not seen")
 def see_stops_only_first_in_a_burst(patch: Patch) -> None:
-    def append_all(self: Scheduler, result: StepResult, rows: Int64s, at: Int64s) -> Any:
-        firsts, counts = scheduling._firsts_of(result, rows), result.counts[rows]
+    def append_all(self: StepSettling, result: StepResult, rows: Int64s, at: Int64s) -> Any:
+        firsts, counts = settling._firsts_of(result, rows), result.counts[rows]
         stopped = self._append(at, result.tokens[firsts])
-        for nth in range(1, self.config.burst):
+        for nth in range(1, self._burst):
             going = ((counts > nth) & ~stopped).nonzero()[0]
-            self.slots.append(at[going], result.tokens[firsts[going] + nth])
+            self._slots.append(at[going], result.tokens[firsts[going] + nth])
         return np.where(stopped, 1, counts).astype(np.int32), stopped
 
-    patch.set(Scheduler, "_append_all", append_all)
+    patch.set("_append_all", append_all)
 
 
 @core("max_tokens is off by one")
 def generate_one_token_more(patch: Patch) -> None:
-    limit_then = Worker._limit
+    limit_then = patch.original("_limit")
 
     def limit(self: Worker, submission: Submission) -> int:
         return min(self.config.sequence_tokens_max, limit_then(self, submission) + 1)
 
-    patch.set(Worker, "_limit", limit)
+    patch.set("_limit", limit)
 
 
 @core("requests end twice")
 def end_a_request_twice(patch: Patch) -> None:
-    end_then = Scheduler._end
+    settle_then = patch.original("StepSettling.settle")
 
-    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
-        end_then(self, request, reason, move, ended)
-        ended.append(ended[-1])
+    def settle(self: StepSettling, result: StepResult) -> Settled:
+        settled = settle_then(self, result)
+        return replace(settled, ended=tuple(ended for ended in settled.ended for _ in range(2)))
 
-    patch.set(Scheduler, "_end", end)
+    patch.set("StepSettling.settle", settle)
 
 
 @core("the stop token is delivered but not counted in the usage")
 def leave_the_stop_token_out_of_the_usage(patch: Patch) -> None:
-    end_then = Scheduler._end
+    end_then = patch.original("RequestEnding.end")
 
-    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
-        end_then(self, request, reason, move, ended)
+    def end(self: RequestEnding, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
+        ended = end_then(self, request, reason, move)
         if reason is FinishReason.STOP and move is Move.FINISH:
-            ended[-1] = replace(ended[-1], generated_tokens=ended[-1].generated_tokens - 1)
+            return msgspec.structs.replace(ended, generated_tokens=ended.generated_tokens - 1)
+        return ended
 
-    patch.set(Scheduler, "_end", end)
+    patch.set("RequestEnding.end", end)
 
 
 @core("tokens after a stop string are counted in the usage")
 def lose_where_the_answer_was_cut(patch: Patch) -> None:
-    order_then = Scheduler.order_stop
+    order_then = patch.original("Scheduler.order_stop")
 
     def order_stop(
         self: Scheduler, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None
@@ -446,40 +436,40 @@ def lose_where_the_answer_was_cut(patch: Patch) -> None:
         del keep
         return order_then(self, serial, reason, now_us)
 
-    patch.set(Scheduler, "order_stop", order_stop)
+    patch.set("Scheduler.order_stop", order_stop)
 
 
 @core("an answer that ran into max_tokens is said to have stopped by itself")
 def say_stop_for_length(patch: Patch) -> None:
-    end_then = Scheduler._end
+    end_then = patch.original("RequestEnding.end")
 
-    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
-        end_then(self, request, FinishReason.STOP if reason is FinishReason.LENGTH else reason, move, ended)
+    def end(self: RequestEnding, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
+        return end_then(self, request, FinishReason.STOP if reason is FinishReason.LENGTH else reason, move)
 
-    patch.set(Scheduler, "_end", end)
+    patch.set("RequestEnding.end", end)
 
 
 @core("cached prompt tokens are billed as computed")
 def bill_cached_tokens_as_computed(patch: Patch) -> None:
-    charge_then = Scheduler._charge_start
+    charge_then = patch.original("Billing.start")
 
-    def charge(self: Scheduler, request: Request, found: int) -> None:
-        charge_then(self, request, found)
+    def charge(self: Billing, request: Request, found: int, now_us: int) -> None:
+        charge_then(self, request, found, now_us)
         if request.epoch == 1:
             request.computed_ever = 0
 
-    patch.set(Scheduler, "_charge_start", charge)
+    patch.set("Billing.start", charge)
 
 
 @core("after a restart, what the cache has of prompt and answer is told as cached prompt tokens")
 def bill_own_outputs_as_cached(patch: Patch) -> None:
-    charge_then = Scheduler._charge_start
+    charge_then = patch.original("Billing.start")
 
-    def charge(self: Scheduler, request: Request, found: int) -> None:
-        charge_then(self, request, found)
+    def charge(self: Billing, request: Request, found: int, now_us: int) -> None:
+        charge_then(self, request, found, now_us)
         request.bill.cached_tokens = found
 
-    patch.set(Scheduler, "_charge_start", charge)
+    patch.set("Billing.start", charge)
 
 
 # ── core: the queue, cancelling and the door ─────────────────────────────────────────────────────────────────────────────
@@ -487,25 +477,27 @@ def bill_own_outputs_as_cached(patch: Patch) -> None:
 
 @core("sibling choices are never let into the queue")
 def never_release_followers(patch: Patch) -> None:
-    patch.set(Scheduler, "_release_followers", lambda self, leader: None)
+    patch.set("release_followers", lambda self, leader: None)
 
 
 @core("a cancelled sibling is still counted as waiting, until the queue is full of nobody")
 def count_cancelled_siblings_as_waiting(patch: Patch) -> None:
-    withdraw_then = Scheduler._withdraw
+    stop_then = patch.original("Scheduler._stop")
 
-    def withdraw(self: Scheduler, request: Request, reason: FinishReason) -> EndedRequest:
-        held_back = self._held_back
-        ended = withdraw_then(self, request, reason)
-        self._held_back = held_back
+    def stop(self: Scheduler, request: Request, reason: FinishReason) -> EndedRequest | None:
+        held_back = self._queue._held_back
+        waits = request.slot is None
+        ended = stop_then(self, request, reason)
+        if waits:
+            self._queue._held_back = held_back
         return ended
 
-    patch.set(Scheduler, "_withdraw", withdraw)
+    patch.set("Scheduler._stop", stop)
 
 
 @core("a request cancelled in the queue stays in it, and starts when its turn comes")
 def leave_cancelled_requests_in_the_queue(patch: Patch) -> None:
-    patch.set(WaitingQueue, "remove", _remove_only_the_head)
+    patch.set("WaitingQueue.remove", _remove_only_the_head)
 
 
 def _remove_only_the_head(self: WaitingQueue, request: Request) -> None:
@@ -515,101 +507,102 @@ def _remove_only_the_head(self: WaitingQueue, request: Request) -> None:
 
 @core("cancelling a request while its prompt is computed does nothing")
 def ignore_a_cancel_while_prefilling(patch: Patch) -> None:
-    order_then = Scheduler.order_stop
+    order_then = patch.original("Scheduler.order_stop")
 
     def order_stop(
         self: Scheduler, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None
     ) -> EndedRequest | None:
-        request = self._requests.get(serial)
+        request = self.running.requests.get(serial)
         if request is not None and request.phase is Phase.RUNNING_PREFILL:
             return None
         return order_then(self, serial, reason, now_us, keep)
 
-    patch.set(Scheduler, "order_stop", order_stop)
+    patch.set("Scheduler.order_stop", order_stop)
 
 
 @core("a cancelled prefill keeps its place among the prefills, and is computed on")
 def prefill_what_was_cancelled(patch: Patch) -> None:
-    def order_stop(self: Scheduler, request: Request, move: Move) -> None:
-        slot = self._slot_of(request)
-        self._move(request, move)
-        self._stopping.append(slot)
+    def order_stop(self: RunningSet, request: Request, move: Move) -> None:
+        slot = self.slot_of(request)
+        self.move(request, move)
+        self.stopping.append(slot)
 
-    patch.set(Scheduler, "_order_stop", order_stop)
+    patch.set("RunningSet.order_stop", order_stop)
 
 
 @core("a cancelled request ends at once, and its slot is forgotten")
 def forget_the_slot_of_a_cancelled_request(patch: Patch) -> None:
-    def order_end(self: Scheduler, request: Request, reason: FinishReason) -> None:
+    def order_end(self: RequestEnding, request: Request, reason: FinishReason) -> None:
+        running = self._running
         request.ends_as = reason
-        self.slots.muted[self._slot_of(request)] = True
-        self._release_followers(request)
-        slot = self._slot_of(request)
-        if slot in self._prefilling:
-            self._prefilling.remove(slot)
+        slot = running.slot_of(request)
+        running.slots.discarded[slot] = True
+        self._queue.release_followers(request)
+        if slot in running.prefilling:
+            running.prefilling.remove(slot)
         if request.phase is not Phase.PREEMPTING:
-            self._move(request, Move.ORDER_STOP)
+            running.move(request, Move.ORDER_STOP)
 
-    patch.set(Scheduler, "_order_end", order_end)
+    patch.set("RequestEnding.order_end", order_end)
 
 
 @core("after a pass that could plan nothing, none is due any more")
 def never_be_due_after_an_idle_pass(patch: Patch) -> None:
-    deadline_then = Worker.next_deadline
-    patch.set(Worker, "next_deadline", lambda self: None if self._planned_out else deadline_then(self))
+    deadline_then = patch.original("Worker.next_deadline")
+    patch.set("Worker.next_deadline", lambda self: None if self._planned_out else deadline_then(self))
 
 
 @core("requests of a front end that is gone run on")
-def keep_orphans(patch: Patch) -> None:
-    patch.set(Worker, "_stop_all", lambda self: [])
+def run_on_for_a_lost_front_end(patch: Patch) -> None:
+    patch.set("_stop_all", lambda self: [])
 
 
 @core("a draining instance accepts requests as before")
 def accept_while_draining(patch: Patch) -> None:
-    handle_then = Worker.handle
+    handle_then = patch.original("Worker.handle")
 
     def handle(self: Worker, event: Event, now_us: int) -> list[Effect]:
         effects = handle_then(self, event, now_us)
         self._draining = False
         return effects
 
-    patch.set(Worker, "handle", handle)
+    patch.set("Worker.handle", handle)
 
 
 @core("a drain ends what is open instead of waiting for it")
 def kill_open_requests_in_a_drain(patch: Patch) -> None:
-    handle_then = Worker.handle
+    handle_then = patch.original("Worker.handle")
 
     def handle(self: Worker, event: Event, now_us: int) -> list[Effect]:
         effects = handle_then(self, event, now_us)
-        return effects + self._stop_all() if isinstance(event, DrainOrdered) else effects
+        return effects + self._stop_all() if isinstance(event, Drain) else effects
 
-    patch.set(Worker, "handle", handle)
+    patch.set("Worker.handle", handle)
 
 
 @core("the queue takes more than it may")
 def ignore_the_bound_of_the_queue(patch: Patch) -> None:
-    refusal_then = Worker._refusal
+    refusal_then = patch.original("_refusal")
 
     def refusal(self: Worker, group: tuple[Submission, ...]) -> Any:
         found = refusal_then(self, group)
         return None if found is not None and found.code == "queue_full" else found
 
-    patch.set(Worker, "_refusal", refusal)
+    patch.set("_refusal", refusal)
 
 
 @core("of a group that does not fit, the first choice is kept in the queue though the group is refused")
 def refuse_half_a_group(patch: Patch) -> None:
-    submit_then = Worker._submit
+    submit_then = patch.original("_submit")
 
-    def submit(self: Worker, event: Submitted) -> Any:
+    def submit(self: Worker, event: Submit) -> Any:
         answer = submit_then(self, event)
         if getattr(answer, "refusal", None) is not None and answer.refusal.code == "queue_full":
             first = event.group[0]
             self.scheduler.enqueue(first, self._limit(first), self._now_us)
         return answer
 
-    patch.set(Worker, "_submit", submit)
+    patch.set("_submit", submit)
 
 
 # ── wire: the link ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -619,19 +612,19 @@ _Conversation = link._Conversation
 
 @wire("a packet that comes twice is delivered twice")
 def deliver_duplicates(patch: Patch) -> None:
-    receive_then = _Conversation._receive
+    receive_then = patch.original("_receive")
 
     def receive(self: Any, number: int, frame: bytes, frames: list[bytes], now_us: int) -> None:
         if number <= self._delivered:
             frames.append(frame)
         receive_then(self, number, frame, frames, now_us)
 
-    patch.set(_Conversation, "_receive", receive)
+    patch.set("_receive", receive)
 
 
 @wire("packets are delivered as they come, in whatever order")
 def deliver_out_of_order(patch: Patch) -> None:
-    receive_then = _Conversation._receive
+    receive_then = patch.original("_receive")
 
     def receive(self: Any, number: int, frame: bytes, frames: list[bytes], now_us: int) -> None:
         early = number > self._delivered + 1 and number not in self._early
@@ -645,8 +638,8 @@ def deliver_out_of_order(patch: Patch) -> None:
         while self._early.pop(self._delivered + 1, None) is not None:
             self._delivered += 1
 
-    patch.set(_Conversation, "_receive", receive)
-    patch.set(_Conversation, "_deliver", deliver)
+    patch.set("_receive", receive)
+    patch.set("_deliver", deliver)
 
 
 @wire("a packet that came early is acknowledged with all before it, so the missing one is never sent again")
@@ -655,7 +648,7 @@ def acknowledge_what_is_missing(patch: Patch) -> None:
         self._told(now_us)
         return link.pack(link.BARE, self.session, self.incarnation, 0, max((self._delivered, *self._early)))
 
-    patch.set(_Conversation, "bare", bare)
+    patch.set("_Conversation.bare", bare)
 
 
 @wire("what was lost on the network is never sent again")
@@ -664,17 +657,17 @@ def never_resend(patch: Patch) -> None:
         self._flying[0] = (self._flying[0][0], now_us)
         return [self.bare(now_us)]
 
-    patch.set(_Conversation, "_repeat", repeat)
+    patch.set("_repeat", repeat)
 
 
 @wire("a repetition begins one frame too late: the oldest is never sent again")
 def resend_all_but_the_oldest(patch: Patch) -> None:
-    repeat_then = _Conversation._repeat
+    repeat_then = patch.original("_repeat")
 
     def repeat(self: Any, now_us: int) -> list[bytes]:
         return repeat_then(self, now_us)[1:] or [self.bare(now_us)]
 
-    patch.set(_Conversation, "_repeat", repeat)
+    patch.set("_repeat", repeat)
 
 
 @wire("frames sent again are numbered anew, and delivered twice")
@@ -684,7 +677,7 @@ def number_repetitions_anew(patch: Patch) -> None:
         self._flying[0] = (frame, now_us)
         return [self._launch(frame, now_us)]
 
-    patch.set(_Conversation, "_repeat", repeat)
+    patch.set("_repeat", repeat)
 
 
 @wire("when a missing packet comes, all early ones are delivered, though there are gaps between them")
@@ -695,17 +688,17 @@ def deliver_over_gaps(patch: Patch) -> None:
         self._delivered = max((self._delivered + 1, *self._early))
         self._early.clear()
 
-    patch.set(_Conversation, "_deliver", deliver)
+    patch.set("_deliver", deliver)
 
 
 @wire("the checksum covers nothing, and flipped bits get through")
 def check_no_checksum(patch: Patch) -> None:
-    patch.set(link, "crc32", lambda data, before=0: 0)
+    patch.set("crc32", lambda data, before=0: 0, used_by="wire.pack")
 
 
 @wire("a restarted instance takes up the session of the life before it as if nothing had been")
 def resume_a_session_in_the_next_life(patch: Patch) -> None:
-    initiator_then, acceptor_then = Initiator._talk_of, Acceptor._talk_of
+    initiator_then, acceptor_then = patch.original("Initiator._talk_of"), patch.original("Acceptor._talk_of")
 
     def at_the_initiator(self: Initiator, packet: Packet, now_us: int, took: link.Took) -> Any:
         if self._talk is not None and self._talk.incarnation and packet.incarnation:
@@ -722,37 +715,37 @@ def resume_a_session_in_the_next_life(patch: Patch) -> None:
             talk._delivered, talk._acked = packet.number - 1, packet.acked
         return talk
 
-    patch.set(Initiator, "_talk_of", at_the_initiator)
-    patch.set(Acceptor, "_talk_of", at_the_acceptor)
+    patch.set("Initiator._talk_of", at_the_initiator)
+    patch.set("Acceptor._talk_of", at_the_acceptor)
 
 
 @wire("packets of a former session are taken for those of the present one")
 def ignore_the_session_number(patch: Patch) -> None:
-    talk_of_then = Initiator._talk_of
+    talk_of_then = patch.original("Initiator._talk_of")
 
     def talk_of(self: Initiator, packet: Packet, now_us: int, took: link.Took) -> Any:
         if self._talk is not None:
             packet = packet._replace(session=self._talk.session)
         return talk_of_then(self, packet, now_us, took)
 
-    patch.set(Initiator, "_talk_of", talk_of)
+    patch.set("Initiator._talk_of", talk_of)
 
 
 @wire("a new session replaces the old one, and nobody is told: its requests stay open")
 def replace_sessions_silently(patch: Patch) -> None:
-    adopt_then = Acceptor._adopt
+    adopt_then = patch.original("_adopt")
 
     def adopt(self: Acceptor, session: int, now_us: int, took: link.Took) -> Any:
         talk = adopt_then(self, session, now_us, took)
         took.news[:] = [news for news in took.news if not isinstance(news, link.Replaced)]
         return talk
 
-    patch.set(Acceptor, "_adopt", adopt)
+    patch.set("_adopt", adopt)
 
 
 @wire("an idle side gives no sign of life, and healthy instances are given up")
 def send_no_heartbeat(patch: Patch) -> None:
-    init_then = _Conversation.__init__
+    init_then = patch.original("_Conversation.__init__")
 
     def init(
         self: Any, session: int, incarnation: int, silent_us: int, config: LinkConfig, counters: LinkCounters, now_us: int
@@ -761,12 +754,12 @@ def send_no_heartbeat(patch: Patch) -> None:
         if incarnation:
             self.quiet_us = 1 << 60
 
-    patch.set(_Conversation, "__init__", init)
+    patch.set("_Conversation.__init__", init)
 
 
 @wire("a reset counts as a sign of life, and the front end waits for ever for an instance that has forgotten it")
 def take_a_reset_for_a_heartbeat(patch: Patch) -> None:
-    talk_of_then = Initiator._talk_of
+    talk_of_then = patch.original("Initiator._talk_of")
 
     def talk_of(self: Initiator, packet: Packet, now_us: int, took: link.Took) -> Any:
         talk = self._talk
@@ -775,12 +768,12 @@ def take_a_reset_for_a_heartbeat(patch: Patch) -> None:
             return None
         return talk_of_then(self, packet, now_us, took)
 
-    patch.set(Initiator, "_talk_of", talk_of)
+    patch.set("Initiator._talk_of", talk_of)
 
 
 @wire("the numbers of a lost session go on in the next one, which the other side begins at 1")
 def carry_numbers_into_the_next_session(patch: Patch) -> None:
-    lose_then, open_then = Initiator._lose, Initiator.open
+    lose_then, open_then = patch.original("Initiator._lose"), patch.original("Initiator.open")
     kept: dict[int, int] = {}
 
     def lose(self: Initiator, reason: str, took: link.Took) -> None:
@@ -794,18 +787,18 @@ def carry_numbers_into_the_next_session(patch: Patch) -> None:
             self._talk._delivered = kept.pop(id(self), 0)
         return packets
 
-    patch.set(Initiator, "_lose", lose)
-    patch.set(Initiator, "open", open_session)
+    patch.set("Initiator._lose", lose)
+    patch.set("Initiator.open", open_session)
 
 
 @wire("frames that find the window full are dropped instead of waiting for it")
 def drop_what_finds_the_window_full(patch: Patch) -> None:
-    send_then = _Conversation.send
+    send_then = patch.original("_Conversation.send")
 
     def send(self: Any, frame: bytes, now_us: int) -> list[bytes]:
         return send_then(self, frame, now_us) if len(self._flying) < self._config.window else []
 
-    patch.set(_Conversation, "send", send)
+    patch.set("_Conversation.send", send)
 
 
 # ── wire: the desk ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -813,84 +806,84 @@ def drop_what_finds_the_window_full(patch: Patch) -> None:
 
 @wire("an end that comes together with tokens is lost")
 def lose_an_end_that_comes_with_tokens(patch: Patch) -> None:
-    step_then = Desk._step
+    step_then = patch.original("_step")
 
-    def step(self: Desk, output: StepOutput) -> Any:
-        heard = set(Rows(output).serials)
+    def step(self: RequestTable, output: StepOutput) -> Any:
+        heard = set(DecodedRows(output).serials)
         return step_then(
             self, msgspec.structs.replace(output, ended=tuple(e for e in output.ended if e.serial not in heard))
         )
 
-    patch.set(Desk, "_step", step)
+    patch.set("_step", step)
 
 
 @wire("what was accepted for a client that had left is not cancelled")
 def cancel_nothing_for_abandoned_tickets(patch: Patch) -> None:
-    accepted_then = Desk._accepted
+    accepted_then = patch.original("RequestTable._accepted")
 
-    def accepted(self: Desk, ticket: int, serials: tuple[int, ...]) -> desking.Took:
-        return desking.Took(accepted_then(self, ticket, serials).news, [])
+    def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> desking.TableNews:
+        return desking.TableNews(accepted_then(self, ticket, serials).news, [])
 
-    patch.set(Desk, "_accepted", accepted)
+    patch.set("RequestTable._accepted", accepted)
 
 
 @wire("clients that left are told of the loss of their instance, though they have ended")
 def tell_the_loss_to_those_who_left(patch: Patch) -> None:
-    patch.set(desking, "_heard", list)
+    patch.set("wire._heard", list)
 
 
 @wire("requests that were told to stop are forgotten when their instance is lost, and never end")
 def forget_stopping_requests_at_a_loss(patch: Patch) -> None:
-    heard_then = desking._heard
+    heard_then = patch.original("wire._heard")
 
-    def heard(book: dict[int, State]) -> list[int]:
-        return [key for key in heard_then(book) if book[key] is not State.STOPPING]
+    def heard(book: dict[int, EntryState]) -> list[int]:
+        return [key for key in heard_then(book) if book[key] is not EntryState.STOPPING]
 
-    patch.set(desking, "_heard", heard)
+    patch.set("wire._heard", heard)
 
 
 @wire("groups that wait for their answer are forgotten when their instance is lost")
 def forget_tickets_at_a_loss(patch: Patch) -> None:
-    lose_then = Desk.lose
-    patch.set(Desk, "lose", lambda self, reason: [end for end in lose_then(self, reason) if end.ticket is None])
+    lose_then = patch.original("RequestTable.lose")
+    patch.set("RequestTable.lose", lambda self, reason: [end for end in lose_then(self, reason) if end.ticket is None])
 
 
 @wire("the choices of a group change places when it is accepted")
 def swap_the_choices_of_a_group(patch: Patch) -> None:
-    accepted_then = Desk._accepted
+    accepted_then = patch.original("RequestTable._accepted")
 
-    def accepted(self: Desk, ticket: int, serials: tuple[int, ...]) -> desking.Took:
+    def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> desking.TableNews:
         return accepted_then(self, ticket, serials[::-1])
 
-    patch.set(Desk, "_accepted", accepted)
+    patch.set("RequestTable._accepted", accepted)
 
 
 @wire("an end of a request from before the reconnection is taken for a breach of protocol")
 def stumble_over_ends_of_a_former_session(patch: Patch) -> None:
-    ends_then = Desk._ends
+    ends_then = patch.original("_ends")
 
-    def ends(self: Desk, ended: tuple[WireEnded, ...]) -> dict[int, WireEnded]:
+    def ends(self: RequestTable, ended: tuple[EndedRequest, ...]) -> dict[int, EndedRequest]:
         before, self._first_serial = self._first_serial, 0
         try:
             return ends_then(self, ended)
         finally:
             self._first_serial = before
 
-    patch.set(Desk, "_ends", ends)
+    patch.set("_ends", ends)
 
 
 @wire("a client that has stopped reading its answer hears nothing more of it, not even the end")
 def hear_nothing_after_a_stop(patch: Patch) -> None:
-    step_then = Desk._step
+    step_then = patch.original("_step")
 
-    def step(self: Desk, output: StepOutput) -> Any:
-        stopping = [serial for serial, state in self._serials.items() if state is State.STOPPING]
+    def step(self: RequestTable, output: StepOutput) -> Any:
+        stopping = [serial for serial, state in self._serials.items() if state is EntryState.STOPPING]
         took = step_then(self, output)
         for serial in stopping if took.step is not None else ():
             took.step.ended.pop(serial, None)
         return took
 
-    patch.set(Desk, "_step", step)
+    patch.set("_step", step)
 
 
 # ── wire: messages and dispatch ──────────────────────────────────────────────────────────────────────────────────────────
@@ -898,37 +891,36 @@ def hear_nothing_after_a_stop(patch: Patch) -> None:
 
 @wire("the rows of a step change places on the wire")
 def swap_the_rows_of_a_step(patch: Patch) -> None:
-    init_then = Rows.__init__
+    init_then = patch.original("DecodedRows.__init__")
 
-    def init(self: Rows, output: StepOutput) -> None:
+    def init(self: DecodedRows, output: StepOutput) -> None:
         init_then(self, output)
         self.serials.sort(reverse=True)
 
-    patch.set(Rows, "__init__", init)
+    patch.set("DecodedRows.__init__", init)
 
 
 @wire("of a burst of tokens only the first travels")
 def send_one_token_a_row(patch: Patch) -> None:
-    init_then = Rows.__init__
+    init_then = patch.original("DecodedRows.__init__")
 
-    def init(self: Rows, output: StepOutput) -> None:
+    def init(self: DecodedRows, output: StepOutput) -> None:
         init_then(self, output)
         begins = np.cumsum([0, *self.counts])[:-1].tolist()
         self.tokens = [self.tokens[at] for at in begins]
         self.counts = [1] * len(self.counts)
 
-    patch.set(Rows, "__init__", init)
+    patch.set("DecodedRows.__init__", init)
 
 
-def _altered(patch: Patch, alter: Callable[[WireSubmission], WireSubmission]) -> None:
-    """Let the codec change every submission on its way."""
-    wire_then = messages.wire_submission
-    patch.set(messages, "wire_submission", lambda item: alter(wire_then(item)))
+def _altered(patch: Patch, alter: Callable[[Submission], Submission]) -> None:
+    """Let the front end change every submission that it sends."""
+    patch.set("Submit", lambda ticket, group: Submit(ticket, tuple(map(alter, group))), used_by="RequestTable.submit")
 
 
 @wire("the seed is lost on the wire, and nobody gets the same answer twice")
 def lose_the_seed(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, seed=0))
 
     _altered(patch, alter)
@@ -936,7 +928,7 @@ def lose_the_seed(patch: Patch) -> None:
 
 @wire("all choices of a group are sampled as the first")
 def lose_the_choice(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, choice=0))
 
     _altered(patch, alter)
@@ -944,7 +936,7 @@ def lose_the_choice(patch: Patch) -> None:
 
 @wire("only one stop token travels with a request")
 def send_one_stop_token(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         only = item.sampling.stop_token_ids[:1]
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, stop_token_ids=only))
 
@@ -953,7 +945,7 @@ def send_one_stop_token(patch: Patch) -> None:
 
 @wire("min_tokens is lost on the wire")
 def lose_min_tokens(patch: Patch) -> None:
-    def alter(item: WireSubmission) -> WireSubmission:
+    def alter(item: Submission) -> Submission:
         return msgspec.structs.replace(item, sampling=msgspec.structs.replace(item.sampling, min_tokens=0))
 
     _altered(patch, alter)
@@ -966,61 +958,80 @@ def lose_the_salt(patch: Patch) -> None:
 
 @wire("followers find no prompt with their leader, and are refused")
 def lose_the_prompt_of_followers(patch: Patch) -> None:
-    submissions_then = messages.submissions
+    filled_in_then = patch.original("with_shared_prompts")
 
-    def submissions(message: Submit) -> tuple[Submission, ...]:
+    def filled_in(group: tuple[Submission, ...]) -> tuple[Submission, ...]:
         return tuple(
-            item if item.leader is None else replace(item, prompt=item.prompt[:0]) for item in submissions_then(message)
+            item if item.leader is None else msgspec.structs.replace(item, prompt=item.prompt[:0])
+            for item in filled_in_then(group)
         )
 
-    patch.set(dispatch, "submissions", submissions)
+    patch.set("with_shared_prompts", filled_in)
+
+
+def _ends_altered(patch: Patch, alter: Callable[[EndedRequest], EndedRequest]) -> None:
+    """Let the codec change every end of a request on its way."""
+    encode_then = messages._encoder.encode
+
+    class Altering:
+        def encode(self, message: object) -> bytes:
+            if isinstance(message, StepOutput):
+                message = msgspec.structs.replace(message, ended=tuple(map(alter, message.ended)))
+            return encode_then(message)
+
+    patch.set("_encoder", Altering(), used_by="encode_from_engine")
 
 
 @wire("the usage in the last message says the tokens of that step, not of the request")
 def count_only_the_last_step(patch: Patch) -> None:
-    wire_then = messages._wire_ended
-
-    def wire_ended(item: EndedRequest) -> WireEnded:
-        return msgspec.structs.replace(wire_then(item), generated_tokens=min(1, item.generated_tokens))
-
-    patch.set(messages, "_wire_ended", wire_ended)
+    _ends_altered(patch, lambda end: msgspec.structs.replace(end, generated_tokens=min(1, end.generated_tokens)))
 
 
 @wire("computed and recomputed tokens change places in the bill on the wire")
 def swap_columns_of_the_bill(patch: Patch) -> None:
-    bill_then = messages._wire_bill
+    def alter(end: EndedRequest) -> EndedRequest:
+        bill = end.bill
+        swapped = msgspec.structs.replace(bill, cached_tokens=bill.computed_tokens, computed_tokens=bill.cached_tokens)
+        return msgspec.structs.replace(end, bill=swapped)
 
-    def wire_bill(bill: Any) -> messages.WireBill:
-        made = bill_then(bill)
-        return msgspec.structs.replace(made, cached_tokens=made.computed_tokens, computed_tokens=made.cached_tokens)
+    _ends_altered(patch, alter)
 
-    patch.set(messages, "_wire_bill", wire_bill)
+
+def _orders_altered(patch: Patch, alter: Callable[[Any], Any]) -> None:
+    """Let the codec change every order on its way."""
+    decode_then = messages._to_engine.decode
+
+    class Altering:
+        def decode(self, frame: bytes) -> Any:
+            return alter(decode_then(frame))
+
+    patch.set("_to_engine", Altering(), used_by="decode_to_engine")
 
 
 @wire("a stop string is passed on one token too late")
 def cut_one_token_too_late(patch: Patch) -> None:
-    patch.set(dispatch, "StopFound", lambda serial, keep: StopFound(serial, keep + 1))
+    _orders_altered(patch, lambda it: StopAt(it.serial, it.keep + 1) if isinstance(it, StopAt) else it)
 
 
 @wire("a cancel reaches the engine as a stop, and a client that left is billed for a finished answer")
 def dispatch_a_cancel_as_a_stop(patch: Patch) -> None:
-    patch.set(dispatch, "Cancelled", lambda serial: StopFound(serial, 0))
+    _orders_altered(patch, lambda it: StopAt(it.serial, 0) if isinstance(it, Cancel) else it)
 
 
 @wire("a cancel names the request after the one it means")
 def cancel_the_neighbour(patch: Patch) -> None:
-    patch.set(dispatch, "Cancelled", lambda serial: Cancelled(Serial(serial + 1)))
+    _orders_altered(patch, lambda it: Cancel(it.serial + 1) if isinstance(it, Cancel) else it)
 
 
 @wire("the end of a request that was still waiting is not told")
 def keep_withdrawals_to_ourselves(patch: Patch) -> None:
-    patch.set(dispatch, "ended_output", lambda ended, gauges: None)
+    patch.set("ended_output", lambda _ended, gauges, drafts: messages.gauges_output(gauges, drafts))
 
 
 @wire("a refusal is answered to ticket 0")
 def refuse_the_wrong_ticket(patch: Patch) -> None:
-    refused_then = messages.refused
-    patch.set(dispatch, "refused", lambda ticket, refusal: refused_then(0, refusal))
+    refused_then = patch.original("wire.refused")
+    patch.set("wire.refused", lambda ticket, refusal: refused_then(0, refusal))
 
 
 # ── what a reader of the laws thought they might not see ─────────────────────────────────────────────────────────────────
@@ -1028,42 +1039,42 @@ def refuse_the_wrong_ticket(patch: Patch) -> None:
 
 @wire("an instance never takes a second session: after the first loss it is there and serves nobody")
 def take_one_session_only(patch: Patch) -> None:
-    talk_then = Acceptor._talk_of
+    talk_then = patch.original("Acceptor._talk_of")
 
     def talk_of(self: Acceptor, packet: Packet, now_us: int, took: Any) -> Any:
         if self._highest_session and packet.session > self._highest_session:
             return None
         return talk_then(self, packet, now_us, took)
 
-    patch.set(Acceptor, "_talk_of", talk_of)
+    patch.set("Acceptor._talk_of", talk_of)
 
 
 @wire("an instance that has served before is never taken for ready again")
 def believe_only_the_first_ready(patch: Patch) -> None:
-    take_then = Desk.take
+    take_then = patch.original("RequestTable.take")
 
-    def take(self: Desk, message: Any) -> Any:
-        if isinstance(message, messages.Ready) and message.gauges.steps:
-            return desking.Took([], [])
+    def take(self: RequestTable, message: Any) -> Any:
+        if isinstance(message, messages.ReadyMessage) and message.gauges.steps:
+            return desking.TableNews([], [])
         return take_then(self, message)
 
-    patch.set(Desk, "take", take)
+    patch.set("RequestTable.take", take)
 
 
 @core("an answer that drew a stop token ends as `length`, one that ran to its limit as `stop`")
 def swap_the_reasons(patch: Patch) -> None:
-    end_then = Scheduler._end
+    end_then = patch.original("RequestEnding.end")
     other = {FinishReason.STOP: FinishReason.LENGTH, FinishReason.LENGTH: FinishReason.STOP}
 
-    def end(self: Scheduler, request: Request, reason: FinishReason, move: Move, ended: list[EndedRequest]) -> None:
-        end_then(self, request, other.get(reason, reason), move, ended)
+    def end(self: RequestEnding, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
+        return end_then(self, request, other.get(reason, reason), move)
 
-    patch.set(Scheduler, "_end", end)
+    patch.set("RequestEnding.end", end)
 
 
 @core("the queue is full before it is full")
 def count_a_group_twice(patch: Patch) -> None:
-    refusal_then = Worker._refusal
+    refusal_then = patch.original("_refusal")
 
     def refusal(self: Worker, group: tuple[Submission, ...]) -> Any:
         found = refusal_then(self, group)
@@ -1071,7 +1082,7 @@ def count_a_group_twice(patch: Patch) -> None:
             return Refusal(RefusalCode.QUEUE_FULL, "the queue is full", 1)
         return found
 
-    patch.set(Worker, "_refusal", refusal)
+    patch.set("_refusal", refusal)
 
 
 @wire("a damaged key file is taken for a key")
@@ -1080,18 +1091,18 @@ def believe_any_key(patch: Patch) -> None:
         secret = data[12 : 12 + keyfile.KEY_BYTES]
         return secret if len(secret) == keyfile.KEY_BYTES else None
 
-    patch.set(keyfile, "read_key", read_key)
+    patch.set("read_key", read_key)
 
 
 @wire("of an abandoned group only the first choice is cancelled; the others run on for nobody")
 def cancel_the_first_choice_only(patch: Patch) -> None:
-    accepted_then = Desk._accepted
+    accepted_then = patch.original("RequestTable._accepted")
 
-    def accepted(self: Desk, ticket: int, serials: tuple[int, ...]) -> Any:
+    def accepted(self: RequestTable, ticket: int, serials: tuple[int, ...]) -> Any:
         took = accepted_then(self, ticket, serials)
-        return desking.Took(took.news, took.orders[:1])
+        return desking.TableNews(took.news, took.orders[:1])
 
-    patch.set(Desk, "_accepted", accepted)
+    patch.set("RequestTable._accepted", accepted)
 
 
 @core("when the front end is gone, what runs runs on")
@@ -1100,43 +1111,43 @@ def stop_only_the_waiting_orphans(patch: Patch) -> None:
         serials = [request.serial for request in self.scheduler.requests() if request.slot is None]
         return [effect for serial in serials for effect in self._stop(serial, FinishReason.ABORT, None)]
 
-    patch.set(Worker, "_stop_all", stop_all)
+    patch.set("_stop_all", stop_all)
 
 
 @core("the bill counts the time in the queue from the beginning of the world")
 def bill_the_clock(patch: Patch) -> None:
-    charge_then = Scheduler._charge_start
+    charge_then = patch.original("Billing.start")
 
-    def charge(self: Scheduler, request: Request, found: int) -> None:
-        charge_then(self, request, found)
-        request.bill.queue_us += self._now_us
+    def charge(self: Billing, request: Request, found: int, now_us: int) -> None:
+        charge_then(self, request, found, now_us)
+        request.bill.queue_us += now_us
 
-    patch.set(Scheduler, "_charge_start", charge)
+    patch.set("Billing.start", charge)
 
 
 @core("a cancel is lost on a request that is just yielding; it comes back and runs to its end")
 def never_cancel_the_yielding(patch: Patch) -> None:
-    stop_then = Scheduler.order_stop
+    stop_then = patch.original("Scheduler.order_stop")
 
     def order_stop(self: Scheduler, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None) -> Any:
-        request = self._requests.get(serial)
+        request = self.running.requests.get(serial)
         if request is not None and request.phase is Phase.PREEMPTING:
             return None
         return stop_then(self, serial, reason, now_us, keep)
 
-    patch.set(Scheduler, "order_stop", order_stop)
+    patch.set("Scheduler.order_stop", order_stop)
 
 
 @core("a cancel is lost while a step is in flight")
 def cancel_only_when_idle(patch: Patch) -> None:
-    stop_then = Worker._stop
+    stop_then = patch.original("Worker._stop")
 
     def stop(self: Worker, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
         return [] if self.scheduler.in_flight else stop_then(self, serial, reason, keep)
 
-    patch.set(Worker, "_stop", stop)
+    patch.set("Worker._stop", stop)
 
 
 @wire("a full line never says so, and the engine fills memory or falls over")
 def never_full(patch: Patch) -> None:
-    patch.set(link._Conversation, "is_full", property(lambda self: False))
+    patch.set("_Conversation.is_full", property(lambda self: False))

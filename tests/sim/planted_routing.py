@@ -10,27 +10,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.core.engine.change_journal import NamesChanged, PrefixJournal
-from baton.core.engine.records import Bill
+import msgspec
+
+from baton.core.engine.change_journal import CachedKeysChanged, PrefixJournal
+from baton.core.engine.ended import Bill
 from baton.core.engine.request import NO_TOKENS, RequestId, Submission, frozen_tokens
-from baton.core.routing import adoption as adopting
-from baton.core.routing import placement
-from baton.core.routing import routed_requests as carrier
 from baton.core.routing.adoption import Adoption
-from baton.core.routing.events import Body, HeldChoice, Instance, LegRefused, Names, Neighbours, Session, Sign
-from baton.core.routing.fleet_members import Fleet, Member, MemberMove, MemberState
-from baton.core.routing.placement import Placement
-from baton.core.routing.placement_queue import WaitingRoom
-from baton.core.routing.prefix_directory import Holdings
-from baton.core.routing.rate_limits import Quota
-from baton.core.routing.routed_request import Carried, Choice
-from baton.core.routing.routed_requests import Carrier, Cause
+from baton.core.routing.attempts import Attempts
+from baton.core.routing.events import AttemptRefused, Heartbeat, HeldChoice, Instance, Session, TellPrefillPeers
+from baton.core.routing.fleet_members import FleetMember, FleetMembers, MemberMove, MemberState
+from baton.core.routing.identity import RequestNumber
+from baton.core.routing.placement_queue import PlacementQueue
+from baton.core.routing.prefix_directory import PrefixDirectory
+from baton.core.routing.routed_request import RoutedChoice, RoutedRequest
+from baton.core.routing.routed_requests import MoveCause, RoutedRequests
 from baton.core.routing.router import Router
-from baton.wire import router_sessions as switch
+from baton.core.routing.server_absence import ServerAbsence
+from baton.wire import router_sessions
 from baton.wire.engine_messages import StepOutput
-from baton.wire.instance_sessions import Relay, RelayOut, State
-from baton.wire.request_table import Desk
-from baton.wire.router_messages import FromInstance
+from baton.wire.held_choices import HeldChoices, HeldState
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from tests.sim.planted import Patch, core, wire
 from tests.sim.planted_peers import BUGS
 
@@ -43,65 +42,70 @@ LONG_US = 10**12
 
 
 def _regrouped(patch: Patch, change: Any) -> None:
-    group_then = carrier.group_of
+    group_then = patch.original("routing.group_of")
 
-    def group_of(choices: Sequence[tuple[Choice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
+    def group_of(
+        choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]
+    ) -> tuple[Submission, ...]:
         return tuple(change(item, asked) for item, (_, asked) in zip(group_then(choices, prefill_at), choices, strict=True))
 
-    patch.set(carrier, "group_of", group_of)
+    patch.set("routing.group_of", group_of)
 
 
 @core("a leg starts from the beginning, and the client gets the whole answer again behind what it has")
 def forget_what_was_generated(patch: Patch) -> None:
-    _regrouped(patch, lambda item, _: replace(item, generated=NO_TOKENS))
+    _regrouped(patch, lambda item, _: msgspec.structs.replace(item, generated=NO_TOKENS))
 
 
 @core("the last delivered token is left out of a continuation, and comes twice")
 def repeat_the_last_token(patch: Patch) -> None:
-    _regrouped(patch, lambda item, _: replace(item, generated=frozen_tokens(item.generated[:-1])))
+    _regrouped(patch, lambda item, _: msgspec.structs.replace(item, generated=frozen_tokens(item.generated[:-1])))
 
 
 @core("choices that go on without their first sibling still name it, and have no prompt")
 def leave_the_leader_behind(patch: Patch) -> None:
-    _regrouped(patch, lambda item, asked: replace(item, leader=asked.leader))
+    _regrouped(patch, lambda item, asked: msgspec.structs.replace(item, leader=asked.leader))
 
 
 @core("a continuation may generate as many tokens as the whole answer, behind what there is already")
 def count_the_limit_anew(patch: Patch) -> None:
-    _regrouped(patch, lambda item, _: replace(item, max_tokens=(item.max_tokens or 0) + len(item.generated)))
+    _regrouped(patch, lambda item, _: msgspec.structs.replace(item, max_tokens=(item.max_tokens or 0) + len(item.generated)))
 
 
 @core("tokens that an instance held while nobody listened are delivered from the first, not from where the client was")
 def deliver_held_tokens_from_the_first(patch: Patch) -> None:
-    take_over_then = Adoption._take_over
+    take_over_then = patch.original("_take_over")
 
-    def take_over(self: Adoption, choice: Choice, item: HeldChoice, member: Member) -> Any:
-        if choice.delivered and not choice.body.orphan:
+    def take_over(self: Adoption, choice: RoutedChoice, item: HeldChoice, member: FleetMember) -> Any:
+        if choice.delivered and not choice.request.orphan:
             choice.delivered = choice.delivered[:-1]
         return take_over_then(self, choice, item, member)
 
-    patch.set(Adoption, "_take_over", take_over)
+    patch.set("_take_over", take_over)
 
 
 @core("a choice is resumed at an instance that knows less of it than its client")
 def resume_a_shorter_history(patch: Patch) -> None:
-    def wanted(choice: Choice, item: HeldChoice) -> bool:
+    def wanted(choice: RoutedChoice, item: HeldChoice) -> bool:
         return choice.outcome is None
 
-    patch.set(adopting, "_wanted", wanted)
+    patch.set("_wanted", wanted)
 
 
 @core("a choice whose instance was lost after the last token is asked for once more, though nothing is left of it")
 def go_on_after_the_last_token(patch: Patch) -> None:
-    patch.set(carrier, "finished_as", lambda choice: None)
+    patch.set("finished_as", lambda choice: None, used_by="end_all")
+    patch.set("finished_as", lambda choice: None, used_by="go_on_elsewhere")
 
 
 @core("only the last leg of a request is billed")
 def bill_the_last_leg(patch: Patch) -> None:
-    def add_bill(choice: Choice, bill: Bill) -> None:
-        choice.bill = replace(bill, cached_tokens=bill.cached_tokens if choice.attempts <= 1 else choice.bill.cached_tokens)
+    def add_bill(choice: RoutedChoice, bill: Bill) -> None:
+        choice.bill = msgspec.structs.replace(
+            bill, cached_tokens=bill.cached_tokens if choice.attempts <= 1 else choice.bill.cached_tokens
+        )
 
-    patch.set(carrier, "add_bill", add_bill)
+    patch.set("add_bill", add_bill)
 
 
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,85 +113,85 @@ def bill_the_last_leg(patch: Patch) -> None:
 
 @core("retries are not counted: what finds no room goes round for ever")
 def count_no_retries(patch: Patch) -> None:
-    may_then = Carrier._may_go_on
+    may_then = patch.original("_may_go_on")
 
-    def may_go_on(self: Carrier, choice: Choice, cause: Cause, where: Instance | None) -> bool:
+    def may_go_on(self: Attempts, choice: RoutedChoice, cause: MoveCause, where: Instance | None) -> bool:
         return may_then(self, choice, cause, where) or True
 
-    patch.set(Carrier, "_may_go_on", may_go_on)
+    patch.set("_may_go_on", may_go_on)
 
 
 @core("a request is given up at its first loss")
 def give_up_at_the_first_loss(patch: Patch) -> None:
-    may_then = Carrier._may_go_on
+    may_then = patch.original("_may_go_on")
 
-    def may_go_on(self: Carrier, choice: Choice, cause: Cause, where: Instance | None) -> bool:
-        return may_then(self, choice, cause, where) and cause is not Cause.LOST
+    def may_go_on(self: Attempts, choice: RoutedChoice, cause: MoveCause, where: Instance | None) -> bool:
+        return may_then(self, choice, cause, where) and cause is not MoveCause.LOST
 
-    patch.set(Carrier, "_may_go_on", may_go_on)
+    patch.set("_may_go_on", may_go_on)
 
 
 @core("what backs off never comes back")
 def back_off_for_ever(patch: Patch) -> None:
-    enter_then = WaitingRoom.enter
+    enter_then = patch.original("PlacementQueue.enter")
 
-    def enter(self: WaitingRoom, choice: Choice, due_us: int) -> None:
+    def enter(self: PlacementQueue, choice: RoutedChoice, due_us: int) -> None:
         enter_then(self, choice, due_us + (LONG_US if choice.attempts else 0))
 
-    patch.set(WaitingRoom, "enter", enter)
+    patch.set("PlacementQueue.enter", enter)
 
 
 @core("a leg that was refused is tried again at once, at the same full instance")
 def never_back_off(patch: Patch) -> None:
-    patch.set(carrier, "jittered_us", lambda config, seed, body, nth: 0)
+    patch.set("jittered_us", lambda config, seed, request, nth: 0)
 
 
 @core("an instance that had no room for a request gets it again, though another is there")
 def go_back_to_who_had_no_room(patch: Patch) -> None:
-    patch.set(placement, "_avoiding", lambda members, avoid: members)
+    patch.set("_avoiding", lambda members, avoid: members)
 
 
 @core("the answer that a leg was refused is forgotten, and its choices wait for an answer for ever")
 def forget_a_refusal(patch: Patch) -> None:
-    def refused(self: Carrier, event: LegRefused) -> None:
-        self.counts.late += 1
+    def refused(self: Attempts, event: AttemptRefused) -> None:
+        self._requests.counts.late += 1
 
-    patch.set(Carrier, "refused", refused)
+    patch.set("Attempts.refused", refused)
 
 
 @core("choices that found no room are not put back in line")
 def lose_who_was_passed_over(patch: Patch) -> None:
-    patch.set(WaitingRoom, "put_back", lambda self, party: None)
+    patch.set("put_back", lambda self, party: None)
 
 
 @core("an instance gets more than it has room for, and refuses it")
 def send_beyond_the_limit(patch: Patch) -> None:
-    patch.set(Placement, "has_room", lambda self, member: True)
+    patch.set("routing.has_room", lambda self, member: True)
 
 
 @core("a body has no deadline")
 def wait_beyond_the_deadline(patch: Patch) -> None:
-    open_then = Carrier.open_body
+    open_then = patch.original("RoutedRequests.open")
 
-    def open_body(self: Carrier, number: Body, tenant: str | None, origin: bytes, choices: int) -> Carried:
-        body = open_then(self, number, tenant, origin, choices)
-        body.deadline_us += LONG_US
-        return body
+    def opened(self: RoutedRequests, number: RequestNumber, tenant: str | None, origin: bytes, choices: int) -> Any:
+        request = open_then(self, number, tenant, origin, choices)
+        request.deadline_us += LONG_US
+        return request
 
-    patch.set(Carrier, "open_body", open_body)
+    patch.set("RoutedRequests.open", opened)
 
 
 @core("where no instance serves, newcomers wait for one for ever")
 def wait_for_an_instance_for_ever(patch: Patch) -> None:
-    def give_up_absent(self: Carrier) -> None:
-        self._absent_due_us = None
+    def expire(self: ServerAbsence) -> None:
+        self.due_us = None
 
-    patch.set(Carrier, "_give_up_absent", give_up_absent)
+    patch.set("ServerAbsence.expire", expire)
 
 
 @core("what a tenant has open is never taken off its account")
 def never_close_an_account(patch: Patch) -> None:
-    patch.set(Quota, "close", lambda self, tenant, generated_tokens, now_us: None)
+    patch.set("RateLimits.close", lambda self, tenant, generated_tokens, now_us: None)
 
 
 # ── members ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,80 +199,80 @@ def never_close_an_account(patch: Patch) -> None:
 
 @core("an older life of an instance joins beside, and instead of, the newer one")
 def welcome_an_old_life(patch: Patch) -> None:
-    objection_then = Fleet.objection
+    objection_then = patch.original("FleetMembers.objection")
 
-    def objection(self: Fleet, *given: Any) -> Any:
+    def objection(self: FleetMembers, *given: Any) -> Any:
         made = objection_then(self, *given)
         return None if made is not None and made.fenced else made
 
-    patch.set(Fleet, "objection", objection)
+    patch.set("FleetMembers.objection", objection)
 
 
 @core("a silent instance is never suspected: its requests wait for the connection to break")
 def suspect_nobody(patch: Patch) -> None:
-    patch.set(Fleet, "silent", lambda self, now_us: [])
+    patch.set("FleetMembers.silent", lambda self, now_us: [])
 
 
 @core("an engine that stands still is not noticed behind a front end that does not")
 def overlook_a_silent_engine(patch: Patch) -> None:
-    beaten_then = Fleet.beaten
+    beaten_then = patch.original("FleetMembers.beaten")
 
-    def beaten(self: Fleet, member: Member, sign: Sign, now_us: int) -> Any:
+    def beaten(self: FleetMembers, member: FleetMember, sign: Heartbeat, now_us: int) -> Any:
         return beaten_then(self, member, replace(sign, engine_silent_us=0), now_us)
 
-    patch.set(Fleet, "beaten", beaten)
+    patch.set("FleetMembers.beaten", beaten)
 
 
 @core("a router that slept takes its own silence for that of its instances")
 def count_own_lateness(patch: Patch) -> None:
-    patch.set(Fleet, "excuse", lambda self, late_us: None)
+    patch.set("FleetMembers.excuse", lambda self, late_us: None)
 
 
 @core("an instance that drains still gets requests")
 def go_on_placing_where_it_drains(patch: Patch) -> None:
-    def drain(self: Fleet, member: Member, now_us: int) -> None:
+    def drain(self: FleetMembers, member: FleetMember, now_us: int) -> None:
         self._move(member, MemberMove.DRAIN)
         member.drain_by_us = now_us + self._config.drain_us
 
-    patch.set(Fleet, "drain", drain)
+    patch.set("FleetMembers.drain", drain)
 
 
 @core("what an instance that drains has open stays there, however long that takes")
 def never_clear_out(patch: Patch) -> None:
-    patch.set(Carrier, "clear_out", lambda self, member: None)
+    patch.set("clear_out", lambda self, member: None)
 
 
 @core("an instance that is gone still counts as one that can prefill")
 def send_to_a_giver_that_is_gone(patch: Patch) -> None:
-    list_then = Fleet._list
+    list_then = patch.original("_list")
 
-    def make_lists(self: Fleet) -> None:
+    def make_lists(self: FleetMembers) -> None:
         before = self.givers
         list_then(self)
         self.givers = [*self.givers, *(m for m in before if m.state is MemberState.GONE and m not in self.givers)]
 
-    patch.set(Fleet, "_list", make_lists)
+    patch.set("_list", make_lists)
 
 
 @core("instances that decode are not told of a new one that prefills")
 def tell_nobody_of_neighbours(patch: Patch) -> None:
-    handle_then = Router.handle
+    handle_then = patch.original("Router.handle")
 
     def handle(self: Router, event: Any, now_us: int) -> Any:
-        return [effect for effect in handle_then(self, event, now_us) if not isinstance(effect, Neighbours)]
+        return [effect for effect in handle_then(self, event, now_us) if not isinstance(effect, TellPrefillPeers)]
 
-    patch.set(Router, "handle", handle)
+    patch.set("Router.handle", handle)
 
 
 @core("an instance that connects again is let in beside its former session")
 def keep_the_former_session(patch: Patch) -> None:
-    joined_then = Router._joined
+    joined_then = patch.original("_joined")
 
     def joined(self: Router, event: Any) -> None:
         self.fleet.by_name.pop(event.facts.name, None)
         joined_then(self, event)
 
-    patch.set(Router, "_joined", joined)
+    patch.set("_joined", joined)
 
 
 # ── what is cached where ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -276,30 +280,30 @@ def keep_the_former_session(patch: Patch) -> None:
 
 @core("the prefixes of an instance that is gone are credited to the next that takes its place")
 def remember_a_dead_cache(patch: Patch) -> None:
-    def close(self: Holdings, session: Session) -> None:
+    def close(self: PrefixDirectory, session: Session) -> None:
         del self._by_bit[self._holders.pop(session).bit]
 
-    patch.set(Holdings, "close", close)
+    patch.set("PrefixDirectory.close", close)
 
 
 @core("names that come with an instance's first sign of life are not taken in")
 def overlook_the_first_names(patch: Patch) -> None:
-    hear_then = Holdings.hear
+    hear_then = patch.original("PrefixDirectory.hear")
 
-    def hear(self: Holdings, session: Session, names: Names) -> None:
+    def hear(self: PrefixDirectory, session: Session, names: CachedKeysChanged) -> None:
         hear_then(self, session, replace(names, named=()) if names.fresh else names)
 
-    patch.set(Holdings, "hear", hear)
+    patch.set("PrefixDirectory.hear", hear)
 
 
 @core("an instance does not tell which prefixes it has dropped")
 def never_tell_what_was_evicted(patch: Patch) -> None:
-    take_then = PrefixJournal.take
+    take_then = patch.original("PrefixJournal.take")
 
-    def take(self: PrefixJournal, keys_max: int) -> NamesChanged:
+    def take(self: PrefixJournal, keys_max: int) -> CachedKeysChanged:
         return replace(take_then(self, keys_max), forgotten=())
 
-    patch.set(PrefixJournal, "take", take)
+    patch.set("PrefixJournal.take", take)
 
 
 # ── leaving, and what a router leaves behind ─────────────────────────────────────────────────────────────────────────────
@@ -307,50 +311,50 @@ def never_tell_what_was_evicted(patch: Patch) -> None:
 
 @core("the legs of a client that has left are not called back")
 def never_call_back(patch: Patch) -> None:
-    patch.set(Carrier, "call_back", lambda self, choices: None)
+    patch.set("call_back", lambda self, choices: None)
 
 
 @core("an orphan that nobody comes for is carried for ever")
 def keep_orphans(patch: Patch) -> None:
-    body_then = Adoption._body_of
+    request_then = patch.original("_request_of")
 
-    def body_of(self: Adoption, item: HeldChoice) -> Carried | None:
-        body = body_then(self, item)
-        if body is not None and body.grace_us is not None:
-            body.grace_us = LONG_US
-        return body
+    def request_of(self: Adoption, item: HeldChoice, digest: bytes) -> RoutedRequest | None:
+        request = request_then(self, item, digest)
+        if request is not None and request.grace_us is not None:
+            request.grace_us = LONG_US
+        return request
 
-    patch.set(Adoption, "_body_of", body_of)
+    patch.set("_request_of", request_of)
 
 
 @core("a client that has come back is not noticed, and its answer is dropped when the grace is over")
 def ignore_a_claim(patch: Patch) -> None:
-    patch.set(Adoption, "claimed", lambda self, event: None)
+    patch.set("Adoption.claimed", lambda self, event: None)
 
 
 @core("what instances have kept for a lost router is thrown away when they join the next")
 def throw_away_what_was_kept(patch: Patch) -> None:
-    def adopt(self: Adoption, member: Member, held: Sequence[HeldChoice]) -> Any:
+    def adopt(self: Adoption, member: FleetMember, held: Sequence[HeldChoice]) -> Any:
         return (), tuple(item.serial for item in held)
 
-    patch.set(Adoption, "adopt", adopt)
+    patch.set("Adoption.adopt", adopt)
 
 
 @core("a body that is over is found again at an instance that comes back, and begins once more")
 def find_what_is_over(patch: Patch) -> None:
-    close_then = Carrier.close_body
+    close_then = patch.original("RoutedRequests.close")
 
-    def close_body(self: Carrier, body: Carried) -> None:
-        close_then(self, body)
+    def close(self: RoutedRequests, request: RoutedRequest) -> None:
+        close_then(self, request)
         self.over.clear()
 
-    patch.set(Carrier, "close_body", close_body)
+    patch.set("RoutedRequests.close", close)
 
 
 @core("an end that came while nobody listened is taken for a loss")
 def overlook_an_end_that_was_held(patch: Patch) -> None:
-    patch.set(adopting, "OVER", ())
-    patch.set(adopting, "finished_as", lambda choice: None)
+    patch.set("OVER", (), used_by="_take_over")
+    patch.set("finished_as", lambda choice: None, used_by="_take_over")
 
 
 # ── wire: the router's end ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -358,38 +362,38 @@ def overlook_an_end_that_was_held(patch: Patch) -> None:
 
 @wire("the choices of a leg are taken for each other")
 def mix_up_the_choices_of_a_leg(patch: Patch) -> None:
-    open_then = switch.Switch._open
+    open_then = patch.original("_open")
 
-    def opened(self: switch.Switch, seat: Any, trip: Any, serials: tuple[int, ...], now_us: int) -> Any:
-        return open_then(self, seat, trip, tuple(reversed(serials)), now_us)
+    def opened(self: router_sessions.RouterSessions, session: Any, sent: Any, serials: tuple[int, ...], now_us: int) -> Any:
+        return open_then(self, session, sent, tuple(reversed(serials)), now_us)
 
-    patch.set(switch.Switch, "_open", opened)
+    patch.set("_open", opened)
 
 
 @wire("instances are never told to forget what is over")
 def never_say_forget(patch: Patch) -> None:
-    let_go_then = switch._let_go
+    let_go_then = patch.original("router_sessions._let_go")
 
-    def let_go(seat: Any, trip: Any) -> list[Any]:
-        let_go_then(seat, trip)
+    def let_go(session: Any, sent: Any) -> list[Any]:
+        let_go_then(session, sent)
         return []
 
-    patch.set(switch, "_let_go", let_go)
+    patch.set("router_sessions._let_go", let_go)
 
 
 @wire("a leg that was called back before its answer is computed to the end, for nobody")
 def forget_what_was_abandoned(patch: Patch) -> None:
-    patch.set(Desk, "abandon", lambda self, ticket: None)
+    patch.set("RequestTable.abandon", lambda self, ticket: None)
 
 
 @wire("that a client has found its stop string is not passed on")
 def never_pass_on_a_cut(patch: Patch) -> None:
-    patch.set(switch, "_cut_short", lambda seat, leg, place, keep: [])
+    patch.set("_cut_short", lambda session, which, keep: [])
 
 
 @wire("what an instance has held is not admitted to its session, and its next tokens break the rules")
 def forget_to_take_up_what_was_held(patch: Patch) -> None:
-    patch.set(Desk, "adopt", lambda self, serial, wanted=True: None)
+    patch.set("RequestTable.adopt", lambda self, serial, wanted=True: None)
 
 
 # ── wire: the instance's end ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -397,67 +401,67 @@ def forget_to_take_up_what_was_held(patch: Patch) -> None:
 
 @wire("an instance keeps what it had for a lost router for ever")
 def keep_beyond_the_grace(patch: Patch) -> None:
-    patch.set(Relay, "next_deadline", lambda self: None)
+    patch.set("InstanceSessions.next_deadline", lambda self: None)
 
 
 @wire("of the rows that come while no router is there, the first is not written down")
 def lose_a_row_of_history(patch: Patch) -> None:
-    write_then = Relay._write_down
+    write_then = patch.original("write_down")
 
-    def write_down(self: Relay, output: StepOutput, serials: list[int]) -> None:
-        before = {serial: bytes(self._open[serial].tokens) for serial in serials}
-        lines = {serial: self._open[serial] for serial in serials}
+    def write_down(self: HeldChoices, output: StepOutput, serials: list[int]) -> None:
+        before = {serial: bytes(self.open[serial].tokens) for serial in serials}
+        lines = {serial: self.open[serial] for serial in serials}
         write_then(self, output, serials)
         for serial, line in lines.items():
             if len(before[serial]) == 4:  # its second row
                 line.tokens[:] = before[serial]
 
-    patch.set(Relay, "_write_down", write_down)
+    patch.set("write_down", write_down)
 
 
 @wire("what the engine had not answered when the router was lost is computed for nobody, for ever unforgotten")
 def keep_what_was_never_answered(patch: Patch) -> None:
-    def opened(self: Relay, now_us: int) -> list[FromInstance]:
-        asked, self._asked = self._asked, {}
+    def next_session(self: HeldChoices) -> Any:
+        asked, self.asked = self.asked, {}
         try:
-            return opened_then(self, now_us)
+            return session_then(self)
         finally:
-            self._asked = asked
+            self.asked = asked
 
-    opened_then = Relay.opened
-    patch.set(Relay, "opened", opened)
+    session_then = patch.original("next_session")
+    patch.set("next_session", next_session)
 
 
 @wire("a router's order to cancel is not passed on to the engine")
 def never_pass_on_a_cancel(patch: Patch) -> None:
-    dropped_then = Relay._dropped
+    drop_then = patch.original("HeldChoices.drop")
 
-    def dropped(self: Relay, serials: Any) -> Any:
-        dropped_then(self, serials)
+    def drop(self: HeldChoices, serials: Any) -> Any:
+        drop_then(self, serials)
         return []
 
-    patch.set(Relay, "_dropped", dropped)
+    patch.set("HeldChoices.drop", drop)
 
 
 @wire("the welcome does not order the engine to tell what it has cached")
 def never_ask_for_names(patch: Patch) -> None:
-    welcomed_then = Relay._welcomed
+    welcomed_then = patch.original("_welcomed")
 
-    def welcomed(self: Relay, message: Any) -> RelayOut:
+    def welcomed(self: InstanceSessions, message: Any) -> SessionEffects:
         out = welcomed_then(self, message)
         out.orders = out.orders[:-1]
         return out
 
-    patch.set(Relay, "_welcomed", welcomed)
+    patch.set("_welcomed", welcomed)
 
 
 @wire("the history of a choice that has ended is dropped at once")
 def forget_ended_choices_early(patch: Patch) -> None:
-    end_then = Relay._end
+    end_then = patch.original("_end")
 
-    def end(self: Relay, line: Any, ended: Any) -> None:
-        end_then(self, line, ended)
-        if line.state is State.ENDED:
-            self._drop_all([line])
+    def end(self: HeldChoices, choice: Any, ended: Any) -> None:
+        end_then(self, choice, ended)
+        if choice.state is HeldState.ENDED:
+            self.drop_all([choice])
 
-    patch.set(Relay, "_end", end)
+    patch.set("_end", end)

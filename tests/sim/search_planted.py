@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from threading import Lock
 from types import FrameType
 
-from baton.sim.scenario import draw_scenario, run_seed
+from baton.sim.fuzzed_run import run_seed
+from baton.sim.scenario import draw_scenario
 from tests.sim import planted_peers, planted_routing, planted_tiers
 from tests.sim.planted import Catch, read_catches, write_catches
 from tests.sim.planted_tiers import BUGS

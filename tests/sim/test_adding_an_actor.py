@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.sim.faults import Fault, NetworkRates
-from baton.sim.network import Network
+from baton.sim.network import SimulatedNetwork
 from baton.sim.world import Host, World
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "simulator.md"
@@ -17,14 +17,20 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "simulator.md"
 
 def beacon_class() -> Any:
     (source,) = re.findall(r"```python\n(class Beacon:.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    names: dict[str, Any] = {"Counter": Counter, "Host": Host, "Network": Network, "Sequence": Sequence, "World": World}
+    names: dict[str, Any] = {
+        "Counter": Counter,
+        "Host": Host,
+        "Network": SimulatedNetwork,
+        "Sequence": Sequence,
+        "World": World,
+    }
     exec(source, names)  # noqa: S102  our own document
     return names["Beacon"]
 
 
 def heard(rates: NetworkRates) -> tuple[int, Counter[str]]:
     world = World(3, events_max=10_000)
-    network = Network(world, rates)
+    network = SimulatedNetwork(world, rates)
     peer = Host(world, "peer")
     network.attach("peer", peer, lambda sender, packet: network.send("peer", sender, packet))
     beacon = beacon_class()(world, network, ["peer"])

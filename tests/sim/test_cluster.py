@@ -8,23 +8,23 @@ from dataclasses import replace
 import pytest
 
 from baton.core.config import PrefillPath, WorkerConfig
-from baton.core.routing.events import Policy
-from baton.sim.carrying import Road
-from baton.sim.cluster import PREFIX_ID_TOKENS, Call, RunFailed, RunSpec, Split, simulate
-from baton.sim.records import Outcome, RunRecord
+from baton.core.routing.config import RoutingPolicy
+from baton.sim.cluster import PREFIX_ID_TOKENS, PlannedRequest, PrefillDecodeSplit, RunFailed, RunSpec, simulate
+from baton.sim.lanes import KvLinkModel
+from baton.sim.records import RequestOutcome, RunRecord
 from baton.sim.scenario import FlatTimes
 
 CONFIG = WorkerConfig(slots=8, blocks=1000, block_size=16, context_tokens=4096, step_tokens=2048)
 
 
-def run(*calls: Call, concurrency: int | None = None, instances: int = 1) -> RunRecord:
+def run(*calls: PlannedRequest, concurrency: int | None = None, instances: int = 1) -> RunRecord:
     return simulate(RunSpec("made up", instances, CONFIG, FlatTimes(1_000, 10), calls, concurrency))
 
 
 def test_equal_leading_prefix_ids_are_equal_text_whatever_numbers_they_are() -> None:
     first, other = -(1 << 70), 1 << 24
     calls = [
-        Call(at_us=at * 1_000_000, input_tokens=1100, output_tokens=2, max_tokens=2, prefix_ids=ids)
+        PlannedRequest(at_us=at * 1_000_000, input_tokens=1100, output_tokens=2, max_tokens=2, prefix_ids=ids)
         for at, ids in enumerate([(first, other), (first, other), (first, 5), (other, first), ()])
     ]
     cached = [journey.cached_tokens for journey in run(*calls).journeys]
@@ -33,8 +33,8 @@ def test_equal_leading_prefix_ids_are_equal_text_whatever_numbers_they_are() -> 
 
 def test_a_round_of_a_session_begins_with_the_former_prompt_and_answer() -> None:
     first, second = run(
-        Call(at_us=0, input_tokens=100, output_tokens=20, max_tokens=20, session=1),
-        Call(at_us=None, input_tokens=50, output_tokens=3, max_tokens=3, session=1, think_us=7_000),
+        PlannedRequest(at_us=0, input_tokens=100, output_tokens=20, max_tokens=20, session=1),
+        PlannedRequest(at_us=None, input_tokens=50, output_tokens=3, max_tokens=3, session=1, think_us=7_000),
     ).journeys
     assert second.input_tokens == 100 + 20 + 50
     assert second.arrived_us == (first.ended_us or 0) + 7_000
@@ -42,8 +42,8 @@ def test_a_round_of_a_session_begins_with_the_former_prompt_and_answer() -> None
 
 
 def test_a_closed_loop_has_no_more_open_than_clients() -> None:
-    record = run(*[Call(at_us=None, input_tokens=10, output_tokens=5, max_tokens=5)] * 9, concurrency=3)
-    assert all(journey.outcome is Outcome.STOP and journey.output_tokens == 5 for journey in record.journeys)
+    record = run(*[PlannedRequest(at_us=None, input_tokens=10, output_tokens=5, max_tokens=5)] * 9, concurrency=3)
+    assert all(journey.outcome is RequestOutcome.STOP and journey.output_tokens == 5 for journey in record.journeys)
     for journey in record.journeys:
         open_then = [other for other in record.journeys if other.arrived_us <= journey.arrived_us < (other.ended_us or 0)]
         assert len(open_then) <= 3
@@ -51,15 +51,16 @@ def test_a_closed_loop_has_no_more_open_than_clients() -> None:
 
 
 def test_requests_are_spread_in_turn() -> None:
-    record = run(*[Call(at_us=at, input_tokens=10, output_tokens=2, max_tokens=2) for at in range(6)], instances=3)
+    record = run(*[PlannedRequest(at_us=at, input_tokens=10, output_tokens=2, max_tokens=2) for at in range(6)], instances=3)
     assert [journey.instance for journey in record.journeys] == [0, 1, 2, 0, 1, 2]
 
 
-def talked(route: Policy) -> RunRecord:
+def talked(route: RoutingPolicy) -> RunRecord:
     """Conversations whose users think for a moment, on instances that hold a part of them each."""
     config = replace(CONFIG, blocks=400)
     calls = [
-        Call(at_us=None if turn else talk * 20_000, input_tokens=160, output_tokens=16, max_tokens=16, session=talk,
+        PlannedRequest(
+            at_us=None if turn else talk * 20_000, input_tokens=160, output_tokens=16, max_tokens=16, session=talk,
              think_us=300_000)
         for talk in range(24)
         for turn in range(4)
@@ -67,25 +68,26 @@ def talked(route: Policy) -> RunRecord:
     return simulate(RunSpec("talks", 3, config, FlatTimes(2_000, 50), calls, route=route))
 
 
-@pytest.mark.parametrize("route", Policy)
-def test_a_router_may_stand_in_front_of_a_run(route: Policy) -> None:
+@pytest.mark.parametrize("route", RoutingPolicy)
+def test_a_router_may_stand_in_front_of_a_run(route: RoutingPolicy) -> None:
     record = talked(route)
-    assert all(journey.outcome is Outcome.STOP and journey.output_tokens == 16 for journey in record.journeys)
+    assert all(journey.outcome is RequestOutcome.STOP and journey.output_tokens == 16 for journey in record.journeys)
     assert {journey.instance for journey in record.journeys} == {0, 1, 2}
 
 
 def test_the_router_sends_a_conversation_where_it_is_cached() -> None:
     aware, in_turn = (
-        sum(j.cached_tokens for j in talked(route).journeys) for route in (Policy.CACHE_AWARE, Policy.ROUND_ROBIN)
+        sum(j.cached_tokens for j in talked(route).journeys)
+        for route in (RoutingPolicy.CACHE_AWARE, RoutingPolicy.ROUND_ROBIN)
     )
     assert aware > 1.3 * in_turn
 
 
 def test_a_split_cluster_may_have_a_router_too() -> None:
-    road = Road(layers=2, block_bytes=100_000, lane_bytes_per_s=1e10, delay_us=100)
-    split = Split(1, CONFIG, FlatTimes(1_000, 10), road)
-    calls = [Call(at_us=at * 3_000, input_tokens=200, output_tokens=4, max_tokens=4) for at in range(12)]
-    spec = RunSpec("split", 3, CONFIG, FlatTimes(1_000, 10), calls, split=split, route=Policy.CACHE_AWARE)
+    road = KvLinkModel(layers=2, block_bytes=100_000, lane_bytes_per_s=1e10, delay_us=100)
+    split = PrefillDecodeSplit(1, CONFIG, FlatTimes(1_000, 10), road)
+    calls = [PlannedRequest(at_us=at * 3_000, input_tokens=200, output_tokens=4, max_tokens=4) for at in range(12)]
+    spec = RunSpec("split", 3, CONFIG, FlatTimes(1_000, 10), calls, split=split, route=RoutingPolicy.CACHE_AWARE)
     record = simulate(spec)
     assert sum(handed.made for handed in record.handed) >= 12
     assert {journey.instance for journey in record.journeys} == {0, 1}
@@ -98,25 +100,25 @@ def test_whoever_starts_a_run_may_choose_by_what_waits_where() -> None:
         seen.append(list(queued_tokens))
         return 2
 
-    calls = [Call(at_us=at, input_tokens=10 + at, output_tokens=2, max_tokens=2) for at in range(3)]
-    calls.append(Call(at_us=1_000_000, input_tokens=10, output_tokens=2, max_tokens=2))
+    calls = [PlannedRequest(at_us=at, input_tokens=10 + at, output_tokens=2, max_tokens=2) for at in range(3)]
+    calls.append(PlannedRequest(at_us=1_000_000, input_tokens=10, output_tokens=2, max_tokens=2))
     record = simulate(RunSpec("chosen", 3, CONFIG, FlatTimes(1_000, 10), calls, chosen=last))
     assert [journey.instance for journey in record.journeys] == [2, 2, 2, 2]
     assert seen == [[0, 0, 0], [0, 0, 10], [0, 0, 21], [0, 0, 0]]
 
 
-def split_run(*calls: Call, givers: int = 1, instances: int = 2, lane: float = 1e12, **more: object) -> RunRecord:
-    road = Road(layers=10, block_bytes=1_000_000, lane_bytes_per_s=lane, delay_us=100)
-    split = Split(givers, replace(CONFIG, **more), FlatTimes(1_000, 10), road)  # type: ignore[arg-type]
+def split_run(*calls: PlannedRequest, givers: int = 1, instances: int = 2, lane: float = 1e12, **more: object) -> RunRecord:
+    road = KvLinkModel(layers=10, block_bytes=1_000_000, lane_bytes_per_s=lane, delay_us=100)
+    split = PrefillDecodeSplit(givers, replace(CONFIG, **more), FlatTimes(1_000, 10), road)  # type: ignore[arg-type]
     return simulate(RunSpec("split", instances, CONFIG, FlatTimes(1_000, 10), calls, split=split))
 
 
 @pytest.mark.parametrize("path", PrefillPath)
 def test_in_a_split_cluster_givers_prefill_and_takers_decode(path: PrefillPath) -> None:
-    calls = [Call(at_us=at * 10_000, input_tokens=500, output_tokens=20, max_tokens=20) for at in range(12)]
+    calls = [PlannedRequest(at_us=at * 10_000, input_tokens=500, output_tokens=20, max_tokens=20) for at in range(12)]
     record = split_run(*calls, givers=2, instances=5, prefill_path=path)
     assert record.roles == ["decode"] * 3 + ["prefill"] * 2
-    assert all(journey.outcome is Outcome.STOP and journey.attempts == 1 for journey in record.journeys)
+    assert all(journey.outcome is RequestOutcome.STOP and journey.attempts == 1 for journey in record.journeys)
     assert {journey.instance for journey in record.journeys} == {0, 1, 2}
     assert sum(one.made for one in record.handed[:3]) == sum(one.made for one in record.handed[3:]) == 12
     assert all(one.made == 6 for one in record.handed[3:]), "one giver had more to do than the other"
@@ -128,7 +130,7 @@ def test_in_a_split_cluster_givers_prefill_and_takers_decode(path: PrefillPath) 
 
 
 def test_a_hand_over_takes_the_prefill_and_little_more_where_lanes_are_quick() -> None:
-    call = Call(at_us=0, input_tokens=1000, output_tokens=3, max_tokens=3)
+    call = PlannedRequest(at_us=0, input_tokens=1000, output_tokens=3, max_tokens=3)
     (alone,) = run(call).journeys
     (split,) = split_run(call).journeys
     (slow,) = split_run(call, lane=1e9).journeys
@@ -143,7 +145,7 @@ def test_a_hand_over_takes_the_prefill_and_little_more_where_lanes_are_quick() -
 
 
 def test_metering_passes_changes_nothing_in_a_run() -> None:
-    calls = [Call(at_us=at * 1_000, input_tokens=300, output_tokens=9, max_tokens=9) for at in range(5)]
+    calls = [PlannedRequest(at_us=at * 1_000, input_tokens=300, output_tokens=9, max_tokens=9) for at in range(5)]
     spec = RunSpec("metered", 2, CONFIG, FlatTimes(1_000, 10), calls)
     plain, metered = simulate(spec), simulate(replace(spec, metered=True))
     assert plain.journeys == metered.journeys

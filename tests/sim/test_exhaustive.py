@@ -13,8 +13,9 @@ import os
 import pytest
 
 from baton.core.config import DECODE, MIXED, PREFILL, OnPreempt, PrefillPath, Role
-from baton.sim.exhaustive import Blow, Strike, events_of, fleet_world, shelved_world, small_world, strikes, struck
-from baton.sim.scenario import Run, Scenario
+from baton.sim.exhaustive import BlowKind, InjectedBlow, events_of, fleet_world, shelved_world, small_world, strikes, struck
+from baton.sim.fuzzed_run import FuzzedRun
+from baton.sim.scenario import Scenario
 
 WHOLE = os.environ.get("BATON_TEST_EXHAUSTIVE") == "1"
 SAMPLED_EVERY = 1 if WHOLE else 53
@@ -26,7 +27,7 @@ def world(pulls: bool = False, on_preempt: OnPreempt = OnPreempt.RESUME, path: P
 
 
 def test_the_small_world_hands_over_in_one_chunk_in_several_and_behind_a_cached_prefix() -> None:
-    verdict = Run(world(), tell_story=True).verdict()
+    verdict = FuzzedRun(world(), tell_story=True).verdict()
     assert verdict.broken is None
     assert verdict.moves["taker: CHECKING ─verified and adopted→"] >= 4
     story = "\n".join(verdict.story)
@@ -40,7 +41,7 @@ def test_a_crash_after_any_event_of_either_instance_breaks_no_law() -> None:
     scenario = world()
     for event in range(1, events_of(scenario) + 1):
         for seat in range(scenario.instances):
-            strike = Strike(event, seat, Blow.CRASH)
+            strike = InjectedBlow(event, seat, BlowKind.CRASH)
             broken = struck(scenario, strike).broken
             assert broken is None, f"{strike}: {broken}"
 
@@ -55,7 +56,7 @@ def test_neither_do_pauses_nor_other_kinds_of_worlds(pulls: bool, on_preempt: On
 
 def test_a_strike_hits_the_event_it_names() -> None:
     scenario = world()
-    verdict = struck(scenario, Strike(40, 1, Blow.CRASH), tell_story=True)
+    verdict = struck(scenario, InjectedBlow(40, 1, BlowKind.CRASH), tell_story=True)
     assert verdict.fired["instance crashed"] == 1
     assert any("instance 1 is down" in line for line in verdict.story)
 
@@ -67,7 +68,7 @@ ROUTER = 2
 """In the place of a seat: both worlds have two instances."""
 
 
-def holds(scenario: Scenario, strike: Strike) -> None:
+def holds(scenario: Scenario, strike: InjectedBlow) -> None:
     broken = struck(scenario, strike).broken
     assert broken is None, f"{strike}: {broken}"
 
@@ -75,7 +76,7 @@ def holds(scenario: Scenario, strike: Strike) -> None:
 def test_a_crash_of_an_instance_after_any_event_costs_nobody_a_token() -> None:
     scenario = fleet_world(EQUALS)
     for event in range(1, events_of(scenario) + 1):
-        verdict = struck(scenario, Strike(event, 0, Blow.CRASH))
+        verdict = struck(scenario, InjectedBlow(event, 0, BlowKind.CRASH))
         assert verdict.broken is None, f"event {event}: {verdict.broken}"
         assert set(map(str, verdict.ends)) <= {"length", "left", "left early"}
 
@@ -83,7 +84,7 @@ def test_a_crash_of_an_instance_after_any_event_costs_nobody_a_token() -> None:
 def test_a_crash_of_the_router_after_any_event_breaks_no_law() -> None:
     scenario = fleet_world(EQUALS)
     for event in range(1, events_of(scenario) + 1):
-        holds(scenario, Strike(event, ROUTER, Blow.CRASH))
+        holds(scenario, InjectedBlow(event, ROUTER, BlowKind.CRASH))
 
 
 @pytest.mark.parametrize("roles", [EQUALS, PAIR], ids=["equals", "pair"])
@@ -92,14 +93,14 @@ def test_neither_do_pauses_nor_both_crashes_nor_a_pair(roles: tuple[Role, ...]) 
     for strike in strikes(scenario, SAMPLED_EVERY):
         holds(scenario, strike)
     for event in range(1, events_of(scenario) + 1, SAMPLED_EVERY):
-        holds(scenario, Strike(event, 0, Blow.CRASH, then_router=True))
+        holds(scenario, InjectedBlow(event, 0, BlowKind.CRASH, then_router=True))
 
 
 # ── with host memory and a store ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_shelved_world_saves_stores_fetches_restores_and_preempts() -> None:
-    verdict = Run(shelved_world(OnPreempt.RESUME)).verdict()
+    verdict = FuzzedRun(shelved_world(OnPreempt.RESUME)).verdict()
     assert verdict.broken is None
     for move in (
         "haul: OUT ─all of it done→",
@@ -116,7 +117,7 @@ def test_the_shelved_world_saves_stores_fetches_restores_and_preempts() -> None:
 def test_a_crash_after_any_event_of_an_instance_with_a_store_breaks_no_law() -> None:
     scenario = shelved_world(OnPreempt.RESUME)
     for event in range(1, events_of(scenario) + 1):
-        holds(scenario, Strike(event, 0, Blow.CRASH))
+        holds(scenario, InjectedBlow(event, 0, BlowKind.CRASH))
 
 
 @pytest.mark.parametrize("roles", [EQUALS, PAIR], ids=["equals", "pair"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -13,13 +14,14 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.cli.sim_fuzz import replay_command
 from baton.core.config import BringBack, OnPreempt, PrefillPath
-from baton.core.engine.scheduler import Scheduler
-from baton.core.routing.events import Policy, RouterConfig
+from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.sim import fuzz
 from baton.sim.faults import CLASSES, OF_ROUTERS, OF_STORAGE, OF_STORES, Fault
-from baton.sim.fuzz import EVERY_FAULT, NothingBroken, ShardDied, Totals, run_many, shrink
-from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
+from baton.sim.fuzz import EVERY_FAULT, FuzzTotals, NothingBroken, ShardDied, run_many, shrink
+from baton.sim.fuzzed_run import WorldVerdict, run_seed
+from baton.sim.scenario import ScenarioTrim, draw_scenario
 from baton.sim.shard import SeedReport
+from tests.sim.planted import BUGS, read_catches
 
 SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "200"))
 SAMPLE = range(0, 2000, 123)
@@ -90,7 +92,7 @@ def test_some_worlds_have_instances_that_prefill_for_others_and_some_have_none()
 
 def test_two_instances_of_a_split_world_are_one_of_each_kind() -> None:
     split = next(seed for seed in range(20) if len({role.name for role in draw_scenario(seed).roles}) > 1)
-    small = draw_scenario(split, Trim(instances=2))
+    small = draw_scenario(split, ScenarioTrim(instances=2))
     assert [role.name for role in small.roles] == ["decode", "prefill"]
     assert (small.peers_of(0), small.peers_of(1)) == (("instance 1",), ("instance 0",))
 
@@ -103,7 +105,7 @@ def test_every_fault_belongs_to_a_class_that_a_seed_can_draw() -> None:
 
 def test_leaving_things_out_leaves_the_rest_as_it_was() -> None:
     whole = draw_scenario(9)
-    part = draw_scenario(9, Trim(classes=whole.classes[1:], asks=whole.asks[::3]))
+    part = draw_scenario(9, ScenarioTrim(classes=whole.classes[1:], asks=whole.asks[::3]))
     kept = {ask.index: ask for user in part.users for ask in user.asks}
     assert tuple(kept) == whole.asks[::3]
     for user in whole.users:
@@ -115,7 +117,7 @@ def test_leaving_a_class_of_faults_out_leaves_requests_and_the_other_rates_as_th
     for seed in range(40):
         whole = draw_scenario(seed)
         for name in whole.classes:
-            part = draw_scenario(seed, Trim(classes=tuple(kept for kept in whole.classes if kept != name)))
+            part = draw_scenario(seed, ScenarioTrim(classes=tuple(kept for kept in whole.classes if kept != name)))
             assert part.config == whole.config
             assert name == "narrow-line" or part.link == whole.link
             assert name == "crowding" or part.router == whole.router
@@ -133,7 +135,7 @@ SHORT_LIMITS = {Fault.COPY_WHILE_FENCING, Fault.STORE_TOO_LATE, Fault.STORE_LEFT
 
 def test_a_world_without_faults_answers_everybody_in_full() -> None:
     for seed in range(20):
-        verdict = run_seed(seed, Trim(classes=()))
+        verdict = run_seed(seed, ScenarioTrim(classes=()))
         assert verdict.broken is None
         ends = {"stop", "length", "refused: queue_full"}
         router = verdict.scenario.router
@@ -146,7 +148,7 @@ def test_a_world_without_faults_answers_everybody_in_full() -> None:
         assert set(verdict.fired) <= SHORT_LIMITS
 
 
-def check_undisturbed(verdict: Verdict, router: RouterConfig) -> None:
+def check_undisturbed(verdict: WorldVerdict, router: RouterConfig) -> None:
     """Limits, small queues and small pools are no faults; a router's limits are others."""
     ends = {"stop", "length", "refused: queue_full"}
     if router.key_concurrency is not None or router.key_tokens_per_minute is not None:
@@ -164,7 +166,7 @@ def test_most_worlds_have_a_router_and_all_of_its_policies_are_drawn() -> None:
     drawn = [draw_scenario(seed) for seed in range(200)]
     routers = [scenario.router for scenario in drawn if scenario.router is not None]
     assert 120 <= len(routers) <= 160
-    assert {router.policy for router in routers} == set(Policy)
+    assert {router.policy for router in routers} == set(RoutingPolicy)
     assert {router.preempt_retry_exclude_decode for router in routers} == {False, True}
     for scenario in drawn:
         assert scenario.router is not None or not set(scenario.classes) & set(OF_ROUTERS)
@@ -186,25 +188,19 @@ def test_half_of_the_worlds_have_host_memory_and_most_of_those_a_store() -> None
         assert scenario.config.tiers.host_rows or scenario.giver.tiers.host_rows or not of_storage
 
 
-def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug that shows soon: a preempted request forgets its last token."""
-    original = Scheduler._requeue
-
-    def requeue(self: Scheduler, request: object) -> None:
-        original(self, request)  # type: ignore[arg-type]
-        request.outputs = request.outputs[:-1]  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(Scheduler, "_requeue", requeue)
+@pytest.fixture
+def failing_seed() -> Iterator[int]:
+    """Of a world in which a preempted request forgets its last token."""
+    bug = BUGS["forget_a_token_at_a_restart"]
+    with bug.planted():
+        yield read_catches()[bug.name].seed
 
 
-def first_failing_seed() -> int:
-    return next(seed for seed in range(200) if run_seed(seed).broken is not None)
-
-
-def test_a_failure_shrinks_to_a_smaller_world_with_the_same_broken_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_shrinks_to_a_smaller_world_with_the_same_broken_law(
+    monkeypatch: pytest.MonkeyPatch, failing_seed: int
+) -> None:
     monkeypatch.setattr(fuzz, "SHRINK_RUNS_MAX", 60)
-    plant(monkeypatch)
-    seed = first_failing_seed()
+    seed = failing_seed
     broken = run_seed(seed, always_audit=True).broken
     assert broken is not None
     shrunk = shrink(seed)
@@ -225,11 +221,10 @@ def test_a_process_that_dies_names_the_seed_it_was_running(monkeypatch: pytest.M
         run_many(5, 3, 1)
 
 
-def test_the_printed_command_replays_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    seed = first_failing_seed()
+def test_the_printed_command_replays_the_failure(failing_seed: int) -> None:
+    seed = failing_seed
     command = replay_command(
-        seed, Trim(draw_scenario(seed).classes, draw_scenario(seed).asks, draw_scenario(seed).instances)
+        seed, ScenarioTrim(draw_scenario(seed).classes, draw_scenario(seed).asks, draw_scenario(seed).instances)
     )
     assert command.startswith(f"baton sim replay {seed} --faults ")
     result = CliRunner().invoke(app, command.split()[1:])
@@ -255,7 +250,7 @@ def test_nonsense_on_the_command_line_is_refused(arguments: list[str], complaint
 
 
 def test_the_first_failure_is_the_lowest_seed_and_what_never_happened_is_said() -> None:
-    totals = Totals()
+    totals = FuzzTotals()
     clean = msgspec.json.decode(
         b'{"seed":1,"digest":"","law":null,"what":"","events":1,"virtual_us":1,"requests":40,"instances":3,"classes":["loss"],"fired":{},"moves":{},"ends":{}}',
         type=SeedReport,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton.sim.disk import Disk
+from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import DiskRates, Fault, NetworkRates
-from baton.sim.network import Network
+from baton.sim.network import SimulatedNetwork
 from baton.sim.world import Host, World
 
 
@@ -13,7 +13,7 @@ class Wire:
 
     def __init__(self, rates: NetworkRates) -> None:
         self.world = World(11, events_max=100_000)
-        self.network = Network(self.world, rates)
+        self.network = SimulatedNetwork(self.world, rates)
         self.target = Host(self.world, "b")
         self.arrived: list[tuple[int, bytes]] = []
         self.network.attach("b", self.target, lambda _sender, packet: self.arrived.append((self.world.now_us, packet)))
@@ -109,12 +109,12 @@ def test_a_host_that_is_down_receives_nothing() -> None:
     assert wire.arrived == []
 
 
-def disk(rates: DiskRates) -> tuple[World, Disk]:
+def disk(rates: DiskRates) -> tuple[World, SimulatedDisk]:
     world = World(5, events_max=10_000)
-    return world, Disk(Host(world, "host"), rates)
+    return world, SimulatedDisk(Host(world, "host"), rates)
 
 
-def write(world: World, target: Disk, data: bytes) -> bool:
+def write(world: World, target: SimulatedDisk, data: bytes) -> bool:
     answers: list[bool] = []
     target.write("file", data, answers.append)
     while world.next_us is not None:
@@ -122,7 +122,7 @@ def write(world: World, target: Disk, data: bytes) -> bool:
     return answers[0]
 
 
-def read(world: World, target: Disk) -> bytes | None:
+def read(world: World, target: SimulatedDisk) -> bytes | None:
     answers: list[bytes | None] = []
     target.read("file", answers.append)
     while world.next_us is not None:

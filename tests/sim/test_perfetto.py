@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.sim.perfetto import timeline, write_timeline
-from baton.sim.records import Journey, Outcome, RunRecord, StepSpan
+from baton.sim.records import RequestOutcome, RequestRecord, RunRecord, StepSpan
 from tests.sim.made_records import busy_hour, journey, look, record
 
 
@@ -27,7 +27,7 @@ def small() -> RunRecord:
     made = record(
         replace(journey(0, 1_000, 500, 10), prefill_us=200),
         replace(journey(1, 2_000, 900, 10), preemptions=3, instance=1),
-        Journey(2, 3_000, 50, ended_us=3_500, outcome=Outcome.REFUSED),
+        RequestRecord(2, 3_000, 50, ended_us=3_500, outcome=RequestOutcome.REFUSED),
         instances=2,
     )
     made.spans = [
@@ -116,7 +116,7 @@ def test_counters_hold_the_whole_pool(tmp_path: Path) -> None:
 def test_a_timeline_is_bounded_and_says_what_is_missing() -> None:
     made = small()
     made.spans_left_out = 10
-    made.journeys.append(Journey(3, 3_000, 50))  # never ended, so there is no slice to draw
+    made.journeys.append(RequestRecord(3, 3_000, 50))  # never ended, so there is no slice to draw
     bounded, left_out = timeline(made, steps_max=2, requests_max=1, looks_max=2)
     assert (left_out.steps, left_out.requests, left_out.looks) == (11, 3, 2)
     assert left_out.told == "Left out of the timeline to keep it small: 11 steps, 3 requests, 2 looks."

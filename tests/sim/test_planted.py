@@ -10,17 +10,18 @@ from functools import cache
 
 import pytest
 
-from baton.sim.scenario import Verdict, run_seed
+from baton.sim.fuzzed_run import WorldVerdict, run_seed
 from tests.sim import planted_peers, planted_routing, planted_tiers
 from tests.sim.planted import Bug, Catch, read_catches
 from tests.sim.planted_tiers import BUGS
+from tests.support.planting import Patch, planted
 
 CATCHES = read_catches()
 HINT = "search again: python -m tests.sim.search_planted --names {}"
 
 
 @cache
-def _replayed(name: str) -> Verdict:
+def _replayed(name: str) -> WorldVerdict:
     with BUGS[name].planted():
         return run_seed(CATCHES[name].seed)
 
@@ -42,11 +43,22 @@ def test_the_registry_is_large_enough_and_every_bug_is_on_record() -> None:
 @pytest.mark.parametrize("bug", BUGS.values(), ids=list(BUGS))
 def test_a_bug_is_planted_in_production_code_and_leaves_nothing_behind(bug: Bug) -> None:
     with bug.planted() as patch:
-        replaced = [(owner, name, value) for owner, name, value in patch._before]
+        replaced = patch.replaced
         assert patch.touched
         assert all(module.startswith(f"baton.{bug.layer}.") for module in patch.touched), patch.touched
     for owner, name, value in replaced:
         assert owner.__dict__[name] is value
+
+
+@pytest.mark.parametrize(
+    ("name", "used_by"), [("no_such_function", None), ("next_deadline", None), ("no_such_global", "message_of")]
+)
+def test_a_bug_for_what_is_not_there_or_not_unique_says_its_name(name: str, used_by: str | None) -> None:
+    def plant(patch: Patch) -> None:
+        patch.set(name, None, used_by=used_by)
+
+    with pytest.raises(LookupError, match=rf"planted bug lose_it: .*{name}"), planted("lose_it", plant):
+        pass
 
 
 @pytest.mark.parametrize("name", list(BUGS))

@@ -7,11 +7,11 @@ import pytest
 
 from baton.sim.plots import RUNS_MAX, draw
 from baton.sim.records import RunRecord
-from baton.sim.report import Targets
+from baton.sim.report import LatencyTargets
 from tests.sim.made_records import busy_hour, journey, record
 
 pytest.importorskip("matplotlib")
-TARGETS = Targets(10.0, 100.0)
+TARGETS = LatencyTargets(10.0, 100.0)
 
 
 def size(path: Path) -> tuple[int, int]:

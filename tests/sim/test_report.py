@@ -7,16 +7,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from baton.sim.records import Handed, Journey, Look, Outcome, RunRecord, StepSpan
+from baton.sim.records import HandoverTotals, InstanceSample, RequestOutcome, RequestRecord, RunRecord, StepSpan
 from baton.sim.report import (
     SCHEMA,
     BadRecord,
-    Busy,
-    Ledger,
-    Queues,
+    BusyShares,
+    LatencyTargets,
+    PoolShares,
+    QueueLengths,
     RunSummary,
     SimReport,
-    Targets,
     describe,
     span_of,
     summarise,
@@ -24,7 +24,7 @@ from baton.sim.report import (
 from baton.sim.tables import show
 from tests.sim.made_records import busy_hour, journey, look, record
 
-TARGETS = Targets(ttft_s=1.0, tpot_ms=50.0)
+TARGETS = LatencyTargets(ttft_s=1.0, tpot_ms=50.0)
 
 
 def shown(*runs: RunSummary, width: int = 150) -> str:
@@ -66,7 +66,7 @@ def test_latencies_are_what_the_client_saw() -> None:
 def test_goodput_needs_both_targets_and_counts_those_that_were_refused() -> None:
     in_time, late, slow = journey(0, 0, 1_000_000, 50_000), journey(1, 0, 1_000_001, 10), journey(2, 0, 10, 50_001)
     one_token = journey(3, 0, 900_000, 0, outputs=1)
-    refused = Journey(4, 0, 10, ended_us=100, outcome=Outcome.REFUSED)
+    refused = RequestRecord(4, 0, 10, ended_us=100, outcome=RequestOutcome.REFUSED)
     summary = summarise(record(in_time, late, slow, one_token, refused), TARGETS)
     assert summary.rates.good_share == pytest.approx(2 / 5)
     assert summary.span_s is not None
@@ -75,9 +75,11 @@ def test_goodput_needs_both_targets_and_counts_those_that_were_refused() -> None
 
 
 def test_requests_that_did_not_finish_are_counted_and_nowhere_else() -> None:
-    cut = replace(journey(1, 0, 500_000_000, 1), outcome=Outcome.ABORT, output_tokens=3)
-    broken, lost = (Journey(n, 0, 10, ended_us=50, outcome=how) for n, how in ((2, Outcome.ERROR), (3, Outcome.LOST)))
-    summary = summarise(record(journey(0, 0, 100_000, 1_000), cut, broken, lost, Journey(4, 0, 10)), TARGETS)
+    cut = replace(journey(1, 0, 500_000_000, 1), outcome=RequestOutcome.ABORT, output_tokens=3)
+    broken, lost = (
+        RequestRecord(n, 0, 10, ended_us=50, outcome=how) for n, how in ((2, RequestOutcome.ERROR), (3, RequestOutcome.LOST))
+    )
+    summary = summarise(record(journey(0, 0, 100_000, 1_000), cut, broken, lost, RequestRecord(4, 0, 10)), TARGETS)
     counts = summary.counts
     assert (counts.finished, counts.aborted, counts.errors, counts.lost, counts.unfinished) == (1, 1, 1, 1, 1)
     assert counts.broken == 3
@@ -108,14 +110,14 @@ def test_the_ledger_and_the_queues_are_means_and_peaks_of_looks() -> None:
     assert msgspec.structs.asdict(summary.ledger) == pytest.approx(
         {"held_mean": 0.3, "held_peak": 0.8, "cached_mean": 0.1, "free_mean": 0.6, "leased_mean": 0.0}
     )
-    assert summary.queues == Queues(3.0, 8, 3.0, 10)
+    assert summary.queues == QueueLengths(3.0, 8, 3.0, 10)
 
 
 def test_busy_is_the_share_of_the_span_in_which_a_device_computed() -> None:
     made = record(journey(0, 0, 500, 50), instances=3)  # spans 1,000 µs
     assert summarise(made, TARGETS).busy is None
     made.busy_us = [800, 100, 0]
-    assert summarise(made, TARGETS).busy == Busy(0.0, 0.1, 0.8)
+    assert summarise(made, TARGETS).busy == BusyShares(0.0, 0.1, 0.8)
 
 
 def test_absent_is_not_zero() -> None:
@@ -152,7 +154,7 @@ def test_nonsense_is_refused(spoil: object, complaint: str) -> None:
 @pytest.mark.parametrize("bad", [(0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf"))])
 def test_targets_are_positive_numbers(bad: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="positive"):
-        Targets(*bad)
+        LatencyTargets(*bad)
 
 
 def test_several_seeds_show_the_median_and_the_spread() -> None:
@@ -191,17 +193,21 @@ def test_roles_are_described_apart() -> None:
     made = record(journey(0, 0, 100_000, 1_000), instances=3)
     made.roles, made.pools = ["decode", "decode", "prefill"], [100, 100, 50]
     made.busy_us = [11_000, 55_000, 110_000]
-    made.handed = [Handed(1, 0, 0, 5_000, 11_000), Handed(2, 1, 0, 7_000, 0), Handed(3, 0, 1, 12_000, 22_000)]
+    made.handed = [
+        HandoverTotals(1, 0, 0, 5_000, 11_000),
+        HandoverTotals(2, 1, 0, 7_000, 0),
+        HandoverTotals(3, 0, 1, 12_000, 22_000),
+    ]
     made.took_us = [90_000]
-    made.looks = [look(0), look(0, 1, held=60), Look(0, 2, 1, 2, 10, 5, 25, 0, 0.5, leased_blocks=10)]
+    made.looks = [look(0), look(0, 1, held=60), InstanceSample(0, 2, 1, 2, 10, 5, 25, 0, 0.5, leased_blocks=10)]
     summary = summarise(made, TARGETS)
     decode, prefill = summary.roles
     assert (decode.instances, decode.handovers, decode.refused, decode.failed) == (2, 3, 1, 0)
     assert (prefill.instances, prefill.handovers, prefill.failed, prefill.gigabytes) == (1, 3, 1, 12e-6)
-    assert decode.busy == Busy(pytest.approx(0.1), pytest.approx(0.3), pytest.approx(0.5))
+    assert decode.busy == BusyShares(pytest.approx(0.1), pytest.approx(0.3), pytest.approx(0.5))
     assert decode.link_busy == pytest.approx(0.05)
-    assert prefill.ledger == Ledger(0.5, 0.5, 0.1, 0.2, 0.2)
-    assert prefill.queues == Queues(1.0, 1, 2.0, 2)
+    assert prefill.ledger == PoolShares(0.5, 0.5, 0.1, 0.2, 0.2)
+    assert prefill.queues == QueueLengths(1.0, 1, 2.0, 2)
     assert summary.handover_s is not None
     said = shown(summary)
     assert row(said, "hand-overs") == ["3", "3"]

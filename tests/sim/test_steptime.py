@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import BatonError
-from baton.sim.steptime import BadStepTimes, Point, Roofline, StepTimes, StepTimesFile, load_step_times, shipped_names
+from baton.sim.steptime import BadStepTimes, MeasuredStep, Roofline, StepTimes, StepTimesFile, load_step_times, shipped_names
 
 ROOFLINE = Roofline(
     launch_us=1000.0,
@@ -30,7 +30,7 @@ ROOFLINE = Roofline(
 """A step 1,000 µs; weights 1,000 µs, as long as 50 tokens of 20 µs; 0.1 µs of context, 0.002 µs a pair."""
 
 
-def made_of(*points: Point, host_us: float = 0.0, host_row_us: float = 0.0) -> StepTimes:
+def made_of(*points: MeasuredStep, host_us: float = 0.0, host_row_us: float = 0.0) -> StepTimes:
     return StepTimes(
         StepTimesFile(
             name="made", measured_on="paper", roofline=ROOFLINE, host_us=host_us, host_row_us=host_row_us, points=points
@@ -42,12 +42,16 @@ def noisy(seed: int) -> StepTimes:
     """Points that are off by up to a half, as from a machine that others use too."""
     draw = random.Random(seed)
     points = [
-        Point(decodes=rows, decode_context=rows * each, us=ROOFLINE.decode_us(rows, rows * each) * draw.uniform(0.5, 1.5))
+        MeasuredStep(
+            decodes=rows, decode_context=rows * each, us=ROOFLINE.decode_us(rows, rows * each) * draw.uniform(0.5, 1.5)
+        )
         for rows in (1, 4, 16, 64)
         for each in (64, 512, 2048)
     ]
     points += [
-        Point(prefill_tokens=fed, prefill_pairs=fed * each, us=ROOFLINE.prefill_us(fed, fed * each) * draw.uniform(0.5, 1.5))
+        MeasuredStep(
+            prefill_tokens=fed, prefill_pairs=fed * each, us=ROOFLINE.prefill_us(fed, fed * each) * draw.uniform(0.5, 1.5)
+        )
         for fed in (16, 128, 1024)
         for each in (8, 64, 1000)
     ]
@@ -81,7 +85,7 @@ def test_without_points_it_is_the_roofline() -> None:
 
 
 def test_a_measured_point_is_met_and_its_ratio_holds_beyond() -> None:
-    times = made_of(Point(decodes=8, decode_context=8192, us=2 * ROOFLINE.decode_us(8, 8192)))
+    times = made_of(MeasuredStep(decodes=8, decode_context=8192, us=2 * ROOFLINE.decode_us(8, 8192)))
     assert times.step_us(8, 8192, 0, 0) == round(2 * ROOFLINE.decode_us(8, 8192))
     for rows, context in ((1, 100), (256, 500_000), (3, 9_000_000)):
         assert times.step_us(rows, context, 0, 0) == pytest.approx(2 * ROOFLINE.decode_us(rows, context), rel=0.02)
@@ -89,8 +93,8 @@ def test_a_measured_point_is_met_and_its_ratio_holds_beyond() -> None:
 
 
 def test_between_points_the_ratio_is_between() -> None:
-    low = Point(decodes=4, decode_context=4096, us=1.0 * ROOFLINE.decode_us(4, 4096))
-    high = Point(decodes=64, decode_context=65_536, us=1.5 * ROOFLINE.decode_us(64, 65_536))
+    low = MeasuredStep(decodes=4, decode_context=4096, us=1.0 * ROOFLINE.decode_us(4, 4096))
+    high = MeasuredStep(decodes=64, decode_context=65_536, us=1.5 * ROOFLINE.decode_us(64, 65_536))
     ratio = made_of(low, high).step_us(16, 16_384, 0, 0) / ROOFLINE.decode_us(16, 16_384)
     assert ratio == pytest.approx(1.25, rel=0.01)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.core.handover.messages import Fenced, Handover, PeerEvent, PeerId, ShipFailed, Shipped, Spoilt, Verified
+from baton.core.handover.messages import Fenced, Handover, PeerEvent, PeerId, ShipFailed, Shipped, TransferBroken, Verified
 from baton.executor.contract import KvView
 from baton.sim.faults import Fault, KvRates
 from baton.sim.laws import ALIEN_BYTES, WHOLE_KV, LawBroken
-from baton.sim.transfer import FENCED_WITHIN_US, Fabric, KvTimes, Receiver, Sender
+from baton.sim.transfer import FENCED_WITHIN_US, FaultyReceiver, FaultySender, FaultyTransfers, KvTimes
 from baton.sim.world import Host, World
 
 LAYERS, BYTES, BLOCKS = 2, 8, 6
@@ -26,13 +26,13 @@ class Pair:
 
     def __init__(self, rates: KvRates | None = None, pulls: bool = False, fence_us: int = 100) -> None:
         self.world = World(1, events_max=10_000)
-        self.fabric = Fabric(self.world, rates or KvRates(), times(pulls, fence_us))
+        self.fabric = FaultyTransfers(self.world, rates or KvRates(), times(pulls, fence_us))
         self.giver_host, self.taker_host = Host(self.world, "P"), Host(self.world, "D")
         self.given, self.taken = self._pool(1), self._pool(0)
         self.at_giver: list[PeerEvent] = []
         self.at_taker: list[PeerEvent] = []
-        self.sender = Sender(self.fabric, "P", self.giver_host, self.given, self.at_giver.append)
-        self.receiver = Receiver(self.fabric, "D", self.taker_host, self.taken, self.at_taker.append)
+        self.sender = FaultySender(self.fabric, "P", self.giver_host, self.given, self.at_giver.append)
+        self.receiver = FaultyReceiver(self.fabric, "D", self.taker_host, self.taken, self.at_taker.append)
         self.fabric.enter("P", self._idle_receiver("P"), self.sender)
         self.fabric.enter("D", self.receiver, self._idle_sender("D"))
 
@@ -40,11 +40,11 @@ class Pair:
         pool = np.random.default_rng(seed).integers(0, 256, (BLOCKS, LAYERS * BYTES), dtype=np.uint8)
         return KvView(pool if seed else np.zeros_like(pool), ((0, BYTES), (BYTES, 2 * BYTES)), "uint8")
 
-    def _idle_receiver(self, name: str) -> Receiver:
-        return Receiver(self.fabric, name, self.giver_host, self.given, self.at_giver.append)
+    def _idle_receiver(self, name: str) -> FaultyReceiver:
+        return FaultyReceiver(self.fabric, name, self.giver_host, self.given, self.at_giver.append)
 
-    def _idle_sender(self, name: str) -> Sender:
-        return Sender(self.fabric, name, self.taker_host, self.taken, self.at_taker.append)
+    def _idle_sender(self, name: str) -> FaultySender:
+        return FaultySender(self.fabric, name, self.taker_host, self.taken, self.at_taker.append)
 
     def run(self, for_us: int = 1_000_000) -> None:
         until_us = self.world.now_us + for_us
@@ -107,7 +107,7 @@ def test_a_flipped_bit_is_found() -> None:
     pair.receiver.verify(AT_TAKER, pair.checks())
     pair.run()
     assert pair.world.fired[Fault.KV_FLIPPED] == 1
-    assert pair.at_taker[-1] == Spoilt(AT_TAKER, "checks differ")
+    assert pair.at_taker[-1] == TransferBroken(AT_TAKER, "checks differ")
 
 
 def test_checks_that_differ_without_a_flipped_bit_break_a_law() -> None:

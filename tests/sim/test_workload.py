@@ -5,9 +5,9 @@ from itertools import islice
 
 import pytest
 
-from baton.sim.workload import BadWorkload, Synthetic, poisson_us
+from baton.sim.workload import BadWorkload, SyntheticLoad, poisson_us
 
-PLAIN = Synthetic(conversations=4, input_tokens=100, output_tokens=20)
+PLAIN = SyntheticLoad(conversations=4, input_tokens=100, output_tokens=20)
 
 
 def test_plain_requests_are_equal_and_wait_for_a_client() -> None:
@@ -24,7 +24,7 @@ def test_clients_declare_at_least_what_they_will_get() -> None:
 
 
 def test_a_session_sends_its_history_along_and_pauses() -> None:
-    load = Synthetic(2, 100, 20, rounds=3, think_us=7_000, rate_per_s=1.0)
+    load = SyntheticLoad(2, 100, 20, rounds=3, think_us=7_000, rate_per_s=1.0)
     calls = load.calls(0)
     assert [call.session for call in calls] == [0, 0, 0, 1, 1, 1]
     assert [call.input_tokens for call in calls[:3]] == [100, 100, 100]  # new ones; the history is the client's to send

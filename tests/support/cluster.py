@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +12,9 @@ from typing import Any
 import httpx2 as httpx
 
 from tests.support.server import ServerProcess, baton_serve
+from tests.support.waiting import wait_until
 
-SETTLED_S_MAX = 30.0
 Body = dict[str, Any]
-
-
-def wait_until(holds: Callable[[], bool], what: str, seconds: float = SETTLED_S_MAX) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds} s: {what}")
-        time.sleep(0.02)
 
 
 def peer_address(prefill: ServerProcess) -> str:

@@ -6,25 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import WorkerDriver
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.laws import audit
+from baton.core.engine.orders import Accepted, Cancel, StopAt, Submit
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.records import EndedRequest
 from baton.core.engine.request import RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.core.engine.worker import (
-    Accepted,
-    Cancelled,
-    Deliver,
-    Effect,
-    Event,
-    GroupRefused,
-    Launch,
-    StepDone,
-    StopFound,
-    Submitted,
-    Tick,
-    Withdrawn,
-    Worker,
-)
+from baton.core.engine.worker import Deliver, Effect, Event, GroupRefused, Launch, StepDone, Tick, Withdrawn, Worker
 from baton.core.errors import Refusal
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
@@ -43,6 +31,9 @@ class Driver:
         self.config = config
         self.executor = executor or ScriptedExecutor(shape_of(config), VOCABULARY)
         self.worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks))
+        self._driver = WorkerDriver(
+            self.worker, lambda: self.now_us, launch=self._take, answer=self._take, peers=self._take, storage=self._take
+        )
         self.audited = audited
         self.in_flight: deque[int] = deque()
         self.outputs: dict[Serial, list[int]] = {}
@@ -53,23 +44,21 @@ class Driver:
         self._tickets = 0
 
     def send(self, event: Event) -> list[Effect]:
-        effects = self.worker.handle(event, self.now_us)
-        for effect in effects:
-            self._take(effect)
+        effects = self._driver.handle(event)
         if self.audited:
             audit(self.worker.scheduler)
         return effects
 
     def submit(self, *group: Submission) -> tuple[Serial, ...]:
         self._tickets += 1
-        (answer,) = self.send(Submitted(self._tickets, group))
+        (answer,) = self.send(Submit(self._tickets, group))
         return answer.serials if isinstance(answer, Accepted) else ()
 
     def cancel(self, serial: Serial) -> None:
-        self.send(Cancelled(serial))
+        self.send(Cancel(serial))
 
     def stop_found(self, serial: Serial, keep: int) -> None:
-        self.send(StopFound(serial, keep))
+        self.send(StopAt(serial, keep))
 
     def tick(self) -> None:
         if self.is_due:
@@ -77,8 +66,7 @@ class Driver:
 
     @property
     def is_due(self) -> bool:
-        deadline = self.worker.next_deadline()
-        return deadline is not None and deadline <= self.now_us
+        return self._driver.is_due
 
     def settle_one(self) -> None:
         if self.in_flight:

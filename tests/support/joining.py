@@ -10,15 +10,17 @@ from typing import TypeVar
 
 import numpy as np
 
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.orders import Accepted
 from baton.core.engine.request import RequestId, Sampling, Submission, Tokens, frozen_tokens
-from baton.node.sealed_connection import Door, Line, LineEnd
-from baton.wire.engine_messages import AcceptedAs, Rows, StepOutput, WireEnded, wire_submission
+from baton.core.routing.events import Join
+from baton.node.sealed_connection import ConnectionEnd, Listener, SealedConnection
+from baton.wire.engine_messages import DecodedRows, StepOutput
 from baton.wire.router_messages import (
-    Beat,
     FromInstance,
     FromRouter,
-    Join,
-    Place,
+    HeartbeatMessage,
+    PlaceAttempt,
     Welcome,
     decode_from_instance,
     encode_membership,
@@ -38,31 +40,31 @@ class RouterSide:
         self.welcome = welcome or Welcome("r", beat_us=50_000, orphan_grace_us=30_000_000)
         self.answers: list[FromRouter | None] = []
         """What the next joins are answered with, None: with nothing; the welcome after that."""
-        self.lines: list[Line] = []
-        self.ends: list[LineEnd] = []
-        self.door = Door(key, "router r", self)
+        self.lines: list[SealedConnection] = []
+        self.ends: list[ConnectionEnd] = []
+        self.door = Listener(key, "router r", self)
         self.messages: list[FromInstance] = []
         self.listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self.listener.getsockname()[1]
         self._news = asyncio.Event()
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: SealedConnection) -> None:
         self.lines.append(line)
 
-    def heard(self, line: Line, frame: bytes) -> None:
+    def heard(self, line: SealedConnection, frame: bytes) -> None:
         message = decode_from_instance(frame)
         self.messages.append(message)
         if isinstance(message, Join):
             self._answer(line, self.answers.pop(0) if self.answers else self.welcome)
         self._news.set()
 
-    def _answer(self, line: Line, answer: FromRouter | None) -> None:
+    def _answer(self, line: SealedConnection, answer: FromRouter | None) -> None:
         if answer is not None:
             line.send([encode_membership(answer)])
             if not isinstance(answer, Welcome):
                 line.part("turned away")
 
-    def ended(self, line: Line, end: LineEnd) -> None:
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         self.ends.append(end)
         self._news.set()
 
@@ -71,7 +73,7 @@ class RouterSide:
 
     def place(self, ticket: int, *group: Submission, origin: bytes = b"origin") -> None:
         choices = tuple(range(len(group)))
-        self.say(Place(ticket, tuple(map(wire_submission, group)), choices, len(group), origin))
+        self.say(PlaceAttempt(ticket, tuple(group), choices, len(group), origin))
 
     def hang_up(self) -> None:
         self.lines[-1].end(None, "the router hangs up")
@@ -89,20 +91,20 @@ class RouterSide:
         await self.until(lambda: bool(self.of(kind, since)))
         return self.of(kind, since)[0]
 
-    async def beat_where(self, holds: Callable[[Beat], bool]) -> Beat:
+    async def beat_where(self, holds: Callable[[HeartbeatMessage], bool]) -> HeartbeatMessage:
         since = len(self.messages)
-        await self.until(lambda: any(map(holds, self.of(Beat, since))))
-        return next(filter(holds, self.of(Beat, since)))
+        await self.until(lambda: any(map(holds, self.of(HeartbeatMessage, since))))
+        return next(filter(holds, self.of(HeartbeatMessage, since)))
 
     async def serial_of(self, ticket: int) -> int:
-        await self.until(lambda: any(answer.ticket == ticket for answer in self.of(AcceptedAs)))
-        (serial,) = next(answer.serials for answer in self.of(AcceptedAs) if answer.ticket == ticket)
+        await self.until(lambda: any(answer.ticket == ticket for answer in self.of(Accepted)))
+        (serial,) = next(answer.serials for answer in self.of(Accepted) if answer.ticket == ticket)
         return serial
 
     def tokens_of(self, serial: int, since: int = 0) -> list[int]:
         return [token for output in self.of(StepOutput, since) for token in row_tokens(output, serial)]
 
-    def end_of(self, serial: int) -> WireEnded | None:
+    def end_of(self, serial: int) -> EndedRequest | None:
         ends = [end for output in self.of(StepOutput) for end in output.ended if end.serial == serial]
         return ends[0] if ends else None
 
@@ -120,7 +122,7 @@ async def router_side(key: bytes, port: int = 0, welcome: Welcome | None = None)
 
 
 def row_tokens(output: StepOutput, serial: int) -> Iterable[int]:
-    rows, at = Rows(output), 0
+    rows, at = DecodedRows(output), 0
     for one, count in zip(rows.serials, rows.counts, strict=True):
         if one == serial:
             yield from rows.tokens[at : at + count]

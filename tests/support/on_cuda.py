@@ -18,7 +18,7 @@ import torch
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.worker import Effect
-from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, HaulFenced, Look, Put, StorageEvent
+from baton.core.tiers.transfers import CopyIn, CopyOut, FenceTransfer, Get, Look, Put, StorageEvent, TransferFenced
 from baton.executor.contract import Executor, ExecutorShape, KvView
 from baton.executor.drafts import DraftProposer, NaiveProposer
 from baton.executor.model_loading import load_shape
@@ -130,10 +130,10 @@ class StoringDriver(Driver):
             case Look() | Get() | Put():
                 assert self._store_transfers is not None
                 self._store_transfers.start(effect)
-            case FenceHaul(haul):
+            case FenceTransfer(haul):
                 known = self._copier.fence(haul) or (self._store_transfers is not None and self._store_transfers.fence(haul))
                 if not known:
-                    self._told.put(HaulFenced(haul))
+                    self._told.put(TransferFenced(haul))
             case _:
                 super()._take(effect)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.core.engine.plan import Chunk, Copy, Outcome, Start, StepPlan, StepResult, Stop
+from baton.core.engine.plan import Chunk, Copy, RowOutcome, Start, StepPlan, StepResult, Stop
 from baton.core.engine.request import Sampling, frozen_tokens
 from baton.executor.contract import Executor
 
@@ -143,7 +143,7 @@ class Planner:
         for row, count in enumerate(result.counts.tolist()):
             taken = result.tokens[cursor : cursor + count].tolist()
             cursor += count
-            if result.outcomes[row] == Outcome.TOKENS:
+            if result.outcomes[row] == RowOutcome.TOKENS:
                 by_epoch[int(result.epochs[row])].outputs.extend(taken)
 
     def run(self) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""A router and instances in one thread: Switch ↔ bytes ↔ Relay ↔ a real Worker with the scripted executor, in virtual time.
+"""A router and instances in one thread, in virtual time: RouterSessions ↔ bytes ↔ InstanceSessions ↔ a scripted Worker.
 
 Lines between them are queues of frames in either direction. A test can break any of them at any message, kill the router
 and start another, stop an instance for good; clients compare what they got with the undisturbed run.
@@ -13,33 +13,34 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.orders import Accepted, ReportChanges
 from baton.core.engine.plan import Logprobs, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Launch, StepDone, Tick, Worker
+from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.errors import Refusal
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Body,
-    Declined,
-    Delivered,
+    ChoiceOutcome,
+    DeliverTokens,
     FleetChanged,
-    Noted,
-    Opened,
-    Orphan,
-    OrphanDropped,
-    Outcome,
-    RouterConfig,
+    Join,
+    RequestDeclined,
+    RequestOpened,
     Session,
+    TimelineNoted,
+    UnclaimedDropped,
+    UnclaimedFound,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.engine_messages import (
-    AcceptedAs,
     FromEngine,
-    Peers,
-    RefusedWith,
+    PrefillPeerAddresses,
+    RefusedMessage,
     StepOutput,
-    TellNames,
     ToEngine,
     decode_from_engine,
     decode_to_engine,
@@ -47,16 +48,10 @@ from baton.wire.engine_messages import (
     encode_to_engine,
     pulse,
 )
-from baton.wire.instance_sessions import Relay, RelayOut, Standing
-from baton.wire.router_messages import (
-    FromInstance,
-    Join,
-    decode_from_instance,
-    decode_from_router,
-    encode_membership,
-)
-from baton.wire.router_sessions import Act, Close, Say, Switch
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
+from baton.wire.router_messages import FromInstance, decode_from_instance, decode_from_router, encode_membership
+from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
+from baton.wire.worker_messages import message_of
 from tests.support.driver import VOCABULARY, shape_of
 
 SECRET = b"secret"
@@ -119,57 +114,51 @@ class Member:
         self.world, self.name = world, name
         self.executor = LogprobExecutor(config)
         self.worker = Worker(config, PrefixIndex(SECRET, self.executor.fingerprint, config.blocks))
+        self.driver = WorkerDriver(self.worker, lambda: world.now_us, launch=self._launch, answer=self._answer)
         join = Join(
             name, 1, config.role.name, self.executor.fingerprint[:64], f"http://{name}", "", config.slots, config.blocks,
             config.block_size, config.context_tokens, VOCABULARY, 0, False,
         )  # fmt: skip
-        self.relay = Relay(join)
+        self.relay = InstanceSessions(join)
         self.line: Line | None = None
         self.dial_at_us = 0
-        self.launched = 0
         self.pulse_at_us: int | None = None
         self.fenced: str | None = None
         self.dead = False
         self.local: list[StepOutput] = []
         """What was for the clients of its own address."""
-        self.answers: list[AcceptedAs | RefusedWith] = []
+        self.answers: list[Accepted | RefusedMessage] = []
 
     # The engine.
 
     def order(self, order: ToEngine) -> None:
         order = decode_to_engine(encode_to_engine(order))
-        if isinstance(order, Peers):
+        if isinstance(order, PrefillPeerAddresses):
             return
-        if isinstance(order, TellNames):
+        if isinstance(order, ReportChanges):
             self.pulse_at_us = self.world.now_us
-        self._tell(event_of(order))
+        self.driver.handle(order)
 
     def compute(self) -> bool:
         """A step, if there is one to be had."""
-        now_us, deadline = self.world.now_us, self.worker.next_deadline()
-        if deadline is not None and deadline <= now_us:
-            self._tell(Tick())
-        if not self.launched:
+        if self.driver.is_due:
+            self.driver.tick()
+        if not self.driver.steps_in_flight:
             return False
-        self.launched -= 1
-        self._tell(StepDone(self.executor.collect()))
+        self.driver.handle(StepDone(self.executor.collect()))
         return True
 
-    def _tell(self, event: object) -> None:
-        for effect in self.worker.handle(event, self.world.now_us):  # type: ignore[arg-type]
-            if isinstance(effect, Launch):
-                self.executor.launch(effect.plan)
-                self.launched += 1
-            else:
-                message = message_of(effect, self.worker.gauges)
-                if message is not None:
-                    self._front(decode_from_engine(encode_from_engine(message)))
+    def _launch(self, launch: Launch) -> None:
+        self.executor.launch(launch.plan)
+
+    def _answer(self, answer: Answer) -> None:
+        self._front(decode_from_engine(encode_from_engine(message_of(answer, self.worker))))
 
     # The front end.
 
     def _front(self, message: FromEngine) -> None:
         match message:
-            case AcceptedAs(ticket) | RefusedWith(ticket):
+            case Accepted(ticket) | RefusedMessage(ticket):
                 if self.relay.owns_ticket(ticket):
                     self.act(self.relay.take(message, self.world.now_us))
                 else:
@@ -181,7 +170,7 @@ class Member:
                 if ours is not None:
                     self.act(self.relay.take(ours, self.world.now_us))
 
-    def act(self, out: RelayOut) -> None:
+    def act(self, out: SessionEffects) -> None:
         self.fenced = self.fenced or out.fenced
         for order in out.orders:
             self.order(order)
@@ -202,7 +191,7 @@ class Member:
         if self.pulse_at_us is None or self.pulse_at_us > self.world.now_us:
             return
         self.pulse_at_us = self.world.now_us + PULSE_US
-        made = pulse(self.worker.gauges(), bool(self.launched), self.worker.changes(self.world.now_us))
+        made = pulse(self.worker.gauges(), self.driver.steps_in_flight > 0, self.worker.changes(self.world.now_us))
         beat = self.relay.beat(made, 0, self.world.now_us)
         self.say([] if beat is None else [beat])
 
@@ -220,10 +209,10 @@ class Asked:
 
     group: list[Submission]
     origin: bytes
-    body: Body
+    request: RequestNumber
     tokens: list[list[int]]
     extras: list[list[object]]
-    outcomes: list[Outcome | None]
+    outcomes: list[ChoiceOutcome | None]
     cached: list[int | None]
     opened: int = 0
     declined: Refusal | None = None
@@ -246,9 +235,9 @@ class World:
         self.lines: list[Line] = []
         self.switch = self._router()
         self.members = [Member(self, f"d{number}", worker) for number in range(members)]
-        self.asked: dict[Body, Asked] = {}
+        self.asked: dict[RequestNumber, Asked] = {}
         self.orphans: dict[bytes, Asked] = {}
-        self.noted: list[Noted] = []
+        self.noted: list[TimelineNoted] = []
         self.changed: list[FleetChanged] = []
         self.delivered = 0
         """Messages that have crossed any line."""
@@ -259,8 +248,8 @@ class World:
         self._waiting: list[Asked] = []
         """Clients of a router that is gone."""
 
-    def _router(self) -> Switch:
-        return Switch(Router(self.config, SECRET, seed=1), "router")
+    def _router(self) -> RouterSessions:
+        return RouterSessions(Router(self.config, SECRET, seed=1), "router")
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -268,52 +257,58 @@ class World:
         origin = origin or group[0].request_id.encode()
         size = range(len(group))
         asked = Asked(
-            list(group), origin, Body(0), [[] for _ in size], [[] for _ in size], [None for _ in size], [None for _ in size]
+            list(group),
+            origin,
+            RequestNumber(0),
+            [[] for _ in size],
+            [[] for _ in size],
+            [None for _ in size],
+            [None for _ in size],
         )
         self._submit(asked)
         return asked
 
     def _submit(self, asked: Asked) -> None:
-        asked.body, acts = self.switch.submit("tenant", asked.group, asked.origin, self.now_us)
-        self.asked[asked.body] = asked
+        asked.request, acts = self.switch.submit("tenant", asked.group, asked.origin, self.now_us)
+        self.asked[asked.request] = asked
         self.do(acts)
 
     def do(self, acts: Sequence[Act]) -> None:
         for act in acts:
             match act:
-                case Say(session, message):
+                case SayToInstance(session, message):
                     line = self._line(session)
                     assert line is not None, f"{message} to a session that is over"
                     line.down.append(encode_membership(message))
-                case Close(session, reason):
+                case CloseConnection(session, reason):
                     line = self._line(session)
                     assert line is not None
                     line.closed_by = reason
-                case Opened(body):
+                case RequestOpened(body):
                     self.asked[body].opened += 1
-                case Declined(body, refusal):
+                case RequestDeclined(body, refusal):
                     self.asked[body].declined = refusal
-                case Delivered():
+                case DeliverTokens():
                     self._deliver(act)
-                case Orphan():
+                case UnclaimedFound():
                     self._find(act)
-                case OrphanDropped(body):
-                    self.orphans = {key: orphan for key, orphan in self.orphans.items() if orphan.body != body}
+                case UnclaimedDropped(body):
+                    self.orphans = {key: orphan for key, orphan in self.orphans.items() if orphan.request != body}
                     del self.asked[body]
-                case Noted():
+                case TimelineNoted():
                     self.noted.append(act)
                 case FleetChanged():
                     self.changed.append(act)
 
-    def _find(self, orphan: Orphan) -> None:
+    def _find(self, orphan: UnclaimedFound) -> None:
         """News of it may come before its client does."""
         tokens = [list(known or ()) for known in orphan.delivered]
         extras = [list(known) for known in orphan.extras]
-        found = Asked([], orphan.origin, orphan.body, tokens, extras, list(orphan.outcomes), list(orphan.cached_tokens))
-        self.orphans[orphan.origin] = self.asked[orphan.body] = found
+        found = Asked([], orphan.origin, orphan.request, tokens, extras, list(orphan.outcomes), list(orphan.cached_tokens))
+        self.orphans[orphan.origin] = self.asked[orphan.request] = found
 
-    def _deliver(self, news: Delivered) -> None:
-        asked = self.asked[news.body]
+    def _deliver(self, news: DeliverTokens) -> None:
+        asked = self.asked[news.request]
         assert asked.outcomes[news.choice] is None, "news after the end"
         asked.tokens[news.choice] += news.tokens
         if isinstance(news.extras, list):
@@ -376,7 +371,7 @@ class World:
                 shorter = min(len(had), len(known))
                 assert had[:shorter] == known[:shorter], "what was found is another answer"
             found.group, found.keep = asked.group, asked.keep
-            self.do(self.switch.claim(found.body, self.now_us, found.group))
+            self.do(self.switch.claim(found.request, self.now_us, found.group))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -450,19 +445,19 @@ class World:
     def go_on(self) -> None:
         if not self.turn():
             self._sleep()
-        elif self._waiting and all(m.relay.standing is Standing.SERVING for m in self.members if not m.dead):
+        elif self._waiting and all(m.relay.standing is InstanceSessionState.SERVING for m in self.members if not m.dead):
             self._claim_all()
         self.now_us += TURN_US
 
     def leave(self, asked: Asked) -> None:
         """Its client is gone."""
-        self.do(self.switch.leave(asked.body, self.now_us))
-        self.asked.pop(asked.body, None)
+        self.do(self.switch.leave(asked.request, self.now_us))
+        self.asked.pop(asked.request, None)
 
     def cut(self, asked: Asked, choice: int, keep: int) -> None:
         """Its client needs no more than so many tokens."""
         asked.keep[choice] = keep
-        self.do(self.switch.cut(asked.body, choice, keep, self.now_us))
+        self.do(self.switch.cut(asked.request, choice, keep, self.now_us))
 
     def quiet(self) -> bool:
         clients = all(asked.over for asked in self.asked.values()) and not self._waiting and not self.orphans
@@ -499,7 +494,7 @@ class World:
             if not member.dead:
                 assert member.relay.open_requests == member.relay.held_choices == 0
                 assert member.worker.is_idle
-        assert self.switch.router.open_bodies == 0
+        assert self.switch.router.open_requests == 0
 
     def _judge_choice(self, asked: Asked, choice: int) -> None:
         outcome, tokens, expected = asked.outcomes[choice], asked.tokens[choice], asked.expected(choice)

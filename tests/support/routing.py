@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeVar
 
-from baton.core.engine.records import Bill
-from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, frozen_tokens
+from msgspec.structs import replace
+
+from baton.core.engine.change_journal import CachedKeysChanged
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Arrived,
-    Beaten,
-    Body,
-    Came,
-    ChoiceEnd,
-    Delivered,
-    Due,
-    Facts,
+    AttemptAccepted,
+    AttemptRefused,
+    DeadlineCame,
+    DeliverTokens,
+    Heartbeat,
+    HeartbeatCame,
     HeldChoice,
     Instance,
-    Joined,
-    Ledger,
-    LegRefused,
-    LegTaken,
-    Names,
-    RouterConfig,
+    InstanceJoined,
+    Join,
+    RequestArrived,
     RouterEffect,
     RouterEvent,
-    Send,
+    SendAttempt,
     Session,
-    Sign,
+    TokensCame,
 )
+from baton.core.routing.identity import ChoiceAttempt, RequestNumber
 from baton.core.routing.router import Router
 
 Kind = TypeVar("Kind", bound=RouterEffect)
@@ -42,9 +42,9 @@ BLOCK_SIZE = 16
 
 def facts(
     name: str, role: str = "mixed", incarnation: int = 1, *, slots: int = 4, context: int = 1024, blocks: int = 256
-) -> Facts:
+) -> Join:
     peer = f"{name}:7000" if role == "prefill" else ""
-    return Facts(Instance(name), incarnation, role, b"model", "", peer, slots, blocks, BLOCK_SIZE, context, 1000)
+    return Join(Instance(name), incarnation, role, b"model", "", peer, slots, blocks, BLOCK_SIZE, context, 1000)
 
 
 def submission(
@@ -67,16 +67,21 @@ def choices(name: str, count: int, **more: int) -> tuple[Submission, ...]:
 AS_MANY_AS_CAME = 1 << 20
 
 
-def ended(reason: FinishReason, fault: PdFault | None = None, bill: Bill | None = None) -> ChoiceEnd:
-    return ChoiceEnd(reason, AS_MANY_AS_CAME, bill or Bill(), fault)
+def ended(reason: FinishReason, fault: PdFault | None = None, bill: Bill | None = None) -> EndedRequest:
+    return EndedRequest(Serial(0), reason, AS_MANY_AS_CAME, bill or Bill(), fault)
 
 
 def held(
     serial: int, *tokens: int, origin: bytes = b"origin 1", choice: int = 0, of: int = 1, before: tuple[int, ...] = (),
-    end: ChoiceEnd | None = None,
+    end: EndedRequest | None = None,
 ) -> HeldChoice:  # fmt: skip
     asked = replace(choices("x", of)[choice], generated=frozen_tokens(before))
     return HeldChoice(serial, asked, choice, of, origin, tokens, tuple(f"lp{t}" for t in tokens), 16, end)
+
+
+def which(send: SendAttempt, nth: int = 0) -> ChoiceAttempt:
+    """The nth choice that was sent."""
+    return ChoiceAttempt(send.attempt.request, send.choices[nth], send.attempt.attempt)
 
 
 class Bench:
@@ -102,51 +107,58 @@ class Bench:
     def ever(self, kind: type[Kind]) -> list[Kind]:
         return [effect for effect in self.all if isinstance(effect, kind)]
 
-    def join(self, facts: Facts, *held: HeldChoice, draining: bool = False) -> Session:
+    def join(self, facts: Join, *held: HeldChoice, draining: bool = False) -> Session:
         self._numbers += 1
         session = self.sessions[facts.name] = Session(self._numbers)
-        self.tell(Joined(session, facts, draining, held))
+        self.tell(InstanceJoined(session, facts, draining, held))
         return session
 
-    def arrive(self, *group: Submission, tenant: str = "t", origin: bytes | None = None) -> Body:
+    def arrive(self, *group: Submission, tenant: str = "t", origin: bytes | None = None) -> RequestNumber:
         self._bodies += 1
-        body = Body(self._bodies)
-        self.tell(Arrived(body, tenant, group, f"origin {body}".encode() if origin is None else origin))
+        body = RequestNumber(self._bodies)
+        self.tell(RequestArrived(body, tenant, group, f"origin {body}".encode() if origin is None else origin))
         return body
 
-    def sent(self) -> Send:
-        """The last leg that was sent, which must be of the last event."""
-        (send,) = self.of(Send)
+    def sent(self) -> SendAttempt:
+        """The last attempt that was sent, which must be of the last event."""
+        (send,) = self.of(SendAttempt)
         return send
 
-    def open(self, *group: Submission) -> tuple[Body, Send]:
+    def open(self, *group: Submission) -> tuple[RequestNumber, SendAttempt]:
         body = self.arrive(*group)
         send = self.sent()
         self.take(send)
         return body, send
 
-    def take(self, send: Send) -> None:
-        self.tell(LegTaken(send.session, send.leg))
+    def take(self, send: SendAttempt) -> None:
+        self.tell(AttemptAccepted(send.session, send.attempt))
 
-    def refuse(self, send: Send, code: RefusalCode) -> None:
-        self.tell(LegRefused(send.session, send.leg, Refusal(code, code.value)))
+    def refuse(self, send: SendAttempt, code: RefusalCode) -> None:
+        self.tell(AttemptRefused(send.session, send.attempt, Refusal(code, code.value)))
 
     def came(
-        self, send: Send, *tokens: int, place: int = 0, end: ChoiceEnd | None = None, cached: int | None = None
+        self, send: SendAttempt, *tokens: int, nth: int = 0, end: EndedRequest | None = None, cached: int | None = None
     ) -> None:
-        self.tell(Came(send.session, send.leg, place, list(tokens), None, cached, end))
+        """Of the nth choice that was sent."""
+        self.tell(TokensCame(send.session, which(send, nth), list(tokens), None, cached, end))
 
-    def delivered(self, body: Body, choice: int = 0) -> list[int]:
-        rows = [item for item in self.ever(Delivered) if (item.body, item.choice) == (body, choice)]
+    def delivered(self, body: RequestNumber, choice: int = 0) -> list[int]:
+        rows = [item for item in self.ever(DeliverTokens) if (item.request, item.choice) == (body, choice)]
         return [token for row in rows for token in row.tokens]
 
     def beat(self, *left_out: str, computing: bool = False, steps: int = 0, silent_us: int = 0) -> None:
         for name, session in self.sessions.items():
             if name not in left_out and session in self.router.fleet.members:
-                self.tell(Beaten(session, Sign(Ledger(free=256, steps=steps), silent_us, computing)))
+                self.tell(
+                    HeartbeatCame(session, Heartbeat(SchedulerGauges(free_blocks=256, steps=steps), silent_us, computing))
+                )
 
     def named(self, name: str, *keys: bytes) -> None:
-        self.tell(Beaten(self.sessions[name], Sign(Ledger(free=256), 0, False, Names(False, keys))))
+        self.tell(
+            HeartbeatCame(
+                self.sessions[name], Heartbeat(SchedulerGauges(free_blocks=256), 0, False, CachedKeysChanged(False, keys))
+            )
+        )
 
     def run_to(self, until_us: int, *silent: str) -> list[RouterEffect]:
         """Time passes; all but the silent ones give signs of life. Everything that was answered."""
@@ -158,8 +170,10 @@ class Bench:
             self.now_us = max(self.now_us, due_us)
             for name in self.sessions:
                 if name not in silent and self.sessions[name] in self.router.fleet.members:
-                    said += self.tell(Beaten(self.sessions[name], Sign(Ledger(free=256), 0, False)))
-            said += self.tell(Due())
+                    said += self.tell(
+                        HeartbeatCame(self.sessions[name], Heartbeat(SchedulerGauges(free_blocks=256), 0, False))
+                    )
+            said += self.tell(DeadlineCame())
         self.now_us = max(self.now_us, until_us)
         self.last = said
         return said

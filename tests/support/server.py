@@ -12,8 +12,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx2 as httpx
+from typer.testing import CliRunner
+
+from baton.cli.main import app
 
 READY_S_MAX = 120
 
@@ -74,6 +78,14 @@ def baton_serve(*options: str, wait: bool = True) -> contextlib.AbstractContextM
 
 def baton_router(*options: str, wait: bool = True) -> contextlib.AbstractContextManager[ServerProcess]:
     return baton_process("router", "--port", "0", "--join-port", "0", *options, wait=wait)
+
+
+def refused_by_serve(*options: str) -> tuple[int, str]:
+    """Exit status and output of a `baton serve` that must not come to serving; only its engine is a process of its own."""
+    accepted = AssertionError(f"these options are accepted: {' '.join(options)}")
+    with patch("baton.node.service.HttpServer", side_effect=accepted), patch("baton.node.service.leave_torch_out"):
+        result = CliRunner().invoke(app, ["serve", "--port", "0", *options], env={"COLUMNS": "300"})
+    return result.exit_code, result.output
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.store_servers import StoreServer, mooncake_server, mooncake_why_not, valkey_server, valkey_why_not
-from baton.kv.store import KINDS
+from baton.kv.store import KINDS, Store
 from baton.wire.envelope import HEADER_BYTES, object_name, seal
+from benchmarks.store_servers import StoreServer, mooncake_server, mooncake_why_not, valkey_server, valkey_why_not
 
 LAYOUT = bytes(range(16))
 OTHER_LAYOUT = bytes(range(16, 32))
@@ -120,3 +120,13 @@ def sample(draw: random.Random, size: int = 5000, layout: bytes = LAYOUT, key: b
 
 def samples(draw: random.Random, count: int, size: int = 5000) -> list[Sample]:
     return [sample(draw, size) for _ in range(count)]
+
+
+def put(store: Store, *made: Sample) -> list[bool]:
+    return store.put([each.name for each in made], [memoryview(each.data) for each in made])
+
+
+def got(store: Store, made: Sample) -> bytes | int:
+    into = memoryview(bytearray(len(made.data)))
+    (count,) = store.get([made.name], [into])
+    return bytes(into[:count]) if count >= 0 else count

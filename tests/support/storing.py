@@ -15,7 +15,8 @@ from baton.cli.main import app
 from baton.core.engine.request import Sampling
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
-from tests.support.cluster import tokens_of, wait_until
+from tests.support.cluster import tokens_of
+from tests.support.waiting import wait_until
 
 Body = dict[str, Any]
 Texts = list[list[int]]

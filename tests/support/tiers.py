@@ -12,14 +12,14 @@ from baton.core.engine.worker import Effect
 from baton.core.tiers.transfers import (
     CopyIn,
     CopyOut,
-    FenceHaul,
+    FenceTransfer,
     Get,
-    Hauled,
-    HaulFailed,
-    HaulFenced,
     Look,
     Put,
     StorageEvent,
+    TransferDone,
+    TransferFailed,
+    TransferFenced,
 )
 from tests.support.driver import IDLE_PASSES_MAX, Driver
 
@@ -47,14 +47,14 @@ class TieredDriver(Driver):
         """Under way, in the order in which they were given."""
         self.seen: list[Order] = []
         """All that ever were."""
-        self.fences: list[FenceHaul] = []
+        self.fences: list[FenceTransfer] = []
 
     def _take(self, effect: Effect) -> None:
         match effect:
             case CopyOut() | CopyIn() | Look() | Get() | Put():
                 self.orders.append(effect)
                 self.seen.append(effect)
-            case FenceHaul():
+            case FenceTransfer():
                 self.fences.append(effect)
             case _:
                 super()._take(effect)
@@ -63,13 +63,13 @@ class TieredDriver(Driver):
         """Carry out an order that is under way."""
         order = self.orders.pop(at)
         of_store = isinstance(order, Look | Get | Put)
-        self.send(HaulFailed(order.haul, "broken") if of_store and self.shelf.fails else self._carried_out(order))
+        self.send(TransferFailed(order.haul, "broken") if of_store and self.shelf.fails else self._carried_out(order))
 
     def fail(self, at: int = 0) -> None:
         """Half of what it would have written is nonsense."""
         order = self.orders.pop(at)
         self._scribble(order)
-        self.send(HaulFailed(order.haul, "broken"))
+        self.send(TransferFailed(order.haul, "broken"))
 
     def answer_fence(self, at: int = 0) -> None:
         """What was being written by then is nonsense."""
@@ -77,7 +77,7 @@ class TieredDriver(Driver):
         for order in [order for order in self.orders if order.haul == fence.haul]:
             self.orders.remove(order)
             self._scribble(order)
-        self.send(HaulFenced(fence.haul))
+        self.send(TransferFenced(fence.haul))
 
     def go_on(self) -> None:
         """A millisecond of planning and computing; what is under way between the tiers stays so."""
@@ -120,21 +120,21 @@ class TieredDriver(Driver):
         match order:
             case CopyOut(haul, blocks, rows):
                 self.host[rows] = pool[blocks]
-                return Hauled(haul, (True,) * len(rows))
+                return TransferDone(haul, (True,) * len(rows))
             case CopyIn(haul, rows, blocks):
                 pool[blocks] = self.host[rows]
-                return Hauled(haul, (True,) * len(rows))
+                return TransferDone(haul, (True,) * len(rows))
             case Look(haul, keys):
-                return Hauled(haul, tuple(key in objects for key in keys))
+                return TransferDone(haul, tuple(key in objects for key in keys))
             case Get(haul, keys, rows):
                 for key, row in zip(keys, rows.tolist(), strict=True):
                     if key in objects:
                         self.host[row] = np.frombuffer(objects[key], dtype=np.uint8)
-                return Hauled(haul, tuple(key in objects for key in keys))
+                return TransferDone(haul, tuple(key in objects for key in keys))
             case Put(haul, keys, rows):
                 if not self.shelf.full:
                     objects.update((key, self.host[row].tobytes()) for key, row in zip(keys, rows.tolist(), strict=True))
-                return Hauled(haul, (not self.shelf.full,) * len(keys))
+                return TransferDone(haul, (not self.shelf.full,) * len(keys))
 
     def _scribble(self, order: Order) -> None:
         match order:

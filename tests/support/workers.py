@@ -31,8 +31,8 @@ from baton.core.handover.messages import (
     Ship,
     ShipFailed,
     Shipped,
-    Spoilt,
     Tell,
+    TransferBroken,
     Verified,
     Verify,
 )
@@ -124,7 +124,7 @@ class Node(Driver):
             way.fenced = True
             self.send(Verified(handover))
         else:
-            self.send(Spoilt(handover, "checks differ"))
+            self.send(TransferBroken(handover, "checks differ"))
 
     def digest(self, blocks: Int32s) -> bytes:
         return b"".join(blake2b(self.pool[block].tobytes(), digest_size=8).digest() for block in blocks.tolist())
@@ -216,7 +216,7 @@ class Cluster:
             return
         if self.stream.random() < self.rates.torn:
             way.checks = None
-            target.send(Spoilt(theirs, "connection lost"))
+            target.send(TransferBroken(theirs, "connection lost"))
             return
         if self.stream.random() < self.rates.flipped:
             piece[0] ^= 1

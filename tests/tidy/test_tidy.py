@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "baton"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "baton"
+BENCHMARKS = ROOT / "benchmarks"
 FUNCTION_LINES_MAX = 60
 
 MAY_IMPORT = {
@@ -26,7 +28,15 @@ MAY_IMPORT = {
 }
 """Layer → the other layers of ours that it may import."""
 
-API_SEES_OF_CORE = {"baton.core.engine.request", "baton.core.errors"}
+API_SEES_OF_CORE = {
+    "baton.core.engine.ended",
+    "baton.core.engine.gauges",
+    "baton.core.engine.request",
+    "baton.core.errors",
+    "baton.core.handover.faults",
+}
+MSGSPEC_IN_CORE = {"msgspec": {"Meta", "Struct"}, "msgspec.structs": {"replace"}}
+"""Core declares values that travel. Encoding and decoding them is for `wire`."""
 
 BANNED_IN_CORE = {
     "asyncio", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "pickle", "random", "secrets", "select",
@@ -38,11 +48,12 @@ BANNED_ANYWHERE = {"pickle", "marshal", "shelve"}
 
 
 def _files() -> list[Path]:
-    return sorted(SOURCE.rglob("*.py"))
+    return sorted([*SOURCE.rglob("*.py"), *BENCHMARKS.rglob("*.py")])
 
 
 def _layer(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0]
+    """`benchmarks` beside the package, or the first part of the module's name in it."""
+    return path.relative_to(SOURCE).parts[0] if path.is_relative_to(SOURCE) else BENCHMARKS.name
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
@@ -59,16 +70,19 @@ def _parsed() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def _ids(path: Path) -> str:
-    return str(path.relative_to(SOURCE))
+    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("path", _files(), ids=_ids)
 def test_imports_point_one_way(path: Path) -> None:
     layer = _layer(path)
-    if layer in ("__init__.py", "__main__.py"):
-        return
+    if layer == BENCHMARKS.name:
+        return  # may import everything
     for name in _imports(ast.parse(path.read_text())):
         parts = name.split(".")
+        assert parts[0] != BENCHMARKS.name, f"{path} must not import {name}"
+        if layer in ("__init__.py", "__main__.py"):
+            continue
         if parts[0] != "baton" or len(parts) == 1 or parts[1] == layer:
             continue
         assert parts[1] in MAY_IMPORT[layer], f"{layer} must not import {name}"
@@ -81,6 +95,18 @@ def test_deciding_code_imports_nothing_that_acts() -> None:
         if _layer(path) == "core":
             used = {name.split(".")[0] for name in _imports(tree)} & BANNED_IN_CORE
             assert not used, f"{path.name} imports {used}"
+
+
+def test_deciding_code_uses_msgspec_for_values_only() -> None:
+    for path, tree in _parsed():
+        if _layer(path) != "core":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("msgspec") for alias in node.names), f"{path.name}:{node.lineno}"
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("msgspec"):
+                used = {alias.name for alias in node.names}
+                assert used <= MSGSPEC_IN_CORE.get(node.module or "", set()), f"{path.name} takes {used} of msgspec"
 
 
 def test_nothing_unpickles() -> None:

@@ -9,26 +9,26 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.up.merged_log import LINES_QUEUED_MAX, FleetLog, LineCutter
+from baton.up.merged_log import LINES_QUEUED_MAX, LineSplitter, MergedLog
 
 
 @given(st.lists(st.text(alphabet="aé\N{SNOWMAN}\N{CRAB} ", max_size=9), max_size=6), st.integers(1, 7))
 def test_lines_come_out_whole_however_they_were_cut(lines: list[str], size: int) -> None:
     data = "".join(line + "\n" for line in lines).encode()
-    cutter = LineCutter()
+    cutter = LineSplitter()
     out = [line for at in range(0, len(data), size) for line in cutter.feed(data[at : at + size])]
     assert out + cutter.close() == lines
 
 
 def test_a_line_without_an_end_is_bounded() -> None:
-    cutter = LineCutter(bytes_max=10)
+    cutter = LineSplitter(bytes_max=10)
     assert cutter.feed(b"x" * 25) == ["x" * 10, "x" * 10]
     assert cutter.close() == ["x" * 5]
 
 
 def test_each_line_stands_behind_the_name_of_who_said_it() -> None:
     out = io.StringIO()
-    with FleetLog(("router", "decode-1"), out, colours=False) as log:
+    with MergedLog(("router", "decode-1"), out, colours=False) as log:
         log.line("router", "hello")
         log.line("decode-1", "there")
         log.line("decode-1", "   ")
@@ -38,8 +38,8 @@ def test_each_line_stands_behind_the_name_of_who_said_it() -> None:
 
 def test_colours_of_a_child_do_not_get_through_and_names_have_their_own() -> None:
     out = io.StringIO()
-    with FleetLog(("a", "b"), out, colours=True) as log:
-        for line in LineCutter().feed(b"\x1b[31mred\x1b[0m\r\n"):
+    with MergedLog(("a", "b"), out, colours=True) as log:
+        for line in LineSplitter().feed(b"\x1b[31mred\x1b[0m\r\n"):
             log.line("a", line)
         log.line("b", "x")
     first, second = out.getvalue().splitlines()
@@ -52,7 +52,7 @@ def test_nobody_waits_for_a_reader_that_takes_nothing() -> None:
     read_end, write_end = os.pipe()
     written = threading.Event()
     with os.fdopen(write_end, "w") as out, os.fdopen(read_end) as reader:
-        with FleetLog(("a",), out, colours=False) as log:
+        with MergedLog(("a",), out, colours=False) as log:
             for _ in range(3 * LINES_QUEUED_MAX):
                 log.line("a", "x" * 200)  # far more than the pipe and the queue hold
             written.set()

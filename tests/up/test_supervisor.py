@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.up.fleet_plan import FleetPlan, Member, Ports
-from baton.up.merged_log import FleetLog
+from baton.up.fleet_plan import FleetPlan, PlannedProcess, RouterPorts
+from baton.up.merged_log import MergedLog
 from baton.up.restarts import FAILED_STARTS_MAX
 from baton.up.supervisor import EXIT_AT_ONCE, EXIT_FAILED, ROUTER, Supervisor
 
@@ -66,12 +66,12 @@ class StandIns(FleetPlan):
     notes: Path = Path()
     how: dict[str, str] = field(default_factory=dict)
 
-    def router_command(self, ports: Ports) -> list[str]:
+    def router_command(self, ports: RouterPorts) -> list[str]:
         names = ",".join(member.name for member in self.members)
         script = "import sys; sys.exit('no such port')" if self.how.get(ROUTER) == "broken" else ROUTER_STAND_IN
         return [sys.executable, "-S", "-c", script, names, str(ports.http), str(self.notes)]
 
-    def member_command(self, member: Member, join: str, cores: int) -> list[str]:
+    def member_command(self, member: PlannedProcess, join: str, cores: int) -> list[str]:
         how = self.how.get(member.name, "well")
         return [sys.executable, "-S", "-c", MEMBER_STAND_IN, member.name, str(self.notes), how]
 
@@ -115,7 +115,7 @@ async def fleet(
         api_keys=api_keys, admin_key=admin_key,
     )  # fmt: skip
     out = io.StringIO()
-    with FleetLog((ROUTER, *(member.name for member in plan.members)), out, colours=False) as log:
+    with MergedLog((ROUTER, *(member.name for member in plan.members)), out, colours=False) as log:
         supervisor = Supervisor(plan, log, cores=2)
         running = Running(supervisor, out, plan.notes, asyncio.create_task(supervisor.run()))
         try:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 from hypothesis import strategies as st
 
+from baton.core.bounds import INT32_MAX, INT63_MAX, REASON_CHARS_MAX
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.handover.faults import PdCode
 from baton.core.handover.messages import (
+    TOKEN_BYTES_MAX,
     Adopted,
     Ask,
     Commit,
     Decline,
     Grant,
     Offer,
-    PdCode,
     PeerMessage,
     Refuse,
     Release,
     Renew,
 )
-from baton.wire.peer_messages import INT32_MAX, INT63_MAX, REASON_CHARS_MAX, TOKEN_BYTES_MAX, Register, Registered, Unfit
+from baton.wire.peer_messages import Register, Registered, Unfit
 
 tokens = st.integers(0, INT32_MAX)
 counts = st.integers(0, INT32_MAX)
@@ -119,5 +119,5 @@ def plain(value: object) -> object:
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, Ask | Commit | Submission | Logprobs):
-        return (type(value), *(plain(getattr(value, field.name)) for field in fields(value)))
+        return (type(value), *(plain(getattr(value, field)) for field in value.__struct_fields__))
     return value

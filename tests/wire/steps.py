@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baton.core.engine.blocks import BlockGauges
+from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
+from baton.core.engine.gauges import DraftGauges, SchedulerGauges
 from baton.core.engine.plan import Logprobs
-from baton.core.engine.records import Bill, EndedRequest, SchedulerGauges, Settled, StartedRequest
+from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, Serial
 from baton.wire.engine_messages import StepOutput, step_output
 
-GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
+GAUGES = SchedulerGauges(1, 2, 3, 4, 5, 0, 0, 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
 
 
 def step(
@@ -29,4 +30,4 @@ def step(
         started=tuple(StartedRequest(Serial(serial), cached) for serial, cached in started),
         ended=tuple(EndedRequest(Serial(serial), FinishReason.LENGTH, 1, Bill()) for serial in ended),
     )
-    return step_output(settled, GAUGES)
+    return step_output(settled, GAUGES, DraftGauges())

@@ -15,19 +15,8 @@ import numpy as np
 
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.handover.messages import (
-    Adopted,
-    Ask,
-    Commit,
-    Decline,
-    Grant,
-    Offer,
-    PdCode,
-    PeerMessage,
-    Refuse,
-    Release,
-    Renew,
-)
+from baton.core.handover.faults import PdCode
+from baton.core.handover.messages import Adopted, Ask, Commit, Decline, Grant, Offer, PeerMessage, Refuse, Release, Renew
 from baton.wire.engine_messages import WireError
 from baton.wire.peer_messages import (
     Register,

@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.errors import InvariantViolated
 from baton.kv.transfer_contract import KvLayout
-from baton.wire.envelope import HEADER_BYTES, Flaw, Opened, object_name, open_any, seal, stamp, unseal
+from baton.wire.envelope import HEADER_BYTES, EnvelopeFlaw, OpenedEnvelope, object_name, open_any, seal, stamp, unseal
 
 KEY, OTHER_KEY = bytes(range(16)), bytes(range(1, 17))
 LAYOUT, OTHER_LAYOUT = bytes(range(32, 48)), bytes(range(48, 64))
@@ -21,9 +21,9 @@ def sealed(payload: bytes = PAYLOAD, key: bytes = KEY, layout: bytes = LAYOUT) -
     return data
 
 
-def opened(data: bytes | bytearray) -> bytes | Flaw:
+def opened(data: bytes | bytearray) -> bytes | EnvelopeFlaw:
     found = unseal(KEY, LAYOUT, memoryview(data))
-    return found if isinstance(found, Flaw) else bytes(found)
+    return found if isinstance(found, EnvelopeFlaw) else bytes(found)
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 100_000])
@@ -65,25 +65,25 @@ def test_a_payload_in_its_place_needs_only_a_header() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, HEADER_BYTES + len(PAYLOAD) - 1])
 def test_a_torn_one_is_told(size: int) -> None:
-    assert opened(sealed()[:size]) is Flaw.TORN
+    assert opened(sealed()[:size]) is EnvelopeFlaw.TORN
 
 
 def test_one_with_more_at_its_end_is_told() -> None:
-    assert opened(sealed() + b"\0") is Flaw.TORN
+    assert opened(sealed() + b"\0") is EnvelopeFlaw.TORN
 
 
 def test_every_single_flipped_bit_is_found() -> None:
     data = sealed(PAYLOAD[:40])
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8
-        assert isinstance(opened(data), Flaw), bit
+        assert isinstance(opened(data), EnvelopeFlaw), bit
         data[bit // 8] ^= 1 << bit % 8
     assert opened(data) == PAYLOAD[:40]
 
 
 def test_the_block_of_somebody_else_is_told() -> None:
-    assert opened(sealed(key=OTHER_KEY)) is Flaw.OTHER_KEY
-    assert opened(sealed(layout=OTHER_LAYOUT)) is Flaw.OTHER_LAYOUT
+    assert opened(sealed(key=OTHER_KEY)) is EnvelopeFlaw.OTHER_KEY
+    assert opened(sealed(layout=OTHER_LAYOUT)) is EnvelopeFlaw.OTHER_LAYOUT
 
 
 def test_another_dtype_block_size_model_or_shape_is_another_layout() -> None:
@@ -95,23 +95,23 @@ def test_another_dtype_block_size_model_or_shape_is_another_layout() -> None:
         KvLayout(b"a model", "float32", 16, (64, 64, 64)),
     ]
     data = memoryview(sealed(layout=base.digest))
-    assert not isinstance(unseal(KEY, base.digest, data), Flaw)
-    assert [unseal(KEY, other.digest, data) for other in others] == [Flaw.OTHER_LAYOUT] * 4
+    assert not isinstance(unseal(KEY, base.digest, data), EnvelopeFlaw)
+    assert [unseal(KEY, other.digest, data) for other in others] == [EnvelopeFlaw.OTHER_LAYOUT] * 4
     assert len({object_name(layout.digest, KEY) for layout in [base, *others]}) == 5
 
 
 def test_what_never_was_an_envelope_and_what_a_later_version_wrote_are_told() -> None:
-    assert opened(bytes(200)) is Flaw.FOREIGN
+    assert opened(bytes(200)) is EnvelopeFlaw.FOREIGN
     later = sealed()
     later[6] += 1
-    assert opened(later) is Flaw.VERSION
+    assert opened(later) is EnvelopeFlaw.VERSION
 
 
 def test_whoever_looks_after_a_store_opens_any() -> None:
     found = open_any(memoryview(sealed(key=OTHER_KEY, layout=OTHER_LAYOUT)))
-    assert isinstance(found, Opened)
+    assert isinstance(found, OpenedEnvelope)
     assert (found.key, found.layout, bytes(found.payload)) == (OTHER_KEY, OTHER_LAYOUT, PAYLOAD)
-    assert open_any(memoryview(b"")) is Flaw.TORN
+    assert open_any(memoryview(b"")) is EnvelopeFlaw.TORN
 
 
 def test_names_have_the_layout_and_the_key() -> None:

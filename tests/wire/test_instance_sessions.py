@@ -7,39 +7,28 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
-from baton.wire import instance_sessions as relays
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    FromEngine,
-    Pulse,
-    Rows,
-    StopAt,
-    Submit,
-    TellNames,
-    WireError,
-    refused,
-    wire_gauges,
-    wire_submission,
-)
-from baton.wire.instance_sessions import RELAY_TICKETS, Relay, RelayOut, Standing
+from baton.core.routing.events import Join
+from baton.wire import held_choices, instance_sessions
+from baton.wire.engine_messages import DecodedRows, FromEngine, Pulse, WireError, refused
+from baton.wire.held_choices import FIRST_ROUTED_TICKET
+from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import (
     KEYS_A_BEAT_MAX,
-    Beat,
-    Forget,
+    AllHeldSaid,
+    ForgetSerials,
+    HeartbeatMessage,
     HeldGroup,
-    Join,
     Leaving,
-    Neighbours,
-    Place,
-    Settled,
+    PlaceAttempt,
+    PrefillPeersChanged,
     TurnedAway,
     Welcome,
     decode_from_instance,
+    decode_from_router,
     encode_membership,
 )
 from tests.wire.steps import GAUGES, step
@@ -47,7 +36,7 @@ from tests.wire.steps import GAUGES, step
 JOIN = Join("d0", 7, "mixed", b"f", "http://d0", "", 4, 64, 16, 512, 64, 99, False)
 WELCOME = Welcome("r", 200_000, 5_000_000)
 FULL = Refusal(RefusalCode.QUEUE_FULL, "full", 1)
-NOTHING = RelayOut()
+NOTHING = SessionEffects()
 
 
 def asks(*names: str, logprobs: int | None = None, prompt: Sequence[int] = (1, 2, 3)) -> list[Submission]:
@@ -55,9 +44,9 @@ def asks(*names: str, logprobs: int | None = None, prompt: Sequence[int] = (1, 2
     return [Submission(RequestId(name), frozen_tokens(prompt), sampling, 20) for name in names]
 
 
-def place(ticket: int, group: list[Submission], origin: bytes = b"origin") -> Place:
+def place(ticket: int, group: list[Submission], origin: bytes = b"origin") -> PlaceAttempt:
     choices = tuple(range(len(group)))
-    return Place(ticket, tuple(wire_submission(item) for item in group), choices, len(group), origin)
+    return PlaceAttempt(ticket, tuple(group), choices, len(group), origin)
 
 
 def line(row: int, *values: float) -> Logprobs:
@@ -66,24 +55,24 @@ def line(row: int, *values: float) -> Logprobs:
     return Logprobs(row, chosen, np.full((len(values), 1), 5, dtype=np.int32), chosen.reshape(-1, 1))
 
 
-def serving(relay: Relay | None = None) -> Relay:
-    relay = relay or Relay(JOIN)
+def serving(relay: InstanceSessions | None = None) -> InstanceSessions:
+    relay = relay or InstanceSessions(JOIN)
     relay.opened(0)
     relay.heard(WELCOME, 0)
     return relay
 
 
-def open_as(relay: Relay, group: list[Submission], *serials: int, ticket: int = 0) -> None:
+def open_as(relay: InstanceSessions, group: list[Submission], *serials: int, ticket: int = 0) -> None:
     order = relay.heard(place(ticket, group), 0).orders[-1]
     assert isinstance(order, Submit)
-    assert relay.take(AcceptedAs(order.ticket, serials), 0).says == [AcceptedAs(ticket, serials)]
+    assert relay.take(Accepted(order.ticket, serials), 0).says == [Accepted(ticket, serials)]
 
 
-def held(relay: Relay, now_us: int = 0) -> list[HeldGroup]:
+def held(relay: InstanceSessions, now_us: int = 0) -> list[HeldGroup]:
     """What the next session is told."""
     relay.lost("cut", now_us)
     said = relay.opened(now_us)
-    assert (type(said[0]), said[-1]) == (Join, Settled())
+    assert (type(said[0]), said[-1]) == (Join, AllHeldSaid())
     groups = [decode_from_instance(encode_membership(message)) for message in said[1:-1]]
     assert all(isinstance(group, HeldGroup) for group in groups)
     return groups  # type: ignore[return-value]
@@ -97,19 +86,19 @@ def tokens_of(data: bytes) -> list[int]:
 
 
 def test_a_session_begins_with_who_we_are_and_names_are_told_from_the_beginning() -> None:
-    relay = Relay(JOIN)
-    assert relay.opened(0) == [JOIN, Settled()]
-    assert relay.heard(WELCOME, 0) == RelayOut(orders=[TellNames()], welcomed=WELCOME)
-    assert relay.standing is Standing.SERVING
+    relay = InstanceSessions(JOIN)
+    assert relay.opened(0) == [JOIN, AllHeldSaid()]
+    assert relay.heard(WELCOME, 0) == SessionEffects(orders=[ReportChanges()], welcomed=WELCOME)
+    assert relay.standing is InstanceSessionState.SERVING
 
 
 @pytest.mark.parametrize(
     "message",
-    [place(0, asks("a")), Cancel(1), StopAt(1, 2), Forget((1,)), Neighbours(()), Drain()],
+    [place(0, asks("a")), Cancel(1), StopAt(1, 2), ForgetSerials((1,)), PrefillPeersChanged(()), Drain()],
     ids=lambda m: type(m).__name__,
 )
 def test_before_the_welcome_and_after_being_turned_away_a_router_may_say_nothing_else(message: object) -> None:
-    relay = Relay(JOIN)
+    relay = InstanceSessions(JOIN)
     relay.opened(0)
     with pytest.raises(WireError, match="joining"):
         relay.heard(message, 0)  # type: ignore[arg-type]
@@ -128,10 +117,10 @@ def test_a_second_welcome_or_a_late_refusal_is_an_error() -> None:
 
 def test_who_is_fenced_learns_it() -> None:
     for fenced in (True, False):
-        relay = Relay(JOIN)
+        relay = InstanceSessions(JOIN)
         relay.opened(0)
         out = relay.heard(TurnedAway("a later life", fenced), 0)
-        assert out == RelayOut(turned_away="a later life", fenced="a later life" if fenced else None)
+        assert out == SessionEffects(turned_away="a later life", fenced="a later life" if fenced else None)
 
 
 def test_a_session_opened_twice_is_a_bug() -> None:
@@ -151,8 +140,8 @@ def test_who_leaves_says_so_once_and_joins_as_draining() -> None:
 
 def test_neighbours_and_the_order_to_drain_reach_the_driver() -> None:
     relay = serving()
-    assert relay.heard(Neighbours(("p:1",)), 0) == RelayOut(neighbours=("p:1",))
-    assert relay.heard(Drain(), 0) == RelayOut(drain=True)
+    assert relay.heard(PrefillPeersChanged(("p:1",)), 0) == SessionEffects(neighbours=("p:1",))
+    assert relay.heard(Drain(), 0) == SessionEffects(drain=True)
     assert relay.leave() == [], "the router knows"
 
 
@@ -162,17 +151,17 @@ def test_neighbours_and_the_order_to_drain_reach_the_driver() -> None:
 def test_a_place_travels_under_a_ticket_of_ours_and_is_answered_under_the_routers() -> None:
     relay = serving()
     message = place(5, asks("a", "b"))
-    assert relay.heard(message, 0) == RelayOut(orders=[Submit(RELAY_TICKETS, message.group)])
-    assert relay.owns_ticket(RELAY_TICKETS)
-    assert not relay.owns_ticket(RELAY_TICKETS - 1)
-    assert relay.take(AcceptedAs(RELAY_TICKETS, (8, 9)), 0) == RelayOut(says=[AcceptedAs(5, (8, 9))])
+    assert relay.heard(message, 0) == SessionEffects(orders=[Submit(FIRST_ROUTED_TICKET, message.group)])
+    assert relay.owns_ticket(FIRST_ROUTED_TICKET)
+    assert not relay.owns_ticket(FIRST_ROUTED_TICKET - 1)
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (8, 9)), 0) == SessionEffects(says=[Accepted(5, (8, 9))])
     assert relay.open_requests == 2
 
 
 def test_a_refusal_is_passed_on_and_nothing_is_kept() -> None:
     relay = serving()
     relay.heard(place(5, asks("a")), 0)
-    assert relay.take(refused(RELAY_TICKETS, FULL), 0) == RelayOut(says=[refused(5, FULL)])
+    assert relay.take(refused(FIRST_ROUTED_TICKET, FULL), 0) == SessionEffects(says=[refused(5, FULL)])
     assert (relay.open_requests, relay.held_choices, held(relay)) == (0, 0, [])
 
 
@@ -196,7 +185,7 @@ def test_two_places_under_one_ticket_are_an_error() -> None:
 def test_what_would_hurt_the_engine_never_reaches_it(group: list[Submission]) -> None:
     relay = serving()
     with pytest.raises(WireError):
-        relay.heard(place(0, group), 0)
+        relay.heard(decode_from_router(encode_membership(place(0, group))), 0)
     assert relay.open_requests == relay.held_choices == 0
 
 
@@ -214,13 +203,13 @@ def test_a_token_that_the_model_has_not_is_refused_here_and_nothing_else_suffers
     relay = serving()
     out = relay.heard(place(0, group), 0)
     refusal = Refusal(RefusalCode.NOT_IN_VOCABULARY, "a token that is none of a vocabulary of 64")
-    assert out == RelayOut(says=[refused(0, refusal)])
+    assert out == SessionEffects(says=[refused(0, refusal)])
     assert relay.open_requests == relay.held_choices == 0
     open_as(relay, asks("a"), 1, ticket=1)
 
 
 def test_more_choices_than_are_taken_are_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "CHOICES_MAX", 3)
+    monkeypatch.setattr(instance_sessions, "CHOICES_MAX", 3)
     relay = serving()
     open_as(relay, asks("a", "b"), 1, 2)
     out = relay.heard(place(1, asks("c", "d")), 0)
@@ -234,9 +223,9 @@ def test_the_same_request_placed_again_ends_the_older_attempt() -> None:
     open_as(relay, asks("a", "b"), 1, 2)
     out = relay.heard(place(1, asks("b")), 0)
     assert out.orders[0] == Cancel(2)
-    assert relay.take(AcceptedAs(RELAY_TICKETS + 1, (3,)), 0).says == [AcceptedAs(1, (3,))]
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET + 1, (3,)), 0).says == [Accepted(1, (3,))]
     over = step(ended=[2])
-    assert relay.take(over, 0) == RelayOut(says=[over]), "this router knows of the older one and hears its end"
+    assert relay.take(over, 0) == SessionEffects(says=[over]), "this router knows of the older one and hears its end"
     assert [[line.serial for line in group.lines] for group in held(relay)] == [[1], [3]]
 
 
@@ -244,8 +233,8 @@ def test_the_same_request_placed_again_before_the_older_attempt_is_answered_canc
     relay = serving()
     relay.heard(place(0, asks("a")), 0)
     assert not [order for order in relay.heard(place(1, asks("a")), 0).orders if isinstance(order, Cancel)]
-    assert relay.take(AcceptedAs(RELAY_TICKETS, (1,)), 0) == RelayOut([Cancel(1)], [AcceptedAs(0, (1,))])
-    relay.take(AcceptedAs(RELAY_TICKETS + 1, (2,)), 0)
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0) == SessionEffects([Cancel(1)], [Accepted(0, (1,))])
+    relay.take(Accepted(FIRST_ROUTED_TICKET + 1, (2,)), 0)
     assert [[line.serial for line in group.lines] for group in held(relay)] == [[2]]
 
 
@@ -255,10 +244,10 @@ def test_the_same_request_placed_again_before_the_older_attempt_is_answered_canc
 def test_a_router_cannot_end_what_is_not_its_own() -> None:
     relay = serving()
     open_as(relay, asks("a"), 1)
-    for message in (Cancel(7), StopAt(7, 1), Forget((7,))):
+    for message in (Cancel(7), StopAt(7, 1), ForgetSerials((7,))):
         assert relay.heard(message, 0) == NOTHING
-    assert relay.heard(StopAt(1, 3), 0) == RelayOut(orders=[StopAt(1, 3)])
-    assert relay.heard(Cancel(1), 0) == RelayOut(orders=[Cancel(1)])
+    assert relay.heard(StopAt(1, 3), 0) == SessionEffects(orders=[StopAt(1, 3)])
+    assert relay.heard(Cancel(1), 0) == SessionEffects(orders=[Cancel(1)])
     assert relay.heard(Cancel(1), 0) == NOTHING, "once is enough"
 
 
@@ -267,7 +256,7 @@ def test_what_is_cancelled_is_not_kept_but_heard_to_its_end() -> None:
     open_as(relay, asks("a"), 1)
     relay.heard(Cancel(1), 0)
     last = step([(1, [4])], ended=[1])
-    assert relay.take(last, 0) == RelayOut(says=[last])
+    assert relay.take(last, 0) == SessionEffects(says=[last])
     assert (relay.open_requests, relay.held_choices, held(relay)) == (0, 0, [])
 
 
@@ -276,18 +265,18 @@ def test_what_has_ended_is_kept_until_it_is_to_be_forgotten() -> None:
     open_as(relay, asks("a", "b"), 1, 2)
     relay.take(step([(1, [4]), (2, [5])], ended=[1, 2]), 0)
     assert relay.open_requests == 0
-    assert relay.heard(Forget((1,)), 0) == NOTHING
+    assert relay.heard(ForgetSerials((1,)), 0) == NOTHING
     (group,) = held(relay)
     assert [(kept.serial, kept.place) for kept in group.lines] == [(2, 1)]
     relay.heard(WELCOME, 0)
-    relay.heard(Forget((2,)), 0)
+    relay.heard(ForgetSerials((2,)), 0)
     assert (held(relay), relay.held_choices) == ([], 0)
 
 
 def test_what_is_forgotten_while_it_is_open_is_ended() -> None:
     relay = serving()
     open_as(relay, asks("a"), 1)
-    assert relay.heard(Forget((1,)), 0) == RelayOut(orders=[Cancel(1)])
+    assert relay.heard(ForgetSerials((1,)), 0) == SessionEffects(orders=[Cancel(1)])
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -310,7 +299,7 @@ def test_what_is_held_is_said_with_all_that_came_of_it_and_steps_go_on_after_it(
     for kept in group.lines:
         assert sum(tokens_of(kept.counts)) == len(tokens_of(kept.tokens))
     after = step([(1, [9])])
-    assert relay.take(after, 0) == RelayOut(says=[after]), "before the welcome, too: it comes after what is held"
+    assert relay.take(after, 0) == SessionEffects(says=[after]), "before the welcome, too: it comes after what is held"
 
 
 def test_log_probabilities_are_kept_row_by_row() -> None:
@@ -344,9 +333,13 @@ def test_a_step_is_split_between_router_and_own_clients() -> None:
     mine, others = relay.split(mixed)
     assert mine is not None
     assert others is not None
-    assert mine == step([(2, [5, 6]), (4, [7])], ended=[4], started=[(2, 8)], logprobs=(line(0, -2.0, -3.0), line(1, -4.0)))
-    assert others == step([(1, [4]), (3, [])], ended=[1], started=[(1, 9)], logprobs=(line(0, -1.0),))
-    assert Rows(mine).tokens == [5, 6, 7]
+    assert encode_membership(mine) == encode_membership(
+        step([(2, [5, 6]), (4, [7])], ended=[4], started=[(2, 8)], logprobs=(line(0, -2.0, -3.0), line(1, -4.0)))
+    )
+    assert encode_membership(others) == encode_membership(
+        step([(1, [4]), (3, [])], ended=[1], started=[(1, 9)], logprobs=(line(0, -1.0),))
+    )
+    assert DecodedRows(mine).tokens == [5, 6, 7]
     nothing = step()
     assert relay.split(nothing) == (None, nothing), "its gauges are for the own front end"
 
@@ -358,7 +351,7 @@ def test_a_place_accepted_while_nobody_is_there_is_held() -> None:
     relay = serving()
     relay.heard(place(0, asks("a")), 0)
     relay.lost("cut", 0)
-    assert relay.take(AcceptedAs(RELAY_TICKETS, (1,)), 0) == NOTHING
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0) == NOTHING
     said = relay.opened(0)
     (group,) = [message for message in said if isinstance(message, HeldGroup)]
     assert [(kept.serial, kept.tokens) for kept in group.lines] == [(1, b"")]
@@ -373,8 +366,8 @@ def test_a_place_that_is_unanswered_as_the_next_session_opens_is_cancelled_unhea
     assert len(held(relay)) == 1
     relay.heard(WELCOME, 0)
     relay.heard(place(0, asks("c")), 0)  # the new session's own ticket 0
-    assert relay.take(AcceptedAs(RELAY_TICKETS, (2,)), 0) == RelayOut(orders=[Cancel(2)])
-    assert relay.take(AcceptedAs(RELAY_TICKETS + 2, (3,)), 0) == RelayOut(says=[AcceptedAs(0, (3,))])
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (2,)), 0) == SessionEffects(orders=[Cancel(2)])
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET + 2, (3,)), 0) == SessionEffects(says=[Accepted(0, (3,))])
     said = relay.take(step([(1, [4]), (2, [5]), (3, [6])], ended=[2]), 0).says
     assert said == [step([(1, [4]), (3, [6])])], "nothing of what the router was never told"
     whole = step([(1, [4]), (3, [6])])
@@ -386,7 +379,7 @@ def test_a_refusal_of_a_place_of_an_earlier_session_is_not_said_in_the_next() ->
     relay = serving()
     relay.heard(place(0, asks("a")), 0)
     assert held(relay) == []
-    assert relay.take(refused(RELAY_TICKETS, FULL), 0) == NOTHING
+    assert relay.take(refused(FIRST_ROUTED_TICKET, FULL), 0) == NOTHING
     assert relay.held_choices == 0
 
 
@@ -399,10 +392,10 @@ def test_when_the_grace_is_over_what_is_open_is_cancelled_and_nothing_is_kept() 
     relay.lost("cut", 1_000)
     assert relay.next_deadline() == 1_000 + WELCOME.orphan_grace_us
     assert relay.tick(1_000) == NOTHING
-    assert relay.tick(1_000 + WELCOME.orphan_grace_us) == RelayOut(orders=[Cancel(1)])
-    assert relay.take(AcceptedAs(RELAY_TICKETS + 1, (3,)), 0) == RelayOut(orders=[Cancel(3)])
+    assert relay.tick(1_000 + WELCOME.orphan_grace_us) == SessionEffects(orders=[Cancel(1)])
+    assert relay.take(Accepted(FIRST_ROUTED_TICKET + 1, (3,)), 0) == SessionEffects(orders=[Cancel(3)])
     assert relay.next_deadline() is None
-    assert relay.opened(0) == [JOIN, Settled()]
+    assert relay.opened(0) == [JOIN, AllHeldSaid()]
     assert relay.take(step([(1, [5])], ended=[1, 3]), 0) == NOTHING
     assert (relay.open_requests, relay.held_choices) == (0, 0)
 
@@ -423,29 +416,29 @@ def test_dialling_in_vain_does_not_make_the_grace_longer() -> None:
 
 
 def test_of_what_has_ended_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "ENDED_CHOICES_MAX", 2)
+    monkeypatch.setattr(held_choices, "ENDED_CHOICES_MAX", 2)
     relay = serving()
     for serial in range(4):
         open_as(relay, asks(f"r{serial}"), serial, ticket=serial)
     relay.take(step([(serial, [1]) for serial in range(4)], ended=[1, 0, 3]), 0)
     assert [group.lines[0].serial for group in held(relay)] == [0, 2, 3]
-    monkeypatch.setattr(relays, "ENDED_BYTES_MAX", 2_000)
+    monkeypatch.setattr(held_choices, "ENDED_BYTES_MAX", 2_000)
     relay = serving()
     for serial in range(2):
         relay.heard(place(serial, asks(f"r{serial}"), b"o" * 1_000), 0)
-        relay.take(AcceptedAs(RELAY_TICKETS + serial, (serial,)), 0)
+        relay.take(Accepted(FIRST_ROUTED_TICKET + serial, (serial,)), 0)
         relay.take(step(ended=[serial]), 0)
     assert [group.lines[0].serial for group in held(relay)] == [1]
 
 
 def test_a_group_that_cannot_travel_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "GROUP_BYTES_MAX", 2_000)
+    monkeypatch.setattr(held_choices, "GROUP_BYTES_MAX", 2_000)
     relay = serving()
     relay.heard(place(0, asks("a"), b"o" * 2_000), 0)
-    relay.take(AcceptedAs(RELAY_TICKETS, (1,)), 0)
+    relay.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0)
     open_as(relay, asks("b"), 2, ticket=1)
     assert [group.lines[0].serial for group in held(relay)] == [2]
-    assert relay.heard(WELCOME, 0).orders == [Cancel(1), TellNames()]
+    assert relay.heard(WELCOME, 0).orders == [Cancel(1), ReportChanges()]
     both = step([(1, [1]), (2, [3])], ended=[1])
     assert relay.take(both, 0).says == [step([(2, [3])])]
 
@@ -464,10 +457,10 @@ def pulse(
     notes: tuple[tuple[int, str, int], ...] = (),
 ) -> Pulse:
     said = (b"".join(key(number) for number in numbers) for numbers in (named, forgotten))
-    return Pulse(wire_gauges(GAUGES), True, fresh, *said, notes)
+    return Pulse(GAUGES, True, fresh, *said, notes)
 
 
-def names(beat: Beat | None) -> tuple[bool, list[int], list[int]]:
+def names(beat: HeartbeatMessage | None) -> tuple[bool, list[int], list[int]]:
     assert beat is not None
     assert decode_from_instance(encode_membership(beat)) == beat
     lists = [
@@ -510,7 +503,7 @@ def test_a_beat_says_how_the_engine_is_and_notes_of_the_routers_requests_only() 
     relay.feel(pulse(notes=((1, "waiting", 10), (2, "waiting", 10))), 1_000)
     beat = relay.beat(None, 7, 1_500)
     assert beat is not None
-    assert (beat.gauges, beat.computing, beat.engine_silent_us) == (wire_gauges(GAUGES), True, 7)
+    assert (beat.gauges, beat.computing, beat.engine_silent_us) == (GAUGES, True, 7)
     assert beat.notes == ((1, "waiting", 510),)
     again = relay.beat(None, 0, 1_600)
     assert again is not None
@@ -518,7 +511,7 @@ def test_a_beat_says_how_the_engine_is_and_notes_of_the_routers_requests_only() 
 
 
 def test_an_answer_that_nobody_asked_for_is_an_error() -> None:
-    answers: list[FromEngine] = [AcceptedAs(RELAY_TICKETS, (1,)), refused(RELAY_TICKETS, FULL)]
+    answers: list[FromEngine] = [Accepted(FIRST_ROUTED_TICKET, (1,)), refused(FIRST_ROUTED_TICKET, FULL)]
     for answer in answers:
-        with pytest.raises(WireError, match=str(RELAY_TICKETS)):
+        with pytest.raises(WireError, match=str(FIRST_ROUTED_TICKET)):
             serving().take(answer, 0)  # type: ignore[arg-type]

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from baton.core.bounds import ALTERNATIVES_MAX, LISTED_MAX, REASON_CHARS_MAX, REQUEST_ID_CHARS_MAX, SALT_BYTES_MAX
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.handover.faults import PdCode
 from baton.core.handover.messages import (
+    CHECKS_BYTES_MAX,
     Adopted,
     Ask,
     Commit,
     Decline,
     Grant,
     Offer,
-    PdCode,
     PeerMessage,
     Refuse,
     Release,
@@ -30,10 +32,7 @@ from baton.wire import engine_messages as messages
 from baton.wire import peer_messages as peering
 from baton.wire.engine_messages import WireError
 from baton.wire.peer_messages import (
-    ALTERNATIVES_MAX,
-    LISTED_MAX,
     PEERING_VERSION,
-    REASON_CHARS_MAX,
     Register,
     Registered,
     Registration,
@@ -147,7 +146,7 @@ def test_each_direction_has_its_own_messages() -> None:
         replace(COMMIT, queue_us=-1),
         replace(COMMIT, prefill_us=-1),
         replace(COMMIT, prompt_digest=bytes(65)),
-        replace(COMMIT, checks=bytes(peering.CHECKS_BYTES_MAX + 1)),
+        replace(COMMIT, checks=bytes(CHECKS_BYTES_MAX + 1)),
         replace(COMMIT, logprobs=_line(lines=2)),
         replace(COMMIT, logprobs=_line(lines=0)),
         replace(COMMIT, logprobs=_line(alternatives=ALTERNATIVES_MAX + 1)),
@@ -167,8 +166,8 @@ def test_numbers_and_sizes_out_of_bounds_are_refused(message: PeerMessage) -> No
     [
         {"prompt": frozen_tokens([])},
         {"prompt": frozen_tokens([1, -1])},
-        {"request_id": "r" * (peering.REQUEST_ID_CHARS_MAX + 1)},
-        {"salt": bytes(peering.SALT_BYTES_MAX + 1)},
+        {"request_id": "r" * (REQUEST_ID_CHARS_MAX + 1)},
+        {"salt": bytes(SALT_BYTES_MAX + 1)},
         {"priority": 2**40},
         {"max_tokens": -1},
         {"max_tokens": 2**63},

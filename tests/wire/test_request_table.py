@@ -11,21 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Launch, StepDone, Tick, Worker
+from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.errors import IllegalTransition, Refusal, RefusalCode
+from baton.core.state_machine import StateMachine
 from baton.executor.scripted import ScriptedExecutor, undisturbed
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    AcceptedAs,
-    Cancel,
-    Drain,
-    Failed,
+    FailedMessage,
     FromEngine,
-    Ready,
-    StopAt,
+    ReadyMessage,
     ToEngine,
     WireError,
     decode_from_engine,
@@ -33,30 +32,28 @@ from baton.wire.engine_messages import (
     encode_from_engine,
     encode_to_engine,
     refused,
-    wire_gauges,
 )
 from baton.wire.request_table import (
     TRANSITIONS,
-    Came,
-    Declined,
-    Desk,
-    DeskClosed,
-    Died,
-    Lost,
-    Move,
+    EngineFailed,
+    EngineReady,
+    EntryMove,
+    EntryState,
+    GroupAccepted,
+    GroupDeclined,
+    LostEntry,
     News,
-    Opened,
-    Progress,
-    State,
-    Took,
-    next_state,
+    RequestProgress,
+    RequestTable,
+    RequestTableClosed,
+    TableNews,
 )
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 from tests.support.driver import VOCABULARY, shape_of
 from tests.wire.steps import GAUGES, step
 
 FULL = Refusal(RefusalCode.QUEUE_FULL, "full", 1)
-NOTHING = Took([], [])
+NOTHING = TableNews([], [])
 
 
 def asks(count: int = 1, max_tokens: int | None = None) -> list[Submission]:
@@ -66,22 +63,22 @@ def asks(count: int = 1, max_tokens: int | None = None) -> list[Submission]:
     ]
 
 
-def opened(*serials: int) -> Desk:
+def opened(*serials: int) -> RequestTable:
     """A desk at which one group is open as these serials."""
-    desk = Desk()
+    desk = RequestTable()
     message = desk.submit(asks(len(serials)))
-    assert desk.take(AcceptedAs(message.ticket, serials)) == Took([Opened(message.ticket, serials)], [])
+    assert desk.take(Accepted(message.ticket, serials)) == TableNews([GroupAccepted(message.ticket, serials)], [])
     return desk
 
 
-def heard(took: Took) -> list[News | Progress]:
+def heard(took: TableNews) -> list[News | RequestProgress]:
     """All that clients hear, one by one."""
     return [*took.news, *(took.step.rows() if took.step is not None else ())]
 
 
-def only(took: Took) -> Progress:
+def only(took: TableNews) -> RequestProgress:
     (news,) = heard(took)
-    assert isinstance(news, Progress)
+    assert isinstance(news, RequestProgress)
     assert not took.orders
     return news
 
@@ -90,7 +87,7 @@ def only(took: Took) -> Progress:
 
 
 def test_tickets_count_from_zero_and_the_group_travels_in_its_order() -> None:
-    desk = Desk()
+    desk = RequestTable()
     messages = [desk.submit(asks(2)), desk.submit(asks(1))]
     assert [message.ticket for message in messages] == [0, 1]
     assert [item.request_id for item in messages[0].group] == ["r0", "r1"]
@@ -103,21 +100,21 @@ def test_an_accepted_ticket_becomes_its_serials() -> None:
 
 
 def test_a_refused_ticket_ends_with_the_refusal() -> None:
-    desk = Desk()
+    desk = RequestTable()
     ticket = desk.submit(asks()).ticket
-    assert desk.take(refused(ticket, FULL)) == Took([Declined(ticket, FULL)], [])
+    assert desk.take(refused(ticket, FULL)) == TableNews([GroupDeclined(ticket, FULL)], [])
     assert desk.open_requests == 0
 
 
 def test_an_answer_to_an_unknown_ticket_is_an_error_that_names_it() -> None:
-    for answer in (AcceptedAs(5, (1,)), refused(5, FULL)):
+    for answer in (Accepted(5, (1,)), refused(5, FULL)):
         with pytest.raises(WireError, match="ticket 5"):
-            Desk().take(answer)
+            RequestTable().take(answer)
 
 
 def test_a_second_answer_to_a_ticket_is_an_error() -> None:
     desk = opened(7)
-    for answer in (AcceptedAs(0, (8,)), refused(0, FULL)):
+    for answer in (Accepted(0, (8,)), refused(0, FULL)):
         with pytest.raises(WireError, match="ticket 0"):
             desk.take(answer)
 
@@ -127,7 +124,7 @@ def test_a_serial_given_twice_is_an_error_and_changes_nothing(serials: tuple[int
     desk = opened(7)
     ticket = desk.submit(asks(len(serials))).ticket
     with pytest.raises(WireError, match=f"ticket {ticket}"):
-        desk.take(AcceptedAs(ticket, serials))
+        desk.take(Accepted(ticket, serials))
     assert (desk.open_tickets, desk.open_serials) == (1, 1)
 
 
@@ -135,11 +132,11 @@ def test_a_serial_given_twice_is_an_error_and_changes_nothing(serials: tuple[int
 
 
 def test_what_is_accepted_after_the_client_left_is_cancelled_and_never_heard_of() -> None:
-    desk = Desk()
+    desk = RequestTable()
     ticket = desk.submit(asks(2)).ticket
     desk.abandon(ticket)
     desk.abandon(ticket)
-    assert desk.take(AcceptedAs(ticket, (7, 8))) == Took([], [Cancel(7), Cancel(8)])
+    assert desk.take(Accepted(ticket, (7, 8))) == TableNews([], [Cancel(7), Cancel(8)])
     assert desk.open_requests == 2  # the engine still has them: a drain waits for their ends
     assert desk.cancel(7) is None
     assert desk.stop(8, 0) is None
@@ -150,7 +147,7 @@ def test_what_is_accepted_after_the_client_left_is_cancelled_and_never_heard_of(
 
 
 def test_a_refusal_after_the_client_left_is_swallowed() -> None:
-    desk = Desk()
+    desk = RequestTable()
     ticket = desk.submit(asks()).ticket
     desk.abandon(ticket)
     assert desk.take(refused(ticket, FULL)) == NOTHING
@@ -177,7 +174,7 @@ def test_a_step_brings_each_row_its_own_tokens_and_then_the_ends_without_a_row()
     )
     news = heard(desk.take(step([(9, [4]), (7, [5, 6])], ended=[8, 7], started=[(9, 16)], logprobs=(logprobs,))))
     assert len(news) == 3
-    nine, seven, eight = (item for item in news if isinstance(item, Progress))
+    nine, seven, eight = (item for item in news if isinstance(item, RequestProgress))
     assert (nine.serial, nine.tokens, nine.logprobs, nine.cached_tokens, nine.ended) == (9, [4], None, 16, None)
     assert (seven.serial, seven.tokens, seven.cached_tokens) == (7, [5, 6], None)
     assert seven.logprobs == [(-0.5, ((3, -0.5),)), (-1.5, ((5, -1.5),))]
@@ -197,10 +194,10 @@ def test_tokens_after_the_end_are_an_error_that_names_the_serial_and_changes_not
 
 
 def test_what_was_accepted_in_an_earlier_conversation_is_dropped_and_counted() -> None:
-    desk = Desk()
+    desk = RequestTable()
     assert desk.take(step([(3, [1])], ended=[3])) == NOTHING
     desk.submit(asks())
-    desk.take(AcceptedAs(0, (7,)))
+    desk.take(Accepted(0, (7,)))
     assert desk.take(step([(4, [1])], ended=[5])) == NOTHING
     assert desk.late == 4
 
@@ -236,8 +233,8 @@ def test_after_an_order_to_end_tokens_and_the_end_still_come() -> None:
 
 
 def test_orders_for_serials_that_never_were_are_none() -> None:
-    assert Desk().cancel(3) is None
-    assert Desk().stop(3, 1) is None
+    assert RequestTable().cancel(3) is None
+    assert RequestTable().stop(3, 1) is None
 
 
 # ── the engine comes, dies, is gone ──────────────────────────────────────────────────────────────────────────────────────
@@ -245,9 +242,9 @@ def test_orders_for_serials_that_never_were_are_none() -> None:
 
 def test_coming_and_last_words_are_news() -> None:
     desk = opened(7)
-    ready = Ready(WIRE_VERSION, 1, 2, 3, 4, 5, "", wire_gauges(GAUGES))
-    assert desk.take(ready) == Took([Came(ready)], [])
-    assert desk.take(Failed("no memory")) == Took([Died("no memory")], [])
+    ready = ReadyMessage(WIRE_VERSION, 1, 2, 3, 4, 5, "", GAUGES)
+    assert desk.take(ready) == TableNews([EngineReady(ready)], [])
+    assert desk.take(FailedMessage("no memory")) == TableNews([EngineFailed("no memory")], [])
     assert desk.open_serials == 1  # whoever hears of it decides that it is lost
 
 
@@ -257,8 +254,8 @@ def test_a_loss_ends_everything_that_somebody_hears_of_exactly_once() -> None:
     waiting, left, unwanted = (desk.submit(asks()).ticket for _ in range(3))
     desk.abandon(left)
     desk.abandon(unwanted)
-    desk.take(AcceptedAs(unwanted, (9,)))
-    assert desk.lose("gone") == [Lost(waiting, None, "gone"), Lost(None, 7, "gone"), Lost(None, 8, "gone")]
+    desk.take(Accepted(unwanted, (9,)))
+    assert desk.lose("gone") == [LostEntry(waiting, None, "gone"), LostEntry(None, 7, "gone"), LostEntry(None, 8, "gone")]
     assert desk.open_requests == 0
     assert desk.lose("again") == []
 
@@ -271,19 +268,19 @@ def test_a_lost_request_may_be_tried_elsewhere() -> None:
 def test_a_lost_desk_takes_no_submission_and_drops_what_still_comes() -> None:
     desk = opened(7)
     desk.lose("the cable is out")
-    with pytest.raises(DeskClosed, match="the cable is out"):
+    with pytest.raises(RequestTableClosed, match="the cable is out"):
         desk.submit(asks())
     assert desk.cancel(7) is None
-    messages: list[FromEngine] = [step([(7, [1])], ended=[7]), AcceptedAs(9, (1,)), refused(9, FULL), Failed("late")]
+    messages: list[FromEngine] = [step([(7, [1])], ended=[7]), Accepted(9, (1,)), refused(9, FULL), FailedMessage("late")]
     for message in messages:
         assert desk.take(message) == NOTHING
     assert desk.late == len(messages)
 
 
 def test_what_is_not_in_the_table_is_a_bug_and_says_so() -> None:
-    assert State.GONE not in {state for state, _ in TRANSITIONS}
+    assert EntryState.GONE not in {state for state, _ in TRANSITIONS}
     with pytest.raises(IllegalTransition, match="STOPPING cannot take the move LET_GO"):
-        next_state(State.STOPPING, Move.LET_GO)
+        StateMachine(TRANSITIONS, "an entry").after(EntryState.STOPPING, EntryMove.LET_GO)
 
 
 # ── both ends together ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -295,33 +292,27 @@ class Engine:
     def __init__(self, config: WorkerConfig) -> None:
         self.executor = ScriptedExecutor(shape_of(config), VOCABULARY)
         self.worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks))
+        self.driver = WorkerDriver(self.worker, lambda: 0, launch=self._launch, answer=self._answer)
         self.said: deque[bytes] = deque()
-        self.launched = 0
 
     def hear(self, message: ToEngine) -> None:
-        self._tell(event_of(decode_to_engine(encode_to_engine(message))))
+        self.driver.handle(decode_to_engine(encode_to_engine(message)))
 
     def turn(self) -> None:
-        self._tell(Tick())
-        if self.launched:
-            self.launched -= 1
-            self._tell(StepDone(self.executor.collect()))
+        self.driver.tick()
+        if self.driver.steps_in_flight:
+            self.driver.handle(StepDone(self.executor.collect()))
 
-    def _tell(self, event: object) -> None:
-        for effect in self.worker.handle(event, 0):  # type: ignore[arg-type]
-            message = message_of(effect, self.worker.gauges)
-            if isinstance(effect, Launch):
-                assert message is None
-                self.executor.launch(effect.plan)
-                self.launched += 1
-            else:
-                assert message is not None
-                self.said.append(encode_from_engine(message))
+    def _launch(self, launch: Launch) -> None:
+        self.executor.launch(launch.plan)
+
+    def _answer(self, answer: Answer) -> None:
+        self.said.append(encode_from_engine(message_of(answer, self.worker)))
 
 
-def converse(desk: Desk, engine: Engine) -> list[News | Progress]:
+def converse(desk: RequestTable, engine: Engine) -> list[News | RequestProgress]:
     """Until nothing is open."""
-    news: list[News | Progress] = []
+    news: list[News | RequestProgress] = []
     while desk.open_requests:
         while engine.said:
             took = desk.take(decode_from_engine(engine.said.popleft()))
@@ -336,13 +327,13 @@ CONFIG = WorkerConfig(slots=2, blocks=32, block_size=4, context_tokens=64, step_
 
 
 def test_desk_and_worker_understand_each_other() -> None:
-    desk, engine = Desk(), Engine(CONFIG)
+    desk, engine = RequestTable(), Engine(CONFIG)
     group = asks(2, max_tokens=5)
     engine.hear(desk.submit(group))
     news = converse(desk, engine)
-    assert news[0] == Opened(0, (0, 1))
+    assert news[0] == GroupAccepted(0, (0, 1))
     for serial, item in enumerate(group):
-        heard = [one for one in news if isinstance(one, Progress) and one.serial == serial]
+        heard = [one for one in news if isinstance(one, RequestProgress) and one.serial == serial]
         expected = undisturbed(item.prompt, item.sampling, 5, VOCABULARY)
         assert [token for one in heard for token in one.tokens] == list(expected)
         assert [one.ended is not None for one in heard] == [False] * (len(heard) - 1) + [True]
@@ -350,7 +341,7 @@ def test_desk_and_worker_understand_each_other() -> None:
 
 
 def test_a_request_abandoned_before_the_answer_leaves_the_worker_idle() -> None:
-    desk, engine = Desk(), Engine(CONFIG)
+    desk, engine = RequestTable(), Engine(CONFIG)
     engine.hear(desk.submit(asks(3, max_tokens=60)))
     desk.abandon(0)
     assert converse(desk, engine) == []
@@ -359,7 +350,7 @@ def test_a_request_abandoned_before_the_answer_leaves_the_worker_idle() -> None:
 
 
 def test_a_stop_while_it_waits_and_a_drain_reach_the_worker_and_their_answers_come_back() -> None:
-    desk, engine = Desk(), Engine(CONFIG)
+    desk, engine = RequestTable(), Engine(CONFIG)
     engine.hear(desk.submit(asks(1, max_tokens=5)))
     desk.take(decode_from_engine(engine.said.popleft()))
     order = desk.stop(0, 0)
@@ -368,9 +359,9 @@ def test_a_stop_while_it_waits_and_a_drain_reach_the_worker_and_their_answers_co
     engine.hear(Drain())
     engine.hear(desk.submit(asks()))
     end, declined = converse(desk, engine)
-    assert isinstance(end, Progress)
+    assert isinstance(end, RequestProgress)
     assert end.ended is not None
-    assert isinstance(declined, Declined)
+    assert isinstance(declined, GroupDeclined)
     assert declined.refusal.code is RefusalCode.DRAINING
 
 
@@ -382,7 +373,7 @@ class AnyConversation(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk()
+        self.desk = RequestTable()
         self.lost = False
         self.submitted = 0
         self.unanswered: dict[int, int] = {}
@@ -441,7 +432,7 @@ class AnyConversation(RuleBasedStateMachine):
         self.next_serial += size
         self.running += serials
         self.owner.update(dict.fromkeys(serials, ticket))
-        self._take(AcceptedAs(ticket, serials))
+        self._take(Accepted(ticket, serials))
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -482,7 +473,7 @@ class AnyConversation(RuleBasedStateMachine):
 
     # What clients hear.
 
-    def _take(self, message: FromEngine) -> Took:
+    def _take(self, message: FromEngine) -> TableNews:
         took = self.desk.take(message)
         for order in took.orders:
             assert isinstance(order, Cancel)
@@ -492,15 +483,15 @@ class AnyConversation(RuleBasedStateMachine):
             self._hear(news)
         return took
 
-    def _hear(self, news: News | Progress) -> None:
+    def _hear(self, news: News | RequestProgress) -> None:
         match news:
-            case Opened(ticket, serials):
+            case GroupAccepted(ticket, serials):
                 self._ticket_ends(ticket)
                 assert all(self.owner[serial] == ticket for serial in serials)
                 self.heard.update({serial: [] for serial in serials})
-            case Declined(ticket):
+            case GroupDeclined(ticket):
                 self._ticket_ends(ticket)
-            case Progress(serial, tokens):
+            case RequestProgress(serial, tokens):
                 assert not self.serial_ends[serial], f"serial {serial} was heard of after its end"
                 self.heard[serial] += tokens
                 if news.ended is not None:

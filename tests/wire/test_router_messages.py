@@ -15,43 +15,32 @@ import numpy as np
 import pytest
 
 from baton.api.schema import PROMPTS_MAX
-from baton.core.engine.blocks import BlockGauges
+from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
+from baton.core.engine.gauges import DraftGauges, SchedulerGauges
+from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
-from baton.core.engine.records import Bill, EndedRequest, SchedulerGauges, StartedRequest
 from baton.core.engine.records import Settled as StepSettled
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
+from baton.core.routing.events import Instance, Join
 from baton.wire import router_messages as membership
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    StepOutput,
-    StopAt,
-    WireError,
-    refused,
-    step_output,
-    wire_gauges,
-    wire_logprobs,
-    wire_submission,
-)
+from baton.wire.engine_messages import StepOutput, WireError, refused, step_output
 from baton.wire.membership_decoding import held_of, sign_of
 from baton.wire.router_messages import (
-    Beat,
-    Forget,
+    AllHeldSaid,
+    ForgetSerials,
     FromInstance,
     FromRouter,
+    HeartbeatMessage,
+    HeldChoiceMessage,
     HeldGroup,
-    HeldLine,
-    Join,
     Leaving,
-    Neighbours,
-    Place,
-    Settled,
+    PlaceAttempt,
+    PrefillPeersChanged,
     TurnedAway,
     Welcome,
-    checked_group,
+    check_group,
     decode_from_instance,
     decode_from_router,
     encode_membership,
@@ -61,8 +50,8 @@ from tests.wire.harms import changed, mutated
 
 INPUTS = int(os.environ.get("BATON_TEST_FUZZ_INPUTS", "20000"))
 VOCABULARY = 64
-GAUGES = SchedulerGauges(1, 2, BlockGauges(3, 4, 5), 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
-JOIN = Join("d0", 7, "decode", b"f" * 16, "http://d0:8000", "d0:4711", 4, 64, 16, 512, VOCABULARY, 99, False)
+GAUGES = SchedulerGauges(1, 2, 3, 4, 5, 0, 0, 6, 7, 8, 9, 10, 11, 12, 13, 0.5)
+JOIN = Join(Instance("d0"), 7, "decode", b"f" * 16, "http://d0:8000", "d0:4711", 4, 64, 16, 512, VOCABULARY, 99, False)
 
 
 def _group() -> list[Submission]:
@@ -88,56 +77,60 @@ def _step() -> StepOutput:
         np.array([8, 9], "<i8"), np.array([1, 2], "<i4"), np.array([5, 6, 7], "<i4"), (lines,),
         (StartedRequest(Serial(8), 16),), (EndedRequest(Serial(9), FinishReason.RESCHEDULE, 2, Bill(1, 2, 3), fault),),
     )  # fmt: skip
-    return step_output(settled, GAUGES)
+    return step_output(settled, GAUGES, DraftGauges())
 
 
 def _held() -> HeldGroup:
-    group = tuple(wire_submission(item) for item in _group())
+    group = tuple(_group())
     rows = [Logprobs(at, np.full(count, -0.5, "<f4"), np.full((count, 1), 5, "<i4"), np.full((count, 1), -0.5, "<f4"))
             for at, count in enumerate((1, 2))]  # fmt: skip
-    first = HeldLine(
+    first = HeldChoiceMessage(
         0,
         8,
         np.array([1, 2], "<i4").tobytes(),
         np.array([5, 6, 7], "<i4").tobytes(),
-        tuple(map(wire_logprobs, rows)),
+        tuple(rows),
         16,
         None,
     )
-    second = HeldLine(1, 9, b"", b"", (), None, msgspec.structs.replace(_step().ended[0], serial=9))
+    second = HeldChoiceMessage(1, 9, b"", b"", (), None, msgspec.structs.replace(_step().ended[0], serial=9))
     return HeldGroup(group, (2, 0), 3, b"origin", (first, second))
 
 
 FROM_INSTANCE: list[FromInstance] = [
     JOIN,
     _held(),
-    Settled(),
-    Beat(wire_gauges(GAUGES), 100, True, True, b"k" * 32, b"l" * 16, ((8, "running", 5),)),
+    AllHeldSaid(),
+    HeartbeatMessage(GAUGES, 100, True, True, b"k" * 32, b"l" * 16, ((8, "running", 5),)),
     Leaving(),
-    AcceptedAs(3, (8, 9)),
+    Accepted(3, (8, 9)),
     refused(3, Refusal(RefusalCode.QUEUE_FULL, "full", 1)),
     _step(),
 ]
 FROM_ROUTER: list[FromRouter] = [
     Welcome("router", 200_000, 10_000_000),
     TurnedAway("another model", True),
-    Place(3, tuple(wire_submission(item) for item in _group()), (2, 0), 3, b"origin"),
+    PlaceAttempt(3, tuple(_group()), (2, 0), 3, b"origin"),
     Cancel(8),
     StopAt(8, 3),
-    Forget((8, 9)),
-    Neighbours(("p0:4711", "p1:4711")),
+    ForgetSerials((8, 9)),
+    PrefillPeersChanged(("p0:4711", "p1:4711")),
     Drain(),
 ]
 
 
 @pytest.mark.parametrize("message", FROM_INSTANCE, ids=lambda message: type(message).__name__)
 def test_what_an_instance_says_is_read_back_as_it_was(message: FromInstance) -> None:
-    assert decode_from_instance(encode_membership(message)) == message
+    frame = encode_membership(message)
+    back = decode_from_instance(frame)
+    assert (type(back), encode_membership(back)) == (type(message), frame)
 
 
 @pytest.mark.parametrize("message", FROM_ROUTER, ids=lambda message: type(message).__name__)
 def test_what_a_router_says_is_read_back_as_it_was(message: FromRouter) -> None:
-    assert decode_from_router(encode_membership(message)) == message
+    frame = encode_membership(message)
+    back = decode_from_router(frame)
+    assert (type(back), encode_membership(back)) == (type(message), frame)
 
 
 def test_all_kinds_of_messages_are_tried_here() -> None:
@@ -155,7 +148,10 @@ def test_no_side_understands_what_the_other_should_hear() -> None:
 
 
 def test_a_submission_survives_the_way() -> None:
-    (first, second) = checked_group(tuple(wire_submission(item) for item in _group()), VOCABULARY)
+    place = decode_from_router(encode_membership(PlaceAttempt(3, tuple(_group()), (2, 0), 3, b"origin")))
+    assert isinstance(place, PlaceAttempt)
+    check_group(place.group, VOCABULARY)
+    (first, second) = place.group
     was = _group()[0]
     assert (first.request_id, first.sampling, first.prefill_at) == (was.request_id, was.sampling, was.prefill_at)
     assert first.generated.tolist() == [3, 4]
@@ -187,10 +183,10 @@ _PLACE = FROM_ROUTER[2]
         _replace(_held(), group=()),
         _replace(_held(), body_choices=membership.GROUP_MAX + 1),
         _replace(_held(), origin=b"o" * (membership.ORIGIN_BYTES_MAX + 1)),
-        AcceptedAs(-1, (1,)),
-        AcceptedAs(1, (-1,)),
-        AcceptedAs(1, (2**63,)),
-        AcceptedAs(1, (1,) * (membership.GROUP_MAX + 1)),
+        Accepted(-1, (1,)),
+        Accepted(1, (-1,)),
+        Accepted(1, (2**63,)),
+        Accepted(1, (1,) * (membership.GROUP_MAX + 1)),
     ],
 )
 def test_what_is_out_of_bounds_is_refused_from_an_instance(message: FromInstance) -> None:
@@ -211,11 +207,11 @@ def test_what_is_out_of_bounds_is_refused_from_an_instance(message: FromInstance
         _replace(_PLACE, choices=(0, 3)),
         _replace(_PLACE, body_choices=0),
         _replace(_PLACE, body_choices=membership.GROUP_MAX + 1),
-        Forget((-1,)),
+        ForgetSerials((-1,)),
         Cancel(2**64),
         StopAt(1, -1),
         Cancel(-1),
-        Neighbours(("a",) * (membership.ADDRESSES_MAX + 1)),
+        PrefillPeersChanged(("a",) * (membership.ADDRESSES_MAX + 1)),
     ],
 )
 def test_what_is_out_of_bounds_is_refused_from_a_router(message: FromRouter) -> None:
@@ -265,8 +261,8 @@ def _large() -> HeldGroup:
     assert end.fault is not None
     bill = type(end.bill)(*[huge] * len(msgspec.structs.astuple(end.bill)))
     end = _replace(end, serial=huge, generated_tokens=huge, bill=bill, fault=_replace(end.fault, reason=text))
-    rows = (_replace(_LOGPROBS[0], row=2**31 - 1, top_ids=b"", top=b""),) * 999
-    line = HeldLine(2**31 - 1, huge, b"", b"", rows, 2**31 - 1, end)
+    rows = (_replace(_LOGPROBS[0], row=2**31 - 1, top_ids=np.empty(0, "<i4"), top=np.empty(0, "<f4")),) * 999
+    line = HeldChoiceMessage(2**31 - 1, huge, b"", b"", rows, 2**31 - 1, end)
     return HeldGroup((item,) * 256, (2**31 - 1,) * 256, 1, b"", (line,) * 256)
 
 
@@ -283,6 +279,12 @@ def test_choices_that_a_router_has_to_make_records_for_weigh_too() -> None:
 
 def test_a_held_choice_may_be_without_the_log_probabilities_that_it_asked_for() -> None:
     assert held_of(_with_line(logprobs=()), JOIN)[0].extras == ()
+
+
+def _over_the_wire(held: HeldGroup) -> HeldGroup:
+    back = decode_from_instance(encode_membership(held))
+    assert isinstance(back, HeldGroup)
+    return back
 
 
 def _int32s(*numbers: int) -> bytes:
@@ -303,7 +305,7 @@ def _int32s(*numbers: int) -> bytes:
         _with_line(logprobs=_LOGPROBS[:1]),
         _with_line(logprobs=_LOGPROBS[:1] * 2),
         _with_line(logprobs=tuple(reversed([_replace(item, row=1 - item.row) for item in _LOGPROBS]))),
-        _with_line(logprobs=tuple(_replace(row, top_ids=_int32s(*[99] * (row.row + 1))) for row in _LOGPROBS)),
+        _with_line(logprobs=tuple(_replace(row, top_ids=np.full((row.row + 1, 1), 99, "<i4")) for row in _LOGPROBS)),
         _with_line(cached_tokens=-1),
         _with_line(ended=_held().lines[1].ended),
         _with_line(ended=_replace(_step().ended[0], serial=8, generated_tokens=-1)),
@@ -312,15 +314,15 @@ def _int32s(*numbers: int) -> bytes:
 )  # fmt: skip
 def test_a_held_group_that_contradicts_itself_is_refused(held: HeldGroup) -> None:
     with pytest.raises(WireError):
-        held_of(held, JOIN)
+        held_of(_over_the_wire(held), JOIN)
 
 
-@pytest.mark.parametrize("changes", [{"running": -1}, {"steps": 2**70}, {"reserve_ratio": float("nan")}])
+@pytest.mark.parametrize("changes", [{"running": -1}, {"steps": 2**63}, {"reserve_ratio": float("nan")}])
 def test_gauges_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
-    assert isinstance(_BEAT, Beat)
+    assert isinstance(_BEAT, HeartbeatMessage)
     assert sign_of(_BEAT, {}).ledger.running == 1
     with pytest.raises(WireError):
-        sign_of(_replace(_BEAT, gauges=_replace(_BEAT.gauges, **changes)), {})
+        decode_from_instance(encode_membership(_replace(_BEAT, gauges=_replace(_BEAT.gauges, **changes))))
 
 
 # ── anything ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -347,10 +349,10 @@ def _means(message: FromInstance | FromRouter) -> None:
     match message:
         case HeldGroup():
             held_of(message, JOIN)
-        case Beat():
+        case HeartbeatMessage():
             sign_of(message, {})
-        case Place():
-            checked_group(message.group, VOCABULARY)
+        case PlaceAttempt():
+            check_group(message.group, VOCABULARY)
 
 
 @pytest.mark.parametrize(

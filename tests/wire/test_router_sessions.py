@@ -9,53 +9,60 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.orders import Accepted, Cancel, StopAt, Submit
 from baton.core.engine.plan import Logprobs
-from baton.core.engine.records import Bill
-from baton.core.engine.request import FinishReason, Submission, frozen_tokens
+from baton.core.engine.request import FinishReason, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Admit,
-    Beaten,
-    CallBack,
-    Came,
-    ChoiceEnd,
-    CutShort,
-    Declined,
-    Delivered,
-    Forget,
-    HangUp,
-    Joined,
-    Leg,
-    LegRefused,
-    LegTaken,
-    Parted,
-    PhaseNote,
-    RouterConfig,
+    AdmitInstance,
+    AttemptAccepted,
+    AttemptRefused,
+    CancelChoices,
+    CloseSession,
+    DeliverTokens,
+    ForgetChoices,
+    HeartbeatCame,
+    InstanceJoined,
+    InstanceLost,
+    PhaseReport,
+    RejectInstance,
+    RequestDeclined,
     RouterEffect,
     RouterEvent,
-    Send,
+    SendAttempt,
     Session,
-    TurnAway,
+    StopChoice,
+    TokensCame,
 )
+from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 from baton.core.routing.router import Router
 from baton.wire import router_messages as membership
-from baton.wire.engine_messages import AcceptedAs, Cancel, StopAt, Submit, WireError, refused, wire_gauges, wire_submission
+from baton.wire.engine_messages import WireError, refused
 from baton.wire.router_messages import (
-    HELD_GROUPS_MAX,
     ORIGIN_BYTES_MAX,
-    Beat,
+    AllHeldSaid,
     FromInstance,
+    HeartbeatMessage,
+    HeldChoiceMessage,
     HeldGroup,
-    HeldLine,
     Leaving,
-    Place,
-    Settled,
+    PlaceAttempt,
     TurnedAway,
     Welcome,
+    decode_from_instance,
     encode_membership,
     held_bytes,
 )
-from baton.wire.router_sessions import JOIN_US, Close, Say, Switch
+from baton.wire.router_sessions import (
+    JOIN_US,
+    CloseConnection,
+    RouterSessionMove,
+    RouterSessions,
+    RouterSessionState,
+    SayToInstance,
+)
 from tests.support.routed import World, body
 from tests.wire.test_instance_sessions import GAUGES, JOIN, asks, line, open_as, serving, step
 
@@ -245,13 +252,13 @@ def test_what_no_instance_could_take_is_declined_here() -> None:
     assert huge.declined.code is RefusalCode.GROUP_TOO_LARGE
     many = world.ask(body("abc") * (membership.GROUP_MAX + 1))
     assert many.declined is not None
-    assert world.switch.router.open_bodies == 0
+    assert world.switch.router.open_requests == 0
 
 
 def test_what_its_own_clients_asked_of_an_instance_stays_there() -> None:
     world = World()
     (member,) = world.members
-    member.order(Submit(3, tuple(wire_submission(item) for item in body("own", 1, 6))))
+    member.order(Submit(3, tuple(body("own", 1, 6))))
     world.ask(body("abc", 2))
     world.run()
     world.judge()
@@ -272,7 +279,7 @@ def test_an_instance_that_drains_takes_nothing_new_and_finishes_what_it_has() ->
     second = world.ask(body("xyz"))
     world.run()
     world.judge()
-    assert {note.where for note in world.noted if note.body == second.body and note.where} == {
+    assert {note.where for note in world.noted if note.request == second.request and note.where} == {
         other.name for other in world.members if other is not member
     }
 
@@ -312,40 +319,51 @@ class Script:
         return None
 
 
+def attempt(number: int) -> AttemptId:
+    """The first attempt of a request."""
+    return AttemptId(RequestNumber(number), 1)
+
+
+def which(number: int, choice: int) -> ChoiceAttempt:
+    return ChoiceAttempt(RequestNumber(number), choice, 1)
+
+
 class Hand:
     """A session with an instance that is played by hand, as far as one that has joined."""
 
     def __init__(self, *held: HeldGroup, keep: Sequence[tuple[int, int, int]] = ()) -> None:
         self.router = Script()
-        self.switch = Switch(self.router, "router")  # type: ignore[arg-type]
+        self.switch = RouterSessions(self.router, "router")  # type: ignore[arg-type]
         self.session = self.switch.connected(0)
         for message in (JOIN, *held):
             assert self.hear(message) == []
-        kept = tuple((serial, Leg(leg), place) for serial, leg, place in keep)
-        self.said = self.hear(Settled(), Admit(self.session, kept))
+        kept = tuple((serial, which(number, choice)) for serial, number, choice in keep)
+        self.said = self.hear(AllHeldSaid(), AdmitInstance(self.session, kept))
         self.router.heard.clear()
 
     def hear(self, message: FromInstance, *effects: RouterEffect) -> list[object]:
         """What is said, and told to clients, after this."""
         self.router.says += effects
-        return self._plain(self.switch.heard(self.session, message, 0))
+        return self._plain(self.switch.heard(self.session, decode_from_instance(encode_membership(message)), 0))
 
     def want(self, *effects: RouterEffect) -> list[object]:
         self.router.says += effects
         return self._plain(self.switch.tick(0))
 
     def _plain(self, acts: Sequence[object]) -> list[object]:
-        return [act.message if isinstance(act, Say) else act for act in acts]
+        return [act.message if isinstance(act, SayToInstance) else act for act in acts]
 
-    def send(self, leg: int, group: list[Submission]) -> Place:
-        (place,) = self.want(Send(self.session, Leg(leg), tuple(group), tuple(range(len(group))), len(group), b"origin"))
-        assert isinstance(place, Place)
+    def send(self, number: int, group: list[Submission]) -> PlaceAttempt:
+        (place,) = self.want(
+            SendAttempt(self.session, attempt(number), tuple(group), tuple(range(len(group))), len(group), b"origin")
+        )
+        assert isinstance(place, PlaceAttempt)
         return place
 
-    def open_as(self, leg: int, group: list[Submission], *serials: int) -> None:
-        place = self.send(leg, group)
-        assert self.hear(AcceptedAs(place.ticket, serials)) == []
-        assert self.news() == [LegTaken(self.session, Leg(leg))]
+    def open_as(self, number: int, group: list[Submission], *serials: int) -> None:
+        place = self.send(number, group)
+        assert self.hear(Accepted(place.ticket, serials)) == []
+        assert self.news() == [AttemptAccepted(self.session, attempt(number))]
 
     def news(self) -> list[RouterEvent]:
         """What the router heard since the last time; its ticks aside."""
@@ -357,11 +375,11 @@ class Hand:
 def held_group(*serials: int, ended: Sequence[int] = ()) -> HeldGroup:
     group = body("abc", len(serials))
     lines = tuple(
-        HeldLine(place, serial, np.array([1], "<i4").tobytes(), np.array([7], "<i4").tobytes(), (), 0,
+        HeldChoiceMessage(place, serial, np.array([1], "<i4").tobytes(), np.array([7], "<i4").tobytes(), (), 0,
                  next(iter(step(ended=[serial]).ended)) if serial in ended else None)
         for place, serial in enumerate(serials)
     )  # fmt: skip
-    return HeldGroup(tuple(wire_submission(item) for item in group), tuple(range(len(group))), len(group), b"origin", lines)
+    return HeldGroup(tuple(group), tuple(range(len(group))), len(group), b"origin", lines)
 
 
 def test_a_leg_is_placed_answered_and_heard_of() -> None:
@@ -369,18 +387,18 @@ def test_a_leg_is_placed_answered_and_heard_of() -> None:
     assert hand.said == [Welcome("router", RouterConfig().beat_us, RouterConfig().orphan_grace_us)]
     group = body("abc", 2)
     place = hand.send(5, group)
-    assert place == Place(0, tuple(wire_submission(item) for item in group), (0, 1), 2, b"origin")
-    hand.hear(AcceptedAs(0, (8, 9)))
+    assert place == PlaceAttempt(0, tuple(group), (0, 1), 2, b"origin")
+    hand.hear(Accepted(0, (8, 9)))
     hand.hear(step([(8, [1]), (9, [2, 3])], started=[(8, 4)]))
     hand.hear(step([(8, [5])], ended=[8, 9]))
-    end = ChoiceEnd(FinishReason.LENGTH, 1, Bill(), None)
-    five = Leg(5)
+    eight, nine = (EndedRequest(Serial(serial), FinishReason.LENGTH, 1, Bill()) for serial in (8, 9))
+    five = attempt(5)
     assert hand.news() == [
-        LegTaken(hand.session, five),
-        Came(hand.session, five, 0, [1], None, 4, None),
-        Came(hand.session, five, 1, [2, 3], None, None, None),
-        Came(hand.session, five, 0, [5], None, None, end),
-        Came(hand.session, five, 1, [], None, None, end),
+        AttemptAccepted(hand.session, five),
+        TokensCame(hand.session, which(5, 0), [1], None, 4, None),
+        TokensCame(hand.session, which(5, 1), [2, 3], None, None, None),
+        TokensCame(hand.session, which(5, 0), [5], None, None, eight),
+        TokensCame(hand.session, which(5, 1), [], None, None, nine),
     ]
 
 
@@ -388,15 +406,15 @@ def test_a_refused_leg_is_over() -> None:
     hand = Hand()
     hand.send(5, body("abc"))
     hand.hear(refused(0, FULL))
-    assert hand.news() == [LegRefused(hand.session, Leg(5), FULL)]
-    assert hand.want(CallBack(hand.session, Leg(5), (0,)), Forget(hand.session, Leg(5))) == []
+    assert hand.news() == [AttemptRefused(hand.session, attempt(5), FULL)]
+    assert hand.want(CancelChoices(hand.session, attempt(5), (0,)), ForgetChoices(hand.session, attempt(5))) == []
 
 
 def test_a_leg_called_back_before_its_answer_is_cancelled_unheard() -> None:
     hand = Hand()
     hand.send(5, body("abc", 2))
-    assert hand.want(CallBack(hand.session, Leg(5), (0, 1)), Forget(hand.session, Leg(5))) == []
-    assert hand.hear(AcceptedAs(0, (8, 9))) == [Cancel(8), Cancel(9)]
+    assert hand.want(CancelChoices(hand.session, attempt(5), (0, 1)), ForgetChoices(hand.session, attempt(5))) == []
+    assert hand.hear(Accepted(0, (8, 9))) == [Cancel(8), Cancel(9)]
     assert hand.hear(step([(8, [1])], ended=[8, 9])) == []
     assert hand.news() == []
 
@@ -404,18 +422,21 @@ def test_a_leg_called_back_before_its_answer_is_cancelled_unheard() -> None:
 def test_a_leg_called_back_in_part_before_its_answer_goes_on_with_the_rest() -> None:
     hand = Hand()
     hand.send(5, body("abc", 2))
-    assert hand.want(CallBack(hand.session, Leg(5), (1,))) == []
-    assert hand.hear(AcceptedAs(0, (8, 9))) == [Cancel(9)]
+    assert hand.want(CancelChoices(hand.session, attempt(5), (1,))) == []
+    assert hand.hear(Accepted(0, (8, 9))) == [Cancel(9)]
     hand.hear(step([(8, [1]), (9, [2])], ended=[9]))
-    assert hand.news() == [LegTaken(hand.session, Leg(5)), Came(hand.session, Leg(5), 0, [1], None, None, None)]
-    assert hand.want(Forget(hand.session, Leg(5))) == []
-    assert hand.hear(step(ended=[8])) == [membership.Forget((8,))], "what was cancelled is not kept there anyway"
+    assert hand.news() == [
+        AttemptAccepted(hand.session, attempt(5)),
+        TokensCame(hand.session, which(5, 0), [1], None, None, None),
+    ]
+    assert hand.want(ForgetChoices(hand.session, attempt(5))) == []
+    assert hand.hear(step(ended=[8])) == [membership.ForgetSerials((8,))], "what was cancelled is not kept there anyway"
 
 
 def test_what_is_called_back_is_cancelled_once_and_not_heard_of() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 2), 8, 9)
-    back = CallBack(hand.session, Leg(5), (0, 1))
+    back = CancelChoices(hand.session, attempt(5), (0, 1))
     assert hand.want(back, back) == [Cancel(8), Cancel(9)]
     assert hand.hear(step([(8, [1])], ended=[8, 9])) == []
     assert hand.news() == []
@@ -424,67 +445,69 @@ def test_what_is_called_back_is_cancelled_once_and_not_heard_of() -> None:
 def test_a_cut_is_ordered_when_there_is_something_to_cut() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
-    cut = CutShort(hand.session, Leg(5), 0, 2)
+    cut = StopChoice(hand.session, which(5, 0), 2)
     assert hand.want(cut, cut) == [StopAt(8, 2)]
     hand.send(6, body("xyz"))
-    assert hand.want(CutShort(hand.session, Leg(6), 0, 1)) == []
-    assert hand.hear(AcceptedAs(1, (9,))) == [StopAt(9, 1)]
-    assert hand.want(CutShort(hand.session, Leg(99), 0, 1)) == []
+    assert hand.want(StopChoice(hand.session, which(6, 0), 1)) == []
+    assert hand.hear(Accepted(1, (9,))) == [StopAt(9, 1)]
+    assert hand.want(StopChoice(hand.session, which(99, 0), 1)) == []
 
 
 def test_forgetting_waits_until_all_of_a_leg_is_over() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 2), 8, 9)
     assert hand.hear(step(ended=[8])) == []
-    assert hand.want(Forget(hand.session, Leg(5))) == []
-    assert hand.hear(step(ended=[9])) == [membership.Forget((8, 9))]
+    assert hand.want(ForgetChoices(hand.session, attempt(5))) == []
+    assert hand.hear(step(ended=[9])) == [membership.ForgetSerials((8, 9))]
 
 
 def test_what_was_cut_and_then_called_back_is_forgotten_at_its_end() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
-    assert hand.want(CutShort(hand.session, Leg(5), 0, 2), CallBack(hand.session, Leg(5), (0,))) == [StopAt(8, 2)]
-    assert hand.hear(step(ended=[8])) == [membership.Forget((8,))]
+    assert hand.want(StopChoice(hand.session, which(5, 0), 2), CancelChoices(hand.session, attempt(5), (0,))) == [
+        StopAt(8, 2)
+    ]
+    assert hand.hear(step(ended=[8])) == [membership.ForgetSerials((8,))]
 
 
 def test_of_what_was_held_the_kept_goes_on_and_the_rest_is_ended_or_forgotten() -> None:
     hand = Hand(held_group(3, 4, 5, 6, ended=(4, 6)), keep=[(3, 1, 0), (4, 1, 1)])
-    assert hand.said[1:] == [Cancel(5), membership.Forget((6,))]
+    assert hand.said[1:] == [Cancel(5), membership.ForgetSerials((6,))]
     hand.hear(step([(3, [1]), (5, [2])], ended=[5]))
-    assert hand.news() == [Came(hand.session, Leg(1), 0, [1], None, None, None)]
-    assert hand.want(Forget(hand.session, Leg(1))) == []
-    assert hand.hear(step(ended=[3])) == [membership.Forget((3, 4))]
+    assert hand.news() == [TokensCame(hand.session, which(1, 0), [1], None, None, None)]
+    assert hand.want(ForgetChoices(hand.session, attempt(1))) == []
+    assert hand.hear(step(ended=[3])) == [membership.ForgetSerials((3, 4))]
 
 
-def test_the_router_hears_what_was_held_and_is_told_of_phases_by_leg() -> None:
+def test_the_router_hears_what_was_held_and_is_told_of_phases_by_attempt() -> None:
     router = Script()
-    switch = Switch(router, "router")  # type: ignore[arg-type]
+    switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
     for message in (JOIN, held_group(3, 4)):
         switch.heard(session, message, 0)
-    router.says.append(Admit(session, ((4, Leg(2), 1),)))
-    switch.heard(session, Settled(), 0)
+    router.says.append(AdmitInstance(session, ((4, which(2, 1)),)))
+    switch.heard(session, AllHeldSaid(), 0)
     (joined,) = router.heard
-    assert isinstance(joined, Joined)
+    assert isinstance(joined, InstanceJoined)
     assert [(choice.serial, choice.choice, choice.tokens) for choice in joined.held] == [(3, 0, (7,)), (4, 1, (7,))]
     notes = ((3, "WAITING", 1), (4, "RUNNING_DECODE", 2), (5, "WAITING", 3))
-    switch.heard(session, Beat(wire_gauges(GAUGES), 0, True, True, b"k" * 32, b"", notes), 0)
+    switch.heard(session, HeartbeatMessage(GAUGES, 0, True, True, b"k" * 32, b"", notes), 0)
     beaten = router.heard[-1]
-    assert isinstance(beaten, Beaten)
-    assert beaten.sign.notes == (PhaseNote(Leg(2), 1, "RUNNING_DECODE", 2),)
+    assert isinstance(beaten, HeartbeatCame)
+    assert beaten.sign.notes == (PhaseReport(which(2, 1), "RUNNING_DECODE", 2),)
     assert beaten.sign.names.named == (b"k" * 16, b"k" * 16)
-    assert (beaten.sign.ledger.running, beaten.sign.ledger.free) == (1, 3)
+    assert (beaten.sign.ledger.running, beaten.sign.ledger.free_blocks) == (1, 3)
 
 
 def test_who_is_turned_away_is_told_why_and_not_heard_any_more() -> None:
     router = Script()
-    switch = Switch(router, "router")  # type: ignore[arg-type]
+    switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
     switch.heard(session, JOIN, 0)
-    router.says.append(TurnAway(session, "another model", False))
-    assert switch.heard(session, Settled(), 0) == [
-        Say(session, TurnedAway("another model", False)),
-        Close(session, "another model"),
+    router.says.append(RejectInstance(session, "another model", False))
+    assert switch.heard(session, AllHeldSaid(), 0) == [
+        SayToInstance(session, TurnedAway("another model", False)),
+        CloseConnection(session, "another model"),
     ]
     router.heard.clear()
     assert switch.heard(session, Leaving(), 0) == switch.lost(session, "closed", 0) == []
@@ -498,8 +521,8 @@ def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
     for _ in range(2):
         assert hand.switch.lost(hand.session, "reset", 0) == []
     assert hand.hear(step([(8, [1])])) == []
-    assert hand.news() == [Parted(hand.session, "reset")]
-    assert hand.want(CallBack(hand.session, Leg(5), (0,))) == [], "nobody is there to be told"
+    assert hand.news() == [InstanceLost(hand.session, "reset")]
+    assert hand.want(CancelChoices(hand.session, attempt(5), (0,))) == [], "nobody is there to be told"
 
 
 # ── instances that break the rules ───────────────────────────────────────────────────────────────────────────────────────
@@ -508,19 +531,19 @@ def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        [Settled()],
+        [AllHeldSaid()],
         [held_group(3)],
-        [Beat(wire_gauges(GAUGES), 0, True, False, b"", b"", ())],
+        [HeartbeatMessage(GAUGES, 0, True, False, b"", b"", ())],
         [step([(1, [1])])],
         [JOIN, JOIN],
-        [JOIN, AcceptedAs(0, (1,))],
+        [JOIN, Accepted(0, (1,))],
         [JOIN, Leaving()],
         [JOIN, held_group(3), held_group(3)],
     ],
 )
 def test_a_session_that_does_not_begin_as_it_should_is_an_error(said: list[FromInstance]) -> None:
     router = Script()
-    switch = Switch(router, "router")  # type: ignore[arg-type]
+    switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
     for message in said[:-1]:
         switch.heard(session, message, 0)
@@ -531,34 +554,47 @@ def test_a_session_that_does_not_begin_as_it_should_is_an_error(said: list[FromI
 
 
 def test_who_does_not_join_in_time_is_closed() -> None:
-    switch = Switch(Script(), "router")  # type: ignore[arg-type]
+    switch = RouterSessions(Script(), "router")  # type: ignore[arg-type]
     silent, joined = switch.connected(5), Hand()
     due_us = switch.next_deadline()
     assert due_us == 5 + JOIN_US
     assert switch.tick(due_us - 1) == []
-    assert [type(act) for act in switch.tick(due_us)] == [Close]
+    assert [type(act) for act in switch.tick(due_us)] == [CloseConnection]
     assert switch.heard(silent, JOIN, due_us) == []
     assert switch.next_deadline() is None
     assert joined.switch.tick(10 * JOIN_US) == joined.switch.tick(20 * JOIN_US) == []
+
+
+def test_every_turn_of_a_session_is_counted() -> None:
+    hand, late = Hand(), RouterSessions(Script(), "router")  # type: ignore[arg-type]
+    hand.switch.lost(hand.session, "reset", 0)
+    taken = {turn for turn, times in hand.switch.turns().items() if times}
+    assert taken == {
+        (RouterSessionState.NEW, RouterSessionMove.JOIN),
+        (RouterSessionState.JOINING, RouterSessionMove.ADMIT),
+        (RouterSessionState.ADMITTED, RouterSessionMove.CLOSE),
+    }
+    late.connected(0)
+    late.tick(JOIN_US)
+    assert late.turns()[RouterSessionState.NEW, RouterSessionMove.CLOSE] == 1
 
 
 def test_more_held_groups_than_may_be_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("HELD_GROUPS_MAX", 1), ("HELD_BYTES_MAX", held_bytes(held_group(3)))):
         with monkeypatch.context() as patch:
             patch.setattr(f"baton.wire.router_sessions.{name}", value)
-            switch = Switch(Script(), "router")  # type: ignore[arg-type]
+            switch = RouterSessions(Script(), "router")  # type: ignore[arg-type]
             session = switch.connected(0)
             switch.heard(session, JOIN, 0)
             switch.heard(session, held_group(3), 0)
             with pytest.raises(WireError, match="held"):
                 switch.heard(session, held_group(4), 0)
-    assert HELD_GROUPS_MAX > 1
 
 
 def test_whatever_an_instance_tells_that_it_holds_a_router_takes_and_a_line_carries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for where in ("instance_sessions", "router_sessions"):
+    for where in ("held_choices", "router_sessions"):
         monkeypatch.setattr(f"baton.wire.{where}.HELD_BYTES_MAX", 20_000)
     relay = serving()
     for serial in range(20):
@@ -580,13 +616,13 @@ NEGATIVE = msgspec.structs.replace(step(ended=[8]).ended[0], generated_tokens=-1
     "message",
     [
         JOIN,
-        Settled(),
+        AllHeldSaid(),
         held_group(3),
-        AcceptedAs(0, (1,)),
-        AcceptedAs(7, (1,)),
-        AcceptedAs(1, (20,)),
-        AcceptedAs(1, (20, 20)),
-        AcceptedAs(1, (20, 8)),
+        Accepted(0, (1,)),
+        Accepted(7, (1,)),
+        Accepted(1, (20,)),
+        Accepted(1, (20, 20)),
+        Accepted(1, (20, 8)),
         refused(0, FULL),
         refused(7, FULL),
         step([(8, [JOIN.vocabulary])]),
@@ -602,7 +638,7 @@ NEGATIVE = msgspec.structs.replace(step(ended=[8]).ended[0], generated_tokens=-1
         msgspec.structs.replace(step([(8, [1]), (9, [])]), counts=np.array([2, -1], "<i4").tobytes()),
         msgspec.structs.replace(step([(8, [1])]), serials=b"12345"),
         msgspec.structs.replace(step(), ended=(NEGATIVE,)),
-        Beat(msgspec.structs.replace(wire_gauges(GAUGES), running=-1), 0, True, False, b"", b"", ()),
+        HeartbeatMessage(msgspec.structs.replace(GAUGES, running=-1), 0, True, False, b"", b"", ()),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -614,7 +650,7 @@ def test_an_instance_that_breaks_the_rules_is_an_error_and_the_router_hears_noth
         hand.hear(message)
     assert hand.news() == []
     hand.switch.lost(hand.session, "broken", 0)
-    assert hand.news() == [Parted(hand.session, "broken")]
+    assert hand.news() == [InstanceLost(hand.session, "broken")]
 
 
 def test_tokens_are_counted_over_all_steps_and_legs() -> None:
@@ -646,8 +682,10 @@ def test_a_row_of_fewer_tokens_than_none_is_an_error() -> None:
 def test_when_the_router_hangs_up_over_a_row_the_rows_after_it_are_not_heard() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 2), 8, 9)
-    assert hand.hear(step([(8, [1]), (9, [2])]), HangUp(hand.session, "stuck")) == [Close(hand.session, "stuck")]
-    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
+    assert hand.hear(step([(8, [1]), (9, [2])]), CloseSession(hand.session, "stuck")) == [
+        CloseConnection(hand.session, "stuck")
+    ]
+    assert hand.news() == [TokensCame(hand.session, which(5, 0), [1], None, None, None)]
 
 
 def test_where_a_request_was_is_remembered_for_its_last_notes_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -658,31 +696,31 @@ def test_where_a_request_was_is_remembered_for_its_last_notes_but_not_for_ever(m
         hand.hear(step(ended=[serial]))
         hand.news()
     notes = tuple((serial, "FINISHED", 1) for serial in range(3))
-    hand.hear(Beat(wire_gauges(GAUGES), 0, True, False, b"", b"", notes))
+    hand.hear(HeartbeatMessage(GAUGES, 0, True, False, b"", b"", notes))
     (beaten,) = hand.news()
-    assert isinstance(beaten, Beaten)
-    assert [note.leg for note in beaten.sign.notes] == [1, 2]
+    assert isinstance(beaten, HeartbeatCame)
+    assert [note.attempt.request for note in beaten.sign.notes] == [1, 2]
 
 
 def test_log_probabilities_that_nobody_asked_for_are_left_out() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
     hand.hear(step([(8, [1])], logprobs=(line(0, -1.0),)))
-    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
+    assert hand.news() == [TokensCame(hand.session, which(5, 0), [1], None, None, None)]
 
 
 def test_who_asked_for_log_probabilities_gets_tokens_from_an_executor_that_has_none() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 1, logprobs=1), 8)
     hand.hear(step([(8, [1])]))
-    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], None, None, None)]
+    assert hand.news() == [TokensCame(hand.session, which(5, 0), [1], None, None, None)]
 
 
 def test_log_probabilities_come_with_their_tokens_and_name_tokens_only() -> None:
     hand = Hand()
     hand.open_as(5, body("abc", 1, logprobs=1), 8)
     hand.hear(step([(8, [1])], logprobs=(line(0, -1.0),)))
-    assert hand.news() == [Came(hand.session, Leg(5), 0, [1], [(-1.0, ((5, -1.0),))], None, None)]
+    assert hand.news() == [TokensCame(hand.session, which(5, 0), [1], [(-1.0, ((5, -1.0),))], None, None)]
     values = np.array([-1.0], np.float32)
     strange = Logprobs(0, values, np.array([[JOIN.vocabulary]], np.int32), values.reshape(1, 1))
     with pytest.raises(WireError, match="vocabulary"):
@@ -691,31 +729,31 @@ def test_log_probabilities_come_with_their_tokens_and_name_tokens_only() -> None
 
 def test_what_a_broken_instance_had_goes_on_elsewhere() -> None:
     """The real router: after the error and the loss that follows it, the other instance gets what the first had."""
-    switch = Switch(Router(RouterConfig(), b"secret", 1), "router")
+    switch = RouterSessions(Router(RouterConfig(), b"secret", 1), "router")
     sessions: list[Session] = []
     for name in ("d0", "d1"):
         sessions.append(switch.connected(0))
         switch.heard(sessions[-1], msgspec.structs.replace(JOIN, name=name), 0)
-        switch.heard(sessions[-1], Settled(), 0)
+        switch.heard(sessions[-1], AllHeldSaid(), 0)
     number, acts = switch.submit("tenant", body("abc"), b"origin", 0)
-    (placed,) = [act for act in acts if isinstance(act, Say)]
-    switch.heard(placed.session, AcceptedAs(0, (1,)), 0)
-    (came,) = [a for a in switch.heard(placed.session, step([(1, [7])]), 0) if isinstance(a, Delivered)]
-    assert (came.body, came.tokens) == (number, [7])
+    (placed,) = [act for act in acts if isinstance(act, SayToInstance)]
+    switch.heard(placed.session, Accepted(0, (1,)), 0)
+    (came,) = [a for a in switch.heard(placed.session, step([(1, [7])]), 0) if isinstance(a, DeliverTokens)]
+    assert (came.request, came.tokens) == (number, [7])
     with pytest.raises(WireError):
         switch.heard(placed.session, step([(1, [1000])]), 0)
-    again = [act for act in switch.lost(placed.session, "broken", 0) if isinstance(act, Say)]
-    assert [act.session for act in again if isinstance(act.message, Place)] == [
+    again = [act for act in switch.lost(placed.session, "broken", 0) if isinstance(act, SayToInstance)]
+    assert [act.session for act in again if isinstance(act.message, PlaceAttempt)] == [
         session for session in sessions if session != placed.session
     ]
-    (place,) = [act.message for act in again if isinstance(act.message, Place)]
+    (place,) = [act.message for act in again if isinstance(act.message, PlaceAttempt)]
     assert np.frombuffer(place.group[0].generated, "<i4").tolist() == [7]
 
 
 def test_a_declined_body_is_told_with_its_number() -> None:
-    switch = Switch(Router(RouterConfig(waiting_max=1, absent_us=1), b"secret", 1), "router")
+    switch = RouterSessions(Router(RouterConfig(waiting_max=1, absent_us=1), b"secret", 1), "router")
     first, _ = switch.submit("tenant", body("abc"), b"a", 0)
     second, acts = switch.submit("tenant", body("xyz", 2), b"b", 0)
-    declined = [act for act in acts if isinstance(act, Declined)]
+    declined = [act for act in acts if isinstance(act, RequestDeclined)]
     assert first != second
-    assert [act.body for act in declined] == [second]
+    assert [act.request for act in declined] == [second]

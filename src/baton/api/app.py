@@ -2,7 +2,7 @@
 
     CORS (only if origins are allowed) → Edge (ids, counts) → Auth → routes → errors in OpenAI shape
 
-Owns nothing but the wiring; each route is a few lines over `Preparer`, `Server` and `ModelText`.
+Owns nothing but the wiring; each route is a few lines over `RequestPreparer`, `GenerationService` and `ModelText`.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from baton.api import openapi
-from baton.api.auth import OPEN_PATHS, Auth, Keys, kv_owners
+from baton.api.auth import OPEN_PATHS, ApiKeys, AuthMiddleware, kv_owners
 from baton.api.body_limits import read_json_body
 from baton.api.choice_streams import ClientGone
 from baton.api.engine import UNKNOWN_CONTEXT, Engine
 from baton.api.errors import ApiError, InternalField, engine_dead, invalid
-from baton.api.generate import CLIENT_CLOSED, Server
+from baton.api.generate import CLIENT_CLOSED, GenerationService
 from baton.api.logs import refusals_logged
 from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText
 from baton.api.open_requests import not_open
-from baton.api.original_request import Origin
-from baton.api.prepare import CHAT_PATH, COMPLETION_PATH, Prepared, Preparer
-from baton.api.request_ids import HEADER, Edge, asker_of
+from baton.api.original_request import OriginalRequest
+from baton.api.prepare import CHAT_PATH, COMPLETION_PATH, PreparedRequest, RequestPreparer
+from baton.api.request_ids import HEADER, RequestIdMiddleware, asker_of
 from baton.api.responses import encode
 from baton.api.schema import DetokenizeBody, TokenizeBody, check_tokenize, parse
 from baton.api.settings import ApiSettings
-from baton.api.stream_resume import LAST_EVENT_ID, Orphanage, check_reach, parse_marks
-from baton.api.submissions import Asker, Policy
+from baton.api.stream_resume import LAST_EVENT_ID, UnclaimedRequests, check_reach, parse_marks
+from baton.api.submissions import RequestOwner, RequestRules
 
 SMALL_BODY_BYTES = 2048
 """A body that is tokenised in about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class RouterExtras:
     """What a router has beyond the surface of one engine."""
 
-    orphanage: Orphanage | None = None
+    unclaimed: UnclaimedRequests | None = None
     missing: Callable[[], str | None] = lambda: None
     """What it lacks to be ready."""
     inner: tuple[Middleware, ...] = ()
@@ -57,33 +57,37 @@ class Extras:
     """More paths that need no key."""
 
 
-class Routes:
-    def __init__(self, engine: Engine, text: ModelText, settings: ApiSettings, metrics: Metrics, extras: Extras) -> None:
+class ApiRoutes:
+    def __init__(
+        self, engine: Engine, text: ModelText, settings: ApiSettings, metrics: Metrics, extras: RouterExtras
+    ) -> None:
         self._extras = extras
         self._engine = engine
         self._text = text
         self._settings = settings
         self._metrics = metrics
-        self._server = Server(engine, metrics)
+        self._server = GenerationService(engine, metrics)
         self._defaults = settings.default_sampling.over(text.defaults)
         self._kv_owners = kv_owners(settings.api_keys)
-        self._preparer = Preparer(text, self._policy, settings.served_model_names)
+        self._preparer = RequestPreparer(text, self._policy, settings.served_model_names)
         self._started_s = int(time.time())
 
-    def _policy(self) -> Policy:
+    def _policy(self) -> RequestRules:
         info = self._engine.info
-        return Policy(info, frozenset(i for i in self._text.eos_ids if i < info.vocabulary), self._defaults, self._kv_owners)
+        return RequestRules(
+            info, frozenset(i for i in self._text.eos_ids if i < info.vocabulary), self._defaults, self._kv_owners
+        )
 
     async def generate(self, request: Request) -> Response:
         path: str = request.scope["path"]
         with refusals_logged(self._engine, request.state.request_id, path):
             raw, asker = await self._body(request), asker_of(request)
-            origin = Origin(path, raw, asker.tenant, asker.request_id, secrets.randbits(63), int(time.time()))
+            origin = OriginalRequest(path, raw, asker.tenant, asker.request_id, secrets.randbits(63), int(time.time()))
             prepared = await self._prepared(origin)
             run = await self._server.accept(prepared, request.receive)
         return await self._server.respond(run)
 
-    async def _prepared(self, origin: Origin) -> Prepared:
+    async def _prepared(self, origin: OriginalRequest) -> PreparedRequest:
         """In a thread, unless it is soon done: the way to another thread and back may take longer than that."""
         if len(origin.raw) <= SMALL_BODY_BYTES:
             return self._preparer.prepare(origin)
@@ -91,10 +95,10 @@ class Routes:
 
     async def resume(self, id: str, request: Request) -> Response:  # noqa: A002
         """Go on with an answer whose router was lost."""
-        orphanage, asker = self._extras.orphanage, Asker(request.state.tenant, id)
+        unclaimed, asker = self._extras.unclaimed, RequestOwner(request.state.tenant, id)
         self._server.open.check_unread(asker)
-        found = None if orphanage is None else await orphanage.find(asker)
-        if found is None or orphanage is None:
+        found = None if unclaimed is None else await unclaimed.find(asker)
+        if found is None or unclaimed is None:
             raise not_open(id)
         prepared = await self._prepared(found.origin)
         after = request.headers.get(LAST_EVENT_ID) or request.query_params.get("last_event_id", "")
@@ -102,15 +106,15 @@ class Routes:
         context = self._engine.info.context_tokens
         check_reach(marks, [context if one.max_tokens is None else one.max_tokens for one in prepared.group])
         found.check(marks)
-        run = await self._server.resume(prepared, marks, orphanage, request.receive)
+        run = await self._server.resume(prepared, marks, unclaimed, request.receive)
         return await self._server.respond(run)
 
     async def _body(self, request: Request) -> bytes:
         return await read_json_body(request, self._settings.body_bytes_max)
 
     async def cancel(self, id: str, request: Request) -> Response:  # noqa: A002
-        asker, orphanage = Asker(request.state.tenant, id), self._extras.orphanage
-        if not self._server.open.cancel(asker) and (orphanage is None or not orphanage.drop(asker)):
+        asker, unclaimed = RequestOwner(request.state.tenant, id), self._extras.unclaimed
+        if not self._server.open.cancel(asker) and (unclaimed is None or not unclaimed.drop(asker)):
             raise not_open(id)
         return _json({"id": id, "object": "request", "cancelled": True})
 
@@ -184,7 +188,7 @@ def create_app(
     text: ModelText,
     settings: ApiSettings,
     metrics: Metrics | None = None,
-    extras: Extras = Extras(),  # noqa: B008
+    extras: RouterExtras = RouterExtras(),  # noqa: B008
 ) -> FastAPI:
     """The HTTP surface of one engine. Loads nothing and starts nothing; uvicorn (or a test) runs it.
 
@@ -195,13 +199,13 @@ def create_app(
     if metrics is None:
         metrics = Metrics(engine, settings.served_model_names[0])
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_routes(app, Routes(engine, text, settings, metrics, extras), resumable=extras.orphanage is not None)
+    _add_routes(app, ApiRoutes(engine, text, settings, metrics, extras), resumable=extras.unclaimed is not None)
     _add_error_handlers(app, metrics)
     openapi.install(app, secured=bool(settings.api_keys))
     for ring in extras.inner:
         app.add_middleware(ring.cls, *ring.args, **ring.kwargs)
-    app.add_middleware(Auth, keys=Keys(settings.api_keys), open_paths=OPEN_PATHS | extras.open_paths)
-    app.add_middleware(Edge, metrics=metrics)
+    app.add_middleware(AuthMiddleware, keys=ApiKeys(settings.api_keys), open_paths=OPEN_PATHS | extras.open_paths)
+    app.add_middleware(RequestIdMiddleware, metrics=metrics)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -213,9 +217,9 @@ def create_app(
     return app
 
 
-def _add_routes(app: FastAPI, routes: Routes, resumable: bool) -> None:
+def _add_routes(app: FastAPI, routes: ApiRoutes, resumable: bool) -> None:
     post, get, delete = ["POST"], ["GET"], ["DELETE"]
-    table: list[tuple[str, list[str], Callable[..., Awaitable[Response]], openapi.Described]] = [
+    table: list[tuple[str, list[str], Callable[..., Awaitable[Response]], openapi.RouteDescription]] = [
         (CHAT_PATH, post, routes.generate, openapi.CHAT),
         (COMPLETION_PATH, post, routes.generate, openapi.COMPLETION),
         ("/v1/models", get, routes.models, openapi.MODELS),

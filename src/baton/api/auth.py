@@ -53,7 +53,7 @@ def _split(key: str) -> tuple[str, str]:
     return (group, secret) if colon else ("", key)
 
 
-class Keys:
+class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         """As an operator writes them."""
         self._tenants = [tenant_of(secret_of(key)) for key in keys]
@@ -81,10 +81,10 @@ def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-class Auth:
+class AuthMiddleware:
     """Puts `tenant` into the request's state, or answers 401 before any route is looked up."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, open_paths: frozenset[str] = OPEN_PATHS) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths

@@ -8,21 +8,21 @@ from baton.api.engine import TokenLogprob
 from baton.api.responses import (
     FINISH,
     NULL,
-    Choice,
-    Heading,
     Piece,
+    ResponseHeader,
+    WholeChoice,
     encode,
     readable,
     rescheduled_bytes,
     rescheduled_fields,
 )
-from baton.api.text_reader import Delta
+from baton.api.text_reader import TextDelta
 
 
 class ChatWriter:
     """The role comes in a chunk of its own before a choice's first text; `prompt_token_ids` on the very first chunk."""
 
-    def __init__(self, heading: Heading, piece: Piece, logprobs: bool) -> None:
+    def __init__(self, heading: ResponseHeader, piece: Piece, logprobs: bool) -> None:
         self._heading = heading
         self._piece = piece
         self._logprobs = logprobs
@@ -33,31 +33,31 @@ class ChatWriter:
         self._tail = b'}],"usage":null}\n\n' if heading.include_usage else b"}]}\n\n"
         self._prompt_is_due = heading.return_token_ids
 
-    def event(self, delta: Delta) -> bytes:
+    def event(self, delta: TextDelta) -> bytes:
         extras = self._logprobs or self._heading.return_token_ids
         if not delta.text and delta.finish is None and not (extras and delta.tokens):
             return b""
         content = b'{"content":%b}' % encode(delta.text) if delta.text or delta.finish is None else b"{}"
         return self._chunk(self._head, delta, content)
 
-    def _chunk(self, head: bytes, delta: Delta, content: bytes) -> bytes:
+    def _chunk(self, head: bytes, delta: TextDelta, content: bytes) -> bytes:
         logprobs = encode({"content": self._entries(delta.logprobs)}) if delta.logprobs else NULL
         ids = b',"token_ids":%b' % encode(delta.tokens) if self._heading.return_token_ids else b""
         fields = b'%d,"delta":%b,"logprobs":%b,"finish_reason":%b' % (delta.index, content, logprobs, FINISH[delta.finish])
         return b"".join((head, fields, ids, rescheduled_bytes(delta.rescheduled), self._tail))
 
-    def opening(self, delta: Delta) -> bytes:
+    def opening(self, delta: TextDelta) -> bytes:
         head = self._head
         if self._prompt_is_due:
             self._prompt_is_due = False
             head = self._top + b',"prompt_token_ids":%b,"choices":[{"index":' % encode(self._heading.prompt_ids_of(0))
-        bare = Delta(delta.index, "", (), (), (), None, first=True)
+        bare = TextDelta(delta.index, "", (), (), (), None, first=True)
         return self._chunk(head, bare, b'{"role":"assistant","content":""}')
 
     def usage_event(self, usage: Mapping[str, object]) -> bytes:
         return self._top + b',"choices":[],"usage":%b}\n\n' % encode(usage)
 
-    def whole(self, choices: Sequence[Choice], usage: Mapping[str, object]) -> bytes:
+    def whole(self, choices: Sequence[WholeChoice], usage: Mapping[str, object]) -> bytes:
         heading = self._heading
         answer: dict[str, object] = {
             "id": heading.id,
@@ -71,7 +71,7 @@ class ChatWriter:
             answer["prompt_token_ids"] = heading.prompt_ids_of(0)
         return encode(answer)
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, object]:
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, object]:
         whole: dict[str, object] = {
             "index": index,
             "message": {"role": "assistant", "content": choice.shown(), "refusal": None},

@@ -21,9 +21,10 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequ
 from functools import partial
 from typing import Any, Self
 
-from baton.api.engine import Burst, Ended, Fault, Sink, TokenStream
-from baton.api.text_reader import ChoiceReader, Delta
+from baton.api.engine import Sink, StreamEnd, TokenBurst, TokenStream
+from baton.api.text_reader import ChoiceReader, TextDelta
 from baton.core.engine.request import FinishReason
+from baton.core.handover.faults import PdFault
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's own type: messages are free-form."""
@@ -40,7 +41,7 @@ class ChoiceFailed(Exception):
 class NotCarried(Exception):
     """A router could not bring a choice to its end on any instance."""
 
-    def __init__(self, fault: Fault, token_ids: list[list[int]]) -> None:
+    def __init__(self, fault: PdFault, token_ids: list[list[int]]) -> None:
         super().__init__(fault.message)
         self.fault = fault
         self.token_ids = token_ids
@@ -55,7 +56,7 @@ class _NeverBegun:
     """The stream of a choice that was taken back before an engine had it."""
 
     def pour(self, sink: Sink) -> None:
-        sink(Burst((), (), Ended(FinishReason.ABORT, 0)))
+        sink(TokenBurst((), (), StreamEnd(FinishReason.ABORT, 0)))
 
     def stop(self, keep: int) -> None:
         pass
@@ -64,10 +65,10 @@ class _NeverBegun:
         pass
 
 
-_Item = tuple[int, Burst] | _Cancelled | BaseException
+_Item = tuple[int, TokenBurst] | _Cancelled | BaseException
 
 
-class Answer:
+class ChoiceStreams:
     def __init__(self, readers: Sequence[ChoiceReader], carried: bool = False) -> None:
         """`carried`: an attempt that ends early has been tried everywhere, so it is an error and no answer."""
         self.readers = readers
@@ -151,9 +152,9 @@ class Answer:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> list[Delta]:
+    async def __anext__(self) -> list[TextDelta]:
         """What has arrived since the last time, at least one delta."""
-        deltas: list[Delta] = []
+        deltas: list[TextDelta] = []
         while not deltas:
             if self._error is not None:
                 raise self._error
@@ -171,7 +172,7 @@ class Answer:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    def _take(self, item: _Item) -> list[Delta]:
+    def _take(self, item: _Item) -> list[TextDelta]:
         match item:
             case _Cancelled():
                 deltas = [reader.cancel() for reader in self.readers if reader.finish is None]
@@ -185,7 +186,7 @@ class Answer:
             case index, burst:
                 return self._read(index, burst)
 
-    def _read(self, index: int, burst: Burst) -> list[Delta]:
+    def _read(self, index: int, burst: TokenBurst) -> list[TextDelta]:
         reader = self.readers[index]
         if reader.finish is not None:
             return []  # it ran on after a stop string, or arrived together with the cancel
@@ -202,7 +203,7 @@ class Answer:
             self._open -= 1
         return [delta]
 
-    def _heard(self, index: int, news: Burst | Exception) -> None:
+    def _heard(self, index: int, news: TokenBurst | Exception) -> None:
         if not self._unsettled:
             return  # nobody wants to know any more
         if isinstance(news, Exception):

@@ -8,21 +8,21 @@ from baton.api.engine import TokenLogprob
 from baton.api.responses import (
     FINISH,
     NULL,
-    Choice,
-    Heading,
     Piece,
+    ResponseHeader,
+    WholeChoice,
     encode,
     readable,
     rescheduled_bytes,
     rescheduled_fields,
 )
-from baton.api.text_reader import Delta
+from baton.api.text_reader import TextDelta
 
 
 class CompletionWriter:
     """With `echo`, a choice's text begins with its prompt."""
 
-    def __init__(self, heading: Heading, piece: Piece, logprobs: bool, echoes: Sequence[str]) -> None:
+    def __init__(self, heading: ResponseHeader, piece: Piece, logprobs: bool, echoes: Sequence[str]) -> None:
         self._heading = heading
         self._piece = piece
         self._logprobs = logprobs
@@ -32,10 +32,10 @@ class CompletionWriter:
         self._head = self._top + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if heading.include_usage else b"}]}\n\n"
 
-    def opening(self, delta: Delta) -> bytes:  # noqa: ARG002
+    def opening(self, delta: TextDelta) -> bytes:  # noqa: ARG002
         return b""
 
-    def event(self, delta: Delta) -> bytes:
+    def event(self, delta: TextDelta) -> bytes:
         echoes = delta.first and delta.rescheduled is None
         text = self._echo(delta.index) + delta.text if echoes else delta.text
         with_ids = self._heading.return_token_ids
@@ -56,7 +56,7 @@ class CompletionWriter:
     def usage_event(self, usage: Mapping[str, object]) -> bytes:
         return self._top + b',"choices":[],"usage":%b}\n\n' % encode(usage)
 
-    def whole(self, choices: Sequence[Choice], usage: Mapping[str, object]) -> bytes:
+    def whole(self, choices: Sequence[WholeChoice], usage: Mapping[str, object]) -> bytes:
         heading = self._heading
         return encode(
             {
@@ -72,7 +72,7 @@ class CompletionWriter:
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._heading.n] if self._echoes else ""
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, object]:
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, object]:
         whole: dict[str, object] = {
             "index": index,
             "text": choice.shown(self._echo(index)),

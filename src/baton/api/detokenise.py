@@ -64,7 +64,7 @@ def _fallback_piece(token: str) -> bytes:
 
 
 @dataclass(slots=True)
-class Pieces:
+class TokenBytes:
     """The bytes of each token id, worked out on first use."""
 
     tokenizer: Tokenizer
@@ -86,16 +86,16 @@ _STRIP_FIRST = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _FALLBACK = [_REPLACE_METASPACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
 
 
-def pieces_of(tokenizer: Tokenizer) -> Pieces | None:
+def pieces_of(tokenizer: Tokenizer) -> TokenBytes | None:
     """How to spell each token in bytes, or None where the decoder is not one that works token by token."""
     if tokenizer.decoder is None:
         return None
     decoder = json.loads(tokenizer.decoder.__getstate__())
     chain = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in chain] == ["ByteLevel"]:
-        return Pieces(tokenizer, _byte_level_piece, strips_first_space=False)
+        return TokenBytes(tokenizer, _byte_level_piece, strips_first_space=False)
     if chain in (_FALLBACK, [*_FALLBACK, _STRIP_FIRST]):
-        return Pieces(tokenizer, _fallback_piece, strips_first_space=len(chain) > len(_FALLBACK))
+        return TokenBytes(tokenizer, _fallback_piece, strips_first_space=len(chain) > len(_FALLBACK))
     return None
 
 

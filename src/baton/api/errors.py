@@ -13,8 +13,8 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from baton.api.engine import Fault
 from baton.core.errors import Refusal, RefusalCode
+from baton.core.handover.faults import PdFault
 
 _encode = msgspec.json.Encoder().encode
 
@@ -94,13 +94,13 @@ def engine_dead(reason: str) -> ApiError:
     return ApiError(503, f"The engine is dead: {reason}", "engine_dead", code="engine_dead")
 
 
-def not_carried(fault: Fault, token_ids: list[list[int]] | None) -> ApiError:
+def not_carried(fault: PdFault, token_ids: list[list[int]] | None) -> ApiError:
     """A router found no instance that could bring a request to its end. `token_ids`, by choice, only where asked for."""
-    details: dict[str, object] = {"code": fault.code, "stage": fault.stage, "retryable": True}
+    details: dict[str, object] = {"code": int(fault.code), "stage": fault.stage.value, "retryable": True}
     if token_ids is not None:
         details["generated_token_ids"] = token_ids
     headers = {"Retry-After": str(_RETRY_AFTER_S)}
-    return ApiError(503, fault.message, "server_error", code=str(fault.code), headers=headers, details=details)
+    return ApiError(503, fault.message, "server_error", code=str(int(fault.code)), headers=headers, details=details)
 
 
 def from_validation(error: ValidationError) -> ApiError:

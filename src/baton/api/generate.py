@@ -15,17 +15,25 @@ from contextlib import asynccontextmanager, contextmanager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.api.choice_streams import Answer, ChoiceFailed, ClientGone, NotCarried
+from baton.api.choice_streams import ChoiceFailed, ChoiceStreams, ClientGone, NotCarried
 from baton.api.choice_streams import Receive as ReceiveMessage
 from baton.api.engine import Engine, EngineDead, Gauges, TokenStream
 from baton.api.errors import ApiError, engine_dead, not_carried, refused
-from baton.api.logs import Finished, access
+from baton.api.logs import FinishedRequest, access
 from baton.api.metrics import AnswerTimes, Metrics
 from baton.api.open_requests import OpenRequests
-from baton.api.prepare import Prepared
-from baton.api.responses import DONE, Choice, bill_of, places_of, sse, usage_of
-from baton.api.stream_resume import CutStream, Events, Marks, NumberedEvents, Orphanage, PlainEvents, fresh_marks
-from baton.api.text_reader import Delta
+from baton.api.prepare import PreparedRequest
+from baton.api.responses import DONE, WholeChoice, bill_fields, bill_of, places_of, sse, usage_of
+from baton.api.stream_resume import (
+    CutStream,
+    EventWriter,
+    NumberedEvents,
+    PlainEvents,
+    StreamPositions,
+    UnclaimedRequests,
+    fresh_marks,
+)
+from baton.api.text_reader import TextDelta
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refused
 
@@ -35,7 +43,7 @@ LATE_BILL_S = 60.0
 """How long the access log waits for what an answer cost whose end the engine has yet to tell."""
 
 
-class Server:
+class GenerationService:
     """Owns the open requests of one engine."""
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
@@ -45,10 +53,10 @@ class Server:
         self._late: dict[asyncio.Task[None], None] = {}
         """Lines of the access log that wait for a bill; asyncio itself holds tasks only weakly."""
 
-    async def accept(self, prepared: Prepared, receive: ReceiveMessage) -> Run:
+    async def accept(self, prepared: PreparedRequest, receive: ReceiveMessage) -> GenerationRun:
         """Submit it. Raises an ApiError where it is not accepted."""
         carries = self._engine.info.carries
-        answer = Answer(prepared.readers, carries)
+        answer = ChoiceStreams(prepared.readers, carries)
         self.open.claim(prepared.asker, answer)
         with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
             submitting = self._engine.submit(prepared.group, prepared.origin)
@@ -56,22 +64,24 @@ class Server:
         marks = fresh_marks(len(prepared.readers)) if carries else None
         lengths = [len(ids) for ids in prepared.prompt_ids]
         times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.group))
-        return Run(prepared, answer, times, marks, self._ended)
+        return GenerationRun(prepared, answer, times, marks, self._ended)
 
-    async def resume(self, prepared: Prepared, marks: Marks, orphanage: Orphanage, receive: ReceiveMessage) -> Run:
+    async def resume(
+        self, prepared: PreparedRequest, marks: StreamPositions, unclaimed: UnclaimedRequests, receive: ReceiveMessage
+    ) -> GenerationRun:
         """Go on with an orphan after what its client has of it."""
         self.open.check_unread(prepared.asker)
-        answer = Answer(prepared.readers, carried=True)
+        answer = ChoiceStreams(prepared.readers, carried=True)
         self.open.claim(prepared.asker, answer)
         with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
-            answer.attach(await answer.submitted(_claimed(prepared, marks, orphanage), receive))
+            answer.attach(await answer.submitted(_claimed(prepared, marks, unclaimed), receive))
         times = AnswerTimes(self._metrics, prepared.arrived_s, (), len(prepared.readers))
-        return Run(prepared, answer, times, marks, self._ended)
+        return GenerationRun(prepared, answer, times, marks, self._ended)
 
-    async def respond(self, run: Run) -> Response:
+    async def respond(self, run: GenerationRun) -> Response:
         return EventStream(run) if run.prepared.stream else await whole(run)
 
-    def _ended(self, run: Run, status: int) -> None:
+    def _ended(self, run: GenerationRun, status: int) -> None:
         self.open.release(run.prepared.asker)
         if not access.isEnabledFor(logging.INFO):
             run.answer.close()
@@ -86,27 +96,27 @@ class Server:
         task.add_done_callback(self._late.pop)
 
 
-async def _log_late(finished: Finished, run: Run) -> None:
+async def _log_late(finished: FinishedRequest, run: GenerationRun) -> None:
     await run.answer.settled(LATE_BILL_S)
     run.answer.close()
     finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
 
 
-async def _claimed(prepared: Prepared, marks: Marks, orphanage: Orphanage) -> list[TokenStream]:
-    streams = orphanage.claim(prepared.asker, prepared.group)
+async def _claimed(prepared: PreparedRequest, marks: StreamPositions, unclaimed: UnclaimedRequests) -> list[TokenStream]:
+    streams = unclaimed.claim(prepared.asker, prepared.group)
     return [CutStream(stream, mark) for stream, mark in zip(streams, marks.choices, strict=True)]
 
 
-class Run:
+class GenerationRun:
     """One answer under way. With `marks`, its events carry ids, and what the client has by them is not sent again."""
 
     def __init__(
         self,
-        prepared: Prepared,
-        answer: Answer,
+        prepared: PreparedRequest,
+        answer: ChoiceStreams,
         times: AnswerTimes,
-        marks: Marks | None,
-        ended: Callable[[Run, int], None],
+        marks: StreamPositions | None,
+        ended: Callable[[GenerationRun, int], None],
     ) -> None:
         self.prepared = prepared
         self.answer = answer
@@ -114,12 +124,12 @@ class Run:
         self._marks = marks
         self._ended = ended
 
-    def events(self) -> Events:
+    def events(self) -> EventWriter:
         writer = self.prepared.writer
         return PlainEvents(writer) if self._marks is None else NumberedEvents(writer, self._marks)
 
     @asynccontextmanager
-    async def reading(self) -> AsyncIterator[Answer]:
+    async def reading(self) -> AsyncIterator[ChoiceStreams]:
         """However it is left, the id is free again and nothing of it stays in the engine."""
         cut_short, status = FinishReason.ERROR, 500
         try:
@@ -141,12 +151,12 @@ class Run:
 
     def usage(self) -> dict[str, object]:
         usage = usage_of(self.prepared.prompt_ids, self.prepared.readers)
-        return usage | {"baton": bill_of(self.prepared.readers)} if self.prepared.baton_usage else usage
+        return usage | {"baton": bill_fields(bill_of(self.prepared.readers))} if self.prepared.baton_usage else usage
 
-    def finished(self, status: int, gauges: Gauges) -> Finished:
+    def finished(self, status: int, gauges: Gauges) -> FinishedRequest:
         prepared, readers = self.prepared, self.prepared.readers
         n = len(readers) // len(prepared.prompt_ids)
-        return Finished(
+        return FinishedRequest(
             request_id=prepared.asker.request_id,
             path=prepared.origin.path,
             status=status,
@@ -159,7 +169,7 @@ class Run:
 
 
 @contextmanager
-def _as_api_error(prepared: Prepared) -> Iterator[None]:
+def _as_api_error(prepared: PreparedRequest) -> Iterator[None]:
     """What can end a request, as its client is told it."""
     try:
         yield
@@ -173,8 +183,8 @@ def _as_api_error(prepared: Prepared) -> Iterator[None]:
         raise ApiError(503, f"{failure}; try again", "server_error", code="request_failed") from None
 
 
-async def whole(run: Run) -> Response:
-    choices = [Choice() for _ in run.prepared.readers]
+async def whole(run: GenerationRun) -> Response:
+    choices = [WholeChoice() for _ in run.prepared.readers]
     async with run.reading() as answer:
         async for deltas in answer:
             for delta in deltas:
@@ -188,7 +198,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: GenerationRun) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._run = run
@@ -208,7 +218,7 @@ class EventStream(Response):
             return
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _events(self, deltas: Sequence[Delta]) -> bytes:
+    def _events(self, deltas: Sequence[TextDelta]) -> bytes:
         times, events = self._run.times, self._as_events
         for delta in deltas:
             if events.has(delta):

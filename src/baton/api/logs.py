@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.api.engine import ROUTER, Bill, Engine, Gauges
+from baton.api.engine import ROUTER, Engine, Gauges
 from baton.api.errors import ApiError
+from baton.core.engine.ended import Bill
 
 access = logging.getLogger("baton.access")
 state = logging.getLogger("baton.engine")
@@ -57,16 +58,16 @@ class _State(NamedTuple):
 
 
 def _state_of(gauges: Gauges) -> _State:
-    blocks = gauges.blocks
+    now = gauges.scheduler
     return _State(
-        running=gauges.running,
-        waiting=gauges.waiting,
-        free=blocks.get("free", 0),
-        evictable=blocks.get("evictable", 0),
-        leased=blocks.get("leased", 0),
-        receiving=blocks.get("receiving", 0),
-        leaving=blocks.get("leaving", 0),
-        ratio=None if gauges.role == ROUTER else gauges.reserve_ratio,
+        running=now.running,
+        waiting=now.waiting,
+        free=now.free_blocks,
+        evictable=now.evictable_blocks,
+        leased=now.leased_blocks,
+        receiving=now.receiving_blocks,
+        leaving=now.leaving_blocks,
+        ratio=None if gauges.role == ROUTER else now.reserve_ratio,
     )
 
 
@@ -83,7 +84,7 @@ def _whereabouts(places: Sequence[Sequence[str]]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRequest:
     """A request that was accepted and is over, with the engine's state at that moment."""
 
     request_id: str
@@ -102,7 +103,7 @@ class Finished:
         """
         paid = _NO_BILL
         if bill is not None:
-            spent_ms = (bill.queue_ms, bill.prefill_ms, bill.decode_ms)
+            spent_ms = (bill.queue_us / 1000, bill.prefill_us / 1000, bill.decode_us / 1000)
             paid = _BILL % (bill.preemptions, bill.recomputed_tokens, bill.restored_tokens, *spent_ms)
         access.info(
             _ENDED,
@@ -126,7 +127,7 @@ def refusals_logged(engine: Engine, request_id: str, path: str) -> Iterator[None
     except ApiError as error:
         if access.isEnabledFor(logging.INFO):
             gauges = engine.gauges
-            shown = f"waiting={gauges.waiting}" if gauges.role == ROUTER else _state_of(gauges)
+            shown = f"waiting={gauges.scheduler.waiting}" if gauges.role == ROUTER else _state_of(gauges)
             access.info(_REFUSED, request_id, path, error.status, error.code, shown)
         raise
 
@@ -151,7 +152,7 @@ class StateLog:
 
 
 def _drafts_since(before: Gauges, now: Gauges) -> str:
-    if not now.draft_tokens:
+    if not now.drafts.fed:
         return ""
-    fed, right = now.draft_tokens - before.draft_tokens, now.accepted_draft_tokens - before.accepted_draft_tokens
+    fed, right = now.drafts.fed - before.drafts.fed, now.drafts.accepted - before.drafts.accepted
     return f" drafts={fed} accepted={right}"

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.api.engine import BLOCK_STATES, Engine, Gauges, Handovers, Storage
-from baton.api.text_reader import Delta
+from baton.api.engine import Engine, Gauges
+from baton.api.text_reader import TextDelta
+from baton.core.engine.gauges import HandoverGauges, SchedulerGauges, StorageGauges, StoreTraffic
 from baton.core.engine.request import FinishReason
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -30,39 +32,40 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         gauges = self._engine.gauges
+        now = gauges.scheduler
         role = InfoMetricFamily("baton_role", "What this instance does", labels=["model_name"])
         role.add_metric([self._model], {"role": gauges.role})
         yield role
-        yield from self._of_blocks(gauges)
-        yield from self._of_handovers(gauges.handovers)
-        yield from self._of_host_memory(gauges.storage)
-        yield from self._of_store(gauges.storage)
+        yield from self._of_blocks(now)
+        yield from self._of_handovers(now.handovers)
+        yield from self._of_host_memory(now.storage, gauges.store)
+        yield from self._of_store(now.storage, gauges.store)
         refused = CounterMetricFamily(
             "baton_peer_refusals", "Connections and frames of peers that were refused", labels=["reason", "model_name"]
         )
-        for reason, count in gauges.refused_connections.items():
+        for reason, count in gauges.peers.refused.items():
             refused.add_metric([reason, self._model], count)
         yield refused
-        yield self._count("kv_arrived_bytes", "KV that peers have sent", gauges.arrived_bytes)
-        yield self._gauge("num_requests_running", "Requests in the batch", gauges.running)
-        yield self._gauge("num_requests_waiting", "Requests in the queue", gauges.waiting)
-        yield self._gauge("reserve_ratio", "Share of the remaining outputs that is reserved", gauges.reserve_ratio)
-        yield self._count("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", gauges.prefix_queries)
-        yield self._count("prefix_cache_hits", "Prompt tokens that the prefix cache had", gauges.prefix_hits)
-        yield self._count("stale_results", "Results of an old epoch that were dropped", gauges.stale_results)
+        yield self._count("kv_arrived_bytes", "KV that peers have sent", gauges.peers.arrived_bytes)
+        yield self._gauge("num_requests_running", "Requests in the batch", now.running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue", now.waiting)
+        yield self._gauge("reserve_ratio", "Share of the remaining outputs that is reserved", now.reserve_ratio)
+        yield self._count("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", now.prefix_queries)
+        yield self._count("prefix_cache_hits", "Prompt tokens that the prefix cache had", now.prefix_hits)
+        yield self._count("stale_results", "Results of an old epoch that were dropped", now.stale_results)
         yield self._preemptions(gauges)
-        yield self._count("recomputed_tokens", "Tokens computed again after a preemption", gauges.recomputed_tokens)
+        yield self._count("recomputed_tokens", "Tokens computed again after a preemption", now.recomputed_tokens)
         yield self._count(
             "chunk_prefill_unsatisfied",
             "Passes in which the next chunk of a started prefill did not fit",
-            gauges.chunk_prefill_unsatisfied,
+            now.chunk_prefill_unsatisfied,
         )
-        yield self._count("engine_steps", "Steps the executor ran", gauges.steps)
-        yield self._count("draft_tokens", "Guessed tokens computed along with decodes", gauges.draft_tokens)
-        yield self._count("accepted_draft_tokens", "Guessed tokens that proved right", gauges.accepted_draft_tokens)
+        yield self._count("engine_steps", "Steps the executor ran", now.steps)
+        yield self._count("draft_tokens", "Guessed tokens computed along with decodes", gauges.drafts.fed)
+        yield self._count("accepted_draft_tokens", "Guessed tokens that proved right", gauges.drafts.accepted)
 
-    def _of_blocks(self, gauges: Gauges) -> Iterable[Metric]:
-        by_state = dict.fromkeys(BLOCK_STATES, 0) | dict(gauges.blocks)
+    def _of_blocks(self, gauges: SchedulerGauges) -> Iterable[Metric]:
+        by_state = asdict(gauges.blocks)
         family = GaugeMetricFamily("baton_kv_blocks", "KV blocks by state", labels=["model_name", "state"])
         for state, count in by_state.items():
             family.add_metric([self._model, state], count)
@@ -70,7 +73,7 @@ class _EngineCollector(Collector):
         total, reusable = sum(by_state.values()), by_state["free"] + by_state["evictable"]
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", 1 - reusable / total if total else 0)
 
-    def _of_handovers(self, handovers: Handovers) -> Iterable[Metric]:
+    def _of_handovers(self, handovers: HandoverGauges) -> Iterable[Metric]:
         yield self._gauge(
             "peers", "Sessions with instances that prefill for this one, or that this one prefills for", handovers.peers
         )
@@ -87,45 +90,45 @@ class _EngineCollector(Collector):
             family.add_metric([outcome, self._model], count)
         yield family
 
-    def _of_host_memory(self, storage: Storage) -> Iterable[Metric]:
-        yield self._gauge("host_kv_blocks", "KV blocks that host memory has room for", storage.host_blocks)
+    def _of_host_memory(self, storage: StorageGauges, moved: StoreTraffic) -> Iterable[Metric]:
+        yield self._gauge("host_kv_blocks", "KV blocks that host memory has room for", storage.host_rows)
         yield self._gauge("host_kv_blocks_used", "KV blocks that host memory holds", storage.host_used)
         yield self._count("kv_saved_blocks", "KV blocks copied from the pool to host memory", storage.saved)
         yield self._count("kv_unsaved_blocks", "KV blocks that host memory had no room or time for", storage.unsaved)
         yield self._count("kv_loaded_blocks", "KV blocks copied back from host memory", storage.loaded)
-        yield self._count("kv_saved_bytes", "KV copied from the pool to host memory", storage.saved_bytes)
-        yield self._count("kv_loaded_bytes", "KV copied back from host memory", storage.loaded_bytes)
+        yield self._count("kv_saved_bytes", "KV copied from the pool to host memory", moved.saved_bytes)
+        yield self._count("kv_loaded_bytes", "KV copied back from host memory", moved.loaded_bytes)
         yield self._count(
             "kv_recompute_cheaper_blocks",
             "KV blocks that were not kept or fetched because computing them is quicker",
             storage.recompute_cheaper,
         )
-        yield self._gauge("kv_transfers_open", "Transfers with host memory or the store under way", storage.open)
+        yield self._gauge("kv_transfers_open", "Transfers with host memory or the store under way", storage.hauls)
         yield self._count("kv_transfers_failed", "Transfers with host memory or the store that failed", storage.failed)
         yield self._count("kv_transfers_late", "Transfers with host memory or the store given up as too slow", storage.late)
 
-    def _of_store(self, storage: Storage) -> Iterable[Metric]:
+    def _of_store(self, storage: StorageGauges, moved: StoreTraffic) -> Iterable[Metric]:
         yield self._count("store_stored_blocks", "KV blocks written to the store", storage.stored)
         yield self._count("store_unstored_blocks", "KV blocks that the store had no room for or failed", storage.unstored)
         yield self._count("store_fetched_blocks", "KV blocks read from the store", storage.fetched)
-        yield self._count("store_missing_blocks", "KV blocks that the store did not have any more", storage.missing)
-        yield self._count("store_stored_bytes", "KV written to the store", storage.stored_bytes)
-        yield self._count("store_fetched_bytes", "KV read from the store", storage.fetched_bytes)
-        yield self._count("store_errors", "Transfers that the store failed", storage.errors)
+        yield self._count("store_missing_blocks", "KV blocks that the store did not have any more", moved.missing_blocks)
+        yield self._count("store_stored_bytes", "KV written to the store", moved.stored_bytes)
+        yield self._count("store_fetched_bytes", "KV read from the store", moved.fetched_bytes)
+        yield self._count("store_errors", "Transfers that the store failed", moved.errors)
         yield self._gauge("store_breaker_open", "1 while the store is left alone because it failed", storage.breaker_open)
         yield self._count("store_breaker_opened", "How often the store was left alone", storage.breaker_opened)
         bad = CounterMetricFamily(
             "baton_store_bad_blocks", "Stored KV that was found bad, dropped and never used", labels=["reason", "model_name"]
         )
-        for reason, count in storage.bad.items():
+        for reason, count in moved.bad_blocks.items():
             bad.add_metric([reason, self._model], count)
         yield bad
 
     def _preemptions(self, gauges: Gauges) -> Metric:
         labels = ["cause", "policy", "model_name"]
         family = CounterMetricFamily("baton_num_preemptions", "Requests sent back to the queue", labels=labels)
-        # Both from the start: a rate over a series that is not there yet misses its first event.
-        for cause, count in ({"growth": 0, "self": 0} | dict(gauges.preemptions)).items():
+        # All from the start: a rate over a series that is not there yet misses its first event.
+        for cause, count in gauges.preemptions.items():
             family.add_metric([cause, gauges.victim_policy, self._model], count)
         return family
 
@@ -205,7 +208,7 @@ class AnswerTimes:
             metrics.prompt_tokens.inc(length)
             metrics.request_prompt_tokens.observe(length)
 
-    def seen(self, delta: Delta) -> None:
+    def seen(self, delta: TextDelta) -> None:
         now = time.perf_counter()
         if delta.tokens:
             self._seen_tokens(delta.index, len(delta.tokens), now)
@@ -215,7 +218,7 @@ class AnswerTimes:
             self._metrics.whole_s.observe(now - self._start)
             self._metrics.request_output_tokens.observe(self._tokens[delta.index])
 
-    def passed(self, delta: Delta) -> None:
+    def passed(self, delta: TextDelta) -> None:
         """Its client had this delta before: it is neither timed nor counted."""
         self._last[delta.index] = time.perf_counter()
         self._open -= delta.finish is not None

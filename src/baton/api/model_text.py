@@ -8,6 +8,7 @@ Nothing is fetched: the folder has it, or loading fails. Templates run in the sa
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,14 +209,15 @@ def _ids(value: object) -> frozenset[int]:
 
 
 def _defaults(generation: Mapping[str, object]) -> SamplingDefaults:
-    def number(name: str) -> float | None:
+    def number(name: str, most: float = math.inf) -> float | None:
+        """At most `most`, beyond which nothing changes."""
         value = generation.get(name)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        return min(float(value), most) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
-    top_k = number("top_k")
+    top_k = number("top_k", 2**31 - 1)
     return SamplingDefaults(
         temperature=number("temperature"),
-        top_p=number("top_p"),
+        top_p=number("top_p", 1),
         top_k=None if top_k is None else int(top_k),
         min_p=number("min_p"),
         repetition_penalty=number("repetition_penalty"),

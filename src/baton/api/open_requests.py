@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from baton.api.choice_streams import Answer
+from baton.api.choice_streams import ChoiceStreams
 from baton.api.errors import ApiError
-from baton.api.submissions import Asker
+from baton.api.submissions import RequestOwner
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -23,18 +23,18 @@ def is_sane_id(text: str) -> bool:
 
 class OpenRequests:
     def __init__(self) -> None:
-        self._open: dict[Asker, Answer] = {}
+        self._open: dict[RequestOwner, ChoiceStreams] = {}
 
-    def claim(self, asker: Asker, answer: Answer) -> None:
+    def claim(self, asker: RequestOwner, answer: ChoiceStreams) -> None:
         self.check_free(asker)
         self._open[asker] = answer
 
-    def check_free(self, asker: Asker) -> None:
+    def check_free(self, asker: RequestOwner) -> None:
         if asker in self._open:
             message = f"The request id '{asker.request_id}' is in use"
             raise ApiError(409, message, param="X-Request-Id", code="duplicate_id")
 
-    def check_unread(self, asker: Asker) -> None:
+    def check_unread(self, asker: RequestOwner) -> None:
         """For one who wants to go on with an answer."""
         if asker in self._open:
             message = (
@@ -42,11 +42,11 @@ class OpenRequests:
             )
             raise ApiError(409, message, param="id", code="still_read")
 
-    def release(self, asker: Asker) -> None:
+    def release(self, asker: RequestOwner) -> None:
         self._open.pop(asker, None)
 
     @contextmanager
-    def released_on_error(self, asker: Asker) -> Iterator[None]:
+    def released_on_error(self, asker: RequestOwner) -> Iterator[None]:
         """Whatever fails inside frees the id; success leaves it claimed."""
         done = False
         try:
@@ -56,7 +56,7 @@ class OpenRequests:
             if not done:
                 self.release(asker)
 
-    def cancel(self, asker: Asker) -> bool:
+    def cancel(self, asker: RequestOwner) -> bool:
         """False where no open request has that id."""
         answer = self._open.get(asker)
         if answer is None:

@@ -9,13 +9,13 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from baton.api.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from baton.api.schema import ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody
 
 _REF = "#/components/schemas/{model}"
 Json = dict[str, Any]
 """JSON schema is free-form by nature."""
 
-_BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+_BODIES: tuple[type[RequestBody], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
 
 _ERROR: Json = {
     "type": "object",
@@ -119,7 +119,7 @@ _MODEL_ANSWER = _answer(("id", "object", "created", "owned_by"), {"id": _TEXT, "
 
 
 @dataclass(frozen=True)
-class Described:
+class RouteDescription:
     """One route: its responses, and its body where it has one."""
 
     responses: dict[int | str, Json]
@@ -127,8 +127,8 @@ class Described:
 
 
 def _described(
-    answer: Json, errors: tuple[int, ...] = (), body: type[Body] | None = None, streams: bool = False
-) -> Described:
+    answer: Json, errors: tuple[int, ...] = (), body: type[RequestBody] | None = None, streams: bool = False
+) -> RouteDescription:
     content: Json = {"application/json": {"schema": answer}}
     if streams:
         content["text/event-stream"] = {"schema": _answer(("data",), {"data": _TEXT})}
@@ -136,7 +136,7 @@ def _described(
     if body is not None:
         schema = {"$ref": _REF.format(model=body.__name__)}
         extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-    return Described({200: {"description": "Done", "content": content}, **_errors(*errors)}, extra)
+    return RouteDescription({200: {"description": "Done", "content": content}, **_errors(*errors)}, extra)
 
 
 _GENERATE_ERRORS = (400, 404, 409, 413, 415, 421, 429, 503)
@@ -153,7 +153,7 @@ TOKENIZE = _described(
 )
 DETOKENIZE = _described(_answer(("prompt",), {"prompt": _TEXT}), (400, 404, 413, 415), DetokenizeBody)
 HEALTH = _described(_answer(("status",), {"status": _TEXT}), (503,))
-METRICS = Described(
+METRICS = RouteDescription(
     {200: {"description": "Prometheus text format", "content": {"text/plain": {"schema": _TEXT}}}, **_errors()}
 )
 

@@ -22,7 +22,7 @@ class BadOrigin(BatonError):
     """Bytes that are no origin of this version."""
 
 
-class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class OriginalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     path: Annotated[str, Meta(max_length=64)]
     raw: Annotated[bytes, Meta(max_length=ORIGIN_BODY_BYTES_MAX)]
     """The body as the client sent it."""
@@ -37,10 +37,10 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Origin)
+_decoder = msgspec.msgpack.Decoder(OriginalRequest)
 
 
-def decode_origin(data: bytes) -> Origin:
+def decode_origin(data: bytes) -> OriginalRequest:
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -14,8 +14,8 @@ from baton.api.chat_responses import ChatWriter
 from baton.api.completion_responses import CompletionWriter
 from baton.api.errors import ApiError, invalid
 from baton.api.model_text import ModelText, TemplateRefused
-from baton.api.original_request import BadOrigin, Origin
-from baton.api.responses import Heading, Writer
+from baton.api.original_request import BadOrigin, OriginalRequest
+from baton.api.responses import ResponseHeader, ResponseWriter
 from baton.api.schema import (
     ChatBody,
     ChatMessage,
@@ -29,7 +29,7 @@ from baton.api.schema import (
     parse,
 )
 from baton.api.stop_strings import StopScanner
-from baton.api.submissions import Asker, Policy, group_of
+from baton.api.submissions import RequestOwner, RequestRules, group_of
 from baton.api.text_reader import ChoiceReader
 from baton.core.engine.request import Submission
 
@@ -38,15 +38,15 @@ COMPLETION_PATH = "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    origin: Origin
-    asker: Asker
+class PreparedRequest:
+    origin: OriginalRequest
+    asker: RequestOwner
     arrived_s: float
     """By the clock of `time.perf_counter`."""
     group: list[Submission]
     prompt_ids: Sequence[Sequence[int]]
     readers: list[ChoiceReader]
-    writer: Writer
+    writer: ResponseWriter
     stream: bool
     include_usage: bool
     """A stream ends with a usage chunk."""
@@ -57,21 +57,21 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Preparer:
+class RequestPreparer:
     text: ModelText
-    policy: Callable[[], Policy]
+    policy: Callable[[], RequestRules]
     """Asked for each body: an engine's facts may change while it lives."""
     model_names: tuple[str, ...]
 
-    def prepare(self, origin: Origin) -> Prepared:
+    def prepare(self, origin: OriginalRequest) -> PreparedRequest:
         if origin.path == CHAT_PATH:
             return self._chat(origin)
         if origin.path == COMPLETION_PATH:
             return self._completion(origin)
         raise BadOrigin(f"nothing is prepared for {origin.path}")
 
-    def _chat(self, origin: Origin) -> Prepared:
-        now_s, asker = time.perf_counter(), Asker(origin.tenant, origin.request_id)
+    def _chat(self, origin: OriginalRequest) -> PreparedRequest:
+        now_s, asker = time.perf_counter(), RequestOwner(origin.tenant, origin.request_id)
         body = parse(origin.raw, ChatBody, (check_stream_options, check_chat))
         self.check_model(body.model)
         prompt_ids = [self.chat_ids(body, body.messages)]
@@ -82,8 +82,8 @@ class Preparer:
         writer = ChatWriter(heading, self.text.piece, bool(body.logprobs))
         return _prepared(body, origin, now_s, group, prompt_ids, readers, writer)
 
-    def _completion(self, origin: Origin) -> Prepared:
-        now_s, asker = time.perf_counter(), Asker(origin.tenant, origin.request_id)
+    def _completion(self, origin: OriginalRequest) -> PreparedRequest:
+        now_s, asker = time.perf_counter(), RequestOwner(origin.tenant, origin.request_id)
         body = parse(origin.raw, CompletionBody, (check_stream_options, check_completion))
         self.check_model(body.model)
         prompt_ids = [self._prompt_ids(prompt, body.add_special_tokens) for prompt in body.prompt]
@@ -116,8 +116,10 @@ class Preparer:
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self.text.decode(prompt, skip_special=True)
 
-    def _heading(self, kind: str, body: GenerateBody, origin: Origin, prompt_ids: Sequence[Sequence[int]]) -> Heading:
-        return Heading(
+    def _heading(
+        self, kind: str, body: GenerateBody, origin: OriginalRequest, prompt_ids: Sequence[Sequence[int]]
+    ) -> ResponseHeader:
+        return ResponseHeader(
             id=f"{kind}-{origin.request_id}",
             created_s=origin.created_s,
             model=self.model_names[0],
@@ -146,16 +148,16 @@ class Preparer:
 
 def _prepared(
     body: ChatBody | CompletionBody,
-    origin: Origin,
+    origin: OriginalRequest,
     now_s: float,
     group: list[Submission],
     prompt_ids: Sequence[Sequence[int]],
     readers: list[ChoiceReader],
-    writer: Writer,
-) -> Prepared:
-    return Prepared(
+    writer: ResponseWriter,
+) -> PreparedRequest:
+    return PreparedRequest(
         origin=origin,
-        asker=Asker(origin.tenant, origin.request_id),
+        asker=RequestOwner(origin.tenant, origin.request_id),
         arrived_s=now_s,
         group=group,
         prompt_ids=prompt_ids,

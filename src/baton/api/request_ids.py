@@ -16,12 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.api.errors import invalid
 from baton.api.metrics import Metrics
 from baton.api.open_requests import is_sane_id
-from baton.api.submissions import Asker
+from baton.api.submissions import RequestOwner
 
 HEADER = "X-Request-Id"
 
 
-class Edge:
+class RequestIdMiddleware:
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
@@ -53,9 +53,9 @@ def _path_label(scope: Scope) -> str:
     return route.path if isinstance(route, Route) else "other"
 
 
-def asker_of(request: Request) -> Asker:
+def asker_of(request: Request) -> RequestOwner:
     """Who asks, under which id; a 400 where the client's own id cannot be used."""
     given = request.headers.get(HEADER)
     if given is not None and not is_sane_id(given):
         raise invalid(HEADER, f"{HEADER} must be 1 to 128 letters, digits, '.', '_' or '-'")
-    return Asker(request.state.tenant, request.state.request_id)
+    return RequestOwner(request.state.tenant, request.state.request_id)

@@ -12,9 +12,10 @@ from typing import Protocol
 
 import msgspec
 
-from baton.api.engine import Bill, TokenLogprob
+from baton.api.engine import TokenLogprob
 from baton.api.errors import shortened
-from baton.api.text_reader import ChoiceReader, Delta, Rescheduled
+from baton.api.text_reader import ChoiceReader, RescheduledAttempt, TextDelta
+from baton.core.engine.ended import Bill
 from baton.core.engine.request import FinishReason
 
 encode = msgspec.json.Encoder().encode
@@ -25,7 +26,7 @@ FINISH = {None: NULL} | {reason: encode(reason.value) for reason in FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class ResponseHeader:
     """What every chunk of an answer repeats."""
 
     id: str
@@ -41,7 +42,7 @@ class Heading:
 
 
 @dataclass(slots=True)
-class Choice:
+class WholeChoice:
     """A choice gathered to be sent whole."""
 
     text: list[str] = field(default_factory=list)
@@ -49,9 +50,9 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
-    rescheduled: Rescheduled | None = None
+    rescheduled: RescheduledAttempt | None = None
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: TextDelta) -> None:
         self.text.append(delta.text)
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
@@ -64,17 +65,17 @@ class Choice:
         return echo + "".join(self.text) if self.rescheduled is None else ""
 
 
-class Writer(Protocol):
+class ResponseWriter(Protocol):
     """How one kind of answer looks. An event may be empty: then nothing is sent."""
 
-    def opening(self, delta: Delta) -> bytes:
+    def opening(self, delta: TextDelta) -> bytes:
         """An event of its own before the first delta of a choice."""
 
-    def event(self, delta: Delta) -> bytes: ...
+    def event(self, delta: TextDelta) -> bytes: ...
 
     def usage_event(self, usage: Mapping[str, object]) -> bytes: ...
 
-    def whole(self, choices: Sequence[Choice], usage: Mapping[str, object]) -> bytes: ...
+    def whole(self, choices: Sequence[WholeChoice], usage: Mapping[str, object]) -> bytes: ...
 
 
 def usage_of(prompt_ids: Sequence[Sequence[int]], readers: Sequence[ChoiceReader]) -> dict[str, object]:
@@ -105,11 +106,25 @@ def bill_of(readers: Sequence[ChoiceReader]) -> Bill | None:
         restored_tokens=sum(bill.restored_tokens for bill in bills),
         preemptions=sum(bill.preemptions for bill in bills),
         attempts=sum(bill.attempts for bill in bills),
-        queue_ms=max(bill.queue_ms for bill in bills),
-        prefill_ms=max(bill.prefill_ms for bill in bills),
-        transfer_ms=max(bill.transfer_ms for bill in bills),
-        decode_ms=max(bill.decode_ms for bill in bills),
+        queue_us=max(bill.queue_us for bill in bills),
+        prefill_us=max(bill.prefill_us for bill in bills),
+        transfer_us=max(bill.transfer_us for bill in bills),
+        decode_us=max(bill.decode_us for bill in bills),
     )
+
+
+def bill_fields(bill: Bill | None) -> dict[str, object] | None:
+    """A bill as `usage.baton` shows it."""
+    if bill is None:
+        return None
+    counts = ("cached_tokens", "computed_tokens", "recomputed_tokens", "restored_tokens", "preemptions", "attempts")
+    times_ms = {
+        "queue_ms": bill.queue_us / 1000,
+        "prefill_ms": bill.prefill_us / 1000,
+        "transfer_ms": bill.transfer_us / 1000,
+        "decode_ms": bill.decode_us / 1000,
+    }
+    return {name: getattr(bill, name) for name in counts} | times_ms
 
 
 def places_of(readers: Sequence[ChoiceReader]) -> list[tuple[str, ...]]:
@@ -117,20 +132,20 @@ def places_of(readers: Sequence[ChoiceReader]) -> list[tuple[str, ...]]:
     return [reader.places for reader in readers]
 
 
-def rescheduled_fields(rescheduled: Rescheduled) -> dict[str, object]:
+def rescheduled_fields(rescheduled: RescheduledAttempt) -> dict[str, object]:
     """What a choice has beside the usual when its attempt ended early."""
     fault, ids = rescheduled.fault, rescheduled.token_ids
     error = {
         "message": shortened(fault.message),
-        "code": fault.code,
-        "stage": fault.stage,
+        "code": int(fault.code),
+        "stage": fault.stage.value,
         "retryable": True,
         "generated_token_ids": ids,
     }
     return {"completion_token_ids": ids, "error": error}
 
 
-def rescheduled_bytes(rescheduled: Rescheduled | None) -> bytes:
+def rescheduled_bytes(rescheduled: RescheduledAttempt | None) -> bytes:
     """The same, to be put behind the last field of a choice."""
     return b"" if rescheduled is None else b"," + encode(rescheduled_fields(rescheduled))[1:-1]
 

@@ -285,15 +285,15 @@ Penalty = Annotated[float | None, Field(ge=-2, le=2)]
 OutputTokens = Annotated[int | None, Field(ge=1, le=_INT32_MAX)]
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, hide_input_in_errors=True)
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     include_usage: bool | None = None
 
 
-class GenerateBody(Body):
+class GenerateBody(RequestBody):
     """What both ways to ask for text have in common."""
 
     model: str | None = None
@@ -324,7 +324,7 @@ class GenerateBody(Body):
     """Adds the bill to the usage as `usage.baton`; a stream then ends with a usage chunk whatever `stream_options` say."""
 
 
-class ChatMessage(Body):
+class ChatMessage(RequestBody):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content = None
     name: Annotated[str | None, Field(max_length=256)] = None
@@ -352,7 +352,7 @@ class CompletionBody(GenerateBody):
     add_special_tokens: bool | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """Either `prompt` or `messages`."""
 
     model: str | None = None
@@ -364,12 +364,12 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     model: str | None = None
     tokens: TokenIds
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=RequestBody)
 
 
 def parse(raw: bytes, kind: type[B], rules: tuple[Callable[[B], None], ...] = ()) -> B:
@@ -390,7 +390,7 @@ def parse(raw: bytes, kind: type[B], rules: tuple[Callable[[B], None], ...] = ()
     return body
 
 
-def _check_names(fields: Mapping[str, object], kind: type[Body]) -> None:
+def _check_names(fields: Mapping[str, object], kind: type[RequestBody]) -> None:
     for name, value in fields.items():
         if name in kind.model_fields:
             continue

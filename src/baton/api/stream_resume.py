@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.api.engine import Burst, Sink, TokenStream
+from baton.api.engine import Sink, TokenBurst, TokenStream
 from baton.api.errors import ApiError, invalid
-from baton.api.original_request import Origin
-from baton.api.responses import Writer
-from baton.api.submissions import Asker
-from baton.api.text_reader import Delta
+from baton.api.original_request import OriginalRequest
+from baton.api.responses import ResponseWriter
+from baton.api.submissions import RequestOwner
+from baton.api.text_reader import TextDelta
 from baton.core.engine.request import Submission
 
 LAST_EVENT_ID = "Last-Event-ID"
@@ -32,7 +32,7 @@ _NOT_BEGUN = "-"
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class StreamPosition:
     """What a client has of one choice."""
 
     begun: bool = False
@@ -41,16 +41,16 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    choices: tuple[Mark, ...]
+class StreamPositions:
+    choices: tuple[StreamPosition, ...]
     usage_sent: bool = False
 
 
-def fresh_marks(choices: int) -> Marks:
-    return Marks((Mark(),) * choices)
+def fresh_marks(choices: int) -> StreamPositions:
+    return StreamPositions((StreamPosition(),) * choices)
 
 
-def parse_marks(text: str, choices: int) -> Marks:
+def parse_marks(text: str, choices: int) -> StreamPositions:
     """From an event id; nothing means from the beginning. A 400 where it is no id of an answer with so many choices."""
     text = text.strip()
     if not text:
@@ -58,10 +58,10 @@ def parse_marks(text: str, choices: int) -> Marks:
     parts = text.removesuffix(".").split(",") if len(text) <= _CHARS_MAX else []
     if len(parts) != choices:
         raise invalid(LAST_EVENT_ID, f"{LAST_EVENT_ID} is no id of an event of this answer, which has {choices} choices")
-    return Marks(tuple(_mark(part) for part in parts), text.endswith("."))
+    return StreamPositions(tuple(_mark(part) for part in parts), text.endswith("."))
 
 
-def check_reach(marks: Marks, limits: Sequence[int]) -> None:
+def check_reach(marks: StreamPositions, limits: Sequence[int]) -> None:
     """`limits`: by choice, the tokens that it can have at most. A 400 where a client says that it has more."""
     for mark, limit in zip(marks.choices, limits, strict=True):
         if mark.tokens > limit:
@@ -69,50 +69,50 @@ def check_reach(marks: Marks, limits: Sequence[int]) -> None:
             raise invalid(LAST_EVENT_ID, message)
 
 
-def _mark(part: str) -> Mark:
+def _mark(part: str) -> StreamPosition:
     if part == _NOT_BEGUN:
-        return Mark()
+        return StreamPosition()
     found = _PART.fullmatch(part)
     if found is None:
         raise invalid(LAST_EVENT_ID, f"{LAST_EVENT_ID} has {part[:40]!r}, which is not a number of tokens")
-    return Mark(begun=True, tokens=int(found[1]), finished=bool(found[2]))
+    return StreamPosition(begun=True, tokens=int(found[1]), finished=bool(found[2]))
 
 
-class Events(Protocol):
+class EventWriter(Protocol):
     """An answer's deltas as server-sent events. They may be empty: then nothing is sent."""
 
-    def of(self, delta: Delta) -> bytes: ...
+    def of(self, delta: TextDelta) -> bytes: ...
 
     def usage(self, usage: Mapping[str, object]) -> bytes: ...
 
-    def has(self, delta: Delta) -> bool:
+    def has(self, delta: TextDelta) -> bool:
         """Whether the client has it already; to be asked before `of`."""
 
 
 class PlainEvents:
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer
 
-    def of(self, delta: Delta) -> bytes:
+    def of(self, delta: TextDelta) -> bytes:
         return self._writer.opening(delta) + self._writer.event(delta) if delta.first else self._writer.event(delta)
 
     def usage(self, usage: Mapping[str, object]) -> bytes:
         return self._writer.usage_event(usage)
 
-    def has(self, delta: Delta) -> bool:  # noqa: ARG002
+    def has(self, delta: TextDelta) -> bool:  # noqa: ARG002
         return False
 
 
 class NumberedEvents:
     """Events with ids, without those that the client has by its marks."""
 
-    def __init__(self, writer: Writer, marks: Marks) -> None:
+    def __init__(self, writer: ResponseWriter, marks: StreamPositions) -> None:
         self._writer = writer
         self._marks = marks
         self._counts = [0] * len(marks.choices)
         self._parts = [_NOT_BEGUN.encode()] * len(marks.choices)
 
-    def of(self, delta: Delta) -> bytes:
+    def of(self, delta: TextDelta) -> bytes:
         index, had = delta.index, self.has(delta)
         opening = self._opening(delta) if delta.first else b""
         event = self._writer.event(delta)
@@ -120,7 +120,7 @@ class NumberedEvents:
         self._parts[index] = b"%d" % count if delta.finish is None else b"%d!" % count
         return opening if had or not event else opening + self._id() + event
 
-    def has(self, delta: Delta) -> bool:
+    def has(self, delta: TextDelta) -> bool:
         mark = self._marks.choices[delta.index]
         covered = mark.begun and self._counts[delta.index] + len(delta.tokens) <= mark.tokens
         return covered and (delta.finish is None or mark.finished)
@@ -130,7 +130,7 @@ class NumberedEvents:
             return b""
         return b"id: " + b",".join(self._parts) + b".\n" + self._writer.usage_event(usage)
 
-    def _opening(self, delta: Delta) -> bytes:
+    def _opening(self, delta: TextDelta) -> bytes:
         opening = self._writer.opening(delta)
         if not opening or self._marks.choices[delta.index].begun:
             return b""
@@ -147,22 +147,22 @@ class CutStream:
     So no burst is in part known to the client and in part new.
     """
 
-    def __init__(self, stream: TokenStream, mark: Mark) -> None:
+    def __init__(self, stream: TokenStream, mark: StreamPosition) -> None:
         self._stream = stream
         self._mark = mark
 
     def pour(self, sink: Sink) -> None:
         left = self._mark.tokens if self._mark.begun else 0
 
-        def cut(burst: Burst | Exception) -> None:
+        def cut(burst: TokenBurst | Exception) -> None:
             nonlocal left
             if not left or isinstance(burst, Exception):
                 sink(burst)
                 return
             known, left = left, max(0, left - len(burst.tokens))
             if known < len(burst.tokens) or (burst.ended is not None and not self._mark.finished):
-                sink(Burst(burst.tokens[:known], burst.logprobs[:known], None, burst.cached_tokens))
-                sink(Burst(burst.tokens[known:], burst.logprobs[known:], burst.ended, burst.cached_tokens))
+                sink(TokenBurst(burst.tokens[:known], burst.logprobs[:known], None, burst.cached_tokens))
+                sink(TokenBurst(burst.tokens[known:], burst.logprobs[known:], burst.ended, burst.cached_tokens))
             else:
                 sink(burst)
 
@@ -176,14 +176,14 @@ class CutStream:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Orphan:
+class UnclaimedRequest:
     """A request whose router was lost, with everything that was generated for it."""
 
-    origin: Origin
+    origin: OriginalRequest
     logprobs_from: list[int]
     """By choice: the token from which on log-probabilities are known."""
 
-    def check(self, marks: Marks) -> None:
+    def check(self, marks: StreamPositions) -> None:
         """Where log-probabilities were asked for, those that the client lacks must be there."""
         for index, (first, mark) in enumerate(zip(self.logprobs_from, marks.choices, strict=True)):
             if first > mark.tokens:
@@ -194,17 +194,17 @@ class Orphan:
                 raise ApiError(410, message, param=LAST_EVENT_ID, code="cannot_resume")
 
 
-class Orphanage(Protocol):
+class UnclaimedRequests(Protocol):
     """Where requests wait for their clients after a router was lost."""
 
-    async def find(self, asker: Asker) -> Orphan | None:
+    async def find(self, asker: RequestOwner) -> UnclaimedRequest | None:
         """May take a while as long as this router is new: its instances have yet to say what they hold."""
 
-    def claim(self, asker: Asker, group: Sequence[Submission]) -> list[TokenStream]:
+    def claim(self, asker: RequestOwner, group: Sequence[Submission]) -> list[TokenStream]:
         """Its streams, each from its first token on. It is no orphan any more.
 
         `group` is what was asked for: a choice that was lost together with its router begins anew.
         """
 
-    def drop(self, asker: Asker) -> bool:
+    def drop(self, asker: RequestOwner) -> bool:
         """Nobody will come for it. False where there is no such orphan."""

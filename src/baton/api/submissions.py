@@ -23,7 +23,7 @@ _SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class RequestOwner:
     """Who asks, under which id."""
 
     tenant: str
@@ -44,7 +44,7 @@ def salt_of(owner: str, cache_salt: str | None) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RequestRules:
     """What every body is checked against and completed with."""
 
     info: EngineInfo
@@ -55,7 +55,11 @@ class Policy:
 
 
 def group_of(
-    body: ChatBody | CompletionBody, prompts: Sequence[Sequence[int]], policy: Policy, asker: Asker, random_seed: int
+    body: ChatBody | CompletionBody,
+    prompts: Sequence[Sequence[int]],
+    policy: RequestRules,
+    asker: RequestOwner,
+    random_seed: int,
 ) -> list[Submission]:
     """Choice j of prompt i is submission i × n + j; its leader is choice 0 of the same prompt."""
     field = "messages" if isinstance(body, ChatBody) else "prompt"
@@ -105,7 +109,7 @@ def _over_context(message: str, field: str) -> ApiError:
     return invalid(field, message, RefusalCode.CONTEXT_EXCEEDED)
 
 
-def sampling_of(body: ChatBody | CompletionBody, policy: Policy, seed: int, choice: int) -> Sampling:
+def sampling_of(body: ChatBody | CompletionBody, policy: RequestRules, seed: int, choice: int) -> Sampling:
     defaults = policy.defaults
     temperature = first_given(body.temperature, defaults.temperature, 1.0) or 0.0
     return Sampling(
@@ -137,7 +141,7 @@ def _in_vocabulary_biases(body: GenerateBody, info: EngineInfo) -> tuple[tuple[i
     return body.logit_bias
 
 
-def _stop_token_ids(body: GenerateBody, policy: Policy) -> tuple[int, ...]:
+def _stop_token_ids(body: GenerateBody, policy: RequestRules) -> tuple[int, ...]:
     for token_id in body.stop_token_ids:
         _check_id(token_id, policy.info, "stop_token_ids")
     eos = frozenset[int]() if body.ignore_eos else policy.eos_ids

@@ -16,22 +16,24 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from baton.api.detokenise import Detokenizer
-from baton.api.engine import Bill, Burst, Ended, Fault, TokenLogprob
+from baton.api.engine import StreamEnd, TokenBurst, TokenLogprob
 from baton.api.stop_strings import StopScanner
+from baton.core.engine.ended import Bill
 from baton.core.engine.request import FinishReason
 from baton.core.errors import InvariantViolated
+from baton.core.handover.faults import PdFault
 
 
 @dataclass(frozen=True, slots=True)
-class Rescheduled:
+class RescheduledAttempt:
     """An attempt that ended before its answer did: why, and everything that was generated, also what was shown as text."""
 
-    fault: Fault
+    fault: PdFault
     token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class TextDelta:
     """What one burst adds to a choice. `finish` is set on the last one."""
 
     index: int
@@ -43,7 +45,7 @@ class Delta:
     finish: FinishReason | None
     first: bool
     """Whether this is the first delta of its choice."""
-    rescheduled: Rescheduled | None = None
+    rescheduled: RescheduledAttempt | None = None
     """With the finish RESCHEDULE; the text is empty then."""
 
 
@@ -82,7 +84,7 @@ class ChoiceReader:
     def token_ids(self) -> list[int]:
         return self._ids.tolist()
 
-    def read(self, burst: Burst) -> Delta:
+    def read(self, burst: TokenBurst) -> TextDelta:
         if burst.cached_tokens is not None:
             self.cached_tokens = burst.cached_tokens
         offsets: tuple[int, ...] = ()
@@ -101,17 +103,17 @@ class ChoiceReader:
             text = text + self._flush() if rescheduled is None else ""
         return self._delta(text, tokens, burst.logprobs[:kept], offsets, rescheduled)
 
-    def cancel(self) -> Delta:
+    def cancel(self) -> TextDelta:
         """The client took the request back: what is held comes out, and nothing more."""
         self.finish = FinishReason.ABORT
         return self._delta(self._flush(), (), (), ())
 
-    def _rescheduled(self, ended: Ended) -> Rescheduled | None:
+    def _rescheduled(self, ended: StreamEnd) -> RescheduledAttempt | None:
         if ended.reason is not FinishReason.RESCHEDULE:
             return None
         if ended.fault is None:
             raise InvariantViolated(f"choice {self.index} is to go on elsewhere, but the engine does not say why")
-        return Rescheduled(ended.fault, self.token_ids)
+        return RescheduledAttempt(ended.fault, self.token_ids)
 
     def _delta(
         self,
@@ -119,16 +121,16 @@ class ChoiceReader:
         tokens: tuple[int, ...],
         logprobs: tuple[TokenLogprob, ...],
         offsets: tuple[int, ...],
-        rescheduled: Rescheduled | None = None,
-    ) -> Delta:
+        rescheduled: RescheduledAttempt | None = None,
+    ) -> TextDelta:
         first, self._first = self._first, False
-        return Delta(self.index, text, tokens, logprobs, offsets, self.finish, first, rescheduled)
+        return TextDelta(self.index, text, tokens, logprobs, offsets, self.finish, first, rescheduled)
 
     def _shown(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """A stop token ends the answer, so only the last one can be one; its text is not part of the answer."""
         return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
 
-    def _read_each(self, burst: Burst) -> tuple[str, int, tuple[int, ...]]:
+    def _read_each(self, burst: TokenBurst) -> tuple[str, int, tuple[int, ...]]:
         """Token by token: which one completed a stop string, and where each begins."""
         shown: list[str] = []
         offsets: list[int] = []

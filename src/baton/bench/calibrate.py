@@ -29,16 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.bench.children import Child, ChildFailed, free_port, started
-from baton.bench.client import RequestRecord, ServerUnreachable, Target, first_model, open_http
+from baton.bench.client import RequestRecord, ServerUnreachable, TargetServer, first_model, open_http
 from baton.bench.load import Closed, Plan, run_load
 from baton.bench.scheduler import time_scheduler
 from baton.bench.stats import median
-from baton.bench.workload import Recipe, Round, Shape, TokenRange, fixed_sessions
-from baton.core.engine.plan import Chunk, Copy, Int32s, Outcome, Start, StepPlan, StepResult, Stop
+from baton.bench.workload import Recipe, Round, TokenRange, WorkloadShape, fixed_sessions
+from baton.core.engine.plan import Chunk, Copy, Int32s, RowOutcome, Start, StepPlan, StepResult, Stop
 from baton.core.engine.request import Sampling, frozen_tokens
 from baton.core.errors import BatonError
 from baton.executor.contract import Executor
-from baton.sim.steptime import Point, Roofline, StepTimes, StepTimesFile
+from baton.sim.steptime import MeasuredStep, Roofline, StepTimes, StepTimesFile
 
 IN_FLIGHT = 2
 """As in service: the next step waits in the executor while one computes."""
@@ -86,9 +86,9 @@ class Trial:
         decodes = self.decodes * -(-(self.context_tokens + SMALL_STEPS) // block_size)
         return decodes + self.sequences * -(-(self.begin_tokens + self.chunk_tokens + 1) // block_size)
 
-    def point(self, us: float) -> Point:
+    def point(self, us: float) -> MeasuredStep:
         pairs = self.chunk_tokens * self.begin_tokens + self.chunk_tokens * (self.chunk_tokens + 1) // 2
-        return Point(
+        return MeasuredStep(
             decodes=self.decodes,
             decode_context=self.decodes * self.context_tokens,
             prefill_tokens=self.prefill_tokens,
@@ -148,7 +148,7 @@ def monotonic_us() -> float:
     return time.perf_counter_ns() / 1000
 
 
-class Stepper:
+class CalibrationStepper:
     """Drives one executor through trials; owns step numbers, epochs and which block goes where."""
 
     def __init__(self, executor: Executor, clock_us: Callable[[], float] = monotonic_us) -> None:
@@ -260,16 +260,16 @@ def _stop(start: Start) -> Stop:
 
 def _check(result: StepResult, trial: Trial | None) -> None:
     """A step in which a row did nothing has not been measured."""
-    idle = ~np.isin(result.outcomes, (Outcome.TOKENS, Outcome.PREEMPTED))
+    idle = ~np.isin(result.outcomes, (RowOutcome.TOKENS, RowOutcome.PREEMPTED))
     if idle.any():
         raise CannotCalibrate(
             f"{trial or 'filling the KV pool'}: {int(idle.sum())} of {len(idle)} rows computed nothing "
-            f"({Outcome(int(result.outcomes[idle][0])).name.lower()})"
+            f"({RowOutcome(int(result.outcomes[idle][0])).name.lower()})"
         )
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredTrial:
     trial: Trial
     times_us: list[float] = field(default_factory=list)
 
@@ -288,24 +288,24 @@ class Survey:
 
     def __init__(self, executor: Executor, trials: Sequence[Trial], clock_us: Callable[[], float] = monotonic_us) -> None:
         self._trials = trials
-        self._stepper = Stepper(executor, clock_us)
+        self._stepper = CalibrationStepper(executor, clock_us)
         self._stepper.fill(max(trial.blocks(executor.shape.block_size) for trial in trials))
         for trial in trials:
             if not trial.is_large:
                 self._stepper.warm(trial)
 
-    def walk(self, advance: Callable[[Trial], None] = lambda _trial: None) -> list[Measured]:
+    def walk(self, advance: Callable[[Trial], None] = lambda _trial: None) -> list[MeasuredTrial]:
         walked = []
         for trial in self._trials:
-            walked.append(Measured(trial, self._stepper.visit(trial)))
+            walked.append(MeasuredTrial(trial, self._stepper.visit(trial)))
             advance(trial)
         return walked
 
 
-def joined(walks: Sequence[Sequence[Measured]]) -> list[Measured]:
+def joined(walks: Sequence[Sequence[MeasuredTrial]]) -> list[MeasuredTrial]:
     """Several walks of one grid as if they had been one."""
     same = zip(*walks, strict=True)
-    return [Measured(visits[0].trial, [us for visit in visits for us in visit.times_us]) for visits in same]
+    return [MeasuredTrial(visits[0].trial, [us for visit in visits for us in visit.times_us]) for visits in same]
 
 
 def measure(
@@ -314,11 +314,11 @@ def measure(
     budget_s: float,
     clock_us: Callable[[], float] = monotonic_us,
     advance: Callable[[Trial], None] = lambda _trial: None,
-) -> list[Measured]:
+) -> list[MeasuredTrial]:
     """Walks the grid once, and again as long as another walk fits into the budget."""
     began_us = clock_us()
     survey = Survey(executor, trials, clock_us)
-    walks: list[list[Measured]] = []
+    walks: list[list[MeasuredTrial]] = []
     while True:
         walk_us = clock_us()
         walks.append(survey.walk(advance))
@@ -377,21 +377,21 @@ def _last_first_s(records: Sequence[RequestRecord]) -> float:
     return max(record.first_s or 0.0 for record in records) - min(record.sent_s for record in records)
 
 
-def _send(target: Target, requests: int, input_tokens: int, output_tokens: int) -> list[RequestRecord]:
+def _send(target: TargetServer, requests: int, input_tokens: int, output_tokens: int) -> list[RequestRecord]:
     plan = Plan(target, Closed(requests), Recipe(0, DELIVERY_IDS), seconds_max=START_LIMIT_S)
-    result = asyncio.run(run_load(plan, fixed_sessions(requests, Round(input_tokens, output_tokens), Shape())))
+    result = asyncio.run(run_load(plan, fixed_sessions(requests, Round(input_tokens, output_tokens), WorkloadShape())))
     if any(record.error is not None for record in result.records):
         raise CannotCalibrate("requests to a scripted server failed, so what serving costs beside the engine is not known")
     return result.records
 
 
 @contextlib.contextmanager
-def _scripted_server(step_ms: int) -> Iterator[tuple[Child, Target]]:
+def _scripted_server(step_ms: int) -> Iterator[tuple[Child, TargetServer]]:
     serve = [sys.executable, "-m", "baton", "serve", "--executor", "scripted", "--step-ms", str(step_ms)]
     port = free_port()
     quiet = ["--log-level", "warning", "--no-access-log", "--no-prefix-cache", "--port", str(port)]
     with started("baton serve", [*serve, *quiet], {}) as child:
-        yield child, Target(f"http://127.0.0.1:{port}", asyncio.run(_wait_for_model(child, port)))
+        yield child, TargetServer(f"http://127.0.0.1:{port}", asyncio.run(_wait_for_model(child, port)))
 
 
 async def _wait_for_model(child: Child, port: int) -> str:
@@ -443,7 +443,7 @@ def model_sizes(folder: Path, dtype: str) -> ModelSizes:
     )
 
 
-def fit_roofline(measured: Sequence[Measured], sizes: ModelSizes) -> Roofline:
+def fit_roofline(measured: Sequence[MeasuredTrial], sizes: ModelSizes) -> Roofline:
     """The roofline with the least relative error over the steps that are not mixed.
 
     With the knee (the tokens at which products take as long as reading the weights) given, a step's time is linear in what
@@ -475,7 +475,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _fit_with_knee(points: Sequence[Point], knee: int) -> tuple[float, tuple[float, ...]]:
+def _fit_with_knee(points: Sequence[MeasuredStep], knee: int) -> tuple[float, tuple[float, ...]]:
     """Squared relative error, and launch, token, row, context and pair in microseconds."""
     rows = np.array(
         [
@@ -509,10 +509,10 @@ def _least_squares_from_zero(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CalibrationRow:
     """One trial beside what is said about it."""
 
-    measured: Measured
+    measured: MeasuredTrial
     roofline_error: float
     """Said ÷ measured − 1, by the roofline alone."""
     model_error: float
@@ -522,7 +522,7 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Calibration:
     file: StepTimesFile
-    rows: list[Row]
+    rows: list[CalibrationRow]
 
     def worst(self, mixed: bool) -> float:
         """Greatest error of the roofline where it was fitted, or of the model where it was not."""
@@ -533,7 +533,7 @@ class Calibration:
 
 
 def calibrate(
-    measured: Sequence[Measured], sizes: ModelSizes, name: str, measured_on: str, host_us: float, host_row_us: float
+    measured: Sequence[MeasuredTrial], sizes: ModelSizes, name: str, measured_on: str, host_us: float, host_row_us: float
 ) -> Calibration:
     roofline = fit_roofline(measured, sizes)
     points = tuple(one.trial.point(round(one.us, 1)) for one in measured if not one.trial.is_mixed)
@@ -543,10 +543,10 @@ def calibrate(
     )  # fmt: skip
     alone = StepTimes(msgspec.structs.replace(file, points=(), host_us=0.0, host_row_us=0.0))
     whole = StepTimes(msgspec.structs.replace(file, host_us=0.0, host_row_us=0.0))
-    return Calibration(file, [Row(one, _error(alone, one), _error(whole, one)) for one in measured])
+    return Calibration(file, [CalibrationRow(one, _error(alone, one), _error(whole, one)) for one in measured])
 
 
-def _error(model: StepTimes, one: Measured) -> float:
+def _error(model: StepTimes, one: MeasuredTrial) -> float:
     point = one.trial.point(one.us)
     said = model.step_us(point.decodes, point.decode_context, point.prefill_tokens, point.prefill_pairs)
     return said / one.us - 1.0

@@ -16,7 +16,7 @@ import numpy as np
 
 from baton.bench.traces import HASH_BLOCK_TOKENS, TracedRequest, read_trace, smear
 from baton.core.errors import InvariantViolated
-from baton.sim.cluster import PREFIX_ID_TOKENS, Call
+from baton.sim.cluster import PREFIX_ID_TOKENS, PlannedRequest
 from baton.sim.workload import CALLS_MAX, BadWorkload, poisson_us
 
 _JITTER = 1
@@ -46,7 +46,7 @@ class TraceLoad:
         first_s, last_s = (self.requests[place].at_s or 0.0 for place in (0, -1))
         return (last_s - first_s) / len(self.requests)
 
-    def at_their_times(self, seed: int, speed: float) -> list[Call]:
+    def at_their_times(self, seed: int, speed: float) -> list[PlannedRequest]:
         if not self.is_timed:
             raise BadWorkload("the trace has no times")
         moved_s = np.zeros(len(self.requests))
@@ -58,15 +58,15 @@ class TraceLoad:
         )
         return self._calls(times_us)
 
-    def at_rate(self, seed: int, rate_per_s: float) -> list[Call]:
+    def at_rate(self, seed: int, rate_per_s: float) -> list[PlannedRequest]:
         return self._calls(poisson_us(rate_per_s, seed))
 
-    def when_a_client_is_free(self) -> list[Call]:
+    def when_a_client_is_free(self) -> list[PlannedRequest]:
         return self._calls(repeat(None))
 
-    def _calls(self, times_us: Iterable[int | None]) -> list[Call]:
+    def _calls(self, times_us: Iterable[int | None]) -> list[PlannedRequest]:
         calls = [
-            Call(
+            PlannedRequest(
                 at_us=at_us,
                 input_tokens=request.input_tokens,
                 output_tokens=request.output_tokens,

@@ -23,10 +23,10 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from baton.bench.chaos_ask import Answer, ask, differences
-from baton.bench.chaos_cases import Case, draw_cases
-from baton.bench.chaos_faults import HELD_AGAINST, PASSING, Fault, FaultKind, Faults, Said
-from baton.bench.chaos_fleet import LOOK_EVERY_S, Fleet, FleetLost, running_fleet
+from baton.bench.chaos_ask import SeenAnswer, ask, differences
+from baton.bench.chaos_cases import ChaosCase, draw_cases
+from baton.bench.chaos_faults import HELD_AGAINST, PASSING, FaultChooser, FaultKind, InjectedFault, SeenSuspicion
+from baton.bench.chaos_fleet import LOOK_EVERY_S, ChaosFleet, FleetLost, running_fleet
 from baton.bench.chaos_hands import NoSuchVictim, can_cut, hurt, wake
 from baton.bench.client import first_model, open_http
 from baton.bench.stats import Distribution, describe
@@ -106,7 +106,7 @@ class ChaosReport(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Tally:
+class ChaosTally:
     """What the clients saw."""
 
     requests: int = 0
@@ -117,7 +117,7 @@ class Tally:
     moved_gaps_s: list[float] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
 
-    def add(self, case: Case, answer: Answer, found: list[str]) -> None:
+    def add(self, case: ChaosCase, answer: SeenAnswer, found: list[str]) -> None:
         self.requests += 1
         self.moved += bool(answer.moved)
         self.moves += answer.moved
@@ -130,7 +130,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Voice:
+class ChaosVoice:
     """Who is told how it goes."""
 
     doing: Callable[[str], None] = lambda _what: None
@@ -138,7 +138,7 @@ class Voice:
     """Faults and requests so far."""
 
 
-async def run_chaos(options: ChaosOptions, voice: Voice) -> ChaosReport:
+async def run_chaos(options: ChaosOptions, voice: ChaosVoice) -> ChaosReport:
     with _model(options, voice) as model:
         async with open_http(options.concurrency + 8) as http:
             voice.doing("starting the fleet")
@@ -153,7 +153,7 @@ async def run_chaos(options: ChaosOptions, voice: Voice) -> ChaosReport:
 
 
 @contextlib.contextmanager
-def _model(options: ChaosOptions, voice: Voice) -> Iterator[tuple[str, ...]]:
+def _model(options: ChaosOptions, voice: ChaosVoice) -> Iterator[tuple[str, ...]]:
     """The model as `baton up` is to be told."""
     if options.is_scripted:
         yield ("--executor", "scripted")
@@ -167,16 +167,16 @@ def _model(options: ChaosOptions, voice: Voice) -> Iterator[tuple[str, ...]]:
 
 
 class _Chaos:
-    def __init__(self, options: ChaosOptions, voice: Voice, http: aiohttp.ClientSession, fleet: Fleet) -> None:
+    def __init__(self, options: ChaosOptions, voice: ChaosVoice, http: aiohttp.ClientSession, fleet: ChaosFleet) -> None:
         self._options = options
         self._voice = voice
         self._http = http
         self._fleet = fleet
         draws = random.Random(options.seed)
         kinds = tuple(kind for kind in FaultKind if kind is not FaultKind.CUT or can_cut())
-        self._faults = Faults(draws, kinds, options.by_role)
-        self._tally = Tally()
-        self._undisturbed: list[tuple[Case, Answer]] = []
+        self._faults = FaultChooser(draws, kinds, options.by_role)
+        self._tally = ChaosTally()
+        self._undisturbed: list[tuple[ChaosCase, SeenAnswer]] = []
         self._over = asyncio.Event()
         """Clients ask nothing new."""
         self._wakings: set[asyncio.Task[None]] = set()
@@ -210,7 +210,7 @@ class _Chaos:
         model = await first_model(self._http, self._fleet.url)
         at_once = asyncio.Semaphore(RECORDING_AT_ONCE)
 
-        async def record(case: Case) -> tuple[Case, Answer]:
+        async def record(case: ChaosCase) -> tuple[ChaosCase, SeenAnswer]:
             async with at_once:
                 answer = await ask(self._http, self._fleet.url, case, ANSWER_S_MAX)
                 if case.wants_stop and answer.fault is None:
@@ -262,7 +262,7 @@ class _Chaos:
         await self._fleet.look()
         self._faults.heal(self._fleet.instances, self._fleet.last_event, time.monotonic())
 
-    async def _do(self, fault: Fault) -> None:
+    async def _do(self, fault: InjectedFault) -> None:
         await asyncio.sleep(self._faults.draws.uniform(0, JITTER_S))
         self._voice.doing(f"{fault.kind} → {fault.victim.name}")
         try:
@@ -280,7 +280,7 @@ class _Chaos:
             self._wakings.add(waking)
             waking.add_done_callback(self._wakings.discard)
 
-    async def _wake(self, fault: Fault) -> None:
+    async def _wake(self, fault: InjectedFault) -> None:
         await asyncio.sleep(fault.pause_s)
         wake(fault.victim)
         fault.over_s = time.monotonic()
@@ -299,7 +299,7 @@ class _Chaos:
         except TimeoutError:
             return f"with no client left: {self._fleet.unrest}"
 
-    def _report(self, held: list[Said], cut_short: str | None, took_s: float) -> ChaosReport:
+    def _report(self, held: list[SeenSuspicion], cut_short: str | None, took_s: float) -> ChaosReport:
         tally, options = self._tally, self._options
         calm = options.calm_minutes is not None
         return ChaosReport(

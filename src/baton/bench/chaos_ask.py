@@ -16,7 +16,7 @@ from time import perf_counter
 import aiohttp
 import msgspec
 
-from baton.bench.chaos_cases import Case
+from baton.bench.chaos_cases import ChaosCase
 from baton.bench.sse import SseEvent, SseOverflow, SseParser
 
 SHOWN_CHARS = 300
@@ -74,7 +74,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
-class Spoken:
+class StreamedParts:
     """A choice, gathered."""
 
     text: str = ""
@@ -89,11 +89,11 @@ class Spoken:
 
 
 @dataclass(slots=True)
-class Answer:
+class SeenAnswer:
     """What one client saw."""
 
     status: int = 0
-    spoken: dict[int, Spoken] = field(default_factory=dict)
+    spoken: dict[int, StreamedParts] = field(default_factory=dict)
     usage: _Usage | None = None
     dones: int = 0
     fault: str | None = None
@@ -122,7 +122,7 @@ class Answer:
             self._take_choice(choice, now_s)
 
     def _take_choice(self, choice: _Choice, now_s: float) -> None:
-        spoken = self.spoken.setdefault(choice.index, Spoken())
+        spoken = self.spoken.setdefault(choice.index, StreamedParts())
         if spoken.finish is not None:
             self.fault = self.fault or f"choice {choice.index} went on after its end"
         part = choice.delta or choice.message
@@ -140,8 +140,8 @@ class Answer:
             spoken.offsets += choice.logprobs.text_offset
 
 
-async def ask(http: aiohttp.ClientSession, url: str, case: Case, limit_s: float) -> Answer:
-    answer, begin_s = Answer(), perf_counter()
+async def ask(http: aiohttp.ClientSession, url: str, case: ChaosCase, limit_s: float) -> SeenAnswer:
+    answer, begin_s = SeenAnswer(), perf_counter()
     try:
         async with asyncio.timeout(limit_s):
             await _send(http, url, case, answer)
@@ -157,7 +157,7 @@ async def ask(http: aiohttp.ClientSession, url: str, case: Case, limit_s: float)
     return answer
 
 
-async def _send(http: aiohttp.ClientSession, url: str, case: Case, answer: Answer) -> None:
+async def _send(http: aiohttp.ClientSession, url: str, case: ChaosCase, answer: SeenAnswer) -> None:
     headers = {"Content-Type": "application/json"}
     async with http.post(url + case.path, data=_encode(case.body), headers=headers) as response:
         answer.status = response.status
@@ -169,7 +169,7 @@ async def _send(http: aiohttp.ClientSession, url: str, case: Case, answer: Answe
             answer.take(_CHUNKS.decode(await response.read()), perf_counter())
 
 
-async def _read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None:
+async def _read_stream(response: aiohttp.ClientResponse, answer: SeenAnswer) -> None:
     parser = SseParser()
     async for piece in response.content.iter_any():
         for event in parser.feed(piece):
@@ -178,7 +178,7 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None
         _take_event(answer, event)
 
 
-def _take_event(answer: Answer, event: SseEvent) -> None:
+def _take_event(answer: SeenAnswer, event: SseEvent) -> None:
     if answer.dones:
         answer.fault = answer.fault or "something came after [DONE]"
     if event.data.strip() == b"[DONE]":
@@ -187,7 +187,7 @@ def _take_event(answer: Answer, event: SseEvent) -> None:
         answer.take(_CHUNKS.decode(event.data), perf_counter())
 
 
-def _incomplete(case: Case, answer: Answer) -> str | None:
+def _incomplete(case: ChaosCase, answer: SeenAnswer) -> str | None:
     """What an answer that came without noise lacks; None where nothing."""
     if case.is_streamed and answer.dones != 1:
         return f"{answer.dones} times [DONE]"
@@ -202,7 +202,7 @@ def _incomplete(case: Case, answer: Answer) -> str | None:
     return None
 
 
-def differences(undisturbed: Answer, answer: Answer) -> list[str]:
+def differences(undisturbed: SeenAnswer, answer: SeenAnswer) -> list[str]:
     """In which ways an answer is not the undisturbed one; none where it is the same."""
     if answer.fault is not None:
         return [answer.fault]
@@ -218,7 +218,7 @@ def differences(undisturbed: Answer, answer: Answer) -> list[str]:
     return found
 
 
-def _differ(expected: Spoken, spoken: Spoken) -> list[str]:
+def _differ(expected: StreamedParts, spoken: StreamedParts) -> list[str]:
     found: list[str] = []
     if spoken.tokens != expected.tokens:
         found.append(f"tokens differ from number {_first_difference(expected.tokens, spoken.tokens)} on")

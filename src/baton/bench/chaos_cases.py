@@ -36,7 +36,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ChaosCase:
     """One request, to be asked again and again."""
 
     number: int
@@ -54,7 +54,7 @@ class Case:
         n = self.body.get("n", 1)
         return n if isinstance(n, int) else 1
 
-    def stopped_at(self, text: str) -> Case:
+    def stopped_at(self, text: str) -> ChaosCase:
         """The same with a stop string out of the middle of `text`; without one where there is no whole character there."""
         middle = len(text) // 2
         found = text[middle : middle + STOP_CHARS]
@@ -63,13 +63,13 @@ class Case:
         return replace(self, wants_stop=False, body={**self.body, "stop": [found, "never said"]})
 
 
-def draw_cases(count: int, seed: int, model: str) -> list[Case]:
+def draw_cases(count: int, seed: int, model: str) -> list[ChaosCase]:
     draws = random.Random(seed)
     opening = _prose(draws, 120)  # what a third of them begin with: a prefix worth keeping
     return [_draw_case(number, draws, model, opening) for number in range(count)]
 
 
-def _draw_case(number: int, draws: random.Random, model: str, opening: str) -> Case:
+def _draw_case(number: int, draws: random.Random, model: str, opening: str) -> ChaosCase:
     is_chat = draws.random() < 0.5
     prompt = (opening if draws.random() < 0.33 else "") + _prose(draws, draws.randint(*PROMPT_CHARS))
     body: dict[str, object] = {
@@ -87,7 +87,7 @@ def _draw_case(number: int, draws: random.Random, model: str, opening: str) -> C
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     if draws.random() < 0.3:
         body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
-    return Case(number, CHAT if is_chat else COMPLETIONS, body, wants_stop=draws.random() < 0.25)
+    return ChaosCase(number, CHAT if is_chat else COMPLETIONS, body, wants_stop=draws.random() < 0.25)
 
 
 def _draw_sampling(draws: random.Random) -> dict[str, object]:

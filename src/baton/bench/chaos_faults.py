@@ -36,7 +36,7 @@ HELD_AGAINST = ("suspected", "stuck", "lost", "fenced")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenInstance:
     """An instance in the router's books."""
 
     name: str
@@ -47,7 +47,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SeenSuspicion:
     """Something that happened to an instance, as the router tells it."""
 
     number: int
@@ -57,9 +57,9 @@ class Said:
 
 
 @dataclass(slots=True)
-class Fault:
+class InjectedFault:
     kind: FaultKind
-    victim: Seen
+    victim: SeenInstance
     pause_s: float
     after: int
     """Number of the last event before it."""
@@ -73,18 +73,18 @@ class Fault:
 
 
 @dataclass(slots=True)
-class Faults:
+class FaultChooser:
     """All that was done, and what it explains."""
 
     draws: random.Random
     kinds: tuple[FaultKind, ...]
     planned: Mapping[str, int]
     """Instances by role."""
-    done: list[Fault] = field(default_factory=list)
+    done: list[InjectedFault] = field(default_factory=list)
     _deck: list[FaultKind] = field(default_factory=list)
     """Kinds still to come in this round: each comes once, so that few faults are of many kinds."""
 
-    def draw(self, fleet: Sequence[Seen], last_event: int) -> Fault | None:
+    def draw(self, fleet: Sequence[SeenInstance], last_event: int) -> InjectedFault | None:
         """The next fault; None while a role has no spare."""
         hurt = [fault.victim.name for fault in self.done if fault.until is None]
         well = [seen for seen in fleet if seen.state == READY and seen.name not in hurt]
@@ -96,25 +96,25 @@ class Faults:
         victim = self.draws.choice([seen for seen in well if seen.role == role])
         if not self._deck:
             self._deck = self.draws.sample(self.kinds, len(self.kinds))
-        return Fault(self._deck.pop(), victim, self.draws.uniform(*PAUSE_S), after=last_event)
+        return InjectedFault(self._deck.pop(), victim, self.draws.uniform(*PAUSE_S), after=last_event)
 
-    def heal(self, fleet: Sequence[Seen], last_event: int, now_s: float) -> None:
+    def heal(self, fleet: Sequence[SeenInstance], last_event: int, now_s: float) -> None:
         """Close the faults whose victims are back."""
         ready = {seen.name: seen for seen in fleet if seen.state == READY}
         for fault in self.done:
             if fault.until is None and (back := ready.get(fault.victim.name)) is not None and _is_over(fault, back, now_s):
                 fault.until = last_event
 
-    def explain(self, said: Said) -> bool:
+    def explain(self, said: SeenSuspicion) -> bool:
         """Whether a fault of that instance was open when the router said so."""
         return any(fault.victim.name == said.name and fault.covers(said.number) for fault in self.done)
 
     @property
-    def open(self) -> list[Fault]:
+    def open(self) -> list[InjectedFault]:
         return [fault for fault in self.done if fault.until is None]
 
 
-def _is_over(fault: Fault, back: Seen, now_s: float) -> bool:
+def _is_over(fault: InjectedFault, back: SeenInstance, now_s: float) -> bool:
     if fault.over_s is None:
         return False
     if fault.kind in PASSING:

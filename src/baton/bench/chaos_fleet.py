@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from baton.bench.chaos_faults import READY, Said, Seen
+from baton.bench.chaos_faults import READY, SeenInstance, SeenSuspicion
 from baton.bench.children import Child, ChildFailed, started
 
 LOOK_EVERY_S = 0.1
@@ -67,14 +67,14 @@ class _Listing(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Fleet:
+class ChaosFleet:
     """As the router sees it, as of the last look."""
 
     url: str
     child: Child
     http: aiohttp.ClientSession
-    instances: list[Seen] = field(default_factory=list)
-    events: list[Said] = field(default_factory=list)
+    instances: list[SeenInstance] = field(default_factory=list)
+    events: list[SeenSuspicion] = field(default_factory=list)
     unrest: str = ""
     """What instances do or hold, by name; empty where nothing."""
 
@@ -88,11 +88,11 @@ class Fleet:
                 listing = msgspec.json.decode(await response.read(), type=_Listing)
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             raise FleetLost(f"the router does not tell of its instances: {error}\n{self.child.last_lines()}") from error
-        self.instances = [Seen(one.name, one.role, one.state, one.pid, one.incarnation) for one in listing.data]
+        self.instances = [SeenInstance(one.name, one.role, one.state, one.pid, one.incarnation) for one in listing.data]
         self.unrest = "; ".join(f"{one.name}: {one.unrest}" for one in listing.data if one.unrest)
         last = self.last_event
         fresh = sorted((event for event in listing.events if event.number > last), key=lambda event: event.number)
-        self.events += [Said(event.number, event.name, event.what, event.why) for event in fresh]
+        self.events += [SeenSuspicion(event.number, event.name, event.what, event.why) for event in fresh]
 
     async def drain(self, name: str) -> None:
         async with asyncio.timeout(30), self.http.post(f"{self.url}/v1/instances/{name}/drain") as response:
@@ -105,11 +105,11 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def running_fleet(options: Sequence[str], instances: int, http: aiohttp.ClientSession) -> AsyncIterator[Fleet]:
+async def running_fleet(options: Sequence[str], instances: int, http: aiohttp.ClientSession) -> AsyncIterator[ChaosFleet]:
     """A fleet of which all are ready; stopped at the end, whatever ends the block."""
     command = (sys.executable, "-m", "baton", "up", "--router-port", "0", *options)
     with started("baton up", command, {"NO_COLOR": "1"}) as child:
-        fleet = Fleet(await _address(child), child, http)
+        fleet = ChaosFleet(await _address(child), child, http)
         while fleet.ready < instances:
             await fleet.look()
             await asyncio.sleep(LOOK_EVERY_S)

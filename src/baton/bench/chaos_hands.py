@@ -11,7 +11,7 @@ import signal
 import socket
 from pathlib import Path
 
-from baton.bench.chaos_faults import FaultKind, Seen
+from baton.bench.chaos_faults import FaultKind, SeenInstance
 
 _PIDFD_GETFD = 438
 """The number of the system call; the C library may not know it by name."""
@@ -29,7 +29,7 @@ def is_instance(pid: int, name: str) -> bool:
     return b"serve" in words and name.encode() in words
 
 
-def hurt(kind: FaultKind, victim: Seen) -> None:
+def hurt(kind: FaultKind, victim: SeenInstance) -> None:
     """Raises NoSuchVictim where it is too late."""
     if not is_instance(victim.pid, victim.name):
         raise NoSuchVictim(victim.name)
@@ -54,7 +54,7 @@ def hurt(kind: FaultKind, victim: Seen) -> None:
         raise NoSuchVictim(victim.name) from None
 
 
-def wake(victim: Seen) -> None:
+def wake(victim: SeenInstance) -> None:
     """Both of its processes, whichever was stopped; nothing where it is gone."""
     if is_instance(victim.pid, victim.name):
         for pid in (victim.pid, *engines_of(victim.pid)):

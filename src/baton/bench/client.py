@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from baton.bench.sse import SseEvent, SseOverflow, SseParser
-from baton.bench.workload import Endpoint, Message, Reply
+from baton.bench.workload import ChatMessageText, Endpoint, Reply
 
 RETRY_AFTER_MAX_S = 60.0
 RETRY_AFTER_DEFAULT_S = 1.0
@@ -36,7 +36,7 @@ class KeyWanted(ServerUnreachable):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetServer:
     url: str
     model: str
     endpoint: Endpoint = Endpoint.COMPLETIONS
@@ -53,7 +53,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BenchRequest:
     """How every request is asked."""
 
     temperature: float = 0.0
@@ -214,14 +214,14 @@ class _Answer:
         return len(ids) or 1
 
 
-class Client:
+class StreamingClient:
     """Sends requests and times them against one clock, which starts at `zero_s` (perf_counter) or when it is made."""
 
     def __init__(
         self,
         http: aiohttp.ClientSession,
-        target: Target,
-        ask: Ask,
+        target: TargetServer,
+        ask: BenchRequest,
         sinks: Sinks | None = None,
         zero_s: float | None = None,
     ) -> None:
@@ -235,7 +235,7 @@ class Client:
         return perf_counter() - self._zero_s
 
     async def request(
-        self, prompt: list[int] | list[Message], output_tokens: int, record: RequestRecord, keep_reply: bool = False
+        self, prompt: list[int] | list[ChatMessageText], output_tokens: int, record: RequestRecord, keep_reply: bool = False
     ) -> Reply | None:
         """Fill `record`; the reply when it was asked for and the request went well."""
         body = self._body(prompt, output_tokens, with_ids=keep_reply)
@@ -259,7 +259,7 @@ class Client:
             return None
         return Reply("".join(answer.text), tuple(answer.token_ids))
 
-    def _body(self, prompt: list[int] | list[Message], output_tokens: int, with_ids: bool) -> bytes:
+    def _body(self, prompt: list[int] | list[ChatMessageText], output_tokens: int, with_ids: bool) -> bytes:
         body: dict[str, object] = {
             "model": self.target.model,
             "max_tokens": output_tokens,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from baton.bench.gpu_crew import ALL_S, Limits, do_parts, own_command
+from baton.bench.gpu_crew import ALL_S, PartLimits, do_parts, own_command
 from baton.bench.gpu_report import GpuReport, markdown_of, merged, read_report, table_of, write_report
 from baton.core.errors import BatonError
 
@@ -76,7 +76,7 @@ def _measure(options: GpuOptions, say: Callable[[str], None]) -> GpuReport:
         return own_command("--work", str(notes), "--only", ",".join(left), *sizes)
 
     made = datetime.now(UTC).isoformat(timespec="seconds")
-    done = do_parts(parts, command, Limits(options.limit_s), say)
+    done = do_parts(parts, command, PartLimits(options.limit_s), say)
     return GpuReport(made, done.machine, done.parts)
 
 

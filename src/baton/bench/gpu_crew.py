@@ -31,13 +31,13 @@ Command = Callable[[Sequence[str], Path], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PartLimits:
     all_s: float = ALL_S
     part_s: float = PART_S
 
 
 @dataclass(slots=True)
-class Attempt:
+class PartAttempt:
     """What one child noted."""
 
     machine: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def note_done(path: Path, result: PartResult) -> None:
     note(path, "done", asdict(result))
 
 
-def do_parts(parts: Sequence[str], command: Command, limits: Limits, say: Callable[[str], None]) -> CrewWork:
+def do_parts(parts: Sequence[str], command: Command, limits: PartLimits, say: Callable[[str], None]) -> CrewWork:
     """Each part once, in this order, as far as the time goes."""
     until_s = time.monotonic() + limits.all_s
     left, machine, results = list(parts), dict[str, str](), list[PartResult]()
@@ -81,7 +81,7 @@ def do_parts(parts: Sequence[str], command: Command, limits: Limits, say: Callab
     return CrewWork(machine, [*results, *(PartResult(part, error=OVER) for part in left)])
 
 
-def _attempt(command: Command, parts: Sequence[str], until_s: float, limits: Limits) -> Attempt:
+def _attempt(command: Command, parts: Sequence[str], until_s: float, limits: PartLimits) -> PartAttempt:
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as scratch:
         notes, complaints = Path(scratch) / "notes", Path(scratch) / "complaints"
         notes.touch()
@@ -121,8 +121,8 @@ def _watch(child: subprocess.Popen[bytes], notes: Path, until_s: float, part_s: 
             return ""
 
 
-def _read(notes: Path) -> Attempt:
-    attempt = Attempt()
+def _read(notes: Path) -> PartAttempt:
+    attempt = PartAttempt()
     *lines, _torn = notes.read_text().split("\n")  # the child may have ended while it wrote
     for line in lines:
         value = json.loads(line)

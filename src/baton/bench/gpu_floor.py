@@ -20,7 +20,7 @@ GEMMA2_WINDOWED_EVERY = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class GpuRates:
     """What this machine reached in this run."""
 
     read_bytes_per_s: float
@@ -33,7 +33,7 @@ class Operation:
     bytes: float
     flop: float
 
-    def least_s(self, rates: Rates) -> float:
+    def least_s(self, rates: GpuRates) -> float:
         return max(self.bytes / rates.read_bytes_per_s, self.flop / rates.matrix_flop_per_s)
 
 
@@ -50,7 +50,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ModelSizesOnGpu:
     """A shape in the numbers that a floor needs."""
 
     layers: int
@@ -88,7 +88,7 @@ class Sizes:
         return 4.0 * self.layers * self.heads * self.head_dim
 
 
-def sizes_of(fields: Fields) -> Sizes:
+def sizes_of(fields: Fields) -> ModelSizesOnGpu:
     layers, heads = _whole(fields, "num_hidden_layers"), _whole(fields, "num_attention_heads")
     kv_heads, head_dim = _whole(fields, "num_key_value_heads"), _whole(fields, "head_dim")
     hidden = _whole(fields, "hidden_size")
@@ -105,7 +105,7 @@ def sizes_of(fields: Fields) -> Sizes:
         inner = _whole(fields, "intermediate_size")
         products += [("gate and up", 2 * hidden * inner), ("down", inner * hidden)]
     head = _whole(fields, "vocab_size") * hidden
-    return Sizes(layers, heads, kv_heads, head_dim, tuple(products), head, experts, _windows(fields, layers))
+    return ModelSizesOnGpu(layers, heads, kv_heads, head_dim, tuple(products), head, experts, _windows(fields, layers))
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -124,7 +124,7 @@ def _whole(fields: Fields, name: str) -> int:
     return value
 
 
-def decode_operations(sizes: Sizes, batch: int, context: int) -> list[Operation]:
+def decode_operations(sizes: ModelSizesOnGpu, batch: int, context: int) -> list[Operation]:
     """A step in which each of `batch` sequences feeds one token and attends to `context` positions."""
     kv_bytes = 2 * sizes.kv_heads * sizes.head_dim * ITEM_BYTES
     pair_flop = 4.0 * sizes.heads * sizes.head_dim
@@ -136,7 +136,7 @@ def decode_operations(sizes: Sizes, batch: int, context: int) -> list[Operation]
     return [*operations, _head(sizes, batch)]
 
 
-def prefill_operations(sizes: Sizes, sequences: int, tokens: int, begin: int = 0) -> list[Operation]:
+def prefill_operations(sizes: ModelSizesOnGpu, sequences: int, tokens: int, begin: int = 0) -> list[Operation]:
     """A step that feeds the next `tokens` of each sequence after `begin` of them, and yields one token each."""
     kv_bytes = 2 * sizes.kv_heads * sizes.head_dim * ITEM_BYTES
     operations = []
@@ -157,7 +157,7 @@ def pairs_of(tokens: int, begin: int, window: int | None = None) -> int:
     return growing * begin + growing * (growing + 1) // 2 + (tokens - growing) * window
 
 
-def floor_s(operations: list[Operation], rates: Rates) -> float:
+def floor_s(operations: list[Operation], rates: GpuRates) -> float:
     return sum(operation.least_s(rates) for operation in operations)
 
 
@@ -165,7 +165,7 @@ def flop_of(operations: list[Operation]) -> float:
     return sum(operation.flop for operation in operations)
 
 
-def _products(sizes: Sizes, tokens: int) -> list[Operation]:
+def _products(sizes: ModelSizesOnGpu, tokens: int) -> list[Operation]:
     found = [
         Operation(name, float(ITEM_BYTES * parameters), 2.0 * parameters * tokens) for name, parameters in sizes.products
     ]
@@ -176,5 +176,5 @@ def _products(sizes: Sizes, tokens: int) -> list[Operation]:
     return found
 
 
-def _head(sizes: Sizes, rows: int) -> Operation:
+def _head(sizes: ModelSizesOnGpu, rows: int) -> Operation:
     return Operation("logits", float(ITEM_BYTES * sizes.head_parameters), 2.0 * sizes.head_parameters * rows)

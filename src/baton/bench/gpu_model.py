@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.bench.calibrate import Measured, ModelSizes, Trial, fit_roofline
+from baton.bench.calibrate import MeasuredTrial, ModelSizes, Trial, fit_roofline
 from baton.bench.gpu_floor import sizes_of
 from baton.bench.gpu_report import GpuReport, StepPoint
 from baton.bench.report import write_json
@@ -49,12 +49,12 @@ def write_step_times(path: Path, report: GpuReport, shape: str) -> None:
     write_json(path, step_times_of(report, shape, path.stem))
 
 
-def _measured(points: list[StepPoint]) -> list[Measured]:
+def _measured(points: list[StepPoint]) -> list[MeasuredTrial]:
     """One for each different step: what was measured twice counts with its median."""
-    found: dict[Trial, Measured] = {}
+    found: dict[Trial, MeasuredTrial] = {}
     for point in points:
         trial = Trial(point.decodes, point.context_tokens, point.sequences, point.chunk_tokens, point.begin_tokens)
-        found.setdefault(trial, Measured(trial)).times_us.append(point.us)
+        found.setdefault(trial, MeasuredTrial(trial)).times_us.append(point.us)
     return list(found.values())
 
 

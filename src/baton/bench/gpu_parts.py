@@ -16,13 +16,21 @@ from typing import Protocol
 
 import torch
 
-from baton.bench.gpu_floor import Rates, Sizes, decode_operations, floor_s, flop_of, prefill_operations, sizes_of
+from baton.bench.gpu_floor import (
+    GpuRates,
+    ModelSizesOnGpu,
+    decode_operations,
+    floor_s,
+    flop_of,
+    prefill_operations,
+    sizes_of,
+)
 from baton.bench.gpu_peer import PeerFailed, load_peer, run_peer
 from baton.bench.gpu_profile import BETWEEN_STEPS_US, Recorder, Span, attention_us, busiest, idle_share, within
 from baton.bench.gpu_rates import measure_rates
-from baton.bench.gpu_report import PartResult, Row, StepPoint
-from baton.bench.gpu_serve import ClosedLoop, Load, Served, steps_alone_s
-from baton.bench.gpu_steps import CannotMeasure, Shared, Stepper, Timing, stream
+from baton.bench.gpu_report import GpuRow, PartResult, StepPoint
+from baton.bench.gpu_serve import ClosedLoop, ClosedLoopLoad, ServedTotals, steps_alone_s
+from baton.bench.gpu_steps import CannotMeasure, SharedPool, StepTimer, StepTiming, stream
 from baton.core.engine.request import Sampling
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.cpu.executor import TorchCpuExecutor
@@ -42,7 +50,7 @@ NGRAMS = (2, 5)
 """Shortest and longest, as `baton serve` has them."""
 
 
-WHOLE_LOAD, SMALL_LOAD = Load(256, 1024, 256, 256), Load(32, 1024, 64, 32)
+WHOLE_LOAD, SMALL_LOAD = ClosedLoopLoad(256, 1024, 256, 256), ClosedLoopLoad(32, 1024, 64, 32)
 
 
 class Make(Protocol):
@@ -96,8 +104,8 @@ class Scale:
     prefills: tuple[tuple[int, int, int], ...] = (
         (1, 128, 0), (1, 512, 0), (1, 2048, 0), (4, 512, 0), (16, 128, 0), (1, 512, 8192), (1, 2048, 8192),
     )  # fmt: skip
-    load: Load = WHOLE_LOAD
-    small_load: Load = SMALL_LOAD
+    load: ClosedLoopLoad = WHOLE_LOAD
+    small_load: ClosedLoopLoad = SMALL_LOAD
     """What the peer begins with."""
     peer_limit_s: float = 120.0
     draft_tokens: int = 4
@@ -110,23 +118,23 @@ class Scale:
 
 
 @dataclass(slots=True)
-class Bench:
+class GpuBench:
     """One executor at a time, and what this run measured so far."""
 
     scale: Scale
     device: str = "cuda"
     make: Make = make_on_cuda
-    rates: Rates = field(default_factory=lambda: Rates(0.0, 0.0))
+    rates: GpuRates = field(default_factory=lambda: GpuRates(0.0, 0.0))
     said: Callable[[str], None] = print
     _key: tuple[object, ...] | None = None
-    _made: Shared | None = None
+    _made: SharedPool | None = None
 
-    def sizes(self, shape: str) -> Sizes:
+    def sizes(self, shape: str) -> ModelSizesOnGpu:
         return sizes_of(shape_fields(shape))
 
     def executor(
         self, shape: str, *, burst: int = 1, batch_invariant: bool = False, live_tokens: int | None = None
-    ) -> Shared:
+    ) -> SharedPool:
         """The one asked for; whoever was there before is closed unless it is the same."""
         key = (shape, burst, batch_invariant, live_tokens)
         if self._made is None or key != self._key:
@@ -134,7 +142,7 @@ class Bench:
             self._made, self._key = self._make(shape, burst, batch_invariant, live_tokens), key
         return self._made
 
-    def _make(self, shape: str, burst: int, batch_invariant: bool, live_tokens: int | None) -> Shared:
+    def _make(self, shape: str, burst: int, batch_invariant: bool, live_tokens: int | None) -> SharedPool:
         scale = self.scale
         loaded = load_shape(shape, scale.dtype, self.device)
         if live_tokens is not None:
@@ -148,7 +156,7 @@ class Bench:
             context_tokens=min(scale.context_tokens, loaded.context_tokens),
             burst=burst,
         )
-        made = Shared(
+        made = SharedPool(
             self.make(
                 loaded,
                 sizes,
@@ -158,7 +166,7 @@ class Bench:
             )
         )
         self.said(f"  {shape}: {sizes.blocks} blocks of {sizes.block_size}, burst {burst}, invariant {batch_invariant}")
-        Stepper(made).fill()
+        StepTimer(made).fill()
         return made
 
     def _blocks(self, loaded: LoadedModel, most: int) -> int:
@@ -180,30 +188,30 @@ class Bench:
 # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def rates(bench: Bench) -> PartResult:
+def rates(bench: GpuBench) -> PartResult:
     found = bench.rates
     return PartResult(
         "rates",
         rows=[
-            Row("memory read", found.read_bytes_per_s / 1e12, "TB/s"),
-            Row("bf16 matrix products", found.matrix_flop_per_s / 1e12, "TFLOP/s"),
+            GpuRow("memory read", found.read_bytes_per_s / 1e12, "TB/s"),
+            GpuRow("bf16 matrix products", found.matrix_flop_per_s / 1e12, "TFLOP/s"),
         ],
     )
 
 
-def check(bench: Bench) -> PartResult:
+def check(bench: GpuBench) -> PartResult:
     """Token for token what the CPU executor says, in float32, for a tiny model of each family."""
     rows = []
     for name in bench.scale.checked:
-        ours = _tokens(Bench(_checking(bench.scale, name), bench.device, bench.make, said=bench.said), name)
+        ours = _tokens(GpuBench(_checking(bench.scale, name), bench.device, bench.make, said=bench.said), name)
         theirs = _tokens_on_cpu(bench.scale, name)
         same = sum(a == b for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True))
         every = sum(len(one) for one in theirs)
-        rows.append(Row(f"{name}, float32", same, f"of {every} tokens", "CPU executor", same / every, at_least=1.0))
+        rows.append(GpuRow(f"{name}, float32", same, f"of {every} tokens", "CPU executor", same / every, at_least=1.0))
     return PartResult("check", rows=rows)
 
 
-CHECK_LOAD = Load(4, 130, 24, 4, lengths=(3, 17, 64, 130))
+CHECK_LOAD = ClosedLoopLoad(4, 130, 24, 4, lengths=(3, 17, 64, 130))
 CHECK_BLOCKS, CHECK_CONTEXT, CHECK_STEP_TOKENS = 128, 512, 96
 """A prompt takes several steps, beside the decodes of others."""
 
@@ -215,7 +223,7 @@ def _checking(scale: Scale, name: str) -> Scale:
     )  # fmt: skip
 
 
-def _tokens(bench: Bench, name: str) -> list[list[int]]:
+def _tokens(bench: GpuBench, name: str) -> list[list[int]]:
     try:
         return greedy(bench.executor(name))
     finally:
@@ -230,18 +238,18 @@ def _tokens_on_cpu(scale: Scale, name: str) -> list[list[int]]:
             context_tokens=CHECK_CONTEXT, attention="gather",
         )  # fmt: skip
         try:
-            return greedy(Shared(executor))
+            return greedy(SharedPool(executor))
         finally:
             executor.close()
 
 
-def greedy(executor: Shared) -> list[list[int]]:
+def greedy(executor: SharedPool) -> list[list[int]]:
     return ClosedLoop(executor, CHECK_LOAD, CHECK_STEP_TOKENS).run().answers()
 
 
-def decode(bench: Bench) -> PartResult:
+def decode(bench: GpuBench) -> PartResult:
     scale = bench.scale
-    stepper = Stepper(bench.executor(scale.shape))
+    stepper = StepTimer(bench.executor(scale.shape))
     result = PartResult("decode")
     for batch in scale.batches:
         _decode(bench, stepper, scale.shape, batch, scale.context, result, DECODE_TARGETS.get(batch))
@@ -258,10 +266,10 @@ def decode(bench: Bench) -> PartResult:
     return result
 
 
-def grid(bench: Bench) -> PartResult:
+def grid(bench: GpuBench) -> PartResult:
     """Points for the step-time model of the simulator."""
     scale = bench.scale
-    stepper = Stepper(bench.executor(scale.shape))
+    stepper = StepTimer(bench.executor(scale.shape))
     result = PartResult("grid")
     for batch, context in scale.grid:
         _decode(bench, stepper, scale.shape, batch, context, result)
@@ -270,9 +278,9 @@ def grid(bench: Bench) -> PartResult:
     return result
 
 
-def prefill(bench: Bench) -> PartResult:
+def prefill(bench: GpuBench) -> PartResult:
     scale = bench.scale
-    stepper = Stepper(bench.executor(scale.shape))
+    stepper = StepTimer(bench.executor(scale.shape))
     result = PartResult("prefill")
     whole, eighth = scale.prefill_tokens, scale.prefill_tokens // 8
     _prefill(bench, stepper, scale.shape, (1, whole, 0), result, PREFILL_TARGET)
@@ -280,11 +288,11 @@ def prefill(bench: Bench) -> PartResult:
     return result
 
 
-def attention(bench: Bench) -> PartResult:
+def attention(bench: GpuBench) -> PartResult:
     """The kernels that read KV, alone: from the profiler, and from what a longer context adds to a step."""
     scale, sizes = bench.scale, bench.sizes(bench.scale.shape)
     executor = bench.executor(scale.shape)
-    stepper = Stepper(executor)
+    stepper = StepTimer(executor)
     result = PartResult("attention")
     for batch in scale.batches:
         kv_bytes = batch * scale.context * sizes.kv_bytes_per_token
@@ -304,7 +312,7 @@ def attention(bench: Bench) -> PartResult:
     return result
 
 
-def profile_decodes(executor: Shared, stepper: Stepper, batch: int, scale: Scale) -> list[Span]:
+def profile_decodes(executor: SharedPool, stepper: StepTimer, batch: int, scale: Scale) -> list[Span]:
     plans = list(stepper.decode_plans(batch, scale.context, scale.profile_steps))
     recorder = Recorder()
     recorder.start()
@@ -314,10 +322,10 @@ def profile_decodes(executor: Shared, stepper: Stepper, batch: int, scale: Scale
     return recorder.spans
 
 
-def serve(bench: Bench) -> PartResult:
+def serve(bench: GpuBench) -> PartResult:
     executor = bench.executor(bench.scale.shape)
     served, alone_s = _serve(bench, executor, bench.scale.load)
-    row = Row(
+    row = GpuRow(
         str(bench.scale.load), served.tokens_per_s, "tokens/s", f"steps alone {alone_s:.2f} s",
         alone_s / served.seconds, at_least=SERVE_TARGET,
     )  # fmt: skip
@@ -326,13 +334,13 @@ def serve(bench: Bench) -> PartResult:
     )
 
 
-def _serve(bench: Bench, executor: Shared, load: Load) -> tuple[Served, float]:
-    ClosedLoop(executor, Load(load.at_once, 64, 16, load.at_once), bench.scale.step_tokens).run()  # warms up
+def _serve(bench: GpuBench, executor: SharedPool, load: ClosedLoopLoad) -> tuple[ServedTotals, float]:
+    ClosedLoop(executor, ClosedLoopLoad(load.at_once, 64, 16, load.at_once), bench.scale.step_tokens).run()  # warms up
     served = ClosedLoop(executor, load, bench.scale.step_tokens).run()
     return served, steps_alone_s(executor, served.plans)
 
 
-def peer(bench: Bench) -> PartResult:
+def peer(bench: GpuBench) -> PartResult:
     """`transformers` first with a small load; with the whole one if that seems to fit the time. Then we do the same."""
     scale = bench.scale
     bench.close()
@@ -351,11 +359,11 @@ def peer(bench: Bench) -> PartResult:
     del model
     served, _ = _serve(bench, bench.executor(scale.shape), load)
     against = f"transformers {run.tokens_per_s:,.0f} tokens/s"
-    row = Row(str(load), served.tokens_per_s, "tokens/s", against, served.tokens_per_s / run.tokens_per_s)
+    row = GpuRow(str(load), served.tokens_per_s, "tokens/s", against, served.tokens_per_s / run.tokens_per_s)
     return PartResult("peer", rows=[row], notes=notes)
 
 
-def idle(bench: Bench) -> PartResult:
+def idle(bench: GpuBench) -> PartResult:
     """In the middle of the closed loop, where every step only decodes."""
     scale = bench.scale
     executor = bench.executor(scale.shape)
@@ -364,14 +372,14 @@ def idle(bench: Bench) -> PartResult:
     if spans:
         between, all_ = idle_share(spans, BETWEEN_STEPS_US), idle_share(spans)
         words = f"of the time, in gaps ≥ {BETWEEN_STEPS_US:g} µs"
-        result.rows.append(Row("between decode steps", 100 * between, "%", words, between, at_most=IDLE_TARGET))
-        result.rows.append(Row("all gaps", 100 * all_, "%", "of the time", all_))
+        result.rows.append(GpuRow("between decode steps", 100 * between, "%", words, between, at_most=IDLE_TARGET))
+        result.rows.append(GpuRow("all gaps", 100 * all_, "%", "of the time", all_))
     else:
         result.notes.append("the profiler saw no kernels")
     return result
 
 
-def _profile_service(bench: Bench, executor: Shared) -> list[Span]:
+def _profile_service(bench: GpuBench, executor: SharedPool) -> list[Span]:
     scale = bench.scale
     recorder = Recorder()
 
@@ -387,13 +395,13 @@ def _profile_service(bench: Bench, executor: Shared) -> list[Span]:
     return within(recorder.spans, 0.2, 0.9)
 
 
-def invariant(bench: Bench) -> PartResult:
+def invariant(bench: GpuBench) -> PartResult:
     """What it costs that a row's numbers do not depend on its neighbours."""
     scale = bench.scale
-    usual = Stepper(bench.executor(scale.shape))
+    usual = StepTimer(bench.executor(scale.shape))
     before = {batch: usual.decode(batch, scale.context) for batch in scale.batches}
     prefilled = usual.prefill(1, scale.prefill_tokens)
-    same = Stepper(bench.executor(scale.shape, batch_invariant=True))
+    same = StepTimer(bench.executor(scale.shape, batch_invariant=True))
     rows = [
         _beside(f"batch {batch} × {scale.context:,}", same.decode(batch, scale.context), "usual", before[batch])
         for batch in scale.batches
@@ -402,31 +410,31 @@ def invariant(bench: Bench) -> PartResult:
     return PartResult("invariant", rows=rows)
 
 
-def drafts(bench: Bench) -> PartResult:
+def drafts(bench: GpuBench) -> PartResult:
     """A model that repeats itself, with and without drafts: the best that n-grams can do."""
     scale = bench.scale
-    plain = Stepper(bench.executor(scale.shape, live_tokens=scale.live_tokens))
+    plain = StepTimer(bench.executor(scale.shape, live_tokens=scale.live_tokens))
     before = {batch: plain.decode(batch, scale.context) for batch in scale.draft_batches}
-    drafted = Stepper(bench.executor(scale.shape, burst=1 + scale.draft_tokens, live_tokens=scale.live_tokens))
+    drafted = StepTimer(bench.executor(scale.shape, burst=1 + scale.draft_tokens, live_tokens=scale.live_tokens))
     result = PartResult("drafts", notes=[f"greedy, over {scale.live_tokens} tokens that have logits"])
     for batch in scale.draft_batches:
         timing = drafted.decode(batch, scale.context)
         a_row = timing.tokens_a_step / batch
-        result.rows.append(Row(f"batch {batch}: tokens a row and step", a_row, "", f"of {1 + scale.draft_tokens}"))
+        result.rows.append(GpuRow(f"batch {batch}: tokens a row and step", a_row, "", f"of {1 + scale.draft_tokens}"))
         result.rows.append(
-            Row(f"batch {batch}: step", timing.step_s * 1e3, "ms", f"undrafted {before[batch].step_s * 1e3:.2f} ms",
+            GpuRow(f"batch {batch}: step", timing.step_s * 1e3, "ms", f"undrafted {before[batch].step_s * 1e3:.2f} ms",
                 timing.step_s / before[batch].step_s)
         )  # fmt: skip
         speed, without = timing.tokens_a_step / timing.step_s, before[batch].tokens_a_step / before[batch].step_s
         result.rows.append(
-            Row(f"batch {batch}: speed", speed, "tokens/s", f"undrafted {without:,.0f} tokens/s", speed / without)
+            GpuRow(f"batch {batch}: speed", speed, "tokens/s", f"undrafted {without:,.0f} tokens/s", speed / without)
         )
     return result
 
 
-def moe(bench: Bench) -> PartResult:
+def moe(bench: GpuBench) -> PartResult:
     scale = bench.scale
-    stepper = Stepper(bench.executor(scale.moe_shape))
+    stepper = StepTimer(bench.executor(scale.moe_shape))
     result = PartResult("moe")
     for batch in scale.batches:
         _decode(bench, stepper, scale.moe_shape, batch, scale.context, result)
@@ -434,18 +442,18 @@ def moe(bench: Bench) -> PartResult:
     return result
 
 
-def families(bench: Bench) -> PartResult:
+def families(bench: GpuBench) -> PartResult:
     scale = bench.scale
     result = PartResult("families")
     for shape in scale.families:
-        stepper = Stepper(bench.executor(shape))
+        stepper = StepTimer(bench.executor(shape))
         for batch in scale.batches[:2]:
             _decode(bench, stepper, shape, batch, scale.context, result)
         _prefill(bench, stepper, shape, (4, scale.prefill_tokens // 4, 0), result)
     return result
 
 
-PARTS: dict[str, Callable[[Bench], PartResult]] = {
+PARTS: dict[str, Callable[[GpuBench], PartResult]] = {
     part.__name__: part
     for part in (rates, check, decode, attention, prefill, serve, idle, grid, invariant, drafts, moe, peer, families)
 }
@@ -456,20 +464,26 @@ PARTS: dict[str, Callable[[Bench], PartResult]] = {
 
 
 def _decode(
-    bench: Bench, stepper: Stepper, shape: str, batch: int, context: int, result: PartResult, at_most: float | None = None
+    bench: GpuBench,
+    stepper: StepTimer,
+    shape: str,
+    batch: int,
+    context: int,
+    result: PartResult,
+    at_most: float | None = None,
 ) -> None:
     timing = stepper.decode(batch, context)
     least_s = floor_s(decode_operations(bench.sizes(shape), batch, context), bench.rates)
     what = f"{shape}, batch {batch} × {context:,}"
     floor = f"floor {least_s * 1e3:.2f} ms"
-    result.rows.append(Row(what, timing.step_s * 1e3, "ms", floor, timing.step_s / least_s, at_most=at_most))
+    result.rows.append(GpuRow(what, timing.step_s * 1e3, "ms", floor, timing.step_s / least_s, at_most=at_most))
     result.points.append(StepPoint(shape, timing.step_s * 1e6, decodes=batch, context_tokens=context))
     bench.said(f"  {what}: {timing.step_s * 1e3:.3f} ms, {timing.step_s / least_s:.3f} of the floor")
 
 
 def _prefill(
-    bench: Bench,
-    stepper: Stepper,
+    bench: GpuBench,
+    stepper: StepTimer,
     shape: str,
     chunks: tuple[int, int, int],
     result: PartResult,
@@ -481,20 +495,20 @@ def _prefill(
     what = f"{shape}, {sequences} × {tokens:,}" + (f" after {begin:,}" if begin else "")
     against = f"{flop_per_s / 1e12:,.0f} TFLOP/s, of the matrix rate"
     share = flop_per_s / bench.rates.matrix_flop_per_s
-    result.rows.append(Row(what, timing.step_s * 1e3, "ms", against, share, at_least=at_least))
+    result.rows.append(GpuRow(what, timing.step_s * 1e3, "ms", against, share, at_least=at_least))
     result.points.append(StepPoint(shape, timing.step_s * 1e6, sequences=sequences, chunk_tokens=tokens, begin_tokens=begin))
     bench.said(f"  {what}: {timing.step_s * 1e3:.2f} ms, {share:.3f} of the matrix rate")
 
 
-def _beside(what: str, timing: Timing, name: str, other: Timing) -> Row:
+def _beside(what: str, timing: StepTiming, name: str, other: StepTiming) -> GpuRow:
     against = f"{name} {other.step_s * 1e3:.2f} ms"
-    return Row(what, timing.step_s * 1e3, "ms", against, timing.step_s / other.step_s)
+    return GpuRow(what, timing.step_s * 1e3, "ms", against, timing.step_s / other.step_s)
 
 
-def _of_read_rate(what: str, read_bytes: float, spent_s: float, found: Rates, at_least: float | None = None) -> Row:
+def _of_read_rate(what: str, read_bytes: float, spent_s: float, found: GpuRates, at_least: float | None = None) -> GpuRow:
     rate = read_bytes / spent_s
     against = f"{rate / 1e12:.2f} TB/s, of the read rate"
-    return Row(what, spent_s * 1e3, "ms", against, rate / found.read_bytes_per_s, at_least=at_least)
+    return GpuRow(what, spent_s * 1e3, "ms", against, rate / found.read_bytes_per_s, at_least=at_least)
 
 
 def need_device() -> None:
@@ -502,7 +516,7 @@ def need_device() -> None:
         raise CannotMeasure("torch sees no CUDA device here")
 
 
-def measured_rates(device: str) -> Rates:
+def measured_rates(device: str) -> GpuRates:
     need_device()
     return measure_rates(torch.device(device))
 

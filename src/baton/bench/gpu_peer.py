@@ -11,7 +11,7 @@ import time
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from baton.bench.gpu_serve import Load
+from baton.bench.gpu_serve import ClosedLoopLoad
 from baton.core.errors import BatonError
 from baton.executor.model_loading import load_shape
 
@@ -40,7 +40,7 @@ def load_peer(shape: str, device: str) -> PreTrainedModel:
     return model
 
 
-def run_peer(model: PreTrainedModel, load: Load, limit_s: float) -> PeerRun:
+def run_peer(model: PreTrainedModel, load: ClosedLoopLoad, limit_s: float) -> PeerRun:
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=load.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from baton.bench.gpu_floor import Rates
+from baton.bench.gpu_floor import GpuRates
 from baton.bench.gpu_report import middle
 
 READ_BYTES = 4 << 30
@@ -18,8 +18,8 @@ SQUARE = 8192
 WARM_UPS, RUNS = 3, 15
 
 
-def measure_rates(device: torch.device) -> Rates:
-    return Rates(_read_bytes_per_s(device), _matrix_flop_per_s(device))
+def measure_rates(device: torch.device) -> GpuRates:
+    return GpuRates(_read_bytes_per_s(device), _matrix_flop_per_s(device))
 
 
 def _read_bytes_per_s(device: torch.device) -> float:

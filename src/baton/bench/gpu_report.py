@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from baton.bench.gpu_floor import Rates
+from baton.bench.gpu_floor import GpuRates
 from baton.core.errors import BatonError
 
 SCHEMA = 1
@@ -21,7 +21,7 @@ class BadGpuReport(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GpuRow:
     """One number, what it is held against, and what it shall be."""
 
     what: str
@@ -67,9 +67,9 @@ class StepPoint:
 @dataclass(slots=True)
 class PartResult:
     part: str
-    rates: Rates | None = None
+    rates: GpuRates | None = None
     """Measured by the process that did this part."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[GpuRow] = field(default_factory=list)
     points: list[StepPoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     took_s: float = 0.0
@@ -83,7 +83,7 @@ class GpuReport:
     parts: list[PartResult]
 
     @property
-    def rates(self) -> Rates | None:
+    def rates(self) -> GpuRates | None:
         return next((part.rates for part in self.parts if part.rates is not None), None)
 
     @property
@@ -117,8 +117,8 @@ def part_of(value: dict[str, object]) -> PartResult:
     rates, rows, points = fields.pop("rates"), fields.pop("rows"), fields.pop("points")
     return PartResult(
         **fields,  # type: ignore[arg-type]
-        rates=None if rates is None else Rates(**rates),  # type: ignore[arg-type]
-        rows=[Row(**row) for row in rows],  # type: ignore[attr-defined]
+        rates=None if rates is None else GpuRates(**rates),  # type: ignore[arg-type]
+        rows=[GpuRow(**row) for row in rows],  # type: ignore[attr-defined]
         points=[StepPoint(**point) for point in points],  # type: ignore[attr-defined]
     )
 
@@ -176,7 +176,7 @@ def _afterwards(report: GpuReport) -> list[str]:
     ]
 
 
-def _ratio(row: Row) -> str:
+def _ratio(row: GpuRow) -> str:
     return "" if row.ratio is None else f"{row.ratio:.3f}"
 
 
@@ -225,7 +225,7 @@ def _sections(parts: Iterable[PartResult]) -> list[str]:
     return lines
 
 
-def _markdown_row(row: Row) -> str:
+def _markdown_row(row: GpuRow) -> str:
     verdict = {True: " (met)", False: " (missed)", None: ""}[row.met]
     return f"| {row.what} | {number(row.measured, row.unit)} | {row.against} | {_ratio(row)} | {row.target}{verdict} |"
 

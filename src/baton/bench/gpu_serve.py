@@ -18,24 +18,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.bench.gpu_steps import Shared, stream
+from baton.bench.gpu_steps import SharedPool, stream
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.orders import Accepted, Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Settled
 from baton.core.engine.request import RequestId, Sampling, Serial, Submission, frozen_tokens
-from baton.core.engine.worker import (
-    Accepted,
-    Deliver,
-    Effect,
-    Event,
-    GroupRefused,
-    Launch,
-    StepDone,
-    Submitted,
-    Tick,
-    Worker,
-)
+from baton.core.engine.worker import Deliver, GroupRefused, Launch, StepDone, Withdrawn, Worker
 from baton.core.errors import InvariantViolated
 
 DEPTH = 2
@@ -43,7 +34,7 @@ DEPTH = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ClosedLoopLoad:
     requests: int
     prompt_tokens: int
     output_tokens: int
@@ -63,7 +54,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Served:
+class ServedTotals:
     seconds: float = 0.0
     output_tokens: int = 0
     plans: list[StepPlan] = field(default_factory=list)
@@ -94,27 +85,27 @@ def _nobody(_: int) -> None:
 
 
 class ClosedLoop:
-    def __init__(self, executor: Shared, load: Load, step_tokens: int, watch: Watch = _nobody) -> None:
+    def __init__(self, executor: SharedPool, load: ClosedLoopLoad, step_tokens: int, watch: Watch = _nobody) -> None:
         shape = executor.shape
         config = WorkerConfig(
             slots=min(load.at_once, shape.slots), blocks=shape.blocks, block_size=shape.block_size,
             context_tokens=shape.context_tokens, step_tokens=step_tokens, burst=shape.burst, depth=DEPTH,
             waiting_max=load.requests,
         )  # fmt: skip
-        self._worker = Worker(config, PrefixIndex(b"bench", executor.fingerprint, config.blocks))
+        worker = Worker(config, PrefixIndex(b"bench", executor.fingerprint, config.blocks))
+        self._driver = WorkerDriver(worker, _now_us, launch=self._launch, answer=self._hear)
         self._executor = executor
         self._load = load
         self._prompts = load.prompts(executor.vocabulary)
         self._watch = watch
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bench-collector")
         self._done: queue.SimpleQueue[Future[StepResult]] = queue.SimpleQueue()
-        self._in_flight = 0
         self._sent = 0
         self._open = 0
         self._settled = 0
-        self._served = Served()
+        self._served = ServedTotals()
 
-    def run(self) -> Served:
+    def run(self) -> ServedTotals:
         """Serve the whole load. The executor's slots are empty before and after."""
         gc.collect()
         gc.freeze()
@@ -125,7 +116,7 @@ class ClosedLoop:
             while self._open:
                 self._turn()
             self._served.seconds = time.perf_counter() - began_s
-            while self._in_flight:
+            while self._driver.steps_in_flight:
                 self._take(self._done.get())
             self._executor.clear()
         finally:
@@ -137,10 +128,9 @@ class ClosedLoop:
         """Take in what has arrived, plan what is due, else wait for whatever comes next."""
         while not self._done.empty():
             self._take(self._done.get())
-        deadline = self._worker.next_deadline()
-        if deadline is not None and deadline <= _now_us():
-            self._tell(Tick())
-        elif self._in_flight:
+        if self._driver.is_due:
+            self._driver.tick()
+        elif self._driver.steps_in_flight:
             self._take(self._done.get())
 
     def _send(self) -> None:
@@ -149,25 +139,21 @@ class ClosedLoop:
         self._open += 1
         sampling = Sampling(seed=number, temperature=self._load.temperature)
         prompt = frozen_tokens(self._prompts[number])
-        self._tell(Submitted(number, (Submission(RequestId(str(number)), prompt, sampling, self._load.output_tokens),)))
+        submission = Submission(RequestId(str(number)), prompt, sampling, self._load.output_tokens)
+        self._driver.handle(Submit(number, (submission,)))
 
     def _take(self, done: Future[StepResult]) -> None:
-        self._in_flight -= 1
-        self._tell(StepDone(done.result()))
+        self._driver.handle(StepDone(done.result()))
         self._settled += 1
         self._watch(self._settled)
 
-    def _tell(self, event: Event) -> None:
-        for effect in self._worker.handle(event, _now_us()):
-            self._carry_out(effect)
+    def _launch(self, launch: Launch) -> None:
+        self._served.plans.append(launch.plan)
+        self._executor.launch(launch.plan)
+        self._collector.submit(self._executor.collect).add_done_callback(self._done.put)
 
-    def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case Launch(plan):
-                self._served.plans.append(plan)
-                self._executor.launch(plan)
-                self._in_flight += 1
-                self._collector.submit(self._executor.collect).add_done_callback(self._done.put)
+    def _hear(self, answer: Answer) -> None:
+        match answer:
             case Deliver(settled):
                 self._served.settled.append(settled)
                 self._served.output_tokens += len(settled.tokens)
@@ -175,10 +161,10 @@ class ClosedLoop:
                 for _ in range(min(len(settled.ended), self._load.requests - self._sent)):
                     self._send()
             case Accepted(_, serials):
-                self._served.order += serials
+                self._served.order += map(Serial, serials)
             case GroupRefused(_, refusal):
                 raise InvariantViolated(f"the engine refused a request of the benchmark: {refusal}")
-            case _:
+            case Withdrawn():
                 pass
 
 
@@ -186,7 +172,7 @@ def _now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-def steps_alone_s(executor: Shared, plans: list[StepPlan]) -> float:
+def steps_alone_s(executor: SharedPool, plans: list[StepPlan]) -> float:
     """How long the same plans take when nothing is decided between them."""
     began_s = time.perf_counter()
     for _ in stream(executor, iter(plans)):

@@ -24,7 +24,7 @@ from baton.core.engine.plan import (
     Copy,
     Int32s,
     Int64s,
-    Outcome,
+    RowOutcome,
     Start,
     StepPlan,
     StepResult,
@@ -47,13 +47,13 @@ class CannotMeasure(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class StepTiming:
     step_s: float
     tokens_a_step: float
     """Yielded, all rows together."""
 
 
-class Stepper:
+class StepTimer:
     def __init__(self, executor: Executor, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._executor = executor
         self._clock_s = clock_s
@@ -72,7 +72,7 @@ class Stepper:
             plans.append(self._plan(copies=tuple(Copy(0, target) for target in targets)))
         self._run(iter(plans), "filling the KV pool")
 
-    def decode(self, batch: int, context: int, sampling: Sampling = GREEDY) -> Timing:
+    def decode(self, batch: int, context: int, sampling: Sampling = GREEDY) -> StepTiming:
         """So many sequences at that context, each feeding one token."""
         steps = WARM_UP_STEPS + WINDOWS * WINDOW_STEPS
         plans = self.decode_plans(batch, context, steps, sampling)
@@ -82,7 +82,7 @@ class Stepper:
             for end in range(WARM_UP_STEPS + WINDOW_STEPS - 1, steps, WINDOW_STEPS)
         ]
         counted = results[WARM_UP_STEPS:steps]
-        return Timing(middle(windows), sum(int(result.counts.sum()) for result in counted) / len(counted))
+        return StepTiming(middle(windows), sum(int(result.counts.sum()) for result in counted) / len(counted))
 
     def decode_plans(self, batch: int, context: int, steps: int, sampling: Sampling = GREEDY) -> Iterator[StepPlan]:
         """`steps` steps whose context is, on average, the one asked for; then one that lets go of everything."""
@@ -100,11 +100,11 @@ class Stepper:
             yield self._plan(decode_slots=slots, decode_epochs=epochs)
         yield self._plan(stops=tuple(Stop(start.slot, start.epoch) for start in starts))
 
-    def prefill(self, sequences: int, tokens: int, begin: int = 0) -> Timing:
+    def prefill(self, sequences: int, tokens: int, begin: int = 0) -> StepTiming:
         """The next `tokens` of each of so many sequences, after `begin` that are there already."""
         ends_s, results = self._run(self._prefill_plans(sequences, tokens, begin), f"{sequences} × {tokens} at {begin}")
         steps_s = [after - before for before, after in pairwise(ends_s[1 : PREFILL_RUNS + 1])]
-        return Timing(middle(steps_s), float(results[1].counts.sum()))
+        return StepTiming(middle(steps_s), float(results[1].counts.sum()))
 
     def _prefill_plans(self, sequences: int, tokens: int, begin: int) -> Iterator[StepPlan]:
         """Ever new sequences, in slots that no step in flight still names."""
@@ -169,7 +169,7 @@ class Stepper:
         return ends_s, results
 
 
-class Shared:
+class SharedPool:
     """One executor for several drivers, one after the other: each counts its steps from the first, on empty slots."""
 
     def __init__(self, inner: Executor) -> None:
@@ -225,7 +225,7 @@ def stream(executor: Executor, plans: Iterator[StepPlan], in_flight: int = IN_FL
 
 def _check(result: StepResult, what: str) -> None:
     """A step in which a row did nothing has not been measured."""
-    idle = ~np.isin(result.outcomes, (Outcome.TOKENS, Outcome.PREEMPTED))
+    idle = ~np.isin(result.outcomes, (RowOutcome.TOKENS, RowOutcome.PREEMPTED))
     if idle.any():
-        name = Outcome(int(result.outcomes[idle][0])).name.lower()
+        name = RowOutcome(int(result.outcomes[idle][0])).name.lower()
         raise CannotMeasure(f"{what}: {int(idle.sum())} of {len(idle)} rows computed nothing ({name})")

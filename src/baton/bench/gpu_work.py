@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from baton.bench.gpu_crew import note, note_done
-from baton.bench.gpu_parts import PARTS, Bench, Scale, measured_rates
+from baton.bench.gpu_parts import PARTS, GpuBench, Scale, measured_rates
 
 LIBRARIES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "flash-attn")
 
 
 def work(parts: Sequence[str], notes: Path, scale: Scale, device: str = "cuda") -> None:
     note(notes, "machine", describe_gpu())
-    bench = Bench(scale, device, said=_say)
+    bench = GpuBench(scale, device, said=_say)
     bench.rates = measured_rates(device)
     for name in parts:
         note(notes, "begin", name)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from baton.bench.client import Ask, Client, RequestRecord, Sinks, Target, open_http
-from baton.bench.stats import Sample, Timeline
-from baton.bench.workload import Recipe, Round, Session, Shape, converse, fixed_sessions
+from baton.bench.client import BenchRequest, RequestRecord, Sinks, StreamingClient, TargetServer, open_http
+from baton.bench.stats import BoundedTimeline, Sample
+from baton.bench.workload import BenchSession, Recipe, Round, WorkloadShape, converse, fixed_sessions
 
 RECORDS_MAX = 1_000_000
 
@@ -45,10 +45,10 @@ Loop = Closed | Open
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    target: Target
+    target: TargetServer
     loop: Loop
     recipe: Recipe = field(default_factory=Recipe)
-    ask: Ask = field(default_factory=Ask)
+    ask: BenchRequest = field(default_factory=BenchRequest)
     seconds_max: float = 3600.0
     warmup: int = 0
     """Requests of 16 tokens in, 4 out, that are sent first and not measured."""
@@ -58,7 +58,7 @@ class Plan:
 class RunResult:
     records: list[RequestRecord] = field(default_factory=list)
     gaps: Sample = field(default_factory=Sample)
-    tokens: Timeline = field(default_factory=Timeline)
+    tokens: BoundedTimeline = field(default_factory=BoundedTimeline)
     cut_short: bool = False
     """The time limit ended the run; requests in flight then are recorded as errors of kind `run_ended`."""
 
@@ -72,9 +72,9 @@ class _Run:
         self._progress = progress
         self._output_tokens = 0
         sinks = Sinks(gap=self.result.gaps.add, tokens=self.result.tokens.add)
-        self._client = Client(http, plan.target, plan.ask, sinks)
+        self._client = StreamingClient(http, plan.target, plan.ask, sinks)
 
-    async def closed(self, sessions: Iterator[Session], concurrency: int) -> None:
+    async def closed(self, sessions: Iterator[BenchSession], concurrency: int) -> None:
         async def work() -> None:
             for session in sessions:  # shared: each worker draws the next one
                 await self._session(session, due_s=None)
@@ -83,10 +83,10 @@ class _Run:
             for _ in range(concurrency):
                 group.create_task(work())
 
-    async def open(self, sessions: Iterator[Session], outstanding_max: int) -> None:
+    async def open(self, sessions: Iterator[BenchSession], outstanding_max: int) -> None:
         room = asyncio.Semaphore(outstanding_max)
 
-        async def work(session: Session, due_s: float) -> None:
+        async def work(session: BenchSession, due_s: float) -> None:
             try:
                 await self._session(session, due_s)
             finally:
@@ -99,7 +99,7 @@ class _Run:
                 await room.acquire()
                 group.create_task(work(session, due_s))
 
-    async def _session(self, session: Session, due_s: float | None) -> None:
+    async def _session(self, session: BenchSession, due_s: float | None) -> None:
         conversation = converse(self._client.target.endpoint, self._plan.recipe, session)
         last = len(session.rounds) - 1
         for number, this in enumerate(session.rounds):
@@ -132,7 +132,9 @@ class _Run:
                 record.error, record.error_message = "run_ended", "in flight at the time limit of the run"
 
 
-async def run_load(plan: Plan, sessions: Iterator[Session], progress: Progress = lambda _done, _tokens: None) -> RunResult:
+async def run_load(
+    plan: Plan, sessions: Iterator[BenchSession], progress: Progress = lambda _done, _tokens: None
+) -> RunResult:
     """Send it all and wait for the answers. Failures are in the records; only mistakes of the caller raise."""
     connections = plan.loop.concurrency if isinstance(plan.loop, Closed) else plan.loop.outstanding_max
     async with open_http(connections) as http:
@@ -155,10 +157,10 @@ async def run_load(plan: Plan, sessions: Iterator[Session], progress: Progress =
 async def _warm_up(plan: Plan, http: aiohttp.ClientSession) -> None:
     if not plan.warmup:
         return
-    client = Client(http, plan.target, plan.ask)
+    client = StreamingClient(http, plan.target, plan.ask)
     # A seed of its own, so that the measured prompts are not in the server's cache.
     recipe = Recipe(seed=plan.recipe.seed + 1_000_003, tokens=plan.recipe.tokens)
-    sessions = fixed_sessions(plan.warmup, Round(16, 4), Shape())
+    sessions = fixed_sessions(plan.warmup, Round(16, 4), WorkloadShape())
     async with asyncio.TaskGroup() as group:
         for session in sessions:
             prompt = converse(plan.target.endpoint, recipe, session).ask(0)

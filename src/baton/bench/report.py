@@ -22,7 +22,7 @@ from baton.bench.stats import Distribution, describe
 SCHEMA = 1
 
 
-class Latency(msgspec.Struct, frozen=True):
+class LatencySummary(msgspec.Struct, frozen=True):
     """Milliseconds; None where nothing was measured."""
 
     ttft_ms: Distribution | None
@@ -33,13 +33,13 @@ class Latency(msgspec.Struct, frozen=True):
     """Open loop: how long after it was due a request was sent. Large means that the generator's bound was reached."""
 
 
-class Throughput(msgspec.Struct, frozen=True):
+class ServeThroughput(msgspec.Struct, frozen=True):
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
 
 
-class Counts(msgspec.Struct, frozen=True):
+class ServeCounts(msgspec.Struct, frozen=True):
     sent: int
     succeeded: int
     failed: int
@@ -55,35 +55,35 @@ class ErrorKind(msgspec.Struct, frozen=True):
     example: str
 
 
-class Summary(msgspec.Struct, frozen=True):
+class ServeSummary(msgspec.Struct, frozen=True):
     duration_s: float
-    counts: Counts
-    throughput: Throughput
-    latency: Latency
+    counts: ServeCounts
+    throughput: ServeThroughput
+    latency: LatencySummary
     errors: dict[str, ErrorKind]
     cut_short: bool
 
 
-class Report(msgspec.Struct, frozen=True):
+class ServeReport(msgspec.Struct, frozen=True):
     """The JSON file of `baton bench serve`."""
 
     schema: int
     made: str
     config: dict[str, str | int | float | bool | None]
     machine: dict[str, str | int | float]
-    summary: Summary
+    summary: ServeSummary
 
 
-def summarise(result: RunResult) -> Summary:
+def summarise(result: RunResult) -> ServeSummary:
     good = [record for record in result.records if record.error is None]
     duration_s = _duration_s(result.records)
     output = sum(record.output_tokens for record in good)
     prompt = sum(record.prompt_tokens for record in good)
     cached = [record.cached_tokens for record in good if record.cached_tokens is not None]
     per_s = 1.0 / duration_s if duration_s > 0 else 0.0
-    return Summary(
+    return ServeSummary(
         duration_s=duration_s,
-        counts=Counts(
+        counts=ServeCounts(
             sent=len(result.records),
             succeeded=len(good),
             failed=len(result.records) - len(good),
@@ -93,7 +93,7 @@ def summarise(result: RunResult) -> Summary:
             output_tokens=output,
             usage_missing=sum(record.usage_missing for record in good),
         ),
-        throughput=Throughput(len(good) * per_s, output * per_s, (output + prompt) * per_s),
+        throughput=ServeThroughput(len(good) * per_s, output * per_s, (output + prompt) * per_s),
         latency=_latency(good, result),
         errors=_errors(result.records),
         cut_short=result.cut_short,
@@ -106,8 +106,8 @@ def _duration_s(records: Iterable[RequestRecord]) -> float:
     return max(end for _, end in spans) - min(sent for sent, _ in spans) if spans else 0.0
 
 
-def _latency(good: list[RequestRecord], result: RunResult) -> Latency:
-    return Latency(
+def _latency(good: list[RequestRecord], result: RunResult) -> LatencySummary:
+    return LatencySummary(
         ttft_ms=_describe_ms(record.ttft_s for record in good),
         itl_ms=_describe_ms(result.gaps.values),
         tpot_ms=_describe_ms(record.tpot_s for record in good),
@@ -130,7 +130,7 @@ def _errors(records: Iterable[RequestRecord]) -> dict[str, ErrorKind]:
     return {kind: ErrorKind(count, examples[kind]) for kind, count in sorted(counts.items())}
 
 
-def show(console: Console, summary: Summary, title: str, open_loop: bool) -> None:
+def show(console: Console, summary: ServeSummary, title: str, open_loop: bool) -> None:
     """The tables that `baton bench serve` ends with."""
     console.print(_latency_table(summary.latency, title, open_loop))
     console.print(_totals_table(summary))
@@ -144,7 +144,7 @@ def show(console: Console, summary: Summary, title: str, open_loop: bool) -> Non
         )
 
 
-def _latency_table(latency: Latency, title: str, open_loop: bool) -> Table:
+def _latency_table(latency: LatencySummary, title: str, open_loop: bool) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("latency, ms")
     for name in ("mean", "p50", "p90", "p99", "max"):
@@ -165,7 +165,7 @@ def _latency_table(latency: Latency, title: str, open_loop: bool) -> Table:
     return table
 
 
-def _totals_table(summary: Summary) -> Table:
+def _totals_table(summary: ServeSummary) -> Table:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")

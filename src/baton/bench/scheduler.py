@@ -13,12 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.core.config import WorkerConfig
-from baton.core.engine.plan import Outcome, StepPlan, StepResult
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.orders import Submit
+from baton.core.engine.plan import RowOutcome, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.worker import Deliver, Launch, StepDone, Submitted, Tick, Worker
+from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.errors import InvariantViolated
-from baton.wire.engine_messages import encode_from_engine, step_output
+from baton.wire.engine_messages import encode_from_engine
+from baton.wire.worker_messages import message_of
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 60
@@ -38,45 +41,62 @@ class SchedulerTiming:
 
 def time_scheduler(rows: int, steps: int, *, blocks: int = 200_000, block_size: int = 16) -> SchedulerTiming:
     """`rows` requests of 64 prompt tokens each, decoding without end; microseconds a step."""
-    worker = _loaded_worker(rows, blocks, block_size)
+    engine = _loaded_engine(rows, blocks, block_size)
     for _ in range(WARM_UP_STEPS):
-        one_step(worker)
+        engine.step()
     spent_us = []
     for _ in range(steps):
         began = time.perf_counter_ns()
-        decoded = one_step(worker)
+        decoded = engine.step()
         spent_us.append((time.perf_counter_ns() - began) / 1000)
         if decoded != rows:
             raise InvariantViolated(f"{decoded} of {rows} rows decoded in a step")
     return SchedulerTiming(rows, steps, float(np.mean(spent_us)), float(np.percentile(spent_us, 99)))
 
 
-def _loaded_worker(rows: int, blocks: int, block_size: int) -> Worker:
+def _loaded_engine(rows: int, blocks: int, block_size: int) -> InstantEngine:
     config = WorkerConfig(
         slots=rows, blocks=max(blocks, rows * 128), block_size=block_size, context_tokens=8192,
         step_tokens=max(8192, rows), depth=1, waiting_max=rows,
     )  # fmt: skip
-    worker = Worker(config, PrefixIndex(b"bench", b"bench", config.blocks))
+    engine = InstantEngine(config)
     draws = random.Random(0)
     for number in range(rows):
         prompt = frozen_tokens([draws.randrange(1000) for _ in range(PROMPT_TOKENS)])
         sampling = Sampling(seed=0, temperature=0.0, stop_token_ids=(2,))
-        worker.handle(Submitted(number, (Submission(RequestId(str(number)), prompt, sampling, 1984),)), 0)
-    while worker.gauges().waiting:
-        one_step(worker)
-    return worker
+        engine.submit(Submission(RequestId(str(number)), prompt, sampling, 1984))
+    while engine.worker.gauges().waiting:
+        engine.step()
+    return engine
 
 
-def one_step(worker: Worker) -> int:
-    """Plan, pretend to compute, settle, encode. Answers how many rows decoded."""
-    decoded = 0
-    for effect in worker.handle(Tick(), 0):
-        if isinstance(effect, Launch):
-            decoded = len(effect.plan.decode_slots)
-            for delivered in worker.handle(StepDone(_sevens(worker, effect.plan)), 0):
-                if isinstance(delivered, Deliver):
-                    encode_from_engine(step_output(delivered.settled, worker.gauges()))
-    return decoded
+class InstantEngine:
+    """A Worker in no time: a step computes nothing and is over at once. What it delivers is encoded as in service."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.worker = Worker(config, PrefixIndex(b"bench", b"bench", config.blocks))
+        self._driver = WorkerDriver(self.worker, lambda: 0, launch=self._launch, answer=self._encode)
+        self._plan: StepPlan | None = None
+        self._submitted = 0
+
+    def submit(self, submission: Submission) -> None:
+        self._submitted += 1
+        self._driver.handle(Submit(self._submitted, (submission,)))
+
+    def step(self) -> int:
+        """Plan, pretend to compute, settle, encode. Answers how many rows decoded."""
+        self._driver.tick()
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return 0
+        self._driver.handle(StepDone(_sevens(self.worker, plan)))
+        return len(plan.decode_slots)
+
+    def _launch(self, launch: Launch) -> None:
+        self._plan = launch.plan
+
+    def _encode(self, answer: Answer) -> None:
+        encode_from_engine(message_of(answer, self.worker))
 
 
 def _sevens(worker: Worker, plan: StepPlan) -> StepResult:
@@ -86,8 +106,8 @@ def _sevens(worker: Worker, plan: StepPlan) -> StepResult:
     table, stops = worker.scheduler.slots, len(plan.stops)
     counts = np.ones(len(slots), dtype=np.int32)
     counts[: len(heads)] = [0] * stops + [int(chunk.samples) for chunk in plan.chunks]
-    outcomes = np.where(counts > 0, Outcome.TOKENS, Outcome.NOTHING_CHUNK_UNFINISHED).astype(np.int8)
-    outcomes[:stops] = Outcome.PREEMPTED
+    outcomes = np.where(counts > 0, RowOutcome.TOKENS, RowOutcome.NOTHING_CHUNK_UNFINISHED).astype(np.int8)
+    outcomes[:stops] = RowOutcome.PREEMPTED
     return StepResult(
         step=plan.step,
         slots=slots,

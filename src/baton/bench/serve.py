@@ -12,18 +12,18 @@ from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
-from baton.bench.client import Ask, Target
+from baton.bench.client import BenchRequest, TargetServer
 from baton.bench.load import RECORDS_MAX, Closed, Loop, Open, Plan
 from baton.bench.machine import describe_machine
-from baton.bench.report import SCHEMA, Report, Summary
+from baton.bench.report import SCHEMA, ServeReport, ServeSummary
 from baton.bench.traces import TracedRequest, read_trace, smear
 from baton.bench.workload import (
+    BenchSession,
     Endpoint,
     Recipe,
     Round,
-    Session,
-    Shape,
     TokenRange,
+    WorkloadShape,
     fixed_sessions,
     poisson_arrivals,
     traced_sessions,
@@ -85,9 +85,9 @@ class Workload:
     """Traced requests that were longer than allowed."""
     smeared: bool
 
-    def sessions(self) -> Iterator[Session]:
+    def sessions(self) -> Iterator[BenchSession]:
         options = self.options
-        shape = Shape(options.rounds, options.think_ms / 1000.0, options.shared_prefix_tokens, options.prefix_groups)
+        shape = WorkloadShape(options.rounds, options.think_ms / 1000.0, options.shared_prefix_tokens, options.prefix_groups)
         arrivals = poisson_arrivals(options.rate, options.seed) if options.rate is not None else None
         if options.trace is not None:
             return traced_sessions(_traced(options, options.trace), shape, arrivals, options.speed)
@@ -173,21 +173,21 @@ def loop_of(options: ServeOptions) -> Loop:
 
 def plan_of(options: ServeOptions, model: str, api_key: str | None) -> Plan:
     return Plan(
-        target=Target(options.url, model, options.endpoint, api_key, options.timeout_s),
+        target=TargetServer(options.url, model, options.endpoint, api_key, options.timeout_s),
         loop=loop_of(options),
         recipe=Recipe(options.seed, options.id_range),
-        ask=Ask(options.temperature, options.ignore_eos, options.verify_tokens, options.retry),
+        ask=BenchRequest(options.temperature, options.ignore_eos, options.verify_tokens, options.retry),
         seconds_max=options.max_seconds,
         warmup=options.warmup,
     )
 
 
-def report_of(options: ServeOptions, model: str, summary: Summary) -> Report:
+def report_of(options: ServeOptions, model: str, summary: ServeSummary) -> ServeReport:
     config: dict[str, str | int | float | bool | None] = {"model": model}
     for name, value in asdict(options).items():
         config[name] = value if isinstance(value, str | int | float | bool | None) else str(value)
     config["id_range"] = f"{options.id_range.low}:{options.id_range.high}"
-    return Report(SCHEMA, datetime.now(UTC).isoformat(timespec="seconds"), config, describe_machine(), summary)
+    return ServeReport(SCHEMA, datetime.now(UTC).isoformat(timespec="seconds"), config, describe_machine(), summary)
 
 
 def title_of(options: ServeOptions, model: str) -> str:

@@ -13,16 +13,15 @@ from pathlib import Path
 
 from baton import __version__
 from baton.bench.calls import JITTER_GAPS, TraceLoad, read_load
-from baton.bench.policies import POLICIES, Policy
+from baton.bench.sim_options import BLOCKS_MAX, SimOptions
 from baton.core.config import PrefillPath, ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
-from baton.core.routing.events import Policy as RoutePolicy
-from baton.sim.carrying import Road
-from baton.sim.cluster import Call, RunSpec, Split, simulate
+from baton.sim.cluster import PlannedRequest, PrefillDecodeSplit, RunSpec, simulate
+from baton.sim.lanes import KvLinkModel
 from baton.sim.records import RunRecord
-from baton.sim.report import SCHEMA, RunSummary, Setting, SimReport, Targets, summarise
+from baton.sim.report import SCHEMA, LatencyTargets, RunSummary, Setting, SimReport, summarise
 from baton.sim.steptime import StepTimes, load_step_times
-from baton.sim.workload import BadWorkload, Synthetic
+from baton.sim.workload import BadWorkload, SyntheticLoad
 
 CLIENTS_AN_INSTANCE = 64
 DEFAULT_REQUESTS, DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1000, 1024, 256
@@ -30,7 +29,6 @@ KV_MEMORY_BYTES = {"h200-8b": 102 << 30, "glm-4.5-air-tp8": 330 << 30}
 """What is left of the machine's memory beside the weights."""
 KV_MEMORY_BYTES_OTHERS = 2 << 30
 """As `baton serve` takes."""
-BLOCKS_MAX = 100_000_000
 LANE_GBYTES_PER_S = 50.0
 """Each way between instances: a network card of 400 Gbit/s with RDMA, as machines of this kind have one a GPU."""
 PEER_DELAY_US = 100
@@ -48,49 +46,7 @@ class BadSimOptions(BatonError):
     """Options that do not go together, or mean nothing; the message names them and says what does."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimOptions:
-    """Absent is None; what then holds is decided here, not on the command line."""
-
-    trace: Path | None = None
-    speed: float | None = None
-    limit: int | None = None
-    requests: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    max_tokens: int | None = None
-    rate: float | None = None
-    concurrency: int | None = None
-    sessions: int | None = None
-    rounds: int | None = None
-    think_s: float | None = None
-    instances: int = 1
-    split: str | None = None
-    route: RoutePolicy | None = None
-    lane_gbytes_per_s: float | None = None
-    prefill_path: PrefillPath | None = None
-    step_times: str = "h200-8b"
-    kv_blocks: int | None = None
-    kv_memory_bytes: int | None = None
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 131_072
-    max_waiting: int | None = None
-    prefix_cache: bool = True
-    reserve: ReservePolicy = ReservePolicy.NEW_TOKEN_RATIO
-    victims: VictimPolicy = VictimPolicy.NEWEST
-    max_preemptions: int = 8
-    compare: str | None = None
-    seeds: int = 1
-    ttft_slo_s: float = 10.0
-    tpot_slo_ms: float = 100.0
-    network_us: int = 100
-    host_us: int = 0
-    look_every_s: float | None = None
-
-
-def parse_policies(text: str, victims: VictimPolicy) -> tuple[Policy, ...]:
+def parse_policies(text: str, victims: VictimPolicy) -> tuple[ReserveAndVictims, ...]:
     """The policies of `--compare`; one that names no victims takes `victims`."""
     if text.strip() == "all":
         return POLICIES
@@ -102,10 +58,10 @@ def parse_policies(text: str, victims: VictimPolicy) -> tuple[Policy, ...]:
     return policies
 
 
-def _parse_policy(item: str, victims: VictimPolicy) -> Policy:
+def _parse_policy(item: str, victims: VictimPolicy) -> ReserveAndVictims:
     reserve, slash, chosen = item.partition("/")
     try:
-        return Policy(ReservePolicy(reserve), VictimPolicy(chosen) if slash else victims)
+        return ReserveAndVictims(ReservePolicy(reserve), VictimPolicy(chosen) if slash else victims)
     except ValueError:
         raise BadSimOptions(f"--compare: {item!r} is no policy: {COMPARE_SYNTAX}") from None
 
@@ -119,7 +75,22 @@ def parse_split(text: str) -> tuple[int, int]:
     return givers, takers
 
 
-def label_of(policy: Policy) -> str:
+@dataclass(frozen=True, slots=True)
+class ReserveAndVictims:
+    """How much of the pool is reserved for growth, and which request yields when it is full."""
+
+    reserve: ReservePolicy
+    victims: VictimPolicy
+
+    @property
+    def name(self) -> str:
+        return f"{self.reserve.value}, {self.victims.value}"
+
+
+POLICIES = tuple(ReserveAndVictims(reserve, victims) for reserve in ReservePolicy for victims in VictimPolicy)
+
+
+def label_of(policy: ReserveAndVictims) -> str:
     return f"{policy.reserve}/{policy.victims}"
 
 
@@ -160,26 +131,26 @@ def refuse_contradictions(options: SimOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SimulatedLoad:
     """What is asked of the cluster: calls by seed, and how they are told of."""
 
     told: str
     requests: int
-    calls: Callable[[int], list[Call]]
+    calls: Callable[[int], list[PlannedRequest]]
     concurrency: int | None
     span_s: float | None
     """About how long arrivals take, where that is known beforehand."""
     notes: tuple[str, ...] = ()
 
 
-def load_of(options: SimOptions, sequence_tokens_max: int) -> Load:
+def load_of(options: SimOptions, sequence_tokens_max: int) -> SimulatedLoad:
     if options.trace is not None:
         return _traced(options, options.trace, sequence_tokens_max)
     return _synthetic(options, sequence_tokens_max)
 
 
-def _synthetic(options: SimOptions, sequence_tokens_max: int) -> Load:
-    made = Synthetic(
+def _synthetic(options: SimOptions, sequence_tokens_max: int) -> SimulatedLoad:
+    made = SyntheticLoad(
         conversations=options.sessions or options.requests or DEFAULT_REQUESTS,
         input_tokens=options.input_tokens or DEFAULT_INPUT_TOKENS,
         output_tokens=options.output_tokens or DEFAULT_OUTPUT_TOKENS,
@@ -201,10 +172,10 @@ def _synthetic(options: SimOptions, sequence_tokens_max: int) -> Load:
     talks = f" in {made.conversations:,} conversations of {made.rounds}" if made.rounds > 1 else ""
     told = f"{made.requests:,} requests{talks}, {made.input_tokens:,} tokens in, {made.output_tokens:,} out, {pace}"
     span_s = made.conversations / options.rate if options.rate is not None else None
-    return Load(told, made.requests, made.calls, concurrency, span_s)
+    return SimulatedLoad(told, made.requests, made.calls, concurrency, span_s)
 
 
-def _traced(options: SimOptions, trace: Path, sequence_tokens_max: int) -> Load:
+def _traced(options: SimOptions, trace: Path, sequence_tokens_max: int) -> SimulatedLoad:
     load = read_load(trace, options.limit, options.max_tokens, sequence_tokens_max)
     count = len(load.requests)
     told = f"{count:,} requests of {trace.name}"
@@ -213,15 +184,17 @@ def _traced(options: SimOptions, trace: Path, sequence_tokens_max: int) -> Load:
         notes = (f"{load.skipped:,} requests of the trace are left out: empty, or over {sequence_tokens_max:,} tokens.",)
     if (clients := options.concurrency) is not None:
         closed = load.when_a_client_is_free()
-        return Load(f"{told}, {clients:,} clients", count, lambda _seed: closed, clients, None, notes)
+        return SimulatedLoad(f"{told}, {clients:,} clients", count, lambda _seed: closed, clients, None, notes)
     if (rate := options.rate) is not None:
-        return Load(f"{told}, {rate:g} a second", count, lambda seed: load.at_rate(seed, rate), None, count / rate, notes)
+        return SimulatedLoad(
+            f"{told}, {rate:g} a second", count, lambda seed: load.at_rate(seed, rate), None, count / rate, notes
+        )
     if not load.is_timed:
         raise BadSimOptions(f"{trace} has lengths but no times: say when requests come with --rate or --concurrency")
     speed = options.speed or 1.0
     told, span_s = f"{told} at {speed:g} × its rate", load.gap_s * count / speed
     notes += _notes_on_times(load, speed, options.seeds)
-    return Load(told, count, lambda seed: load.at_their_times(seed, speed), None, span_s, notes)
+    return SimulatedLoad(told, count, lambda seed: load.at_their_times(seed, speed), None, span_s, notes)
 
 
 def _notes_on_times(load: TraceLoad, speed: float, seeds: int) -> tuple[str, ...]:
@@ -246,7 +219,7 @@ class Simulation:
             self._givers, takers = parse_split(options.split)
             options = replace(options, instances=self._givers + takers)
         self.options = options
-        self.targets = Targets(options.ttft_slo_s, options.tpot_slo_ms)
+        self.targets = LatencyTargets(options.ttft_slo_s, options.tpot_slo_ms)
         self.step_times = load_step_times(options.step_times)
         self.policies = _policies(options)
         shape = _config(options, self.step_times)
@@ -279,7 +252,7 @@ class Simulation:
                     kept.append(record)
         return self._report(summaries), kept
 
-    def spec(self, policy: Policy, seed: int) -> RunSpec:
+    def spec(self, policy: ReserveAndVictims, seed: int) -> RunSpec:
         options = self.options
         config = replace(self.config, reserve=policy.reserve, victims=policy.victims)
         return RunSpec(
@@ -297,10 +270,10 @@ class Simulation:
             route=options.route,
         )
 
-    def _split(self, config: WorkerConfig) -> Split:
+    def _split(self, config: WorkerConfig) -> PrefillDecodeSplit:
         path, gbytes = self.options.prefill_path or PrefillPath.SHORT, self._lane_gbytes_per_s
         road = road_of(self.step_times, config.block_size, gbytes)
-        return Split(self._givers, replace(config, prefill_path=path), self.step_times, road)
+        return PrefillDecodeSplit(self._givers, replace(config, prefill_path=path), self.step_times, road)
 
     @property
     def _lane_gbytes_per_s(self) -> float:
@@ -363,9 +336,9 @@ class Simulation:
         }
 
 
-def _policies(options: SimOptions) -> tuple[Policy, ...]:
+def _policies(options: SimOptions) -> tuple[ReserveAndVictims, ...]:
     if options.compare is None:
-        return (Policy(options.reserve, options.victims),)
+        return (ReserveAndVictims(options.reserve, options.victims),)
     return parse_policies(options.compare, options.victims)
 
 
@@ -400,7 +373,7 @@ def blocks_of(step_times: StepTimes, memory_bytes: int | None, block_size: int) 
     return blocks
 
 
-def road_of(step_times: StepTimes, block_size: int, lane_gbytes_per_s: float, delay_us: int = PEER_DELAY_US) -> Road:
+def road_of(step_times: StepTimes, block_size: int, lane_gbytes_per_s: float, delay_us: int = PEER_DELAY_US) -> KvLinkModel:
     """How KV of that model travels between instances."""
     file = step_times.file
-    return Road(file.layers, round(file.roofline.kv_bytes_per_token * block_size), lane_gbytes_per_s * 1e9, delay_us)
+    return KvLinkModel(file.layers, round(file.roofline.kv_bytes_per_token * block_size), lane_gbytes_per_s * 1e9, delay_us)

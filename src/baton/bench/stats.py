@@ -1,7 +1,7 @@
 """Numbers about many measurements: percentiles, a bounded sample of them, a bounded timeline.
 
 Owns the arithmetic of the benchmark. Everything here keeps a fixed amount of memory however long a run is: a
-`Sample` beyond its capacity keeps a uniform random subset, a `Timeline` beyond its capacity doubles its bucket width.
+`Sample` beyond its capacity keeps a uniform random subset, a `BoundedTimeline` beyond its capacity doubles its bucket width.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Sample:
         return self._values
 
 
-class Timeline:
+class BoundedTimeline:
     """How much happened in each bucket of time since the start of a run."""
 
     def __init__(self, bucket_s: float = TIMELINE_BUCKET_S, buckets_max: int = TIMELINE_BUCKETS) -> None:

@@ -51,7 +51,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class BenchSession:
     index: int
     rounds: tuple[Round, ...]
     due_s: float | None = None
@@ -61,7 +61,7 @@ class Session:
     prefix_tokens: int = 0
 
 
-class Message(msgspec.Struct, frozen=True):
+class ChatMessageText(msgspec.Struct, frozen=True):
     role: str
     content: str
 
@@ -85,7 +85,7 @@ class Recipe:
         drawn: list[int] = source.integers(self.tokens.low, self.tokens.high, size=count).tolist()
         return drawn
 
-    def round_tokens(self, session: Session, number: int) -> list[int]:
+    def round_tokens(self, session: BenchSession, number: int) -> list[int]:
         this = session.rounds[number]
         prompt: list[int] = []
         for block in this.prefix_blocks:
@@ -93,7 +93,7 @@ class Recipe:
         del prompt[this.input_tokens :]
         return prompt + self.draw(this.input_tokens - len(prompt), _UNIQUE, session.index, number)
 
-    def prefix_of(self, session: Session) -> list[int]:
+    def prefix_of(self, session: BenchSession) -> list[int]:
         if session.prefix_group is None:
             return []
         return self.draw(session.prefix_tokens, _PREFIX, session.prefix_group)
@@ -107,7 +107,7 @@ class Recipe:
 class TokenConversation:
     """A session on the completions endpoint: the prompt is the list of all token ids so far."""
 
-    def __init__(self, recipe: Recipe, session: Session) -> None:
+    def __init__(self, recipe: Recipe, session: BenchSession) -> None:
         self._recipe = recipe
         self._session = session
         self._history = recipe.prefix_of(session)
@@ -125,32 +125,32 @@ class TokenConversation:
 class ChatConversation:
     """A session on the chat endpoint: a shared prefix becomes the system message."""
 
-    def __init__(self, recipe: Recipe, session: Session) -> None:
+    def __init__(self, recipe: Recipe, session: BenchSession) -> None:
         self._recipe = recipe
         self._session = session
         prefix = recipe.prefix_of(session)
-        self._messages = [Message("system", recipe.words(prefix))] if prefix else []
+        self._messages = [ChatMessageText("system", recipe.words(prefix))] if prefix else []
 
-    def ask(self, number: int) -> list[Message]:
+    def ask(self, number: int) -> list[ChatMessageText]:
         words = self._recipe.words(self._recipe.round_tokens(self._session, number))
-        self._messages.append(Message("user", words))
+        self._messages.append(ChatMessageText("user", words))
         return self._messages
 
     def hear(self, number: int, reply: Reply) -> None:  # noqa: ARG002 - the same two methods as TokenConversation
-        self._messages.append(Message("assistant", reply.text))
+        self._messages.append(ChatMessageText("assistant", reply.text))
 
 
 Conversation = TokenConversation | ChatConversation
 
 
-def converse(endpoint: Endpoint, recipe: Recipe, session: Session) -> Conversation:
+def converse(endpoint: Endpoint, recipe: Recipe, session: BenchSession) -> Conversation:
     if endpoint is Endpoint.CHAT:
         return ChatConversation(recipe, session)
     return TokenConversation(recipe, session)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WorkloadShape:
     """What all sessions of a workload have in common."""
 
     rounds: int = 1
@@ -158,8 +158,8 @@ class Shape:
     prefix_tokens: int = 0
     prefix_groups: int = 1
 
-    def session(self, index: int, first: Round, due_s: float | None) -> Session:
-        return Session(
+    def session(self, index: int, first: Round, due_s: float | None) -> BenchSession:
+        return BenchSession(
             index=index,
             rounds=(first,) * self.rounds,
             due_s=due_s,
@@ -169,7 +169,9 @@ class Shape:
         )
 
 
-def fixed_sessions(count: int, each: Round, shape: Shape, arrivals: Iterable[float] | None = None) -> Iterator[Session]:
+def fixed_sessions(
+    count: int, each: Round, shape: WorkloadShape, arrivals: Iterable[float] | None = None
+) -> Iterator[BenchSession]:
     """`count` sessions of equal lengths."""
     due = iter(arrivals) if arrivals is not None else None
     for index in range(count):
@@ -177,8 +179,11 @@ def fixed_sessions(count: int, each: Round, shape: Shape, arrivals: Iterable[flo
 
 
 def traced_sessions(
-    requests: Iterable[TracedRequest], shape: Shape, arrivals: Iterable[float] | None = None, speed: float | None = None
-) -> Iterator[Session]:
+    requests: Iterable[TracedRequest],
+    shape: WorkloadShape,
+    arrivals: Iterable[float] | None = None,
+    speed: float | None = None,
+) -> Iterator[BenchSession]:
     """One session a traced request; due by `arrivals`, else by the trace's own times at `speed`, else not at all."""
     due = iter(arrivals) if arrivals is not None else None
     for index, request in enumerate(requests):

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from baton.bench.calibrate import (
     Calibration,
-    Measured,
-    Row,
+    CalibrationRow,
+    MeasuredTrial,
     Trial,
     delivery_cost_us,
     host_costs_us,
@@ -28,9 +28,9 @@ from baton.bench.children import ChildFailed
 from baton.bench.machine import OtherLoad, describe_machine, other_load
 from baton.bench.report import write_json
 from baton.cli.bench_screen import model_folder, progress_bar, refuse, wide_console
-from baton.cli.serve import BlockSize, Dtype, DtypeOption, KvMemory, MaxBatched, MaxNumSeqs, Threads, bytes_if_given
+from baton.cli.declared import option_of, parse_bytes
 from baton.core.errors import BatonError
-from baton.node.settings import EngineSettings
+from baton.node.settings import Dtype, EngineSettings
 
 BUSY_CORES = 0.3
 """Others that keep more of the machine busy than this bend the measurement."""
@@ -39,6 +39,12 @@ ModelName = Annotated[str, typer.Argument(help="A folder of safetensors, a GGUF 
 Out = Annotated[Path, typer.Option("--out", dir_okay=False, help="Where the model goes, as JSON; its name is the file's.")]
 Seconds = Annotated[float | None, typer.Option(min=1.0, help="Time for measuring [75, --quick 15]; one walk in any case.")]
 Delivery = Annotated[bool, typer.Option(help="Add what front end and client take from the cores that compute.")]
+DtypeOption = Annotated[Dtype, option_of(EngineSettings, "dtype")]
+Threads = Annotated[int | None, option_of(EngineSettings, "threads")]
+MaxNumSeqs = Annotated[int, option_of(EngineSettings, "max-num-seqs")]
+MaxBatched = Annotated[int, option_of(EngineSettings, "max-num-batched-tokens")]
+BlockSize = Annotated[int, option_of(EngineSettings, "block-size")]
+KvMemory = Annotated[str | None, option_of(EngineSettings, "kv-memory")]
 Quick = Annotated[bool, typer.Option("--quick", help="A coarse grid.")]
 
 
@@ -65,7 +71,7 @@ def calibrate(
     folder = model_folder(console, model)
     settings = EngineSettings(
         "", str(folder), b"", dtype=dtype, threads=threads, slots=max_num_seqs, block_size=block_size,
-        kv_memory_bytes=bytes_if_given(kv_memory, "--kv-memory"), step_tokens=max_num_batched_tokens,
+        kv_memory_bytes=None if kv_memory is None else parse_bytes(kv_memory), step_tokens=max_num_batched_tokens,
     )  # fmt: skip
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +94,7 @@ def calibrate(
     console.print(f"Written to {out}.", style="dim")
 
 
-def _measure(console: Console, settings: EngineSettings, budget_s: float, quick: bool) -> list[Measured]:
+def _measure(console: Console, settings: EngineSettings, budget_s: float, quick: bool) -> list[MeasuredTrial]:
     # Imported here because `baton --help` must not wait for it.
     from baton.node.engine_setup import build_executor
 
@@ -149,7 +155,7 @@ def _show(console: Console, made: Calibration) -> None:
     )
 
 
-def _add(table: Table, row: Row) -> None:
+def _add(table: Table, row: CalibrationRow) -> None:
     one = row.measured
     table.add_row(
         str(one.trial), f"{one.us / 1000:,.1f}", str(len(one.times_us)), f"{one.spread:.2f}",

@@ -1,10 +1,9 @@
-"""What the commands of `baton bench` share on the screen: the console, progress, and leaving in good order."""
+"""What the commands of `baton bench` and others share on the screen: the console, progress, and leaving in good order."""
 
 from __future__ import annotations
 
 import os
 import signal
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -16,12 +15,10 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     SpinnerColumn,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
 
-from baton.bench.turns import Voice
 from baton.node.models import ModelUnavailable, resolve_model
 
 PIPE_COLUMNS = 150
@@ -36,15 +33,6 @@ def wide_console() -> Console:
 def progress_bar(console: Console, *more: ProgressColumn) -> Progress:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, *more, console=console, transient=True)
-
-
-def voice_of(console: Console, bar: Progress, task: TaskID) -> Voice:
-    """Lines that stay go above the bar; what is going on now, and how much is done, into it."""
-    return Voice(
-        say=partial(console.print, markup=False, highlight=False, soft_wrap=True),
-        doing=lambda what: bar.update(task, description=what),
-        done=lambda: bar.advance(task),
-    )
 
 
 def refuse(console: Console, error: Exception) -> typer.Exit:

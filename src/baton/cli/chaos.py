@@ -11,8 +11,8 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 from baton.cli.bench_screen import refuse, stop_servers_on_sigterm, wide_console
 from baton.cli.passing import given_for, taking_options_of
-from baton.cli.serve import ExecutorKind
 from baton.cli.up import up
+from baton.node.settings import ExecutorKind
 
 CHAOS = "Chaos"
 NOT_TAKEN = frozenset(
@@ -65,7 +65,7 @@ def _chaos(
     Every option of [dim]baton up[/dim] can be given too, such as [dim]--executor scripted --step-ms 5[/dim].
     """
     # Imported late: `baton --help` must not wait for them.
-    from baton.bench.chaos import ChaosFailed, ChaosOptions, Voice, run_chaos
+    from baton.bench.chaos import ChaosFailed, ChaosOptions, ChaosVoice, run_chaos
     from baton.bench.chaos_table import show
     from baton.bench.children import ChildFailed
     from baton.bench.client import ServerUnreachable
@@ -89,7 +89,7 @@ def _chaos(
             bar.update(injected, completed=faults_done)
             bar.update(asked, completed=requests_done)
 
-        voice = Voice(doing=lambda what: bar.update(injected, description=what), done=done)
+        voice = ChaosVoice(doing=lambda what: bar.update(injected, description=what), done=done)
         try:
             report = asyncio.run(run_chaos(options, voice))
         except (ChaosFailed, ChildFailed, ServerUnreachable) as error:

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from baton.bench.client import MESSAGE_CHARS_MAX, NULL, KeyWanted, ServerUnreachable, first_model, open_http
 from baton.bench.sse import SseOverflow, SseParser
-from baton.bench.workload import Message
+from baton.bench.workload import ChatMessageText
 
 PIPED_CHARS_MAX = 4_000_000
 ANSWER_LIMIT_S = 3600.0
@@ -67,7 +67,7 @@ class AnswerFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Partner:
+class ChatServer:
     """The server's side of the conversation."""
 
     url: str
@@ -80,7 +80,7 @@ class Partner:
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
-    def body(self, messages: list[Message]) -> bytes:
+    def body(self, messages: list[ChatMessageText]) -> bytes:
         body: dict[str, object] = {
             "model": self.model,
             "messages": messages,
@@ -95,7 +95,7 @@ class Partner:
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """Filled while the answer streams in, so that a stopped one is not lost."""
 
     began_s: float = field(default_factory=perf_counter)
@@ -120,7 +120,7 @@ class Answer:
 Show = Callable[[str], None]
 
 
-async def stream_answer(partner: Partner, messages: list[Message], answer: Answer, show: Show) -> None:
+async def stream_answer(partner: ChatServer, messages: list[ChatMessageText], answer: ChatAnswer, show: Show) -> None:
     """Ask, and show each piece of text as it comes. Raises AnswerFailed."""
     address = partner.url.rstrip("/") + "/v1/chat/completions"
     headers = {"Content-Type": "application/json", **partner.headers}
@@ -142,7 +142,7 @@ async def stream_answer(partner: Partner, messages: list[Message], answer: Answe
         raise AnswerFailed(f"the connection broke: {error}") from error
 
 
-def _take(data: bytes, answer: Answer, show: Show) -> None:
+def _take(data: bytes, answer: ChatAnswer, show: Show) -> None:
     if data.strip() == b"[DONE]":
         return
     try:
@@ -169,28 +169,28 @@ def _refusal(status: int, body: bytes) -> str:
     return f"the server answered {status}: {message}"
 
 
-class Next(Enum):
+class NextInput(Enum):
     GO_ON = auto()
     LEAVE = auto()
 
 
-class Conversation:
+class ChatSession:
     """History and commands of one session at the terminal."""
 
-    def __init__(self, console: Console, partner: Partner, system: str | None) -> None:
+    def __init__(self, console: Console, partner: ChatServer, system: str | None) -> None:
         self._console = console
         self._partner = partner
         self._system = system
-        self._turns: list[Message] = []
+        self._turns: list[ChatMessageText] = []
 
-    def hear(self, line: str) -> Next:
+    def hear(self, line: str) -> NextInput:
         """One line from the person: a command or something to answer."""
         word, _, rest = line.strip().partition(" ")
         match word:
             case "":
-                return Next.GO_ON
+                return NextInput.GO_ON
             case "/exit" | "/quit":
-                return Next.LEAVE
+                return NextInput.LEAVE
             case "/reset":
                 self._turns.clear()
                 self._say("forgotten")
@@ -201,13 +201,13 @@ class Conversation:
                 self._say(HELP)
             case _:
                 self.ask(line.strip())
-        return Next.GO_ON
+        return NextInput.GO_ON
 
     def ask(self, text: str) -> bool:
         """Stream the answer; Ctrl-C keeps what has come so far. False when there was none."""
-        question = Message("user", text)
-        system = [Message("system", self._system)] if self._system else []
-        answer = Answer()
+        question = ChatMessageText("user", text)
+        system = [ChatMessageText("system", self._system)] if self._system else []
+        answer = ChatAnswer()
         try:
             asyncio.run(stream_answer(self._partner, [*system, *self._turns, question], answer, self._show))
         except KeyboardInterrupt:
@@ -217,7 +217,7 @@ class Conversation:
             return False  # the question is not kept: asking again must not send it twice
         self._console.print()
         self._say(answer.told())
-        self._turns += [question, Message("assistant", answer.text)]
+        self._turns += [question, ChatMessageText("assistant", answer.text)]
         return True
 
     def _show(self, text: str) -> None:
@@ -227,12 +227,12 @@ class Conversation:
         self._console.print(text, style="dim", markup=False, highlight=False)
 
 
-def _converse(console: Console, partner: Partner, system: str | None) -> None:
+def _converse(console: Console, partner: ChatServer, system: str | None) -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives input() its line editing and history
     console.print(f"{partner.model} at {partner.url}", style="bold", markup=False, highlight=False)
     console.print(HELP, style="dim", markup=False, highlight=False)
-    conversation = Conversation(console, partner, system)
+    conversation = ChatSession(console, partner, system)
     while True:
         try:
             line = console.input("[bold green]›[/] ")
@@ -242,11 +242,11 @@ def _converse(console: Console, partner: Partner, system: str | None) -> None:
         except EOFError:
             console.print()
             return
-        if conversation.hear(line) is Next.LEAVE:
+        if conversation.hear(line) is NextInput.LEAVE:
             return
 
 
-def _answer_once(partner: Partner, system: str | None, question: str) -> None:
+def _answer_once(partner: ChatServer, system: str | None, question: str) -> None:
     """Only the answer on stdout; what is about the answer on stderr."""
 
     def show(text: str) -> None:
@@ -254,10 +254,10 @@ def _answer_once(partner: Partner, system: str | None, question: str) -> None:
         sys.stdout.flush()
 
     errors = Console(stderr=True)
-    messages = [Message("system", system)] if system else []
-    answer = Answer()
+    messages = [ChatMessageText("system", system)] if system else []
+    answer = ChatAnswer()
     try:
-        asyncio.run(stream_answer(partner, [*messages, Message("user", question)], answer, show))
+        asyncio.run(stream_answer(partner, [*messages, ChatMessageText("user", question)], answer, show))
     except AnswerFailed as error:
         errors.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
@@ -293,7 +293,7 @@ def chat(
         told.print(str(error), style="red", markup=False, highlight=False)
         told.print(_advice(error), markup=False)
         raise typer.Exit(1) from error
-    partner = Partner(url, model or found, api_key, temperature, max_tokens)
+    partner = ChatServer(url, model or found, api_key, temperature, max_tokens)
     if sys.stdin.isatty():
         # A shell that starts us in the background leaves Ctrl-C ignored; at a terminal it means "stop this answer".
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -29,7 +29,7 @@ class CannotDrain(BatonError):
     """The router was not reached, or said no."""
 
 
-class RouterAt:
+class RouterUrl:
     """A router's API, as far as this command needs it."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -61,7 +61,7 @@ def drain(name: Name, url: Url = "http://127.0.0.1:8000", api_key: ApiKey = None
     another instance. An instance of [dim]baton up[/dim] is started again when it has ended.
     """
     try:
-        at = RouterAt(url, api_key)
+        at = RouterUrl(url, api_key)
         life = _life_of(at, name)
         answer = at.call("POST", f"/v1/instances/{quote(name, safe='')}/drain")
         if "warning" in answer:
@@ -74,7 +74,7 @@ def drain(name: Name, url: Url = "http://127.0.0.1:8000", api_key: ApiKey = None
     console.print(f"{name} is {'gone' if wait else 'draining'}", style="dim", markup=False)
 
 
-def _wait(at: RouterAt, name: str, life: int | None, say: Callable[[int], None]) -> None:
+def _wait(at: RouterUrl, name: str, life: int | None, say: Callable[[int], None]) -> None:
     """Until this life of it is gone; a supervisor may start the next one at once."""
     told: int | None = None
     while life is not None and (view := _view(at, name)) is not None and view["incarnation"] == life:
@@ -84,10 +84,10 @@ def _wait(at: RouterAt, name: str, life: int | None, say: Callable[[int], None])
         time.sleep(LOOK_S)
 
 
-def _life_of(at: RouterAt, name: str) -> int | None:
+def _life_of(at: RouterUrl, name: str) -> int | None:
     view = _view(at, name)
     return None if view is None else int(view["incarnation"])
 
 
-def _view(at: RouterAt, name: str) -> Any:
+def _view(at: RouterUrl, name: str) -> Any:
     return next((one for one in at.call("GET", "/v1/instances")["data"] if one["name"] == name), None)

@@ -9,11 +9,14 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+NOTHING_MOVED: Mapping[str, str] = {}
 
-def loading(places: Mapping[str, str]) -> type[TyperGroup]:
+
+def loading(places: Mapping[str, str], moved: Mapping[str, str] = NOTHING_MOVED) -> type[TyperGroup]:
     """A class of groups, for Typer's `cls`, with these commands in this order.
 
-    A place is `module:name`, of a function or of a group of its own.
+    A place is `module:name`, of a function or of a group of its own. `moved` maps the name of a former command to
+    what replaces it, which is printed instead of running anything (exit code 2).
     """
 
     class Group(TyperGroup):
@@ -23,6 +26,9 @@ def loading(places: Mapping[str, str]) -> type[TyperGroup]:
             self.commands = named
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            if cmd_name in moved:
+                typer.echo(f"{ctx.command_path} {cmd_name} has moved: {moved[cmd_name]}", err=True)
+                raise typer.Exit(2)
             if cmd_name in places and self.commands[cmd_name] is None:
                 self.commands[cmd_name] = _load(cmd_name, places[cmd_name])
             return super().get_command(ctx, cmd_name)

@@ -1,4 +1,4 @@
-"""How options of our commands are made: each can also be set as BATON_<NAME>, and in a TOML file given with --config."""
+"""Options that are not declared settings: those of commands that only ask a server, and --config, a TOML file of options."""
 
 from __future__ import annotations
 
@@ -9,22 +9,11 @@ from typing import Any
 import typer
 
 from baton.cli.config import NOTHING, Command, read_options
+from baton.cli.declared import variable
 
 
-def option(
-    name: str, panel: str, text: str, least: float | None = None, most: float | None = None, metavar: str | None = None
-) -> Any:
-    """What `--help` says of values is kept short: the names of options, which one has to copy, are cut off otherwise."""
-    return typer.Option(
-        f"--{name}", help=text, envvar=variable(name), show_envvar=False, rich_help_panel=panel, min=least, max=most,
-        metavar="N" if least is not None and metavar is None else metavar,
-    )  # fmt: skip
-
-
-def switch(name: str, panel: str, text: str) -> Any:
-    return typer.Option(
-        f"--{name}/--no-{name}", help=text, envvar=variable(name), show_envvar=False, rich_help_panel=panel, metavar=" "
-    )
+def option(name: str, panel: str, text: str) -> Any:
+    return typer.Option(f"--{name}", help=text, envvar=variable(name), show_envvar=False, rich_help_panel=panel)
 
 
 def config_file(command: Callable[[], Command], settled: Mapping[str, str] = NOTHING) -> Any:
@@ -45,7 +34,3 @@ def config_file(command: Callable[[], Command], settled: Mapping[str, str] = NOT
         is_eager=True,  # so that the file's values are defaults before any other option is looked at
         metavar="FILE",
     )
-
-
-def variable(name: str) -> str:
-    return "BATON_" + name.upper().replace("-", "_")

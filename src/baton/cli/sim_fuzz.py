@@ -16,8 +16,9 @@ from rich.table import Table
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
 from baton.core.config import WorkerConfig
 from baton.sim.faults import CLASSES
-from baton.sim.fuzz import EVERY_FAULT, EVERY_MOVE, ShardDied, Shrunk, Totals, cores, run_many, shrink
-from baton.sim.scenario import Trim, Verdict, draw_scenario, run_seed
+from baton.sim.fuzz import EVERY_FAULT, EVERY_MOVE, FuzzTotals, ShardDied, ShrunkWorld, cores, run_many, shrink
+from baton.sim.fuzzed_run import WorldVerdict, run_seed
+from baton.sim.scenario import ScenarioTrim, draw_scenario
 from baton.sim.shard import SeedReport
 
 STORY_LINES = 120
@@ -97,7 +98,7 @@ def replay(
     """Run one seed again and tell its story, one line an event; all laws after every event."""
     console = wide_console()
     try:
-        trim = Trim(_classes(faults), _indices(requests, draw_scenario(seed).asks), instances)
+        trim = ScenarioTrim(_classes(faults), _indices(requests, draw_scenario(seed).asks), instances)
         _writable(story)
     except typer.BadParameter as error:
         raise refuse(console, error) from error
@@ -148,7 +149,7 @@ def _writable(file: Path | None) -> Path | None:
 # ── what is printed ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def show_totals(console: Console, totals: Totals, wall_s: float) -> None:
+def show_totals(console: Console, totals: FuzzTotals, wall_s: float) -> None:
     console.print(
         f"{totals.seeds:,} seeds in {wall_s:.1f} s ({totals.seeds / wall_s:.1f} a second): {totals.events:,} events, "
         f"{totals.requests:,} requests, {totals.virtual_us / 1e6:,.0f} s of virtual time; "
@@ -179,12 +180,12 @@ def _tell_failure(console: Console, failure: SeedReport, story: Path | None, shr
             shrunk = shrink(failure.seed)
         console.print(f"shrunk in {shrunk.runs} runs")
     else:
-        shrunk = Shrunk(Trim(), run_seed(failure.seed, tell_story=True, always_audit=True), 0)
+        shrunk = ShrunkWorld(ScenarioTrim(), run_seed(failure.seed, tell_story=True, always_audit=True), 0)
     _tell_story(console, shrunk.verdict, story)
     console.print(f"replay with: [bold]{replay_command(failure.seed, shrunk.trim)}[/bold]", soft_wrap=True)
 
 
-def replay_command(seed: int, trim: Trim) -> str:
+def replay_command(seed: int, trim: ScenarioTrim) -> str:
     words = ["baton", "sim", "replay", str(seed)]
     if trim.classes is not None:
         words += ["--faults", ",".join(trim.classes)]
@@ -195,7 +196,7 @@ def replay_command(seed: int, trim: Trim) -> str:
     return shlex.join(words)
 
 
-def _tell_story(console: Console, verdict: Verdict, file: Path | None, about: str | None = None) -> None:
+def _tell_story(console: Console, verdict: WorldVerdict, file: Path | None, about: str | None = None) -> None:
     scenario = verdict.scenario
     roles = ", ".join(role.name for role in scenario.roles)
     lines = [_line(line) for line in verdict.story if about is None or about in line]
@@ -221,8 +222,9 @@ def _tell_story(console: Console, verdict: Verdict, file: Path | None, about: st
 def _settings(config: WorkerConfig) -> str:
     """What differs from the defaults."""
     plain = WorkerConfig(slots=config.slots, blocks=config.blocks, step_tokens=config.step_tokens)
-    values = ((item.name, getattr(config, item.name), getattr(plain, item.name)) for item in fields(config))
     named = ("slots", "blocks", "step_tokens")
+    names = sorted((item.name for item in fields(config)), key=lambda name: name not in named)
+    values = ((name, getattr(config, name), getattr(plain, name)) for name in names)
     return ", ".join(f"{name} {value}" for name, value, usual in values if value != usual or name in named)
 
 

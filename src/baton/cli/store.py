@@ -16,7 +16,7 @@ from rich.table import Table
 from baton.cli.bench_screen import progress_bar, wide_console
 from baton.core.errors import BatonError
 from baton.kv.store import MISSING, OVERSIZED, Store, StoreStat, open_store
-from baton.wire.envelope import Flaw, object_name, open_any
+from baton.wire.envelope import EnvelopeFlaw, object_name, open_any
 
 store_app = typer.Typer(
     help="Stores of KV: what is in them, whether it is sound, and how to empty them.",
@@ -41,7 +41,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @dataclass
-class Findings:
+class StoreFindings:
     sound: int = 0
     sound_bytes: int = 0
     bad: Counter[str] = field(default_factory=Counter)
@@ -118,8 +118,8 @@ def _cleared(store: Store) -> int:
 # ── verifying ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _examined(store: Store) -> Findings:
-    found = Findings()
+def _examined(store: Store) -> StoreFindings:
+    found = StoreFindings()
     with progress_bar(_progress_console()) as bar:
         task = bar.add_task("counting", total=None)
         listed = sorted(store.names())
@@ -146,7 +146,7 @@ def _batches(listed: list[tuple[str, int]], room: int) -> Iterator[list[tuple[st
         yield batch
 
 
-def _examine(store: Store, batch: list[tuple[str, int]], arena: memoryview, found: Findings) -> None:
+def _examine(store: Store, batch: list[tuple[str, int]], arena: memoryview, found: StoreFindings) -> None:
     ends = list(accumulate(size for _, size in batch))
     buffers = [arena[end - size : end] for (_, size), end in zip(batch, ends, strict=True)]
     counts = store.get([name for name, _ in batch], buffers)
@@ -165,14 +165,14 @@ def _examine(store: Store, batch: list[tuple[str, int]], arena: memoryview, foun
 
 def _flaw_of(name: str, buffer: memoryview, count: int) -> str | None:
     if count == OVERSIZED:
-        return str(Flaw.TORN)
+        return str(EnvelopeFlaw.TORN)
     opened = open_any(buffer[:count])
-    if isinstance(opened, Flaw):
+    if isinstance(opened, EnvelopeFlaw):
         return str(opened)
     return None if object_name(opened.layout, opened.key) == name else MISPLACED
 
 
-def _tell(console: Console, found: Findings, repaired: bool) -> None:
+def _tell(console: Console, found: StoreFindings, repaired: bool) -> None:
     console.print(f"{found.sound:,} objects are sound ({shown_bytes(found.sound_bytes)})", highlight=False)
     if found.gone:
         console.print(f"{found.gone:,} went away meanwhile", highlight=False)

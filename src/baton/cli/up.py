@@ -10,21 +10,19 @@ import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from baton.cli.declared import GivenOptions, taking_settings
 from baton.cli.options import config_file
 from baton.cli.passing import given_for, source_of, taking_options_of
 from baton.cli.router import router
-from baton.cli.serve import ExecutorKind, Model, serve
+from baton.cli.serve import serve
 from baton.core.errors import BatonError
-
-if TYPE_CHECKING:
-    from baton.up.fleet_plan import FleetPlan
-
-FLEET = "Fleet"
+from baton.node.settings import EngineSettings, ExecutorKind
+from baton.up.fleet_plan import FleetPlan
 
 DECIDED = frozenset(
     ["model", "port", "role", "name", "router", "peer", "peer_port", "join_host", "join_port", "cluster_key",
@@ -42,36 +40,14 @@ QUIET = ("--log-level", "warning")
 """Instances speak up when something is wrong; what happens to requests the router says."""
 
 
-def _option(name: str, text: str, least: float | None = None, most: float | None = None) -> Any:
-    return typer.Option(f"--{name}", help=text, rich_help_panel=FLEET, min=least, max=most, metavar="N")
-
-
-Prefill = Annotated[int, _option("prefill", "Instances that prefill for those that decode.", 0)]
-Decode = Annotated[int, _option("decode", "Instances that decode.", 0)]
-Mixed = Annotated[int | None, _option("mixed", "Instances that do both. Default: 1 where there are no others.", 0)]
-RouterPort = Annotated[int, _option("router-port", "Port of the API and the dashboard; 0 picks a free one.", 0, 65535)]
-Demo = Annotated[
-    bool, typer.Option("--demo", help="One that prefills, two that decode, and a button to kill one.", rich_help_panel=FLEET)
-]
-Threads = Annotated[int | None, _option("threads", "CPU threads of each instance. Default: its share of the cores.", 1)]
-DrainTimeout = Annotated[float, _option("drain-timeout", "Seconds that open requests get to finish after Ctrl-C.", 0)]
-RestartDelay = Annotated[
-    float, _option("restart-delay-max", "Longest pause in seconds before a process that keeps ending starts again.", 0)
-]
 Config = Annotated[Path | None, config_file(lambda: up, SETTLED)]
 
 
+@taking_settings(FleetPlan)
 def _up(
+    *,
     context: typer.Context,
-    model: Model = "smollm2",
-    prefill: Prefill = 0,
-    decode: Decode = 0,
-    mixed: Mixed = None,
-    router_port: RouterPort = 8000,
-    demo: Demo = False,
-    threads: Threads = None,
-    drain_timeout: DrainTimeout = 30.0,
-    restart_delay_max: RestartDelay = 10.0,
+    given: GivenOptions,
     config: Config = None,  # noqa: ARG001  its callback has made it the defaults of all the others
 ) -> None:
     """Serve a model by several instances on this machine behind one router.
@@ -83,27 +59,24 @@ def _up(
     What ends is started again. Every option of [dim]baton serve[/dim] and [dim]baton router[/dim] can be given too, here or
     in the file of [dim]--config[/dim]; each process gets those that it has.
     """
-    # Imported late: `baton --help` must not wait for it.
-    from baton.up.fleet_plan import FleetPlan
-
-    if demo and (prefill, decode, mixed) == (0, 0, None):
-        prefill, decode = 1, 2
-    if mixed is None:
-        mixed = 0 if prefill or decode else 1
+    fleet = given.fields_of(FleetPlan)
+    if fleet["demo"] and not (fleet["prefill"] or fleet["decode"] or "mixed" in fleet):
+        fleet |= {"prefill": 1, "decode": 2}
+    fleet.setdefault("mixed", 0 if fleet["prefill"] or fleet["decode"] else 1)
     to_instances = given_for(context, serve, HANDLED | OF_THE_ROUTER)
     to_router = given_for(context, router, HANDLED)
-    if demo and all(source_of(context, name) == "DEFAULT" for name in ("kv_memory", "kv_blocks")):
+    if fleet["demo"] and all(source_of(context, name) == "DEFAULT" for name in ("kv_memory", "kv_blocks")):
         to_instances = ("--kv-memory", DEMO_KV, *to_instances)
     quiet = () if "--log-level" in to_instances else QUIET
     store = context.params["kv_store"] or None
     try:
-        _check_model(model, context.params)
+        _check_model(fleet["model"], context.params)
         plan = FleetPlan(
-            model, prefill, decode, mixed, (*quiet, *to_instances), to_router, router_port,
-            threads, demo, tuple(context.params["api_key"] or ()), drain_timeout, round(restart_delay_max * 1e6),
-            context.params["admin_key"], store, _cluster_key(store),
+            **fleet, serve_options=(*quiet, *to_instances), router_options=to_router,
+            api_keys=tuple(context.params["api_key"] or ()), admin_key=context.params["admin_key"],
+            kv_store=store, cluster_key=_cluster_key(store),
         )  # fmt: skip
-        check_port(context.params["host"], router_port)
+        check_port(context.params["host"], plan.router_port)
         code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
     except BatonError as error:
         Console(stderr=True, highlight=False).print(f"baton up: {error}", style="red", markup=False, soft_wrap=True)
@@ -115,7 +88,6 @@ def _check_model(model: str, given: Mapping[str, Any]) -> None:
     """What every instance would refuse is told once, by us."""
     from baton.node.devices import check_device
     from baton.node.models import check_load_format
-    from baton.node.settings import EngineSettings
 
     check_load_format(model, given["load_format"])
     named = ("device", "dtype", "attention", "batch_invariant", "speculate", "draft_tokens", "ngram_max")
@@ -141,10 +113,10 @@ def check_port(host: str, port: int) -> None:
 
 def _run(plan: FleetPlan, needs_model: bool) -> int:
     from baton.node.models import resolve_model
-    from baton.up.merged_log import FleetLog
+    from baton.up.merged_log import MergedLog
     from baton.up.supervisor import ROUTER, Supervisor
 
-    with FleetLog((ROUTER, *(member.name for member in plan.members))) as log:
+    with MergedLog((ROUTER, *(member.name for member in plan.members))) as log:
         if needs_model:
             resolve_model(plan.model, log.say)  # once, and not by all of them at the same time
 

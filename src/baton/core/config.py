@@ -1,11 +1,19 @@
-"""The settings of the deciding code, as one frozen and validated value."""
+"""The settings of the deciding code, as frozen and validated values.
+
+SchedulerSettings, HandoverSettings and TierSettings are what an operator sets. The settings of an engine process inherit
+them, and so do WorkerConfig, HandoverConfig and TierConfig, which add what follows from the model and the machine.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
-from baton.core.errors import BatonError
+from baton.core.setting import BadConfig as BadConfig
+from baton.core.setting import Bounds, Panel, Setting, Unit, check_bounds
+
+AtLeastOne = Annotated[int, Bounds(least=1)]
 
 
 class ReservePolicy(StrEnum):
@@ -43,10 +51,6 @@ class BringBack(StrEnum):
     ALWAYS = "always"
 
 
-class BadConfig(BatonError):
-    """A setting, or a pair of settings, that cannot work; the message names them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Role:
     """What an instance does, as data: nothing compares names of roles."""
@@ -66,125 +70,192 @@ DECODE = Role("decode", serves=True, takes=True, gives=False)
 ROLES = {role.name: role for role in (MIXED, PREFILL, DECODE)}
 
 
-@dataclass(frozen=True, slots=True)
-class HandoverConfig:
-    lease_us: int = 2_000_000
-    """How long leased blocks wait without a sign of the giver."""
-    renew_us: int = 500_000
-    """How often a giver says that it is still at it."""
-    deadline_us: int = 60_000_000
+# ── hand-overs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoverSettings:
+    deadline_us: Annotated[
+        int,
+        Setting("prefill-timeout", Panel.PEERS, "Seconds that decode waits for a peer's prefill.", 0.1, unit=Unit.SECONDS),
+        Bounds(least=1),
+    ] = 60_000_000
     """Longest time from the ask to the adoption."""
-    retry_after_us: int = 100_000
+    lease_us: Annotated[
+        int,
+        Setting(
+            "lease", Panel.PEERS, "Seconds that blocks wait for a peer of which nothing is heard.", 0.1, unit=Unit.SECONDS
+        ),
+        Bounds(least=1),
+    ] = 2_000_000
+    """How long leased blocks wait without a sign of the giver."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverConfig(HandoverSettings):
+    renew_us: AtLeastOne = 500_000
+    """How often a giver says that it is still at it."""
+    retry_after_us: AtLeastOne = 100_000
     """What a refused giver is told."""
-    local_tokens: int = 16
-    """A prompt with no more than so many uncached tokens is prefilled where it decodes."""
+    local_tokens: Annotated[int, Bounds(least=0)] = 16
+    """A prompt with at most this many uncached tokens is prefilled where it decodes."""
     vocabulary: int = 1 << 31
     """A first token must be below this."""
 
     def __post_init__(self) -> None:
-        for name in ("lease_us", "renew_us", "deadline_us", "retry_after_us"):
-            if getattr(self, name) < 1:
-                raise BadConfig(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.local_tokens < 0:
-            raise BadConfig(f"local_tokens must not be negative, but is {self.local_tokens}")
+        check_bounds(self)
         if self.renew_us * 2 > self.lease_us:
             raise BadConfig(
                 f"renew_us ({self.renew_us}) must be at most half of lease_us ({self.lease_us}), so that one may be late"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class TierConfig:
+# ── KV beyond the pool ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSettings:
+    save_preempted: Annotated[
+        bool,
+        Setting("save-preempted", Panel.TIERS, "Keep the KV of requests that yield, to go on from here or elsewhere."),
+    ] = True
+    save_finished: Annotated[
+        bool, Setting("save-finished", Panel.TIERS, "Keep the KV of requests that end, for others that begin alike.")
+    ] = True
+    cache_outputs: Annotated[
+        bool, Setting("cache-outputs", Panel.TIERS, "Keep the KV of generated tokens too, not only of prompts.")
+    ] = True
+    bring_back: Annotated[
+        BringBack,
+        Setting(
+            "bring-back", Panel.TIERS, "Fetch KV when that is quicker than computing it (cheapest), or always.", metavar=" "
+        ),
+    ] = BringBack.CHEAPEST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig(TierSettings):
     """Where KV goes that the pool has no room for."""
 
-    host_rows: int = 0
+    host_rows: Annotated[int, Bounds(least=0)] = 0
     """Blocks that host memory holds; 0: there are no other tiers."""
     store: bool = False
     """A store lies behind the host's memory."""
-    save_preempted: bool = True
-    save_finished: bool = True
-    cache_outputs: bool = True
-    """What was generated is saved too, not only prompts."""
-    bring_back: BringBack = BringBack.CHEAPEST
-    haul_blocks: int = 16
+    haul_blocks: AtLeastOne = 16
     """Most blocks that one order moves: they are free, or there, when all of them are."""
-    hauls_max: int = 8
+    hauls_max: AtLeastOne = 8
     """Most orders to the store at once, of each kind."""
-    copy_us: int = 1_000_000
+    copy_us: AtLeastOne = 1_000_000
     """How long a copy between device and host may take before it is fenced."""
-    look_us: int = 100_000
-    get_us: int = 1_000_000
-    put_us: int = 5_000_000
-    depart_us: int = 500_000
+    look_us: AtLeastOne = 100_000
+    get_us: AtLeastOne = 1_000_000
+    put_us: AtLeastOne = 5_000_000
+    depart_us: AtLeastOne = 500_000
     """How long the end of a request that goes elsewhere waits for its KV to be stored."""
-    failures_max: int = 3
-    """So many failures of the store in a row, and it is left alone for a while."""
-    retry_us: int = 1_000_000
+    failures_max: AtLeastOne = 3
+    """After this many failures in a row the store is left alone for a while."""
+    retry_us: AtLeastOne = 1_000_000
     retry_us_max: int = 30_000_000
 
     def __post_init__(self) -> None:
-        for name in ("haul_blocks", "hauls_max", "failures_max"):
-            if getattr(self, name) < 1:
-                raise BadConfig(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("copy_us", "look_us", "get_us", "put_us", "depart_us", "retry_us"):
-            if getattr(self, name) < 1:
-                raise BadConfig(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.host_rows < 0:
-            raise BadConfig(f"host_rows must not be negative, but is {self.host_rows}")
+        check_bounds(self)
         if self.retry_us_max < self.retry_us:
             raise BadConfig(f"retry_us_max ({self.retry_us_max}) must be at least retry_us ({self.retry_us})")
         if self.store and not self.host_rows:
             raise BadConfig("a store needs host memory: everything passes through it on its way there and back")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    slots: int
-    """Most requests that run at once."""
-    blocks: int
-    """Size of the KV pool."""
-    block_size: int = 16
-    """Token positions a block."""
-    context_tokens: int = 8192
-    """Longest sequence, prompt and outputs together."""
-    step_tokens: int = 2048
-    """Most tokens that one step may feed."""
-    burst: int = 1
-    """Most tokens that one decode may yield in one step."""
-    depth: int = 2
-    """How many steps may be in flight: 2 plans one while another computes."""
-    waiting_max: int = 1024
-    """Longest queue; beyond it a submission is refused."""
-    prefix_cache: bool = True
-    reserve: ReservePolicy = ReservePolicy.NEW_TOKEN_RATIO
-    ratio_initial: float = 0.7
-    ratio_decay: float = 0.001
-    """Subtracted from the ratio in each pass."""
-    ratio_floor: float = 0.1
-    ratio_clip_tokens: int = 4096
-    """Remaining tokens beyond this are not reserved for."""
-    fixed_blocks: int = 16
-    fixed_blocks_decay: float = 0.025
-    victims: VictimPolicy = VictimPolicy.NEWEST
-    max_preemptions: int = 8
+# ── scheduling ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    waiting_max: Annotated[
+        int,
+        Setting(
+            "max-waiting", Panel.API, "Longest queue; beyond it clients get 429 with Retry-After.", 1,
+            after="served-model-name",
+        ),
+    ] = 1024  # fmt: skip
+    slots: Annotated[int, Setting("max-num-seqs", Panel.KV, "Most requests that run at once.", 1)] = 64
+    step_tokens: Annotated[
+        int,
+        Setting("max-num-batched-tokens", Panel.KV, "Most tokens one step may feed; longer prompts are cut into chunks.", 1),
+    ] = 2048
+    block_size: Annotated[int, Setting("block-size", Panel.KV, "Token positions a KV block.", 1)] = 16
+    prefix_cache: Annotated[bool, Setting("prefix-cache", Panel.KV, "Reuse the KV of prompts that begin alike.")] = True
+    depth: Annotated[int, Setting("plan-ahead", Panel.KV, "Steps in flight: 2 plans one while another computes.", 1, 3)] = 2
+    reserve: Annotated[
+        ReservePolicy,
+        Setting(
+            "reserve", Panel.PRESSURE,
+            "What running requests keep free to grow into. More: fewer preemptions, smaller batches.",
+        ),
+    ] = ReservePolicy.NEW_TOKEN_RATIO  # fmt: skip
+    ratio_initial: Annotated[
+        float,
+        Setting(
+            "ratio-initial", Panel.PRESSURE, "new-token-ratio: share of the remaining outputs reserved at the start.", 0, 1
+        ),
+    ] = 0.7
+    ratio_decay: Annotated[
+        float, Setting("ratio-decay", Panel.PRESSURE, "new-token-ratio: what the share falls by a pass.", 0)
+    ] = 0.001
+    ratio_floor: Annotated[float, Setting("ratio-floor", Panel.PRESSURE, "new-token-ratio: the least share.", 0, 1)] = 0.1
+    ratio_clip_tokens: Annotated[
+        int,
+        Setting(
+            "ratio-clip-tokens", Panel.PRESSURE, "new-token-ratio: remaining tokens beyond this are not reserved for.", 0
+        ),
+    ] = 4096
+    fixed_blocks: Annotated[
+        int,
+        Setting("fixed-blocks", Panel.PRESSURE, "fixed-blocks: blocks a running request reserves after a preemption.", 0),
+    ] = 16
+    fixed_blocks_decay: Annotated[
+        float, Setting("fixed-blocks-decay", Panel.PRESSURE, "fixed-blocks: what those fall by a pass, down to 0.", 0)
+    ] = 0.025
+    victims: Annotated[
+        VictimPolicy,
+        Setting("victims", Panel.PRESSURE, "Who yields: the newest, or the one that is cheapest to compute again."),
+    ] = VictimPolicy.NEWEST
+    max_preemptions: Annotated[
+        int, Setting("max-preemptions", Panel.PRESSURE, "A request that yielded this often is no longer a victim.", 0)
+    ] = 8
     """A request that yielded this often is no longer a victim, and comes back only with its whole need reserved."""
+    on_preempt: Annotated[
+        OnPreempt,
+        Setting(
+            "on-preempt", Panel.PRESSURE,
+            "What it cannot hold: resume here later, or end with pd_reschedule to go on elsewhere. "
+            "Default: reschedule under a router, else resume.",
+            is_optional=True,
+        ),
+    ] = OnPreempt.RESUME  # fmt: skip
+    prefill_path: Annotated[
+        PrefillPath,
+        Setting("prefill-path", Panel.PEERS, "How prefill plans its steps: short, or general as other instances do."),
+    ] = PrefillPath.SHORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(SchedulerSettings):
+    blocks: AtLeastOne
+    """Size of the KV pool."""
+    context_tokens: AtLeastOne = 8192
+    """Longest sequence, prompt and outputs together."""
+    burst: AtLeastOne = 1
+    """Most tokens that one decode may yield in one step."""
     role: Role = MIXED
-    prefill_path: PrefillPath = PrefillPath.SHORT
-    on_preempt: OnPreempt = OnPreempt.RESUME
     handover: HandoverConfig = HandoverConfig()
     tiers: TierConfig = TierConfig()
 
     def __post_init__(self) -> None:
-        for name in ("slots", "blocks", "block_size", "context_tokens", "step_tokens", "burst", "depth", "waiting_max"):
-            if getattr(self, name) < 1:
-                raise BadConfig(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.ratio_floor <= self.ratio_initial <= 1:
             raise BadConfig(
                 f"ratio_floor ({self.ratio_floor}) and ratio_initial ({self.ratio_initial}) must rise within 0 … 1"
             )
-        for name in ("ratio_decay", "ratio_clip_tokens", "fixed_blocks", "fixed_blocks_decay", "max_preemptions"):
-            if not getattr(self, name) >= 0:  # written so that NaN fails too
-                raise BadConfig(f"{name} must not be negative, but is {getattr(self, name)}")
+        check_bounds(self)
         if self.tiers.host_rows and not self.prefix_cache:
             raise BadConfig("KV in host memory and in a store is found by the names of the prefix cache, which is off")
         if self.burst > self.block_size:

@@ -13,17 +13,17 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.engine.plan import Int32s, Int64s, Outcome, Start, StepPlan, StepResult, Stop
+from baton.core.engine.plan import Int32s, Int64s, RowOutcome, Start, StepPlan, StepResult, Stop
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import NO_KV, ExecutorShape, LayerDone
 
 STOP_TOKEN, FILLER_TOKEN = 2, 7
 
-_TOKENS, _PREEMPTED = int(Outcome.TOKENS), int(Outcome.PREEMPTED)
+_TOKENS, _PREEMPTED = int(RowOutcome.TOKENS), int(RowOutcome.PREEMPTED)
 _EMPTY, _SHORT, _UNFINISHED = (
-    int(Outcome.NOTHING_EMPTY_SLOT),
-    int(Outcome.NOTHING_OUT_OF_BLOCKS),
-    int(Outcome.NOTHING_CHUNK_UNFINISHED),
+    int(RowOutcome.NOTHING_EMPTY_SLOT),
+    int(RowOutcome.NOTHING_OUT_OF_BLOCKS),
+    int(RowOutcome.NOTHING_CHUNK_UNFINISHED),
 )
 
 

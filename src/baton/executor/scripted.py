@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.engine.plan import Chunk, Int32s, Logprobs, Outcome, Start, StepPlan, StepResult
+from baton.core.engine.plan import Chunk, Int32s, Logprobs, RowOutcome, Start, StepPlan, StepResult
 from baton.core.engine.request import Sampling, Tokens
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, spans, zeroed
@@ -126,10 +126,10 @@ class ScriptedExecutor:
         for stop in plan.stops:
             slot = self._slots.get(stop.slot)
             if slot is None or slot.epoch != stop.epoch:
-                rows.add(stop.slot, stop.epoch, Outcome.NOTHING_EMPTY_SLOT, [], 0)
+                rows.add(stop.slot, stop.epoch, RowOutcome.NOTHING_EMPTY_SLOT, [], 0)
             else:
                 del self._slots[stop.slot]
-                rows.add(stop.slot, stop.epoch, Outcome.PREEMPTED, [], len(slot.tokens))
+                rows.add(stop.slot, stop.epoch, RowOutcome.PREEMPTED, [], len(slot.tokens))
         for copy in plan.copies:
             self._pool[copy.target] = self._pool[copy.source]
         for start in plan.starts:
@@ -162,21 +162,21 @@ class ScriptedExecutor:
     def _run_chunk(self, chunk: Chunk, rows: _Rows) -> None:
         slot = self._slots.get(chunk.slot)
         if slot is None or slot.epoch != chunk.epoch:
-            rows.add(chunk.slot, chunk.epoch, Outcome.NOTHING_EMPTY_SLOT, [], 0)
+            rows.add(chunk.slot, chunk.epoch, RowOutcome.NOTHING_EMPTY_SLOT, [], 0)
         elif not self._write(slot, chunk.begin, chunk.end):
-            rows.add(chunk.slot, chunk.epoch, Outcome.NOTHING_OUT_OF_BLOCKS, [], len(slot.tokens))
+            rows.add(chunk.slot, chunk.epoch, RowOutcome.NOTHING_OUT_OF_BLOCKS, [], len(slot.tokens))
         elif not chunk.samples:
-            rows.add(chunk.slot, chunk.epoch, Outcome.NOTHING_CHUNK_UNFINISHED, [], len(slot.tokens))
+            rows.add(chunk.slot, chunk.epoch, RowOutcome.NOTHING_CHUNK_UNFINISHED, [], len(slot.tokens))
         else:
             token = self._next_token(slot)
             slot.tokens.append(token)
-            rows.add(chunk.slot, chunk.epoch, Outcome.TOKENS, [token], len(slot.tokens))
+            rows.add(chunk.slot, chunk.epoch, RowOutcome.TOKENS, [token], len(slot.tokens))
             self._report(slot, rows)
 
     def _run_decode(self, slot_id: int, epoch: int, rows: _Rows) -> None:
         slot = self._slots.get(slot_id)
         if slot is None or slot.epoch != epoch:
-            rows.add(slot_id, epoch, Outcome.NOTHING_EMPTY_SLOT, [], 0)
+            rows.add(slot_id, epoch, RowOutcome.NOTHING_EMPTY_SLOT, [], 0)
             return
         yielded: list[int] = []
         room = slot.limit - len(slot.tokens)
@@ -185,7 +185,7 @@ class ScriptedExecutor:
             slot.tokens.append(yielded[-1])
             if len(yielded) >= 1 + _mix(yielded[0]) % self.shape.burst:
                 break
-        outcome = Outcome.TOKENS if yielded else Outcome.NOTHING_OUT_OF_BLOCKS
+        outcome = RowOutcome.TOKENS if yielded else RowOutcome.NOTHING_OUT_OF_BLOCKS
         rows.add(slot_id, epoch, outcome, yielded, len(slot.tokens))
         self._report(slot, rows)
 
@@ -235,7 +235,7 @@ class _Rows:
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
 
-    def add(self, slot: int, epoch: int, outcome: Outcome, tokens: list[int], known: int) -> None:
+    def add(self, slot: int, epoch: int, outcome: RowOutcome, tokens: list[int], known: int) -> None:
         self._slots.append(slot)
         self._epochs.append(epoch)
         self._outcomes.append(outcome)

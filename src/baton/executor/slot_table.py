@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.core.engine.plan import Chunk, Int32s, Int64s, Outcome, Start
+from baton.core.engine.plan import Chunk, Int32s, Int64s, RowOutcome, Start
 from baton.core.engine.request import Tokens
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import ExecutorShape
@@ -79,7 +79,7 @@ class SlotTable:
         size = self.shape.block_size
         return bool((self.table[slot, begin // size : -(-end // size)] != NO_BLOCK).all())
 
-    def judge(self, chunk: Chunk) -> Outcome:
+    def judge(self, chunk: Chunk) -> RowOutcome:
         """The outcome of a chunk of an occupied slot. A chunk that lacks blocks marks its slot as starved."""
         slot, begin, end = chunk.slot, chunk.begin, chunk.end
         known, computed = int(self.known[slot]), int(self.computed[slot])
@@ -89,8 +89,8 @@ class SlotTable:
             raise InvariantViolated(f"chunk [{begin}, {end}) of slot {slot} leaves a gap: only {computed} are computed")
         if begin > computed or not self.has_blocks(slot, begin, end):
             self.starved[slot] = True
-            return Outcome.NOTHING_OUT_OF_BLOCKS
-        return Outcome.TOKENS if chunk.samples else Outcome.NOTHING_CHUNK_UNFINISHED
+            return RowOutcome.NOTHING_OUT_OF_BLOCKS
+        return RowOutcome.TOKENS if chunk.samples else RowOutcome.NOTHING_CHUNK_UNFINISHED
 
     def room(self, slots: Int32s, tokens: int) -> Int64s:
         """How many of the next `tokens` positions after the last known token have a block, for each slot."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.engine.plan import Int32s, Int64s, Logprobs, Outcome, StepPlan
+from baton.core.engine.plan import Int32s, Int64s, Logprobs, RowOutcome, StepPlan
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ def begin_rows(plan: StepPlan) -> ResultRows:
     return ResultRows(
         slots=np.concatenate([slots, plan.decode_slots]).astype(np.int32),
         epochs=np.concatenate([epochs, plan.decode_epochs]).astype(np.int64),
-        outcomes=np.full(rows, Outcome.NOTHING_EMPTY_SLOT, dtype=np.int8),
+        outcomes=np.full(rows, RowOutcome.NOTHING_EMPTY_SLOT, dtype=np.int8),
         known=np.zeros(rows, dtype=np.int64),
     )
 

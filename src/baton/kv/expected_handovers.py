@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
-from baton.core.handover.messages import Arriving, Fenced, Handover, Spoilt, Verified
+from baton.core.handover.messages import Arriving, Fenced, Handover, TransferBroken, Verified
 from baton.kv.checksums import BlockChecksums, DeviceChecksums
 from baton.kv.expected_blocks import ExpectedBlocks
 from baton.kv.host_mirror import MirrorCopier
@@ -48,7 +48,7 @@ class ExpectedHandovers:
         key = handover.request, handover.attempt
         if self._closed or key in self._entries or len(self._entries) >= self._expected_max:
             reason = "the receiver is closed" if self._closed else "expected twice, or too many at once"
-            self._report(Spoilt(handover, reason))
+            self._report(TransferBroken(handover, reason))
             return
         expected = ExpectedBlocks(first, blocks, len(self._memory.spans))
         checks = BlockChecksums(first, len(blocks), self._memory.spans, self._pool) if self._verified else None
@@ -62,7 +62,7 @@ class ExpectedHandovers:
     def verify(self, handover: Handover, checks: bytes) -> None:
         entry = self._entry(handover)
         if entry is None:
-            self._report(Spoilt(handover, "not expected, or not any more"))
+            self._report(TransferBroken(handover, "not expected, or not any more"))
             return
         entry.wanted = checks
         self._conclude(entry)
@@ -76,7 +76,7 @@ class ExpectedHandovers:
     def spoil(self, entry: ExpectedHandover, reason: str) -> None:
         self._forget(entry)
         self._stop_copying(entry.handover, lambda: None)
-        self._report(Spoilt(entry.handover, reason))
+        self._report(TransferBroken(entry.handover, reason))
 
     def bypass_mirror(self, entry: ExpectedHandover) -> None:
         """Its pieces are read from device to device, and hashed there."""

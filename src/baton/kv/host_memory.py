@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
-from baton.core.tiers.transfers import CopyIn, CopyOut, Haul, Hauled, HaulFenced, StorageEvent
+from baton.core.tiers.transfers import CopyIn, CopyOut, StorageEvent, TransferDone, TransferFenced, TransferId
 from baton.kv.block_access import BlockAccess, Bytes, Bytes2d, blocks_per_copy, zeroed
 from baton.kv.shared_memory import ids_within
 
@@ -79,7 +79,7 @@ class HostCopier:
         self._at_once = blocks_per_copy(blocks, blocks.block_bytes)
         self._memory = memory
         self._report = report
-        self._open: dict[Haul, TransferHold] = {}
+        self._open: dict[TransferId, TransferHold] = {}
         self._waiting_in: deque[tuple[CopyIn, TransferHold]] = deque()
         self._waiting_out: deque[tuple[CopyOut, TransferHold]] = deque()
         self._condition = threading.Condition()
@@ -102,12 +102,12 @@ class HostCopier:
                 self._waiting_out.append((order, hold))
             self._condition.notify()
 
-    def fence(self, transfer: Haul) -> bool:
+    def fence(self, transfer: TransferId) -> bool:
         """False if the transfer is unknown here or finished; then no answer is reported."""
         hold = self._open.get(transfer)
         if hold is not None and hold.fence():
             self._open.pop(transfer, None)
-            self._report(HaulFenced(transfer))
+            self._report(TransferFenced(transfer))
         return hold is not None
 
     def close(self) -> None:
@@ -126,9 +126,9 @@ class HostCopier:
             done = hold.let_go()
             self._open.pop(order.haul, None)
             if not done:
-                self._report(HaulFenced(order.haul))
+                self._report(TransferFenced(order.haul))
             elif copied:
-                self._report(Hauled(order.haul, (True,) * len(order.rows)))
+                self._report(TransferDone(order.haul, (True,) * len(order.rows)))
 
     def _next(self) -> tuple[CopyOut | CopyIn, TransferHold] | None:
         with self._condition:

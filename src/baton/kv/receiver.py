@@ -19,7 +19,7 @@ from collections import Counter
 
 from baton.core.engine.plan import Int32s
 from baton.core.errors import InvariantViolated
-from baton.core.handover.messages import Handover, Spoilt
+from baton.core.handover.messages import Handover, TransferBroken
 from baton.kv.expected_handovers import ExpectedHandovers
 from baton.kv.host_mirror import MirrorCopier
 from baton.kv.io_thread import IoThread, ignore_events
@@ -82,11 +82,11 @@ class ConnectionReceiver:
         if not ids_within(blocks, self._memory.blocks):
             raise InvariantViolated(f"{handover}: blocks outside of the pool")
         if not self._io.post(lambda: self._handovers.expect(handover, token, first, blocks)):
-            self._report(Spoilt(handover, "too many orders are waiting"))
+            self._report(TransferBroken(handover, "too many orders are waiting"))
 
     def verify(self, handover: Handover, checks: bytes) -> None:
         if not self._io.post(lambda: self._handovers.verify(handover, checks)):
-            self._report(Spoilt(handover, "too many orders are waiting"))
+            self._report(TransferBroken(handover, "too many orders are waiting"))
 
     def fence(self, handover: Handover) -> None:
         self._io.post(lambda: self._handovers.fence(handover), urgent=True)

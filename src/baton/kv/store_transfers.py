@@ -25,12 +25,12 @@ import numpy as np
 
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
-from baton.core.tiers.transfers import Get, Haul, Hauled, HaulFailed, HaulFenced, Look, Put
+from baton.core.tiers.transfers import Get, Look, Put, TransferDone, TransferFailed, TransferFenced, TransferId
 from baton.kv.block_access import Bytes, Bytes2d
 from baton.kv.host_memory import HostMemory, Report, TransferHold
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed
 from baton.kv.store_guard import StoreGuard
-from baton.wire.envelope import HEADER_BYTES, Flaw, object_name, stamp, unseal
+from baton.wire.envelope import HEADER_BYTES, EnvelopeFlaw, object_name, stamp, unseal
 
 log = logging.getLogger("baton.store")
 
@@ -167,7 +167,7 @@ class StoreTransfers:
         self._memory = memory
         self._layout = layout
         self._report = report
-        self._open: dict[Haul, _Task] = {}
+        self._open: dict[TransferId, _Task] = {}
         self._counted: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -200,14 +200,14 @@ class StoreTransfers:
         if reason is not None:
             self._fail(task, reason)
 
-    def fence(self, transfer: Haul) -> bool:
+    def fence(self, transfer: TransferId) -> bool:
         """False if the transfer is unknown here or finished; then no answer is reported."""
         task = self._open.get(transfer)
         if task is None:
             return False
         if task.hold.fence():
             self._open.pop(transfer, None)
-            self._report(HaulFenced(transfer))
+            self._report(TransferFenced(transfer))
         for left in self._pool_of(task).fenced(task):
             self._fail(left, STORE_HANGS)
         return True
@@ -243,7 +243,7 @@ class StoreTransfers:
         except (BadStore, StoreFailed) as failure:
             self._fail(task, str(failure))
         else:
-            self._end(task, Hauled(task.order.haul, tuple(came)))
+            self._end(task, TransferDone(task.order.haul, tuple(came)))
 
     def _came(self, task: _Task, arena: _Arena) -> list[bool]:
         """Carry out the order: one result for each key, or fewer if it was fenced and they are not used."""
@@ -263,9 +263,9 @@ class StoreTransfers:
         names, objects = self._names(keys), arena.objects[: len(keys)]
         sizes = self._guard.asked(lambda: self._store.get(names, objects), names)
         flaws = [self._flaw(key, data, size) for key, data, size in zip(keys, objects, sizes, strict=True)]
-        bad = [name for name, flaw in zip(names, flaws, strict=True) if isinstance(flaw, Flaw)]
+        bad = [name for name, flaw in zip(names, flaws, strict=True) if isinstance(flaw, EnvelopeFlaw)]
         if bad:
-            self._drop(bad, [flaw for flaw in flaws if isinstance(flaw, Flaw)])
+            self._drop(bad, [flaw for flaw in flaws if isinstance(flaw, EnvelopeFlaw)])
         sound = [at for at, flaw in enumerate(flaws) if flaw is None]
         moves = [(arena.payloads[at], self._memory.rows[rows[at]]) for at in sound]
         if not self._moved(task, moves):
@@ -275,16 +275,16 @@ class StoreTransfers:
         )
         return [flaw is None for flaw in flaws]
 
-    def _flaw(self, key: Key, data: memoryview, size: int) -> Flaw | int | None:
+    def _flaw(self, key: Key, data: memoryview, size: int) -> EnvelopeFlaw | int | None:
         """The flaw of an object; MISSING if there is none, None if it is sound."""
         if size == MISSING:
             return MISSING
         if size == OVERSIZED:
-            return Flaw.TORN
+            return EnvelopeFlaw.TORN
         opened = unseal(key, self._layout, data[:size])
-        if isinstance(opened, Flaw):
+        if isinstance(opened, EnvelopeFlaw):
             return opened
-        return None if len(opened) == self._block_bytes else Flaw.TORN
+        return None if len(opened) == self._block_bytes else EnvelopeFlaw.TORN
 
     def _put(self, task: _Task, arena: _Arena, keys: Sequence[Key], rows: Int32s) -> list[bool]:
         if not self._moved(task, [(self._memory.rows[row], arena.payloads[at]) for at, row in enumerate(rows.tolist())]):
@@ -310,10 +310,10 @@ class StoreTransfers:
         if hold.let_go():
             return True
         self._open.pop(task.order.haul, None)
-        self._report(HaulFenced(task.order.haul))
+        self._report(TransferFenced(task.order.haul))
         return False
 
-    def _drop(self, names: list[str], flaws: list[Flaw]) -> None:
+    def _drop(self, names: list[str], flaws: list[EnvelopeFlaw]) -> None:
         with self._lock:
             news = any(flaw not in self._bad for flaw in flaws)
             self._bad.update(flaws)
@@ -327,20 +327,20 @@ class StoreTransfers:
 
     def _fail(self, task: _Task, reason: str) -> None:
         self._count(errors=1)
-        self._end(task, HaulFailed(task.order.haul, reason))
+        self._end(task, TransferFailed(task.order.haul, reason))
 
-    def _end(self, task: _Task, event: Hauled | HaulFailed) -> None:
+    def _end(self, task: _Task, event: TransferDone | TransferFailed) -> None:
         self._open.pop(task.order.haul, None)
         if not task.hold.fenced:  # otherwise the fence was the answer
             self._log_failing(event)
             self._report(event)
 
-    def _log_failing(self, event: Hauled | HaulFailed) -> None:
+    def _log_failing(self, event: TransferDone | TransferFailed) -> None:
         """Log once when the store begins to fail, and once when it works again."""
-        failing = isinstance(event, HaulFailed)
+        failing = isinstance(event, TransferFailed)
         with self._lock:
             changed, self._failing = failing != self._failing, failing
-        if changed and isinstance(event, HaulFailed):
+        if changed and isinstance(event, TransferFailed):
             log.warning("the store fails, and KV is computed again meanwhile: %s", event.reason)
         elif changed:
             log.warning("the store works again")

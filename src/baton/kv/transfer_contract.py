@@ -7,7 +7,7 @@ are reported through `report`, from a thread of the transfer. The rules for ever
   checked against what was expected.
 - Only D's own process writes D's pool, and nothing is written for a hand-over after Fenced.
 - Reasons name no address: clients may see them.
-- A stalled transfer ends with ShipFailed or Spoilt. Silence between two pieces is not a stall: P may be computing.
+- A stalled transfer ends with ShipFailed or TransferBroken. Silence between two pieces is not a stall: P may be computing.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Receiver(Protocol):
         """Let one connection that shows `token` fill `blocks` with blocks `first`… of the sequence."""
 
     def verify(self, handover: Handover, checks: bytes) -> None:
-        """Report Verified or Spoilt once everything expected has arrived."""
+        """Report Verified or TransferBroken once everything expected has arrived."""
 
     def fence(self, handover: Handover) -> None:
         """Report Fenced, soon and always, also for unknown hand-overs. After that no byte of it is written."""

@@ -10,22 +10,22 @@ import importlib.util
 from dataclasses import dataclass
 
 from baton.core.config import BadConfig
-from baton.node.settings import EngineSettings, OnDevice, Speculate
+from baton.node.settings import DeviceChoice, EngineSettings, SpeculateMethod
 
-ATTENTIONS = {OnDevice.CPU: ("auto", "native", "gather"), OnDevice.CUDA: ("auto", "triton")}
+ATTENTIONS = {DeviceChoice.CPU: ("auto", "native", "gather"), DeviceChoice.CUDA: ("auto", "triton")}
 DTYPES = {
-    OnDevice.CPU: ("float32", "bfloat16", "float16", "float64"),
-    OnDevice.CUDA: ("float32", "bfloat16", "float16"),
+    DeviceChoice.CPU: ("float32", "bfloat16", "float16", "float64"),
+    DeviceChoice.CUDA: ("float32", "bfloat16", "float16"),
 }
 CUDA_DRAFTS_MAX = 15
 """So that what one sequence feeds is one tile of attention."""
 CUDA_NGRAM_MAX = 31
 """So that the kernel can rank lengths and places by one number."""
-NAMES = {OnDevice.CPU: "CPU", OnDevice.CUDA: "CUDA"}
+NAMES = {DeviceChoice.CPU: "CPU", DeviceChoice.CUDA: "CUDA"}
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class HostDevices:
     """What this process finds where it runs."""
 
     sees_cuda: bool
@@ -33,45 +33,43 @@ class Machine:
     has_triton: bool
 
 
-def look_around() -> Machine:
+def look_around() -> HostDevices:
     # Imported here because torch takes seconds, and who only checks settings must not pay for it.
     import torch
 
-    return Machine(torch.cuda.is_available(), importlib.util.find_spec("triton") is not None)
+    return HostDevices(torch.cuda.is_available(), importlib.util.find_spec("triton") is not None)
 
 
 def check_device(settings: EngineSettings) -> None:
     """Raises BadConfig for what is wrong on any machine."""
-    if settings.attention == "flashinfer":
-        raise BadConfig("--attention flashinfer is not there yet; triton is what runs on CUDA")
-    if settings.device is not OnDevice.AUTO:
+    if settings.device is not DeviceChoice.AUTO:
         _check_fits(settings, settings.device)
 
 
-def choose_device(settings: EngineSettings, machine: Machine) -> OnDevice:
+def choose_device(settings: EngineSettings, machine: HostDevices) -> DeviceChoice:
     """CPU or CUDA. Raises BadConfig where the one asked for is not there, or has not what is asked of it."""
     check_device(settings)
     device = settings.device
-    if device is OnDevice.AUTO:
-        device = OnDevice.CUDA if machine.sees_cuda else OnDevice.CPU
+    if device is DeviceChoice.AUTO:
+        device = DeviceChoice.CUDA if machine.sees_cuda else DeviceChoice.CPU
         _check_fits(settings, device)
-    if device is OnDevice.CUDA and not machine.sees_cuda:
+    if device is DeviceChoice.CUDA and not machine.sees_cuda:
         raise BadConfig("--device cuda: torch sees no CUDA device here, or is a build without CUDA; --device cpu needs none")
-    if device is OnDevice.CUDA and not machine.has_triton:
+    if device is DeviceChoice.CUDA and not machine.has_triton:
         raise BadConfig("computing on CUDA needs triton: pip install 'baton-serve[cuda]', or stay with --device cpu")
     return device
 
 
-def _check_fits(settings: EngineSettings, device: OnDevice) -> None:
+def _check_fits(settings: EngineSettings, device: DeviceChoice) -> None:
     name, found = NAMES[device], "" if settings.device is device else f" (--device auto found {NAMES[device]})"
     if settings.attention not in ATTENTIONS[device]:
         choices = ", ".join(ATTENTIONS[device])
         raise BadConfig(f"--attention {settings.attention} is not for {name}, which has {choices}{found}")
     if settings.dtype not in DTYPES[device]:
         raise BadConfig(f"--dtype {settings.dtype} is not for {name}, which has {', '.join(DTYPES[device])}{found}")
-    if device is OnDevice.CUDA:
+    if device is DeviceChoice.CUDA:
         _check_drafts(settings, found)
-    if settings.batch_invariant and device is OnDevice.CPU:
+    if settings.batch_invariant and device is DeviceChoice.CPU:
         raise BadConfig(f"--batch-invariant is for CUDA; on a CPU --dtype float64 makes answers exact{found}")
 
 
@@ -80,5 +78,5 @@ def _check_drafts(settings: EngineSettings, found: str) -> None:
         raise BadConfig(
             f"--draft-tokens {settings.draft_tokens} is more than the {CUDA_DRAFTS_MAX} that CUDA can check{found}"
         )
-    if settings.speculate is Speculate.NGRAM and settings.ngram_max > CUDA_NGRAM_MAX:
+    if settings.speculate is SpeculateMethod.NGRAM and settings.ngram_max > CUDA_NGRAM_MAX:
         raise BadConfig(f"--ngram-max {settings.ngram_max} is more than the {CUDA_NGRAM_MAX} looked for on CUDA{found}")

@@ -22,45 +22,42 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Protocol
 
-import msgspec
 import zmq
 
 from baton.core.config import BadConfig
-from baton.core.engine.plan import StepPlan
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.gauges import PeerTraffic, StoreTraffic
+from baton.core.engine.orders import ReportChanges
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.worker import Effect, Event, Launch, StepDone, Tick, Worker
+from baton.core.engine.worker import Event, Launch, StepDone, Tick, Worker
 from baton.core.errors import BatonError
 from baton.core.handover.messages import PeerEffect
 from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
 from baton.node.engine_setup import build_executor, worker_config
-from baton.node.gc_pauses import spare_what_is_there
+from baton.node.gc_pauses import freeze_gc
 from baton.node.handovers import open_handovers
-from baton.node.inbox import Broken, Inbox, Item
+from baton.node.inbox import EngineInbox, Item, ThreadFailure
 from baton.node.kv_pool_memory import PoolMemory, blocks_of, layout_of
-from baton.node.kv_storage import Storage, describe, open_kv_store
+from baton.node.kv_storage import KvStorage, describe, open_kv_store
 from baton.node.parent_process import die_with_parent
-from baton.node.settings import EngineSettings
+from baton.node.settings import EngineSettings, decode_settings
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    Failed,
+    FailedMessage,
     FromEngine,
-    Peers,
-    PeerTraffic,
-    Ready,
+    PrefillPeerAddresses,
+    ReadyMessage,
     StepOutput,
-    StoreTraffic,
-    TellNames,
     decode_to_engine,
     encode_from_engine,
     gauges_output,
     pulse,
-    wire_gauges,
 )
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 
 log = logging.getLogger("baton.engine")
 
@@ -83,15 +80,13 @@ EXIT_FAILED = 1
 EXIT_ORPHANED = 3
 
 _IPC = "ipc://"
-_PEER_EFFECTS = get_args(PeerEffect)
-_STORAGE_EFFECTS = get_args(StorageEffect)
 
 
 def monotonic_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-class Handovers(Protocol):
+class PeerOrders(Protocol):
     """What carries out orders that concern peers. Every method returns at once."""
 
     def carry_out(self, effect: PeerEffect) -> None: ...
@@ -103,7 +98,7 @@ class Handovers(Protocol):
     def traffic(self) -> PeerTraffic: ...
 
 
-class Hauls(Protocol):
+class StorageOrders(Protocol):
     """What carries out orders that concern KV beyond the pool. Every method returns at once."""
 
     def carry_out(self, effect: StorageEffect) -> None: ...
@@ -117,22 +112,30 @@ class EngineLoop:
         worker: Worker,
         executor: Executor,
         socket: zmq.Socket[bytes],
-        inbox: Inbox | None = None,
-        handovers: Handovers | None = None,
-        storage: Hauls | None = None,
+        inbox: EngineInbox | None = None,
+        handovers: PeerOrders | None = None,
+        storage: StorageOrders | None = None,
         now_us: Callable[[], int] = monotonic_us,
     ) -> None:
         self._worker = worker
         self._executor = executor
         self._socket = socket
-        self._inbox = Inbox() if inbox is None else inbox
+        self._inbox = EngineInbox() if inbox is None else inbox
         self._handovers = handovers
         self._storage = storage
         self._has_others = handovers is not None or storage is not None
         """Somebody beside the executor has orders, with deadlines that run on while a step computes."""
         self._now_us = now_us
+        self._driver = WorkerDriver(
+            worker,
+            now_us,
+            launch=self._launch,
+            answer=self._answer,
+            peers=None if handovers is None else handovers.carry_out,
+            storage=None if storage is None else storage.carry_out,
+            tick_in_flight_us=TICK_IN_FLIGHT_US if self._has_others else None,
+        )
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-collector")
-        self._steps_in_flight = 0
         self._gauges_changed = False
         """Others may have changed them since the front end was told."""
         self._traffic: dict[type[PeerTraffic | StoreTraffic], PeerTraffic | StoreTraffic] = {
@@ -157,31 +160,25 @@ class EngineLoop:
         self._take_messages()
         for item in self._inbox.take():
             self._tell(self._event(item))
-        deadline, now_us = self._worker.next_deadline(), self._now_us()
+        now_us = self._now_us()
         if self._pulse_us is not None and self._pulse_us <= now_us:
             self._beat(now_us)
-        if deadline is not None and deadline <= now_us:
+        if self._driver.is_due:
             self._tell(Tick())
         elif self._has_others and self._report_us <= now_us:
             self._report(now_us)
         else:
-            self._poller.poll(self._patience_ms(deadline, now_us))
+            self._poller.poll(self._patience_ms(now_us))
 
-    def _patience_ms(self, deadline: int | None, now_us: int) -> int | None:
-        if not self._has_others:
-            # With a step in flight nothing is planned before it ends, and nothing else has a deadline.
-            until_us = None if self._steps_in_flight else deadline
-        else:
-            tick_us = self._report_us if deadline is None else deadline
-            until_us = min(self._report_us, max(tick_us, now_us + TICK_IN_FLIGHT_US) if self._steps_in_flight else tick_us)
-        if self._pulse_us is not None:
-            until_us = self._pulse_us if until_us is None else min(until_us, self._pulse_us)
+    def _patience_ms(self, now_us: int) -> int | None:
+        dues = (self._driver.wake_us(), self._pulse_us, self._report_us if self._has_others else None)
+        until_us = min((due_us for due_us in dues if due_us is not None), default=None)
         return None if until_us is None else -(-(until_us - now_us) // 1000)
 
     def _report(self, now_us: int) -> None:
         self._report_us = now_us + TRAFFIC_US
         if self._gauges_changed:
-            self._send(gauges_output(self._worker.gauges()))
+            self._send(gauges_output(self._worker.gauges(), self._worker.scheduler.drafts()))
         for others in (self._handovers, self._storage):
             if others is not None and (traffic := others.traffic()) != self._traffic[type(traffic)]:
                 self._traffic[type(traffic)] = traffic
@@ -189,7 +186,7 @@ class EngineLoop:
 
     def _beat(self, now_us: int) -> None:
         self._pulse_us = now_us + PULSE_US
-        self._send(pulse(self._worker.gauges(), self._steps_in_flight > 0, self._worker.changes(now_us)))
+        self._send(pulse(self._worker.gauges(), self._driver.steps_in_flight > 0, self._worker.changes(now_us)))
 
     def _take_messages(self) -> None:
         for _ in range(MESSAGES_A_TURN):
@@ -199,11 +196,11 @@ class EngineLoop:
                 return
             # A frame that is no message ends the engine: dropping it would leave somebody waiting for ever.
             message = decode_to_engine(frame)
-            if isinstance(message, Peers):
+            if isinstance(message, PrefillPeerAddresses):
                 self._call(message.addresses)
                 continue
-            self._tell(event_of(message))
-            if isinstance(message, TellNames):
+            self._tell(message)
+            if isinstance(message, ReportChanges):
                 self._pulse_us = self._now_us()
 
     def _call(self, addresses: tuple[str, ...]) -> None:
@@ -211,38 +208,27 @@ class EngineLoop:
             self._handovers.call(addresses)
 
     def _event(self, item: Item) -> Event:
-        if isinstance(item, Broken):
+        if isinstance(item, ThreadFailure):
             raise item.error
         if not isinstance(item, Future):
             return item
         done = item.result()  # raises what the step raised
-        self._steps_in_flight -= 1
         if self._handovers is not None:
             self._handovers.step_done(done.result.step)
         return done
 
     def _tell(self, event: Event) -> None:
-        now_us = self._now_us()
         if self._has_others and not self._gauges_changed:
             self._gauges_changed = True
-            self._report_us = min(self._report_us, now_us + GAUGES_US)
-        for effect in self._worker.handle(event, now_us):
-            self._carry_out(effect)
+            self._report_us = min(self._report_us, self._now_us() + GAUGES_US)
+        self._driver.handle(event)
 
-    def _carry_out(self, effect: Effect) -> None:
-        if isinstance(effect, Launch):
-            self._launch(effect.plan)
-        elif (message := message_of(effect, self._worker.gauges)) is not None:
-            self._send(message)
-        elif self._handovers is not None and isinstance(effect, _PEER_EFFECTS):
-            self._handovers.carry_out(effect)
-        elif self._storage is not None and isinstance(effect, _STORAGE_EFFECTS):
-            self._storage.carry_out(effect)
-
-    def _launch(self, plan: StepPlan) -> None:
-        self._executor.launch(plan)
-        self._steps_in_flight += 1
+    def _launch(self, launch: Launch) -> None:
+        self._executor.launch(launch.plan)
         self._collector.submit(self._collect).add_done_callback(self._inbox.put)
+
+    def _answer(self, answer: Answer) -> None:
+        self._send(message_of(answer, self._worker))
 
     def _collect(self) -> StepDone:
         return StepDone(self._executor.collect())
@@ -256,7 +242,7 @@ class EngineLoop:
 
 def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextlib.ExitStack) -> None:
     """What is to be closed is left to `closing`: that may take a while, and the front end is to hear of our end before."""
-    inbox = Inbox()
+    inbox = EngineInbox()
     end_with_threads(inbox)
     store = open_kv_store(settings)  # first: loading a model takes long, and the address may be wrong
     pool = PoolMemory(settings)
@@ -266,11 +252,11 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
     worker = Worker(config, prefix, handover_secret=secrets.token_bytes(32))
     storage = None
     if rows := config.tiers.host_rows:
-        storage = Storage(blocks_of(executor), layout_of(executor), rows, store, inbox.put)
+        storage = KvStorage(blocks_of(executor), layout_of(executor), rows, store, inbox.put)
         closing.callback(storage.close)
         details = f"{details}, {describe(settings, rows)}"
     handovers = open_handovers(settings, executor, pool, inbox) if settings.has_peers else None
-    ready = Ready(
+    ready = ReadyMessage(
         version=WIRE_VERSION,
         context_tokens=config.sequence_tokens_max,
         vocabulary=executor.vocabulary,
@@ -278,22 +264,22 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
         blocks=config.blocks,
         block_size=config.block_size,
         details=details if handovers is None else f"{details}, {handovers.details}",
-        gauges=wire_gauges(worker.gauges()),
+        gauges=worker.gauges(),
         fingerprint=executor.fingerprint,
         peer_address="" if handovers is None else handovers.address,
     )
     socket.send(encode_from_engine(ready))
-    spare_what_is_there()
+    freeze_gc()
     EngineLoop(worker, executor, socket, inbox, handovers, storage).run()
 
 
-def end_with_threads(inbox: Inbox) -> None:
+def end_with_threads(inbox: EngineInbox) -> None:
     """A thread that ends with an exception ends the engine: without it we would look healthy and be of no use."""
     show = threading.excepthook
 
     def ended(what: threading.ExceptHookArgs) -> None:
         show(what)
-        inbox.put(Broken(what.exc_value or what.exc_type()))
+        inbox.put(ThreadFailure(what.exc_value or what.exc_type()))
 
     threading.excepthook = ended
 
@@ -309,7 +295,7 @@ def _exit_with_front_end(folder: Path) -> None:
 
 def main() -> None:
     die_with_parent()  # who is stopped reads no life line
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
+    settings = decode_settings(sys.stdin.buffer.readline())
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if not settings.endpoint.startswith(_IPC):
         raise BadConfig(f"the endpoint {settings.endpoint!r} is no socket in a folder")
@@ -330,7 +316,7 @@ def serve_to_the_end(settings: EngineSettings, socket: zmq.Socket[bytes]) -> Non
         except Exception as error:
             # Not swallowed: the front end learns why, the traceback goes to the log, and the process ends with it.
             reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
-            socket.send(encode_from_engine(Failed(reason)))
+            socket.send(encode_from_engine(FailedMessage(reason)))
             socket.close()
             socket.context.term()
             if isinstance(error, BatonError):

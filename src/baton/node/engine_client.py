@@ -1,8 +1,8 @@
 """The front end's side of an engine process: starts it, submits to it, hands tokens to the streams that wait for them.
 
-Implements `api.engine.Engine`. All methods run on one event loop. What is open, and what a message means to it, the Desk
-knows; here are the process, the socket and those who wait. When the process dies, every open stream and every pending
-submission ends with EngineDead and the reason.
+Implements `api.engine.Engine`. All methods run on one event loop. The RequestTable knows what is
+open and what a message means to it; here are the process, the socket and those who wait. When the process dies, every open
+stream and every pending submission ends with EngineDead and the reason.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ import zmq
 import zmq.asyncio
 
 from baton.api.engine import (
-    Burst,
     EngineDead,
     EngineInfo,
     Gauges,
-    Handovers,
-    Storage,
+    TokenBurst,
     TokenStream,
 )
-from baton.api.original_request import Origin
-from baton.core.engine.request import FinishReason, Submission
+from baton.api.original_request import OriginalRequest
+from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.orders import Accepted, Drain, Submit
+from baton.core.engine.request import Submission
 from baton.core.errors import Refusal, RefusalCode, Refused
 from baton.node.engine import QUEUED_MESSAGES_MAX, monotonic_us
 from baton.node.settings import EngineSettings
-from baton.node.token_streams import Stream, ended_of, logprobs_of
+from baton.node.token_streams import BufferedTokenStream, ended_of, logprobs_of
 from baton.wire.engine_messages import (
     FRAME_BYTES_MAX,
     WIRE_VERSION,
-    AcceptedAs,
-    Drain,
     FromEngine,
-    PeerTraffic,
     Pulse,
-    Ready,
-    RefusedWith,
+    ReadyMessage,
+    RefusedMessage,
     StepOutput,
-    StoreTraffic,
-    Submit,
     ToEngine,
-    WireGauges,
-    WireHandovers,
-    WireStorage,
     decode_from_engine,
     encode_to_engine,
-    fault_of,
     refused,
 )
-from baton.wire.request_table import Came, Declined, Desk, Died, News, Opened, Progress, Step
+from baton.wire.request_table import (
+    EngineFailed,
+    EngineReady,
+    GroupAccepted,
+    GroupDeclined,
+    News,
+    RequestProgress,
+    RequestTable,
+    StepColumns,
+)
 
 KILL_AFTER_S = 5.0
 BEHIND = Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1)
 
 
-class Sharer(Protocol):
+class EngineSharer(Protocol):
     """Who else has requests at this engine, beside those who submit here: a router."""
 
     @property
@@ -74,7 +74,7 @@ class Sharer(Protocol):
     def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
         """What of a step is theirs, and what is not."""
 
-    def take(self, message: AcceptedAs | RefusedWith | StepOutput) -> None:
+    def take(self, message: Accepted | RefusedMessage | StepOutput) -> None:
         """This is theirs."""
 
     def feel(self, pulse: Pulse) -> None: ...
@@ -83,21 +83,21 @@ class Sharer(Protocol):
 class EngineClient:
     def __init__(self, settings: EngineSettings) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # made with mode 0700: the socket is ours alone
-        self._settings = msgspec.structs.replace(settings, endpoint=f"ipc://{self._folder}/engine")
+        self._settings = replace(settings, endpoint=f"ipc://{self._folder}/engine")
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(QUEUED_MESSAGES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._desk = Desk()
-        self._sharer: Sharer | None = None
+        self._table = RequestTable()
+        self._sharer: EngineSharer | None = None
         self._heard_us = monotonic_us()
         """When the engine last said anything."""
-        self._answers: dict[int, asyncio.Future[list[Stream]]] = {}
+        self._answers: dict[int, asyncio.Future[list[BufferedTokenStream[int]]]] = {}
         """By ticket: what submitters wait for."""
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, BufferedTokenStream[int]] = {}
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         """What goes to the engine, in order. Submissions are refused while it is long; stops and cancels never are."""
-        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[ReadyMessage] = asyncio.get_running_loop().create_future()
         self._dead = asyncio.Event()
         self._fewer = asyncio.Event()
         """Set whenever a request may have closed."""
@@ -105,12 +105,11 @@ class EngineClient:
         self._last_words: str | None = None
         self._draining = False
         self._stopping = False
-        self._gauges = Gauges()
+        self._gauges = SchedulerGauges()
         self.tokens_made = 0
         """Since the start, for whomever."""
-        self._drafts = 0, 0
-        """Fed, and proved right, since the start."""
-        self._traffic = PeerTraffic({}, 0)
+        self._drafts = DraftGauges()
+        self._traffic = PeerTraffic()
         self._store_traffic = StoreTraffic()
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
@@ -119,7 +118,7 @@ class EngineClient:
         self.fingerprint = b""
         self.peer_address = ""
 
-    def share(self, sharer: Sharer) -> None:
+    def share(self, sharer: EngineSharer) -> None:
         """From now on messages of the engine that are this one's go to it."""
         self._sharer = sharer
 
@@ -200,7 +199,7 @@ class EngineClient:
         if self._death is not None:
             return
         self._death = reason
-        for lost in self._desk.lose(reason):
+        for lost in self._table.lose(reason):
             if lost.ticket is not None:
                 self._answers.pop(lost.ticket).set_exception(EngineDead(reason))
             elif lost.serial is not None:
@@ -222,30 +221,18 @@ class EngineClient:
 
     @property
     def gauges(self) -> Gauges:
-        peers, store = self._traffic, self._store_traffic
-        storage = replace(
-            self._gauges.storage,
-            missing=store.missing_blocks,
-            bad=store.bad_blocks,
-            errors=store.errors,
-            saved_bytes=store.saved_bytes,
-            loaded_bytes=store.loaded_bytes,
-            stored_bytes=store.stored_bytes,
-            fetched_bytes=store.fetched_bytes,
-        )
-        drafted, accepted = self._drafts
-        return replace(
+        return Gauges(
             self._gauges,
-            storage=storage,
-            refused_connections=peers.refused,
-            arrived_bytes=peers.arrived_bytes,
-            draft_tokens=drafted,
-            accepted_draft_tokens=accepted,
+            self._drafts,
+            self._traffic,
+            self._store_traffic,
+            role=self._settings.role,
+            victim_policy=self._settings.victims,
         )
 
     @property
     def open_requests(self) -> int:
-        return self._desk.open_requests + (0 if self._sharer is None else self._sharer.open_requests)
+        return self._table.open_requests + (0 if self._sharer is None else self._sharer.open_requests)
 
     @property
     def silent_us(self) -> int:
@@ -254,15 +241,15 @@ class EngineClient:
 
     async def wait_idle(self) -> None:
         """Until no request is open, nor a hand-over to a peer, and what is being kept of KV is where it should be."""
-        while self.open_requests or self._gauges.handovers.open or self._gauges.storage.open:
+        while self.open_requests or self._gauges.handovers.open or self._gauges.storage.hauls:
             self._fewer.clear()
             await self._fewer.wait()
 
-    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:  # noqa: ARG002
+    async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:  # noqa: ARG002
         self._refuse_if_dead()
         if self._is_behind:
             raise Refused(BEHIND)
-        message = self._desk.submit(group)
+        message = self._table.submit(group)
         answer = self._answers[message.ticket] = asyncio.get_running_loop().create_future()
         self._send_or_refuse(message)
         try:
@@ -279,20 +266,20 @@ class EngineClient:
         text = f"the body makes a message of {len(frame)} bytes for the engine, which takes at most {FRAME_BYTES_MAX}"
         self._take(refused(message.ticket, Refusal(RefusalCode.GROUP_TOO_LARGE, text)))  # in the engine's place
 
-    def _abandon(self, ticket: int, answer: asyncio.Future[list[Stream]]) -> None:
+    def _abandon(self, ticket: int, answer: asyncio.Future[list[BufferedTokenStream[int]]]) -> None:
         """The client left before it had its streams: what the engine accepts must not run on for nobody."""
         if not answer.done():
-            self._desk.abandon(ticket)
+            self._table.abandon(ticket)
             del self._answers[ticket]
         elif answer.exception() is None:
             for stream in answer.result():
                 stream.abort()
 
     def stop(self, serial: int, keep: int) -> None:
-        self.post(self._desk.stop(serial, keep))
+        self.post(self._table.stop(serial, keep))
 
     def abort(self, serial: int) -> None:
-        self.post(self._desk.cancel(serial))
+        self.post(self._table.cancel(serial))
 
     def drain(self) -> None:
         self._draining = True
@@ -336,9 +323,9 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
             self.tokens_made += len(message.tokens) // 4  # each has four bytes
-            self._drafts = message.draft_tokens, message.accepted_draft_tokens
+            self._drafts = DraftGauges(message.draft_tokens, message.accepted_draft_tokens)
         if isinstance(message, StepOutput | Pulse):
-            self._gauges = _gauges_of(message.gauges, self._settings)
+            self._gauges = message.gauges
         elif isinstance(message, PeerTraffic):
             self._traffic = message
         elif isinstance(message, StoreTraffic):
@@ -349,7 +336,7 @@ class EngineClient:
         self._fewer.set()
 
     def _take_own(self, message: FromEngine) -> None:
-        took = self._desk.take(message)
+        took = self._table.take(message)
         for order in took.orders:
             self.post(order)
         for news in took.news:
@@ -357,7 +344,7 @@ class EngineClient:
         if took.step is not None:
             self._deliver(took.step)
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: StepColumns) -> None:
         for row in step.rows():
             self._streams[row.serial].push(_burst_of(row))
             if row.ended is not None:
@@ -365,23 +352,23 @@ class EngineClient:
 
     def _tell(self, news: News) -> None:
         match news:
-            case Opened(ticket, serials):
+            case GroupAccepted(ticket, serials):
                 # Made here, not by the submitter: a short answer may be over before the submitter wakes up.
-                streams = [Stream(self, serial) for serial in serials]
+                streams = [BufferedTokenStream(self, serial) for serial in serials]
                 self._streams.update(zip(serials, streams, strict=True))
                 self._answers.pop(ticket).set_result(streams)
-            case Declined(ticket, refusal):
+            case GroupDeclined(ticket, refusal):
                 self._answers.pop(ticket).set_exception(Refused(refusal))
-            case Came(ready):
+            case EngineReady(ready):
                 # Now, not when somebody asks whether it is ready: newer ones may have come by then.
-                self._gauges = _gauges_of(ready.gauges, self._settings)
+                self._gauges = ready.gauges
                 self._ready.set_result(ready)
-            case Died(reason):
+            case EngineFailed(reason):
                 self._last_words = reason
                 self._die(reason)
 
 
-def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
+def _own(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
     """What of a message is for those who submit here, after the sharer has had its part."""
     match message:
         case StepOutput():
@@ -389,7 +376,7 @@ def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
             if theirs is not None:
                 sharer.take(theirs)
             return own
-        case AcceptedAs(ticket) | RefusedWith(ticket) if sharer.owns_ticket(ticket):
+        case Accepted(ticket) | RefusedMessage(ticket) if sharer.owns_ticket(ticket):
             sharer.take(message)
             return None
         case Pulse():
@@ -399,66 +386,7 @@ def _own(message: FromEngine, sharer: Sharer) -> FromEngine | None:
             return message
 
 
-def _burst_of(news: Progress) -> Burst:
+def _burst_of(news: RequestProgress) -> TokenBurst:
     tokens = tuple(news.tokens)
-    end = news.ended
-    ended = None if end is None else ended_of(FinishReason(end.reason), end.bill, fault_of(end.fault))
-    return Burst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
-
-
-def _gauges_of(item: WireGauges, settings: EngineSettings) -> Gauges:
-    return Gauges(
-        running=item.running,
-        waiting=item.waiting,
-        blocks={
-            "free": item.free_blocks,
-            "evictable": item.evictable_blocks,
-            "running": item.running_blocks,
-            "leased": item.leased_blocks,
-            "receiving": item.receiving_blocks,
-            "leaving": item.leaving_blocks,
-        },
-        prefix_queries=item.prefix_queries,
-        prefix_hits=item.prefix_hits,
-        stale_results=item.stale_results,
-        steps=item.steps,
-        preemptions={"growth": item.preemptions_for_others, "self": item.preemptions_of_self},
-        victim_policy=settings.victims,
-        role=settings.role,
-        recomputed_tokens=item.recomputed_tokens,
-        chunk_prefill_unsatisfied=item.chunk_prefill_unsatisfied,
-        reserve_ratio=item.reserve_ratio,
-        handovers=_handovers_of(item.handovers),
-        storage=_storage_of(item.storage),
-    )
-
-
-def _storage_of(item: WireStorage) -> Storage:
-    return Storage(
-        host_blocks=item.host_rows,
-        host_used=item.host_used,
-        open=item.hauls,
-        saved=item.saved,
-        unsaved=item.unsaved,
-        loaded=item.loaded,
-        stored=item.stored,
-        unstored=item.unstored,
-        fetched=item.fetched,
-        recompute_cheaper=item.recompute_cheaper,
-        failed=item.failed,
-        late=item.late,
-        breaker_open=item.breaker_open,
-        breaker_opened=item.breaker_opened,
-    )
-
-
-def _handovers_of(item: WireHandovers) -> Handovers:
-    return Handovers(
-        peers=item.peers,
-        open=item.open,
-        made=item.made,
-        refused=item.refused,
-        not_delivered=item.not_delivered,
-        preempted=item.preempted,
-        timed_out=item.timed_out,
-    )
+    ended = None if news.ended is None else ended_of(news.ended)
+    return TokenBurst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)

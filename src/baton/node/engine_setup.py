@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from baton.core.config import ROLES, BadConfig, HandoverConfig, TierConfig, WorkerConfig
+from baton.core.config import (
+    ROLES,
+    BadConfig,
+    HandoverConfig,
+    HandoverSettings,
+    SchedulerSettings,
+    TierConfig,
+    TierSettings,
+    WorkerConfig,
+)
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.devices import choose_device, look_around
 from baton.node.scripted_text import BYTE_VOCABULARY
-from baton.node.settings import CPU_KV_BYTES, EngineSettings, OnDevice, Speculate
+from baton.node.settings import CPU_KV_BYTES, DeviceChoice, EngineSettings, SpeculateMethod
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SCRIPTED_LAYERS = 4
 """So that hand-overs of the scripted executor have layers to take apart."""
@@ -31,7 +45,7 @@ def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tup
 
         torch.set_num_threads(settings.threads)
     folder = Path(settings.model_folder)
-    build = _on_cuda if device is OnDevice.CUDA else partial(_on_cpu, allocate=allocate)
+    build = _on_cuda if device is DeviceChoice.CUDA else partial(_on_cpu, allocate=allocate)
     executor, details = build(settings, folder, proposer)
     return executor, f"{settings.dtype} on {details}" + (f", {proposer}" if settings.burst > 1 else "")
 
@@ -81,7 +95,7 @@ def build_proposer(settings: EngineSettings) -> DraftProposer:
     """Who guesses tokens, checked against the sizes that bound a decode."""
     if settings.burst > 1:
         _check_drafts(settings)
-    if settings.speculate is not Speculate.NGRAM:
+    if settings.speculate is not SpeculateMethod.NGRAM:
         return NaiveProposer()
     return NgramProposer(settings.draft_tokens, settings.ngram_min, settings.ngram_max)
 
@@ -149,46 +163,26 @@ class PacedExecutor:
 
 def worker_config(settings: EngineSettings, shape: ExecutorShape, block_bytes: int = 0) -> WorkerConfig:
     """`block_bytes`: of KV; 0 where the executor keeps none, and then there is none to keep elsewhere."""
+    handover = _shared(settings, HandoverSettings) | {"renew_us": round(settings.lease_us / RENEWALS_A_LEASE)}
+    sizes = {"slots": shape.slots, "block_size": shape.block_size}  # the executor's own
     return WorkerConfig(
-        slots=shape.slots,
+        **_shared(settings, SchedulerSettings) | sizes,
         blocks=shape.blocks,
-        block_size=shape.block_size,
         context_tokens=shape.context_tokens,
-        step_tokens=settings.step_tokens,
         burst=shape.burst,
-        depth=settings.depth,
-        waiting_max=settings.waiting_max,
-        prefix_cache=settings.prefix_cache,
-        reserve=settings.reserve,
-        ratio_initial=settings.ratio_initial,
-        ratio_decay=settings.ratio_decay,
-        ratio_floor=settings.ratio_floor,
-        ratio_clip_tokens=settings.ratio_clip_tokens,
-        fixed_blocks=settings.fixed_blocks,
-        fixed_blocks_decay=settings.fixed_blocks_decay,
-        victims=settings.victims,
-        max_preemptions=settings.max_preemptions,
         role=ROLES[settings.role],
-        prefill_path=settings.prefill_path,
-        on_preempt=settings.on_preempt,
-        handover=HandoverConfig(
-            lease_us=round(settings.lease_s * 1e6),
-            renew_us=round(settings.lease_s * 1e6 / RENEWALS_A_LEASE),
-            deadline_us=round(settings.prefill_timeout_s * 1e6),
-        ),
+        handover=HandoverConfig(**handover),
         tiers=_tiers(settings, block_bytes) if block_bytes else TierConfig(),
     )
+
+
+def _shared(settings: EngineSettings, declared: type[DataclassInstance]) -> dict[str, Any]:
+    """The settings that are declared there."""
+    return {field.name: getattr(settings, field.name) for field in fields(declared)}
 
 
 def _tiers(settings: EngineSettings, block_bytes: int) -> TierConfig:
     rows = settings.host_bytes // block_bytes
     if settings.host_bytes and not rows:
         raise BadConfig(f"--host-memory of {settings.host_bytes} bytes has no room for one block of {block_bytes}")
-    return TierConfig(
-        host_rows=rows,
-        store=settings.kv_store is not None,
-        save_preempted=settings.save_preempted,
-        save_finished=settings.save_finished,
-        cache_outputs=settings.cache_outputs,
-        bring_back=settings.bring_back,
-    )
+    return TierConfig(**_shared(settings, TierSettings), host_rows=rows, store=settings.kv_store is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 
-def spare_what_is_there() -> None:
+def freeze_gc() -> None:
     """To be called once everything is loaded: what is there now stays for ever, so the collector need not look at it again.
 
     A full collection over all that the libraries of a server bring along takes a tenth of a second, in which nothing else

@@ -12,21 +12,22 @@ import socket
 import time
 
 from baton.core.config import ROLES
-from baton.core.handover.messages import AttemptFailed, HandoverMade, PdStage, PeerEffect, Tell
+from baton.core.engine.gauges import PeerTraffic
+from baton.core.handover.faults import PdStage
+from baton.core.handover.messages import AttemptFailed, HandoverMade, PeerEffect, Tell
 from baton.executor.contract import Executor
-from baton.node.inbox import Inbox
+from baton.node.inbox import EngineInbox
 from baton.node.kv_pool_memory import PoolMemory
-from baton.node.kv_transfers import Transfers
-from baton.node.peer_session import Self
-from baton.node.peers import Peers, listen
+from baton.node.kv_transfers import KvTransfers
+from baton.node.peer_session import LocalInstance
+from baton.node.peers import PeerConnections, listen
 from baton.node.settings import DEFAULT_PEER_PORT, EngineSettings
-from baton.wire.engine_messages import PeerTraffic
 
 log = logging.getLogger("baton.handover")
 
 
-class Handovers:
-    def __init__(self, peers: Peers, transfers: Transfers, address: str, details: str) -> None:
+class HandoverService:
+    def __init__(self, peers: PeerConnections, transfers: KvTransfers, address: str, details: str) -> None:
         self.address = address
         """HOST:PORT where peers find us; empty where we call them."""
         self.details = details
@@ -58,12 +59,12 @@ class Handovers:
         return PeerTraffic(dict(self._peers.refused + self._transfers.refused()), self._transfers.arrived_bytes())
 
 
-def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemory, inbox: Inbox) -> Handovers:
+def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemory, inbox: EngineInbox) -> HandoverService:
     role, memory = ROLES[settings.role], pool.of(executor)
-    transfers = Transfers(role, settings.transfer, memory, inbox.put, settings.peer_host)
+    transfers = KvTransfers(role, settings.transfer, memory, inbox.put, settings.peer_host)
     executor.on_layer = transfers.layer_done if role.gives else None
     listener = _listen(settings) if role.gives else None
-    me = Self(
+    me = LocalInstance(
         name=f"{role.name} {socket.gethostname()[:64]} {os.getpid()} {secrets.token_hex(4)}",
         incarnation=time.time_ns() // 1000,
         role=role,
@@ -71,9 +72,9 @@ def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemor
         vocabulary=executor.vocabulary,
         cluster_key=settings.cluster_key,
     )
-    peers = Peers(me, transfers, inbox, listener, settings.peers)
+    peers = PeerConnections(me, transfers, inbox, listener, settings.peers)
     address = "" if listener is None else _address(listener)
-    return Handovers(peers, transfers, address, _details(settings, address))
+    return HandoverService(peers, transfers, address, _details(settings, address))
 
 
 def _listen(settings: EngineSettings) -> socket.socket:

@@ -18,16 +18,16 @@ from baton.core.tiers.transfers import StorageEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class ThreadFailure:
     """A thread that must not end has ended with this; so does the engine."""
 
     error: BaseException
 
 
-Item = Future[StepDone] | PeerEvent | StorageEvent | Broken
+Item = Future[StepDone] | PeerEvent | StorageEvent | ThreadFailure
 
 
-class Inbox:
+class EngineInbox:
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._ear, self._bell = os.pipe()

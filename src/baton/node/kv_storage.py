@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.core.config import BadConfig
+from baton.core.engine.gauges import StoreTraffic
 from baton.core.errors import InvariantViolated
-from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Haul, HaulFenced, StorageEffect
+from baton.core.tiers.transfers import CopyIn, CopyOut, FenceTransfer, StorageEffect, TransferFenced, TransferId
 from baton.kv.block_access import BlockAccess
 from baton.kv.host_memory import HostCopier, HostMemory, Report
 from baton.kv.lazy_store import LazyStore
@@ -23,8 +24,7 @@ from baton.kv.store_guard import StoreGuard
 from baton.kv.store_transfers import StoreTally, StoreTransfers
 from baton.kv.transfer_contract import KvLayout
 from baton.node.settings import EngineSettings
-from baton.wire.engine_messages import StoreTraffic
-from baton.wire.envelope import Flaw
+from baton.wire.envelope import EnvelopeFlaw
 
 log = logging.getLogger("baton.store")
 
@@ -47,7 +47,7 @@ def check_storage(settings: EngineSettings) -> None:
         raise BadConfig(f"{option} needs the prefix cache, by whose names KV is found; leave --no-prefix-cache out")
 
 
-class Storage:
+class KvStorage:
     def __init__(self, blocks: BlockAccess, layout: KvLayout, rows: int, store: Store | None, report: Report) -> None:
         """`rows` of host memory, of the kind that suits the blocks. The store is closed with us."""
         host = HostMemory(rows, layout.block_bytes, blocks.allocate)
@@ -59,17 +59,17 @@ class Storage:
         match effect:
             case CopyOut() | CopyIn():
                 self._copier.copy(effect)
-            case FenceHaul(haul):
+            case FenceTransfer(haul):
                 self._fence(haul)
             case _:
                 if self._store_transfers is None:
                     raise InvariantViolated(f"haul {effect.haul} is for a store, and there is none")
                 self._store_transfers.start(effect)
 
-    def _fence(self, haul: Haul) -> None:
+    def _fence(self, haul: TransferId) -> None:
         known = self._copier.fence(haul) or (self._store_transfers is not None and self._store_transfers.fence(haul))
         if not known:  # it is over: whatever was said of it stands
-            self._report(HaulFenced(haul))
+            self._report(TransferFenced(haul))
 
     def traffic(self) -> StoreTraffic:
         tally = StoreTally() if self._store_transfers is None else self._store_transfers.tally()
@@ -81,7 +81,7 @@ class Storage:
             missing_blocks=tally.missing_blocks,
             errors=tally.errors,
             # All flaws from the start: a rate over a series that is not there yet misses its first event.
-            bad_blocks={} if self._store_transfers is None else dict.fromkeys(Flaw, 0) | dict(tally.bad),
+            bad_blocks={} if self._store_transfers is None else dict.fromkeys(EnvelopeFlaw, 0) | dict(tally.bad),
         )
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ def kinds_of(setting: str) -> tuple[str, ...]:
     return tuple(kind for kind in BUILT_IN if available(kind) is None)
 
 
-class Transfers:
+class KvTransfers:
     def __init__(
         self, role: Role, setting: str, memory: KvMemory, report: Report, host: str, bytes_per_s: float | None = None
     ) -> None:

@@ -18,13 +18,13 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from baton.core.errors import BatonError
 from baton.executor.cache_folder import cache_folder
 from baton.executor.fingerprint import SCRIPTED_MARK, model_mark
 from baton.executor.model_shapes import PREFIX, SHAPES, ModelShape, note_shape, parse_shape, shape_in, shape_mark
+from baton.node.settings import LoadFormat
 
 Progress = Callable[[str], None]
 
@@ -53,15 +53,6 @@ BUILT_INS = {
 
 class ModelUnavailable(BatonError):
     """What was named is not a model we can open; the message says what to do instead."""
-
-
-class LoadFormat(StrEnum):
-    """Where weights come from."""
-
-    AUTO = "auto"
-    """The model's own files."""
-    DUMMY = "dummy"
-    """Drawn at random, for a named shape."""
 
 
 def _silent(_: str) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 from baton.core.config import Role
 from baton.core.handover.messages import Ask, Commit, PeerId, PeerMessage
 from baton.kv.transfer_contract import KvLayout
-from baton.node.sealed_connection import Line, LineEnd, LineFault
+from baton.node.sealed_connection import ConnectionEnd, ConnectionFault, SealedConnection
 from baton.wire.engine_messages import WireError
 from baton.wire.link import PACKET_BYTES_MAX, Acceptor, Initiator, LinkConfig, LinkFull, Lost, Opened, Replaced, Took
 from baton.wire.peer_messages import (
@@ -43,7 +43,7 @@ REGISTER_S = 5.0
 """How long a connection may take to become a session."""
 
 
-class Refused(StrEnum):
+class SessionFault(StrEnum):
     """Why a connection ended that should not have, beside the faults of a seal and of a line."""
 
     UNFIT = "unfit"
@@ -51,7 +51,7 @@ class Refused(StrEnum):
     """It says more than the engine takes."""
 
 
-class Stage(Enum):
+class SessionStage(Enum):
     STRANGER = "stranger"
     REGISTERING = "registering"
     OPEN = "open"
@@ -59,7 +59,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Self:
+class LocalInstance:
     """What this instance is to its peers."""
 
     name: str
@@ -71,31 +71,31 @@ class Self:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    was: Stage
+class SessionEnd:
+    was: SessionStage
     fault: str | None
     """Set where the other side is to blame."""
     reason: str
 
 
-class House(Protocol):
+class SessionEvents(Protocol):
     """Where sessions live: told what becomes of each."""
 
-    def arrived(self, session: Session) -> None:
+    def arrived(self, session: PeerSession) -> None:
         """Its connection is there."""
 
-    def transfers_for(self, session: Session) -> tuple[str, ...]:
+    def transfers_for(self, session: PeerSession) -> tuple[str, ...]:
         """Where this peer shall send KV."""
 
-    def unfit(self, session: Session, register: Register) -> str | None:
+    def unfit(self, session: PeerSession, register: Register) -> str | None:
         """Why this peer and we cannot hand over to each other."""
 
-    def opened(self, session: Session) -> None: ...
+    def opened(self, session: PeerSession) -> None: ...
 
-    def heard(self, session: Session, message: PeerMessage) -> bool:
+    def heard(self, session: PeerSession, message: PeerMessage) -> bool:
         """False when no more can be taken."""
 
-    def ended(self, session: Session, end: End) -> None:
+    def ended(self, session: PeerSession, end: SessionEnd) -> None:
         """Once, for each session that arrived."""
 
 
@@ -103,13 +103,13 @@ def now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-class Session:
-    def __init__(self, me: Self, house: House, called: PeerId | None) -> None:
+class PeerSession:
+    def __init__(self, me: LocalInstance, house: SessionEvents, called: PeerId | None) -> None:
         """`called` is whom we called; None when we were called."""
-        self.stage = Stage.STRANGER
-        self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.stage = SessionStage.STRANGER
+        self.over: asyncio.Future[SessionEnd] = asyncio.get_running_loop().create_future()
         self.called = called
-        self.line = Line(
+        self.line = SealedConnection(
             me.cluster_key, me.name, self, calls=called, handshake_s=REGISTER_S, frame_bytes_max=PACKET_BYTES_MAX
         )
         self._me = me
@@ -122,44 +122,44 @@ class Session:
 
     # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, line: Line) -> None:  # noqa: ARG002
+    def arrived(self, line: SealedConnection) -> None:  # noqa: ARG002
         self._house.arrived(self)
         loop = asyncio.get_running_loop()
         loop.call_later(REGISTER_S, self._demand_registration)
         loop.call_later(TICK_S, self._tick)
 
-    def opened(self, line: Line) -> None:
-        self.stage = Stage.REGISTERING
+    def opened(self, line: SealedConnection) -> None:
+        self.stage = SessionStage.REGISTERING
         if self.called is None:
             self.peer = PeerId(line.peer)
         if isinstance(self._link, Initiator):
             self._post(self._link.open(now_us()))
             self._register()
 
-    def heard(self, line: Line, frame: bytes) -> None:
+    def heard(self, line: SealedConnection, frame: bytes) -> None:
         try:
             self._act(self._link.take(frame, now_us()))
         except LinkFull as full:
-            line.end(LineFault.NOT_READING, str(full))
+            line.end(ConnectionFault.NOT_READING, str(full))
 
-    def ended(self, line: Line, end: LineEnd) -> None:  # noqa: ARG002
-        was, self.stage = self.stage, Stage.OVER
-        final = End(was, end.fault, end.reason)
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:  # noqa: ARG002
+        was, self.stage = self.stage, SessionStage.OVER
+        final = SessionEnd(was, end.fault, end.reason)
         self._house.ended(self, final)
         self.over.set_result(final)
 
     # ── what we say ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, message: PeerMessage) -> None:
-        if self.stage is Stage.OPEN:
+        if self.stage is SessionStage.OPEN:
             try:
                 self._push(encode_peer(message))
             except LinkFull as full:
-                self.end(LineFault.NOT_READING, str(full))
+                self.end(ConnectionFault.NOT_READING, str(full))
 
     def end(self, fault: str | None, reason: str) -> None:
         """Close the connection. What was written is waited for only where it says why."""
-        if fault is Refused.UNFIT:
+        if fault is SessionFault.UNFIT:
             self.line.part(reason, fault)
         else:
             self.line.end(fault, reason)
@@ -200,12 +200,12 @@ class Session:
                     self._post(took.packets)
                     self.end(None, reason)
                 case Replaced():
-                    self.end(LineFault.MALFORMED, "a second session in one connection")
+                    self.end(ConnectionFault.MALFORMED, "a second session in one connection")
         self._post(took.packets)
         for frame in took.frames:
-            if self.stage is Stage.REGISTERING:
+            if self.stage is SessionStage.REGISTERING:
                 self._hear_registration(decode_registration(frame))
-            elif self.stage is Stage.OPEN:
+            elif self.stage is SessionStage.OPEN:
                 self._hear(decode_to_giver(frame) if self._me.role.gives else decode_to_taker(frame))
 
     def _hear_registration(self, message: Registration) -> None:
@@ -217,24 +217,24 @@ class Session:
                     self._say(Registered())
                 else:
                     self._say(Unfit(reason))
-                    self.end(Refused.UNFIT, reason)
+                    self.end(SessionFault.UNFIT, reason)
             case Registered():
                 self._is_accepted = True
             case Unfit(reason):
-                self.end(Refused.UNFIT, f"the other side says: {reason}")
-        if self._fits and self._is_accepted and self.stage is Stage.REGISTERING:
-            self.stage = Stage.OPEN
+                self.end(SessionFault.UNFIT, f"the other side says: {reason}")
+        if self._fits and self._is_accepted and self.stage is SessionStage.REGISTERING:
+            self.stage = SessionStage.OPEN
             self._house.opened(self)
 
     def _hear(self, message: PeerMessage) -> None:
         _check_tokens(message, self._me.vocabulary)
         if not self._house.heard(self, message):
-            self.end(Refused.FLOODING, "it says more than the engine takes")
+            self.end(SessionFault.FLOODING, "it says more than the engine takes")
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tick(self) -> None:
-        if self.stage is Stage.OVER:
+        if self.stage is SessionStage.OVER:
             return
         deadline = self._link.next_deadline()
         if deadline is not None and deadline <= now_us():
@@ -242,8 +242,8 @@ class Session:
         asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _demand_registration(self) -> None:
-        if self.stage in (Stage.STRANGER, Stage.REGISTERING):
-            self.end(LineFault.TOO_LATE, f"it did not register within {REGISTER_S:g} s")
+        if self.stage in (SessionStage.STRANGER, SessionStage.REGISTERING):
+            self.end(ConnectionFault.TOO_LATE, f"it did not register within {REGISTER_S:g} s")
 
 
 def _check_tokens(message: PeerMessage, vocabulary: int) -> None:

@@ -22,9 +22,9 @@ from baton.core.config import ROLES
 from baton.core.errors import BatonError
 from baton.core.handover.messages import Heard, PeerId, PeerLost, PeerMessage, PeerOpened
 from baton.kv.transfer_contract import KvLayout
-from baton.node.inbox import Broken, Inbox
-from baton.node.peer_session import CONNECT_S, End, Refused, Self, Session, Stage
-from baton.node.sealed_connection import LineFault
+from baton.node.inbox import EngineInbox, ThreadFailure
+from baton.node.peer_session import CONNECT_S, LocalInstance, PeerSession, SessionEnd, SessionFault, SessionStage
+from baton.node.sealed_connection import ConnectionFault
 from baton.wire.peer_messages import Register
 
 log = logging.getLogger("baton.peers")
@@ -43,7 +43,7 @@ class CannotListen(BatonError):
     """The address for peers cannot be taken."""
 
 
-class Ways(Protocol):
+class TransferChooser(Protocol):
     """How KV goes to or comes from a peer, agreed on as it registers."""
 
     def offer(self, peer: PeerId, same_host: bool) -> tuple[str, ...]:
@@ -65,8 +65,15 @@ def listen(host: str, port: int) -> socket.socket:
         raise CannotListen(f"cannot listen for peers on {host}:{port}: {reason}. Choose another with {which}.") from None
 
 
-class Peers:
-    def __init__(self, me: Self, ways: Ways, inbox: Inbox, listener: socket.socket | None, calls: tuple[str, ...]) -> None:
+class PeerConnections:
+    def __init__(
+        self,
+        me: LocalInstance,
+        ways: TransferChooser,
+        inbox: EngineInbox,
+        listener: socket.socket | None,
+        calls: tuple[str, ...],
+    ) -> None:
         self.refused: Counter[str] = Counter()
         self._me = me
         self._ways = ways
@@ -77,9 +84,9 @@ class Peers:
         self._first_calls = calls
         self._failure: BaseException | None = None
         """Of a call that ended though none ever should."""
-        self._strangers: dict[Session, None] = {}
+        self._strangers: dict[PeerSession, None] = {}
         """Who called and has not registered, the oldest first."""
-        self._sessions: dict[PeerId, Session] = {}
+        self._sessions: dict[PeerId, PeerSession] = {}
         self._told: dict[str, str] = {}
         """The last thing logged of whom we call."""
         self._logged_s: dict[str, float] = {}
@@ -110,7 +117,7 @@ class Peers:
         try:
             self._loop.run_until_complete(self._main())
         except BaseException as error:
-            self._inbox.put(Broken(error))
+            self._inbox.put(ThreadFailure(error))
             raise
         finally:
             self._loop.close()
@@ -132,7 +139,7 @@ class Peers:
 
     async def _answer(self) -> None:
         if self._listener is not None:
-            server = await self._loop.create_server(lambda: Session(self._me, self, None).line, sock=self._listener)
+            server = await self._loop.create_server(lambda: PeerSession(self._me, self, None).line, sock=self._listener)
             await server.serve_forever()
         await self._until_stopped()
 
@@ -174,21 +181,21 @@ class Peers:
         while True:
             called_s = time.monotonic()
             end = await self._call_once(PeerId(address), host.strip("[]"), int(port))
-            held = end.was is Stage.OPEN and time.monotonic() - called_s > CALL_AGAIN_S_MAX
+            held = end.was is SessionStage.OPEN and time.monotonic() - called_s > CALL_AGAIN_S_MAX
             pause_s = CALL_AGAIN_S if held else min(2 * pause_s, CALL_AGAIN_S_MAX)
             if self._told.get(address) != end.reason:
                 self._told[address] = end.reason
-                level = logging.ERROR if end.fault == Refused.UNFIT else logging.WARNING
+                level = logging.ERROR if end.fault == SessionFault.UNFIT else logging.WARNING
                 log.log(level, "no session with %s: %s; calling again", address, end.reason)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  so that callers do not come all at once
 
-    async def _call_once(self, peer: PeerId, host: str, port: int) -> End:
-        session = Session(self._me, self, peer)
+    async def _call_once(self, peer: PeerId, host: str, port: int) -> SessionEnd:
+        session = PeerSession(self._me, self, peer)
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._loop.create_connection(lambda: session.line, host, port)
         except (OSError, TimeoutError) as error:
-            return End(Stage.STRANGER, None, str(error) or "no answer")
+            return SessionEnd(SessionStage.STRANGER, None, str(error) or "no answer")
         try:
             return await asyncio.shield(session.over)
         finally:
@@ -196,20 +203,20 @@ class Peers:
 
     # ── the sessions' house ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, session: Session) -> None:
+    def arrived(self, session: PeerSession) -> None:
         if session.called is not None:
             return
         if len(self._strangers) >= STRANGERS_MAX:
             # Those who only wait must not keep out one that holds the key: its handshake is a matter of milliseconds.
-            silent = (one for one in self._strangers if one.stage is Stage.STRANGER)
+            silent = (one for one in self._strangers if one.stage is SessionStage.STRANGER)
             oldest = next(silent, next(iter(self._strangers)))
-            oldest.end(LineFault.TOO_MANY, "too many connections that have not registered")
+            oldest.end(ConnectionFault.TOO_MANY, "too many connections that have not registered")
         self._strangers[session] = None
 
-    def transfers_for(self, session: Session) -> tuple[str, ...]:
+    def transfers_for(self, session: PeerSession) -> tuple[str, ...]:
         return self._ways.offer(session.peer, session.line.same_host)
 
-    def unfit(self, session: Session, register: Register) -> str | None:
+    def unfit(self, session: PeerSession, register: Register) -> str | None:
         theirs = ROLES.get(register.role)
         if theirs is None or not ((self._me.role.takes and theirs.gives) or (self._me.role.gives and theirs.takes)):
             return f"role: {self._me.role.name} here, {register.role} there; one must prefill and the other decode"
@@ -220,7 +227,7 @@ class Peers:
             return f"{SESSIONS_MAX} peers have sessions already"
         return self._ways.accept(session.peer, register.transfers)
 
-    def opened(self, session: Session) -> None:
+    def opened(self, session: PeerSession) -> None:
         self._strangers.pop(session, None)
         before, self._sessions[session.peer] = self._sessions.get(session.peer), session
         if before is not None:
@@ -229,30 +236,30 @@ class Peers:
         log.info("session with %s", session.peer)
         self._inbox.put(PeerOpened(session.peer))
 
-    def heard(self, session: Session, message: PeerMessage) -> bool:
+    def heard(self, session: PeerSession, message: PeerMessage) -> bool:
         if len(self._inbox) >= INBOX_MAX:
             return False
         self._inbox.put(Heard(session.peer, message))
         return True
 
-    def ended(self, session: Session, end: End) -> None:
+    def ended(self, session: PeerSession, end: SessionEnd) -> None:
         if end.fault is not None:
             self.refused[end.fault] += 1
-        if end.was is Stage.OPEN:
+        if end.was is SessionStage.OPEN:
             if self._sessions.get(session.peer) is session:
                 del self._sessions[session.peer]
                 self._ways.forget(session.peer)
             self._inbox.put(PeerLost(session.peer, end.reason))
         self._strangers.pop(session, None)
-        if session.called is None and (end.fault is not None or end.was is Stage.OPEN):
+        if session.called is None and (end.fault is not None or end.was is SessionStage.OPEN):
             self._log_end(session, end)
 
-    def _log_end(self, session: Session, end: End) -> None:
+    def _log_end(self, session: PeerSession, end: SessionEnd) -> None:
         """Of those who called us; a stranger can come often, so each reason is logged now and then only."""
-        if end.was is Stage.OPEN:
+        if end.was is SessionStage.OPEN:
             log.warning("session with %s is over: %s", session.peer, end.reason)
             return
-        key, now_s = f"{end.fault} {end.reason}" if end.fault == Refused.UNFIT else str(end.fault), time.monotonic()
+        key, now_s = f"{end.fault} {end.reason}" if end.fault == SessionFault.UNFIT else str(end.fault), time.monotonic()
         if now_s - self._logged_s.get(key, -SAME_REFUSAL_S) >= SAME_REFUSAL_S:
             if len(self._logged_s) >= STRANGERS_MAX:
                 self._logged_s.clear()

@@ -2,7 +2,7 @@
 
     router ── Line ── Membership ── EngineClient ── engine process
                           │
-                       wire.relay.Relay   knows what is whose, what is held, and what may be said when
+                       wire.instance_sessions.InstanceSessions   knows what is whose, what is held, and what may be said when
 
 Owns the connection, its rhythm and the calling again; decides nothing about requests. A router that is away is called for
 ever, with short pauses: one that was started again shall have its instances back at once. Each change is logged, not each
@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.core.engine.orders import Accepted
 from baton.core.errors import BatonError
 from baton.node.engine import monotonic_us
-from baton.node.sealed_connection import Line, LineEnd, call
-from baton.wire.engine_messages import AcceptedAs, Peers, Pulse, RefusedWith, StepOutput, ToEngine
-from baton.wire.instance_sessions import Relay, RelayOut
+from baton.node.sealed_connection import ConnectionEnd, SealedConnection, call
+from baton.wire.engine_messages import PrefillPeerAddresses, Pulse, RefusedMessage, StepOutput, ToEngine
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import FromInstance, Welcome, decode_from_router, encode_membership
 
 log = logging.getLogger("baton.joining")
@@ -43,11 +44,11 @@ LOOK_US = 100_000
 """How often the clock is looked at where nothing is due before."""
 
 
-class Fenced(BatonError):
+class InstanceFenced(BatonError):
     """A later life of this instance's name is known to the router: this one must not serve any more."""
 
 
-class Engine(Protocol):
+class MembershipEngine(Protocol):
     """What a membership needs of the engine's client."""
 
     @property
@@ -57,7 +58,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RouterAt:
+class RouterAddress:
     host: str
     port: int
     cluster_key: bytes
@@ -66,15 +67,22 @@ class RouterAt:
         return f"{self.host}:{self.port}"
 
 
-class Membership:
-    def __init__(self, name: str, at: RouterAt, relay: Relay, engine: Engine, on_drain: Callable[[], None]) -> None:
+class RouterMembership:
+    def __init__(
+        self,
+        name: str,
+        at: RouterAddress,
+        sessions: InstanceSessions,
+        engine: MembershipEngine,
+        on_drain: Callable[[], None],
+    ) -> None:
         """`on_drain` is called when the router wants this instance to finish and go."""
         self._name = name
         self._at = at
-        self._relay = relay
+        self._sessions = sessions
         self._engine = engine
         self._on_drain = on_drain
-        self._line: Line | None = None
+        self._line: SealedConnection | None = None
         """The one that is open."""
         self._welcome: Welcome | None = None
         """Of the session that is on."""
@@ -101,7 +109,7 @@ class Membership:
 
     def leave(self) -> None:
         """Tell the router that this instance takes nothing new; what is open goes on."""
-        self._say(self._relay.leave())
+        self._say(self._sessions.leave())
 
     async def part(self, reason: str) -> None:
         """Hang up after what was said has been read. To be called when `run` was cancelled, so that nobody calls again."""
@@ -113,47 +121,47 @@ class Membership:
 
     @property
     def open_requests(self) -> int:
-        return self._relay.open_requests
+        return self._sessions.open_requests
 
     def owns_ticket(self, ticket: int) -> bool:
-        return self._relay.owns_ticket(ticket)
+        return self._sessions.owns_ticket(ticket)
 
     def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
-        return self._relay.split(output)
+        return self._sessions.split(output)
 
-    def take(self, message: AcceptedAs | RefusedWith | StepOutput) -> None:
-        self._carry_out(self._relay.take(message, monotonic_us()))
+    def take(self, message: Accepted | RefusedMessage | StepOutput) -> None:
+        self._carry_out(self._sessions.take(message, monotonic_us()))
 
     def feel(self, pulse: Pulse) -> None:
-        self._relay.feel(pulse, monotonic_us())
+        self._sessions.feel(pulse, monotonic_us())
 
     # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, line: Line) -> None:
+    def arrived(self, line: SealedConnection) -> None:
         pass
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: SealedConnection) -> None:
         self._line, self._opened_us = line, monotonic_us()
-        self._say(self._relay.opened(self._opened_us))
+        self._say(self._sessions.opened(self._opened_us))
 
-    def heard(self, line: Line, frame: bytes) -> None:
-        self._carry_out(self._relay.heard(decode_from_router(frame), monotonic_us()))
+    def heard(self, line: SealedConnection, frame: bytes) -> None:
+        self._carry_out(self._sessions.heard(decode_from_router(frame), monotonic_us()))
         if self._turned_away is not None:
             line.part("turned away")
 
-    def ended(self, line: Line, end: LineEnd) -> None:
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         if self._line is line:
             self._line = self._welcome = None
-            self._relay.lost(end.reason, monotonic_us())
+            self._sessions.lost(end.reason, monotonic_us())
 
     # ── both ways ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _carry_out(self, out: RelayOut) -> None:
+    def _carry_out(self, out: SessionEffects) -> None:
         for order in out.orders:
             self._engine.forward(order)
         self._say(out.says)
         if out.neighbours is not None:
-            self._engine.forward(Peers(out.neighbours))
+            self._engine.forward(PrefillPeerAddresses(out.neighbours))
         if out.welcomed is not None:
             self._begin(out.welcomed)
         self._turned_away, self._fenced = out.turned_away or self._turned_away, out.fenced or self._fenced
@@ -182,9 +190,9 @@ class Membership:
                 self._beat(now_us, self._welcome)
             elif self._line is not None and self._welcome is None and self._opened_us + WELCOME_US <= now_us:
                 self._line.end(None, f"it has not answered the join within {WELCOME_US // 1_000_000} s")
-            deadline_us = self._relay.next_deadline()
+            deadline_us = self._sessions.next_deadline()
             if deadline_us is not None and deadline_us <= now_us:
-                self._carry_out(self._relay.tick(now_us))
+                self._carry_out(self._sessions.tick(now_us))
             next_us = now_us + LOOK_US if self._welcome is None else min(now_us + LOOK_US, self._beat_due_us)
             await asyncio.sleep(max(0, next_us - monotonic_us()) / 1e6)
 
@@ -195,7 +203,7 @@ class Membership:
         if late_us > welcome.beat_us:
             log.warning("a beat was %d ms late: this process was held up", late_us // 1000)
         # While we were held up we heard nothing.
-        beat = self._relay.beat(None, max(0, self._engine_silent_us(now_us) - late_us), now_us)
+        beat = self._sessions.beat(None, max(0, self._engine_silent_us(now_us) - late_us), now_us)
         if beat is not None:
             self._say([beat])
 
@@ -209,10 +217,12 @@ class Membership:
         while True:
             await self._engine_answers()
             called_s = loop.time()
-            line = Line(self._at.cluster_key, f"instance {self._name}", self, calls=str(self._at), handshake_s=HANDSHAKE_S)
+            line = SealedConnection(
+                self._at.cluster_key, f"instance {self._name}", self, calls=str(self._at), handshake_s=HANDSHAKE_S
+            )
             end = await call(line, self._at.host, self._at.port, CONNECT_S)
             if self._fenced is not None:
-                raise Fenced(f"the router at {self._at} has fenced this instance: {self._fenced}")
+                raise InstanceFenced(f"the router at {self._at} has fenced this instance: {self._fenced}")
             turned_away, self._turned_away = self._turned_away, None
             self._log_once(end, turned_away)
             pause_s = CALL_AGAIN_S if loop.time() - called_s > HELD_S else min(2 * pause_s, CALL_AGAIN_S_MAX)
@@ -228,7 +238,7 @@ class Membership:
         while self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:  # noqa: ASYNC110  who is silent tells nobody
             await asyncio.sleep(LOOK_US / 1e6)
 
-    def _log_once(self, end: LineEnd, turned_away: str | None) -> None:
+    def _log_once(self, end: ConnectionEnd, turned_away: str | None) -> None:
         reason = end.reason if turned_away is None else f"turned away: {turned_away}"
         if reason != self._told:
             self._told = reason

@@ -42,7 +42,7 @@ SAME_REFUSAL_S = 60.0
 """A refusal for the same reason is logged so often."""
 
 
-class LineFault(StrEnum):
+class ConnectionFault(StrEnum):
     """Why a line ended that should not have, beside the faults of a seal."""
 
     MALFORMED = "malformed_message"
@@ -52,42 +52,42 @@ class LineFault(StrEnum):
     TOO_MANY = "too_many"
 
 
-class Stage(Enum):
+class ConnectionStage(Enum):
     STRANGER = "stranger"
     OPEN = "open"
     OVER = "over"
 
 
 @dataclass(frozen=True, slots=True)
-class LineEnd:
-    was: Stage
+class ConnectionEnd:
+    was: ConnectionStage
     fault: str | None
-    """Of SealFault or LineFault, where the other side is to blame."""
+    """Of SealFault or ConnectionFault, where the other side is to blame."""
     reason: str
 
 
-class House(Protocol):
+class ConnectionEvents(Protocol):
     """Where lines lead: told what becomes of each."""
 
-    def arrived(self, line: Line) -> None:
+    def arrived(self, line: SealedConnection) -> None:
         """Its connection is there; nothing is proved yet."""
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: SealedConnection) -> None:
         """Both sides have proved themselves; `line.peer` is what the other calls itself, and frames may be sent."""
 
-    def heard(self, line: Line, frame: bytes) -> None:
+    def heard(self, line: SealedConnection, frame: bytes) -> None:
         """WireError ends the line."""
 
-    def ended(self, line: Line, end: LineEnd) -> None:
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         """Once, for each line that arrived. Nothing of it is heard afterwards."""
 
 
-class Line(asyncio.Protocol):
+class SealedConnection(asyncio.Protocol):
     def __init__(
         self,
         key: bytes,
         name: str,
-        house: House,
+        house: ConnectionEvents,
         *,
         calls: str | None = None,
         handshake_s: float = HANDSHAKE_S,
@@ -101,11 +101,11 @@ class Line(asyncio.Protocol):
         self._handshake_s = handshake_s
         self._transport: asyncio.Transport | None = None
         self._is_ours = calls is not None
-        self.stage = Stage.STRANGER
+        self.stage = ConnectionStage.STRANGER
         self.where = calls or ""
         """For the log: from where, or whom we call."""
         self.same_host = False
-        self.over: asyncio.Future[LineEnd] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[ConnectionEnd] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         """Set when the connection is closed, last words included: after a parting that is later than `over`."""
 
@@ -129,25 +129,25 @@ class Line(asyncio.Protocol):
         self._write(self._seal.outgoing())
 
     def data_received(self, data: bytes) -> None:
-        if self.stage is Stage.OVER:
+        if self.stage is ConnectionStage.OVER:
             return
         try:
             frames = self._seal.take(data)
             self._write(self._seal.outgoing())
-            if self.stage is Stage.STRANGER and self._seal.is_open:
-                self.stage = Stage.OPEN
+            if self.stage is ConnectionStage.STRANGER and self._seal.is_open:
+                self.stage = ConnectionStage.OPEN
                 self._house.opened(self)
             for frame in frames:
-                if self.stage is Stage.OPEN:  # the frame before may have ended it
+                if self.stage is ConnectionStage.OPEN:  # the frame before may have ended it
                     self._house.heard(self, frame)
         except SealBroken as broken:
             self.end(broken.fault, str(broken))
         except WireError as error:
-            self.end(LineFault.MALFORMED, str(error))
+            self.end(ConnectionFault.MALFORMED, str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = "the connection was closed" if error is None else f"the connection broke: {error}"
-        if self.stage is Stage.STRANGER:
+        if self.stage is ConnectionStage.STRANGER:
             reason += " before the handshake was over (is that the right port, and the cluster key the same on both sides?)"
         self.end(None, reason)
         self.gone.set()
@@ -159,7 +159,7 @@ class Line(asyncio.Protocol):
 
         WireError: one of them is too big, and none was sent.
         """
-        if self.stage is not Stage.OPEN:
+        if self.stage is not ConnectionStage.OPEN:
             return
         frames = list(frames)
         for frame in frames:
@@ -182,23 +182,23 @@ class Line(asyncio.Protocol):
             asyncio.get_running_loop().call_later(PARTING_S, transport.abort)
 
     def _finish(self, fault: str | None, reason: str) -> bool:
-        if self.stage is Stage.OVER:
+        if self.stage is ConnectionStage.OVER:
             return False
-        end = LineEnd(self.stage, fault, reason)
-        self.stage = Stage.OVER
+        end = ConnectionEnd(self.stage, fault, reason)
+        self.stage = ConnectionStage.OVER
         self._house.ended(self, end)
         self.over.set_result(end)
         return True
 
     def _write(self, data: bytes) -> None:
-        if data and self._transport is not None and self.stage is not Stage.OVER:
+        if data and self._transport is not None and self.stage is not ConnectionStage.OVER:
             self._transport.write(data)
             if self._transport.get_write_buffer_size() > UNREAD_BYTES_MAX + OVERHEAD_BYTES:
-                self.end(LineFault.NOT_READING, f"it has not read {UNREAD_BYTES_MAX >> 20} MiB")
+                self.end(ConnectionFault.NOT_READING, f"it has not read {UNREAD_BYTES_MAX >> 20} MiB")
 
     def _demand_proof(self) -> None:
-        if self.stage is Stage.STRANGER:
-            self.end(LineFault.TOO_LATE, f"it did not prove itself within {self._handshake_s:g} s")
+        if self.stage is ConnectionStage.STRANGER:
+            self.end(ConnectionFault.TOO_LATE, f"it did not prove itself within {self._handshake_s:g} s")
 
 
 def _set_options(connection: socket.socket) -> None:
@@ -207,41 +207,41 @@ def _set_options(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
 
 
-async def call(line: Line, host: str, port: int, connect_s: float) -> LineEnd:
+async def call(line: SealedConnection, host: str, port: int, connect_s: float) -> ConnectionEnd:
     """Connect a line that calls, and wait for its end."""
     try:
         async with asyncio.timeout(connect_s):
             await asyncio.get_running_loop().create_connection(lambda: line, host, port)
     except (OSError, TimeoutError) as error:
-        return LineEnd(Stage.STRANGER, None, str(error) or "no answer")
+        return ConnectionEnd(ConnectionStage.STRANGER, None, str(error) or "no answer")
     return await asyncio.shield(line.over)  # whoever no longer waits has not ended it
 
 
-class Guests(Protocol):
+class ListenerEvents(Protocol):
     """Who lives behind a door: hears of lines that opened, and of no others."""
 
-    def opened(self, line: Line) -> None: ...
+    def opened(self, line: SealedConnection) -> None: ...
 
-    def heard(self, line: Line, frame: bytes) -> None:
+    def heard(self, line: SealedConnection, frame: bytes) -> None:
         """WireError ends the line."""
 
-    def ended(self, line: Line, end: LineEnd) -> None:
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         """Once, for each line that opened."""
 
 
-class Door:
+class Listener:
     """Where callers come in."""
 
-    def __init__(self, key: bytes, name: str, guests: Guests, handshake_s: float = HANDSHAKE_S) -> None:
+    def __init__(self, key: bytes, name: str, guests: ListenerEvents, handshake_s: float = HANDSHAKE_S) -> None:
         self.refused: Counter[str] = Counter()
         """Lines that ended through the other side's fault, by fault."""
         self._key = key
         self._name = name
         self._guests = guests
         self._handshake_s = handshake_s
-        self._strangers: dict[Line, None] = {}
+        self._strangers: dict[SealedConnection, None] = {}
         """The oldest first."""
-        self._lines: dict[Line, None] = {}
+        self._lines: dict[SealedConnection, None] = {}
         self._server: asyncio.Server | None = None
         self._logged_s: dict[str, float] = {}
 
@@ -255,29 +255,29 @@ class Door:
         for line in (*self._strangers, *self._lines):
             line.part(reason)
 
-    def _line(self) -> Line:
-        return Line(self._key, self._name, self, handshake_s=self._handshake_s)
+    def _line(self) -> SealedConnection:
+        return SealedConnection(self._key, self._name, self, handshake_s=self._handshake_s)
 
     # ── the lines' house ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, line: Line) -> None:
+    def arrived(self, line: SealedConnection) -> None:
         if len(self._strangers) >= STRANGERS_MAX:
             # Those who only wait must not keep out one that holds the key: its handshake is a matter of milliseconds.
-            next(iter(self._strangers)).end(LineFault.TOO_MANY, "too many connections that have proved nothing")
+            next(iter(self._strangers)).end(ConnectionFault.TOO_MANY, "too many connections that have proved nothing")
         self._strangers[line] = None
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: SealedConnection) -> None:
         if len(self._lines) >= LINES_MAX:
-            line.end(LineFault.TOO_MANY, f"{LINES_MAX} lines are open already")
+            line.end(ConnectionFault.TOO_MANY, f"{LINES_MAX} lines are open already")
             return
         del self._strangers[line]
         self._lines[line] = None
         self._guests.opened(line)
 
-    def heard(self, line: Line, frame: bytes) -> None:
+    def heard(self, line: SealedConnection, frame: bytes) -> None:
         self._guests.heard(line, frame)
 
-    def ended(self, line: Line, end: LineEnd) -> None:
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         if end.fault is not None:
             self.refused[end.fault] += 1
             self._log(line, end)
@@ -286,7 +286,7 @@ class Door:
             del self._lines[line]
             self._guests.ended(line, end)
 
-    def _log(self, line: Line, end: LineEnd) -> None:
+    def _log(self, line: SealedConnection, end: ConnectionEnd) -> None:
         """A stranger can come often, so each fault is logged now and then only."""
         key, now_s = str(end.fault), time.monotonic()
         if now_s - self._logged_s.get(key, -SAME_REFUSAL_S) >= SAME_REFUSAL_S:

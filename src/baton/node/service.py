@@ -14,10 +14,8 @@ import re
 import socket
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import msgspec
 
 from baton.api.app import create_app
 from baton.api.engine import EngineDead
@@ -25,10 +23,11 @@ from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText, load_text, read_template
 from baton.api.settings import ApiSettings
 from baton.core.config import ROLES
+from baton.core.routing.events import Instance, Join
 from baton.executor.cache_folder import cache_folder
 from baton.node.devices import check_device
 from baton.node.engine_client import EngineClient
-from baton.node.gc_pauses import spare_what_is_there
+from baton.node.gc_pauses import freeze_gc
 from baton.node.http_server import (
     CannotServe,
     HttpServer,
@@ -41,34 +40,22 @@ from baton.node.http_server import (
     url_of,
 )
 from baton.node.kv_storage import check_storage
-from baton.node.models import LoadFormat, check_load_format, resolve_model
+from baton.node.models import check_load_format, resolve_model
 from baton.node.peer_options import check_pairing, cluster_key, key_for, split_address
-from baton.node.router_membership import Fenced, Membership, RouterAt
+from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
-from baton.node.settings import EngineSettings
-from baton.node.torch_import import leave_torch_out
-from baton.wire.instance_sessions import Relay
-from baton.wire.router_messages import Join
+from baton.node.settings import EngineSettings, InstanceSettings
+from baton.node.torch_import import block_torch_import
+from baton.wire.instance_sessions import InstanceSessions
 
 HOST_CHARS_MAX = 32
 DEATH_SHOWN_S = 2.0
 """How long a dead instance goes on answering 503, so that whoever watches it learns why before the port closes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServeSettings:
-    model: str = "smollm2"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    served_model_names: tuple[str, ...] = ()
-    chat_template: str | None = None
-    drain_timeout_s: float = 30.0
-    scripted: bool = False
-    load_format: LoadFormat = LoadFormat.AUTO
-    cluster_key: str | None = None
-    cluster_key_file: str | None = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings(InstanceSettings):
     engine: EngineSettings = field(default_factory=lambda: EngineSettings("", None, b""))
     """Endpoint, model folder, secret and cluster key are filled in at the start."""
 
@@ -91,7 +78,7 @@ def serve(settings: ServeSettings, say: Say) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
             text_folder, engine = _prepare(settings, Path(scratch), say)
-            leave_torch_out()
+            block_torch_import()
             asyncio.run(_Instance(settings, api, engine, say).run(listener, text_folder))
     finally:
         listener.close()
@@ -111,13 +98,13 @@ def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, En
     """Where the text side finds its tokeniser, and the engine's settings made whole."""
     key = cluster_key(settings.engine, settings.cluster_key, settings.cluster_key_file, cache_folder())
     secret = _prefix_secret(settings, key)
-    base = msgspec.structs.replace(settings.engine, prefix_secret=secret, cluster_key=key)
+    base = replace(settings.engine, prefix_secret=secret, cluster_key=key)
     if settings.scripted:
         write_byte_tokenizer(scratch)
         return scratch, base
     folder = resolve_model(settings.model, say)
     say(f"loading {folder}")
-    return folder, msgspec.structs.replace(base, model_folder=str(folder))
+    return folder, replace(base, model_folder=str(folder))
 
 
 def _prefix_secret(settings: ServeSettings, key: bytes) -> bytes:
@@ -176,7 +163,7 @@ class _Instance:
         metrics = Metrics(engine, self._settings.names[0])
         http = HttpServer(create_app(engine, text, self._api, metrics))
         serving = http.start(listener)
-        spare_what_is_there()
+        freeze_gc()
         self._say(self._banner(engine, listener))
         membership = self._membership(engine, listener)
         async with state_logged(engine, lambda: engine.tokens_made):
@@ -188,7 +175,7 @@ class _Instance:
             raise CannotServe(death)
 
     async def _until_over(
-        self, engine: EngineClient, serving: asyncio.Task[None], membership: Membership | None
+        self, engine: EngineClient, serving: asyncio.Task[None], membership: RouterMembership | None
     ) -> str | None:
         """Wait for the end of service. Answers the reason where it is not one that was ordered."""
         dead, stop = asyncio.ensure_future(engine.wait_dead()), asyncio.ensure_future(self._signals.stop.wait())
@@ -208,14 +195,14 @@ class _Instance:
             await asyncio.sleep(DEATH_SHOWN_S)
         return why
 
-    def _membership(self, engine: EngineClient, listener: socket.socket) -> Membership | None:
+    def _membership(self, engine: EngineClient, listener: socket.socket) -> RouterMembership | None:
         settings, info = self._engine_settings, engine.info
         if settings.router is None:
             return None
         port = listener.getsockname()[1]
         name = settings.name or default_name(socket.gethostname(), settings.role, port)
         join = Join(
-            name=name,
+            name=Instance(name),
             incarnation=self._incarnation,
             role=settings.role,
             fingerprint=engine.fingerprint,
@@ -229,12 +216,12 @@ class _Instance:
             pid=os.getpid(),
             draining=False,
         )
-        at = RouterAt(*split_address("--router", settings.router), settings.cluster_key)
-        membership = Membership(name, at, Relay(join), engine, self._signals.stop.set)
+        at = RouterAddress(*split_address("--router", settings.router), settings.cluster_key)
+        membership = RouterMembership(name, at, InstanceSessions(join), engine, self._signals.stop.set)
         engine.share(membership)
         return membership
 
-    async def _drain(self, engine: EngineClient, dead: asyncio.Future[str], membership: Membership | None) -> None:
+    async def _drain(self, engine: EngineClient, dead: asyncio.Future[str], membership: RouterMembership | None) -> None:
         self._say(f"draining: {engine.open_requests} requests open (once more to stop at once)")
         if membership is not None:
             membership.leave()
@@ -268,12 +255,12 @@ async def _never() -> None:
 
 def _why_fenced(member: asyncio.Future[None]) -> str:
     error = member.exception()
-    if not isinstance(error, Fenced):
+    if not isinstance(error, InstanceFenced):
         raise error or CannotServe("the membership ended by itself")
     return str(error)
 
 
-async def _part(member: asyncio.Future[None], membership: Membership | None, reason: str) -> None:
+async def _part(member: asyncio.Future[None], membership: RouterMembership | None, reason: str) -> None:
     """No more calls to the router; what was said to it still arrives."""
     member.cancel()
     await asyncio.wait((member,))

@@ -1,20 +1,75 @@
-"""The settings of an engine process, as one frozen value that travels to it as JSON."""
+"""The settings of an instance: what its HTTP server takes, and what travels to its engine process as JSON.
+
+Imports neither a server nor torch: the command line reads the declarations here before it knows what it will run.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Annotated, Any
 
 import msgspec
 
-from baton.core.config import MIXED, ROLES, BringBack, OnPreempt, PrefillPath, ReservePolicy, VictimPolicy
+from baton.core.config import ROLES, HandoverSettings, SchedulerSettings, TierSettings
+from baton.core.setting import BadConfig, Panel, Setting, Unit
 
+DEFAULT_MODEL = "smollm2"
 DEFAULT_PEER_PORT = 8100
 CPU_KV_BYTES = 2 << 30
 STAGING_BYTES = 1 << 30
 """Host memory of an instance with a store for which none is set: what is on its way there and back lies in it."""
 
 
-class OnDevice(StrEnum):
+class ExecutorKind(StrEnum):
+    TORCH = "torch"
+    SCRIPTED = "scripted"
+
+
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"
+    """The model's own files."""
+    DUMMY = "dummy"
+    """Drawn at random, for a named shape."""
+
+
+class Dtype(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT64 = "float64"
+
+
+class Attention(StrEnum):
+    AUTO = "auto"
+    NATIVE = "native"
+    GATHER = "gather"
+    TRITON = "triton"
+
+
+class RoleName(StrEnum):
+    MIXED = "mixed"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Transfer(StrEnum):
+    AUTO = "auto"
+    SHM = "shm"
+    TCP = "tcp"
+    MOONCAKE = "mooncake"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class DeviceChoice(StrEnum):
     """Where the model computes."""
 
     AUTO = "auto"
@@ -23,7 +78,7 @@ class OnDevice(StrEnum):
     CUDA = "cuda"
 
 
-class Speculate(StrEnum):
+class SpeculateMethod(StrEnum):
     """Who guesses tokens ahead of a decode."""
 
     OFF = "off"
@@ -33,77 +88,211 @@ class Speculate(StrEnum):
     """What is known of the sequence: it may repeat itself."""
 
 
-class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+Model = Annotated[
+    str,
+    Setting(
+        "model", Panel.PLAIN,
+        "A folder of safetensors, a GGUF file, the built-in name smollm2, or shape:NAME with random weights.",
+        is_argument=True,
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpSettings:
+    """What an instance and a router both take: where clients come in, and what is logged."""
+
+    model: Model = DEFAULT_MODEL
+    host: Annotated[
+        str, Setting("host", Panel.API, "Address to listen on. Another than loopback needs --api-key.")
+    ] = "127.0.0.1"  # fmt: skip
+    port: Annotated[int, Setting("port", Panel.API, "Port to listen on; 0 picks a free one.", 0, 65535)] = 8000
+    api_keys: Annotated[
+        tuple[str, ...],
+        Setting(
+            "api-key", Panel.API,
+            "Clients must present it; repeat for tenants. They share no KV, unless given as GROUP:KEY.",
+        ),
+    ] = ()  # fmt: skip
+    served_model_names: Annotated[
+        tuple[str, ...],
+        Setting("served-model-name", Panel.API, "Name in the API; repeat for aliases. Default: the model's own."),
+    ] = ()
+    chat_template: Annotated[
+        str | None, Setting("chat-template", Panel.API, "A Jinja file instead of the model's own chat template.")
+    ] = None
+    drain_timeout_s: Annotated[
+        float,
+        Setting("drain-timeout", Panel.API, "Seconds that open requests get to finish after SIGTERM or Ctrl-C.", 0),
+    ] = 30.0
+    executor: Annotated[
+        ExecutorKind,
+        Setting(
+            "executor", Panel.MODEL, "scripted needs no model: bytes from a hash, to try the API and for tests.",
+            after="max-model-len",
+        ),
+    ] = ExecutorKind.TORCH  # fmt: skip
+    access_log: Annotated[
+        bool,
+        Setting(
+            "access-log", Panel.LOG, "A line for each finished request: its cost, and the engine's state at that moment."
+        ),
+    ] = True
+    log_level: Annotated[
+        LogLevel,
+        Setting("log-level", Panel.LOG, "info also shows the engine's state, once a second while there is work."),
+    ] = LogLevel.INFO
+
+    @property
+    def scripted(self) -> bool:
+        return self.executor is ExecutorKind.SCRIPTED
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceSettings(HttpSettings):
+    load_format: Annotated[
+        LoadFormat,
+        Setting("load-format", Panel.MODEL, "dummy draws weights at random, for shape:qwen3-8b and the like.", metavar=" "),
+    ] = LoadFormat.AUTO
+    cluster_key: Annotated[
+        str | None,
+        Setting(
+            "cluster-key", Panel.PEERS, "What instances prove themselves with; better in the environment or a file.",
+            after="peer-port",
+        ),
+    ] = None  # fmt: skip
+    cluster_key_file: Annotated[
+        str | None,
+        Setting(
+            "cluster-key-file", Panel.PEERS, "A file with that key. Default, on loopback: one kept for this user.",
+            after="cluster-key",
+        ),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
     endpoint: str
     """Where the front end listens for the engine."""
     model_folder: str | None
     """None runs the scripted executor, which has no model."""
     prefix_secret: bytes
-    log_level: str = "info"
-    device: OnDevice = OnDevice.AUTO
-    dtype: str = "bfloat16"
-    attention: str = "auto"
-    batch_invariant: bool = False
-    """The same bits whatever else is in the batch."""
-    threads: int | None = None
-    slots: int = 64
-    block_size: int = 16
-    blocks: int | None = None
-    """Size of the KV pool; None takes what `kv_memory_bytes` holds."""
-    kv_memory_bytes: int | None = None
-    """None: what the largest step leaves of a CUDA device; on a CPU, CPU_KV_BYTES."""
-    context_tokens: int | None = None
-    step_tokens: int = 2048
-    depth: int = 2
-    speculate: Speculate = Speculate.OFF
-    draft_tokens: int = 4
-    """The most that are guessed for one decode."""
-    ngram_min: int = 2
-    ngram_max: int = 5
-    waiting_max: int = 1024
-    prefix_cache: bool = True
-    reserve: ReservePolicy = ReservePolicy.NEW_TOKEN_RATIO
-    ratio_initial: float = 0.7
-    ratio_decay: float = 0.001
-    ratio_floor: float = 0.1
-    ratio_clip_tokens: int = 4096
-    fixed_blocks: int = 16
-    fixed_blocks_decay: float = 0.025
-    victims: VictimPolicy = VictimPolicy.NEWEST
-    max_preemptions: int = 8
-    role: str = MIXED.name
-    peers: tuple[str, ...] = ()
-    """HOST:PORT of each instance that prefills for this one."""
-    peer_host: str = "127.0.0.1"
-    """Where this one listens: for peers if it prefills, for KV if it decodes."""
-    peer_port: int | None = None
-    """Of the listener for peers; 0 picks a free one, None takes DEFAULT_PEER_PORT."""
-    router: str | None = None
-    """HOST:PORT where a router lets instances in; None where clients come to this one alone."""
-    name: str = ""
-    """What the router calls this instance, over all its lives."""
+    log_level: str = LogLevel.INFO
     cluster_key: bytes = b""
-    transfer: str = "auto"
-    on_preempt: OnPreempt = OnPreempt.RESUME
-    prefill_path: PrefillPath = PrefillPath.SHORT
-    prefill_timeout_s: float = 60.0
-    lease_s: float = 2.0
-    host_memory_bytes: int | None = None
-    """For KV that the pool has no room for. None: STAGING_BYTES with a store, else nothing."""
-    kv_store: str | None = None
+    device: Annotated[
+        DeviceChoice, Setting("device", Panel.MODEL, "Where to compute; auto takes cuda where torch sees one.")
+    ] = DeviceChoice.AUTO
+    dtype: Annotated[Dtype, Setting("dtype", Panel.MODEL, "Number format of weights and KV.")] = Dtype.BFLOAT16
+    attention: Annotated[
+        Attention,
+        Setting(
+            "attention", Panel.MODEL, "CPU: native (compiled), gather (plain torch). CUDA: triton. Or auto.", metavar=" "
+        ),
+    ] = Attention.AUTO
+    batch_invariant: Annotated[
+        bool, Setting("batch-invariant", Panel.MODEL, "CUDA: the same bits whatever else is in the batch. Slower.")
+    ] = False
+    threads: Annotated[int | None, Setting("threads", Panel.MODEL, "CPU threads of the model. Default: one a core.", 1)] = (
+        None
+    )
+    context_tokens: Annotated[
+        int | None,
+        Setting("max-model-len", Panel.MODEL, "Longest sequence, prompt and answer. Default: the model's.", 1),
+    ] = None
+    step_ms: Annotated[float, Setting("step-ms", Panel.MODEL, "Scripted only: least milliseconds a step.", 0)] = 0.0
+    blocks: Annotated[
+        int | None,
+        Setting("kv-blocks", Panel.KV, "KV pool in blocks. Default: what --kv-memory holds.", 1, after="block-size"),
+    ] = None
+    kv_memory_bytes: Annotated[
+        int | None,
+        Setting(
+            "kv-memory", Panel.KV, "KV pool in bytes, such as 512M. Default: 2G; on CUDA what is left there.",
+            unit=Unit.BYTES, after="kv-blocks",
+        ),
+    ] = None  # fmt: skip
+    """None: what the largest step leaves of a CUDA device; on a CPU, CPU_KV_BYTES."""
+    speculate: Annotated[
+        SpeculateMethod,
+        Setting(
+            "speculate", Panel.DRAFTS,
+            "Guess tokens and check them in one step: ngram by repetition; naive guesses none.",
+        ),
+    ] = SpeculateMethod.OFF  # fmt: skip
+    draft_tokens: Annotated[int, Setting("draft-tokens", Panel.DRAFTS, "Most tokens guessed for one decode.", 1)] = 4
+    ngram_min: Annotated[
+        int, Setting("ngram-min", Panel.DRAFTS, "ngram: fewest last tokens that must have come before.", 1)
+    ] = 2
+    ngram_max: Annotated[int, Setting("ngram-max", Panel.DRAFTS, "ngram: most last tokens that are looked for.", 1)] = 5
+    host_memory_bytes: Annotated[
+        int | None,
+        Setting(
+            "host-memory", Panel.TIERS, "For KV that leaves the pool, such as 8G. Default: none; 1G with a store.",
+            unit=Unit.BYTES,
+        ),
+    ] = None  # fmt: skip
+    """None: STAGING_BYTES with a store, else nothing."""
+    kv_store: Annotated[
+        str | None,
+        Setting(
+            "kv-store", Panel.TIERS, "KV outlives us there: file:DIR, valkey://HOST:PORT/0, mooncake://HOST:PORT.",
+            metavar="URL",
+        ),
+    ] = None  # fmt: skip
     """The address of a store, as `kv.store` reads it."""
-    kv_store_limit_bytes: int | None = None
-    save_preempted: bool = True
-    save_finished: bool = True
-    cache_outputs: bool = True
-    bring_back: BringBack = BringBack.CHEAPEST
-    step_ms: float = 0.0
-    """Scripted only: how long a step takes at least."""
+    kv_store_limit_bytes: Annotated[
+        int | None,
+        Setting(
+            "kv-store-limit", Panel.TIERS, "Most bytes in the store, such as 20G; the least recently used go first.",
+            unit=Unit.BYTES,
+        ),
+    ] = None  # fmt: skip
+    role: Annotated[
+        RoleName,
+        Setting(
+            "role", Panel.PEERS,
+            "mixed does all; decode takes requests and has its peers prefill them; prefill does that.",
+        ),
+    ] = RoleName.MIXED  # fmt: skip
+    peers: Annotated[
+        tuple[str, ...],
+        Setting("peer", Panel.PEERS, "HOST:PORT of an instance that prefills for this one; repeat for several."),
+    ] = ()
+    peer_host: Annotated[
+        str,
+        Setting(
+            "peer-host", Panel.PEERS,
+            "Address for peers, to ask for prefill or send KV to. Another than loopback needs a key.",
+        ),
+    ] = "127.0.0.1"  # fmt: skip
+    """Where this one listens: for peers if it prefills, for KV if it decodes."""
+    peer_port: Annotated[
+        int | None,
+        Setting("peer-port", Panel.PEERS, "Where prefill is asked for; 0 picks a free one. Default: 8100.", 0, 65535),
+    ] = None
+    """Of the listener for peers; 0 picks a free one, None takes DEFAULT_PEER_PORT."""
+    transfer: Annotated[
+        Transfer,
+        Setting("transfer", Panel.PEERS, "How KV travels; auto takes shared memory on one machine, TCP between two."),
+    ] = Transfer.AUTO
+    router: Annotated[
+        str | None,
+        Setting("router", Panel.ROUTER, "HOST:PORT where a router lets instances in; beyond loopback it needs a key."),
+    ] = None
+    """None where clients come to this one alone."""
+    name: Annotated[
+        str,
+        Setting(
+            "name", Panel.ROUTER,
+            "What the router calls this instance, also after a restart. Default: HOST-ROLE-PORT.",
+            is_optional=True,
+        ),
+    ] = ""  # fmt: skip
 
     @property
     def burst(self) -> int:
         """The most tokens that one decode may yield in one step."""
-        return 1 if self.speculate is Speculate.OFF else 1 + self.draft_tokens
+        return 1 if self.speculate is SpeculateMethod.OFF else 1 + self.draft_tokens
 
     @property
     def host_bytes(self) -> int:
@@ -120,3 +309,12 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def needs_key(self) -> bool:
         """Others prove themselves to this instance, or it to them."""
         return self.has_peers or self.router is not None
+
+
+def decode_settings(data: bytes) -> EngineSettings:
+    """Settings as `msgspec.json.encode` wrote them. Raises BadConfig for a field that is not known."""
+    given = msgspec.json.decode(data, type=dict[str, Any])
+    known = {field.name for field in fields(EngineSettings)}
+    if unknown := sorted(given.keys() - known):
+        raise BadConfig(f"no settings of an engine are called {', '.join(unknown)}")
+    return msgspec.convert(given, EngineSettings)

@@ -5,33 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from baton.api.engine import Bill, Burst, Ended, EngineDead, Fault, Sink, TokenLogprob
-from baton.core.engine.records import Bill as CoreBill
-from baton.core.engine.request import FinishReason
-from baton.core.handover.messages import PdFault
-from baton.wire.engine_messages import LogprobLine, WireBill
+from baton.api.engine import EngineDead, Sink, StreamEnd, TokenBurst, TokenLogprob
+from baton.core.engine.ended import EndedRequest
+from baton.core.routing.events import ChoiceOutcome
+from baton.wire.engine_messages import LogprobLine
 
-
-class Source(Protocol):
-    """Whoever the tokens come from; knows each stream by a number."""
-
-    def stop(self, number: int, keep: int) -> None: ...
-
-    def abort(self, number: int) -> None: ...
+Key = TypeVar("Key", contravariant=True)
 
 
-class Stream:
+class TokenSource(Protocol[Key]):
+    """Where the tokens come from; knows each stream by a key of its own."""
+
+    def stop(self, key: Key, keep: int) -> None: ...
+
+    def abort(self, key: Key) -> None: ...
+
+
+class BufferedTokenStream(Generic[Key]):
     """The tokens of one accepted request: poured into a sink, or read one burst after the other.
 
     Unread bursts are bounded by the request's own token limit.
     """
 
-    def __init__(self, source: Source, number: int) -> None:
+    def __init__(self, source: TokenSource[Key], key: Key) -> None:
         self._source = source
-        self._number = number
-        self._bursts: deque[Burst] = deque()
+        self._key = key
+        self._bursts: deque[TokenBurst] = deque()
         self._death: str | None = None
         self._news = asyncio.Event()
         self._sink: Sink | None = None
@@ -43,7 +44,7 @@ class Stream:
         if self._death is not None:
             sink(EngineDead(self._death))
 
-    async def __aiter__(self) -> AsyncIterator[Burst]:
+    async def __aiter__(self) -> AsyncIterator[TokenBurst]:
         while True:
             while self._bursts:
                 burst = self._bursts.popleft()
@@ -56,12 +57,12 @@ class Stream:
             await self._news.wait()
 
     def stop(self, keep: int) -> None:
-        self._source.stop(self._number, keep)
+        self._source.stop(self._key, keep)
 
     def abort(self) -> None:
-        self._source.abort(self._number)
+        self._source.abort(self._key)
 
-    def push(self, burst: Burst) -> None:
+    def push(self, burst: TokenBurst) -> None:
         if self._sink is not None:
             self._sink(burst)
             return
@@ -82,22 +83,6 @@ def logprobs_of(tokens: Sequence[int], lines: Sequence[LogprobLine] | None) -> t
     return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))
 
 
-def ended_of(reason: FinishReason, bill: CoreBill | WireBill, fault: PdFault | None) -> Ended:
+def ended_of(end: EndedRequest | ChoiceOutcome) -> StreamEnd:
     """An end as whoever reads the stream hears of it."""
-    return Ended(
-        reason,
-        bill.cached_tokens,
-        Bill(
-            cached_tokens=bill.cached_tokens,
-            computed_tokens=bill.computed_tokens,
-            recomputed_tokens=bill.recomputed_tokens,
-            restored_tokens=bill.restored_tokens,
-            preemptions=bill.preemptions,
-            attempts=bill.attempts,
-            queue_ms=bill.queue_us / 1000,
-            prefill_ms=bill.prefill_us / 1000,
-            transfer_ms=bill.transfer_us / 1000,
-            decode_ms=bill.decode_us / 1000,
-        ),
-        None if fault is None else Fault(int(fault.code), fault.stage.value, fault.message),
-    )
+    return StreamEnd(end.reason, end.bill.cached_tokens, end.bill, end.fault)

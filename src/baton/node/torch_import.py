@@ -10,7 +10,7 @@ import os
 import sys
 
 
-def leave_torch_out() -> None:
+def block_torch_import() -> None:
     """From here on an import of torch fails in this process; `transformers` then takes it for not installed."""
     if "torch" not in sys.modules:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it advises to install torch

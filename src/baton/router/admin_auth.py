@@ -23,7 +23,7 @@ def is_guarded(path: str) -> bool:
     return path not in OPEN_PATHS and any(path == root or path.startswith(f"{root}/") for root in GUARDED)
 
 
-class Operators:
+class AdminAuth:
     """Answers 401 to who sends no key, and 403 to who sends another, before any route is looked up."""
 
     def __init__(self, app: ASGIApp, admin_key: str) -> None:

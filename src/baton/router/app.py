@@ -7,32 +7,33 @@ GET    /v1/requests/{id}/stream     go on with an answer whose router was lost
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
-from baton.api.app import Extras, create_app
+from baton.api.app import RouterExtras, create_app
 from baton.api.errors import ApiError
 from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText
 from baton.api.responses import encode
 from baton.api.settings import ApiSettings
 from baton.core.config import ROLES
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.fleet_members import InstanceView
-from baton.router.admin_auth import Operators
+from baton.router.admin_auth import AdminAuth
 from baton.router.dashboard import OPEN_PATHS, Dashboard
 from baton.router.fleet_engine import FleetEngine
-from baton.router.fleet_log import Chronicle
-from baton.router.idempotency import Idempotency
-from baton.router.instance_connections import Sessions
+from baton.router.fleet_log import FleetEventLog
+from baton.router.idempotency import IdempotencyMiddleware
+from baton.router.instance_connections import InstanceConnections
 
 
 def create_router_app(
     engine: FleetEngine,
-    sessions: Sessions,
-    chronicle: Chronicle,
+    sessions: InstanceConnections,
+    chronicle: FleetEventLog,
     dashboard: Dashboard,
     text: ModelText,
     settings: ApiSettings,
@@ -40,12 +41,12 @@ def create_router_app(
     orphan_grace_s: float,
     admin_key: str | None = None,
 ) -> FastAPI:
-    idempotency = Middleware(Idempotency, grace_s=orphan_grace_s, body_bytes_max=settings.body_bytes_max)
-    operators = () if admin_key is None else (Middleware(Operators, admin_key=admin_key),)
+    idempotency = Middleware(IdempotencyMiddleware, grace_s=orphan_grace_s, body_bytes_max=settings.body_bytes_max)
+    operators = () if admin_key is None else (Middleware(AdminAuth, admin_key=admin_key),)
     if settings.api_keys and admin_key is not None:
         settings = replace(settings, api_keys=(*settings.api_keys, f":{admin_key}"))  # as it is
-    extras = Extras(
-        orphanage=engine,
+    extras = RouterExtras(
+        unclaimed=engine,
         missing=lambda: missing(engine.views()),
         inner=(idempotency, *operators),  # the last one is the outermost
         open_paths=frozenset(OPEN_PATHS),
@@ -57,7 +58,7 @@ def create_router_app(
     return app
 
 
-def _add_routes(app: FastAPI, engine: FleetEngine, sessions: Sessions, chronicle: Chronicle) -> None:
+def _add_routes(app: FastAPI, engine: FleetEngine, sessions: InstanceConnections, chronicle: FleetEventLog) -> None:
     async def instances() -> Response:
         data = [shown(view) for view in engine.views()]
         return _json({"object": "list", "data": data, "events": chronicle.events()})
@@ -95,7 +96,28 @@ def shown(view: InstanceView) -> dict[str, object]:
         "context_tokens": facts.context_tokens,
         "open": view.open,
         "heard_ago_ms": view.heard_ago_us / 1000,
-        "ledger": asdict(view.ledger),
+        "ledger": ledger_fields(view.ledger),
+    }
+
+
+def ledger_fields(gauges: SchedulerGauges) -> dict[str, int]:
+    """The gauges of an instance, as operators are shown them."""
+    return {
+        "running": gauges.running,
+        "waiting": gauges.waiting,
+        "free": gauges.free_blocks,
+        "evictable": gauges.evictable_blocks,
+        "used": gauges.running_blocks,
+        "leased": gauges.leased_blocks,
+        "receiving": gauges.receiving_blocks,
+        "leaving": gauges.leaving_blocks,
+        "host_blocks": gauges.storage.host_rows,
+        "host_used": gauges.storage.host_used,
+        "steps": gauges.steps,
+        "preemptions": gauges.preemptions,
+        "handovers": gauges.handovers.made,
+        "prefix_queries": gauges.prefix_queries,
+        "prefix_hits": gauges.prefix_hits,
     }
 
 

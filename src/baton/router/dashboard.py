@@ -30,7 +30,7 @@ from baton.api.body_limits import read_json_body
 from baton.api.errors import ApiError, invalid
 from baton.api.responses import encode
 from baton.node.peer_options import is_loopback
-from baton.router.dashboard_state import InstanceView, RouterState
+from baton.router.dashboard_state import RouterState, ShownInstance
 
 log = logging.getLogger("baton.router")
 
@@ -75,7 +75,7 @@ class Dashboard:
         self,
         state: RouterState,
         clock_us: Callable[[], int],
-        instances: Callable[[], Iterable[InstanceView]],
+        instances: Callable[[], Iterable[ShownInstance]],
         demo: bool = False,
     ) -> None:
         self._state = state

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from baton.api.original_request import BadOrigin, decode_origin
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.events import (
-    Body,
-    Declined,
-    Delivered,
-    Facts,
+    DeliverTokens,
     FleetChanged,
-    Ledger,
-    Noted,
-    Orphan,
-    OrphanDropped,
-    Stage,
+    Join,
+    RequestDeclined,
+    TimelineNoted,
+    TimelineStage,
+    UnclaimedDropped,
+    UnclaimedFound,
 )
-from baton.router.quantiles import Window
-from baton.router.timeline import Lane
+from baton.core.routing.identity import RequestNumber
+from baton.router.quantiles import QuantileWindow
+from baton.router.timeline import ChoiceTimeline
 
 SAMPLES = 300
 """Of one a second: five minutes."""
@@ -41,16 +41,16 @@ GONE_US = SAMPLES * 1_000_000
 PARTED = frozenset({"lost", "left", "suspected", "stuck", "fenced"})
 T = TypeVar("T")
 
-COUNTED = {Stage.PREEMPTED: "preemptions", Stage.HANDOVER: "handovers"}
+COUNTED = {TimelineStage.PREEMPTED: "preemptions", TimelineStage.HANDOVER: "handovers"}
 
 
-class InstanceView(Protocol):
+class ShownInstance(Protocol):
     """What the router knows of an instance that is in session."""
 
     @property
-    def facts(self) -> Facts: ...
+    def facts(self) -> Join: ...
     @property
-    def ledger(self) -> Ledger: ...
+    def ledger(self) -> SchedulerGauges: ...
     @property
     def state(self) -> str: ...
     @property
@@ -59,14 +59,14 @@ class InstanceView(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    body: Body
+    body: RequestNumber
     request_id: str
     path: str
     prompt_tokens: int | None
     """None: it was asked of a router that was lost."""
     choices: int
     began_us: int
-    lanes: list[Lane]
+    lanes: list[ChoiceTimeline]
     rev: int = 0
     open_lanes: int = 0
 
@@ -86,8 +86,8 @@ class _Request:
 class _Seen:
     """An instance, over all of its lives."""
 
-    facts: Facts
-    ledger: Ledger
+    facts: Join
+    ledger: SchedulerGauges
     state: str
     open: int
     lives: int
@@ -113,10 +113,10 @@ class _Seen:
             "running": ledger.running,
             "waiting": ledger.waiting,
             "ledger": _blocks(ledger),
-            "host_blocks": ledger.host_blocks,
-            "host_used": ledger.host_used,
+            "host_blocks": ledger.storage.host_rows,
+            "host_used": ledger.storage.host_used,
             "preemptions": ledger.preemptions,
-            "handovers": ledger.handovers,
+            "handovers": ledger.handovers.made,
             "prefix_queries": ledger.prefix_queries,
             "prefix_hits": ledger.prefix_hits,
         }
@@ -130,43 +130,43 @@ class RouterState:
     def __init__(self, started_us: int, window_s: int = 60) -> None:
         self._started_us = started_us
         self._rev = 0
-        self._requests: dict[Body, _Request] = {}
-        self._ended: deque[Body] = deque()
+        self._requests: dict[RequestNumber, _Request] = {}
+        self._ended: deque[RequestNumber] = deque()
         self._instances: dict[str, _Seen] = {}
         self._events: deque[tuple[int, dict[str, object]]] = deque(maxlen=EVENTS_MAX)
         self._fleet: deque[tuple[int, list[int | None]]] = deque(maxlen=SAMPLES)
         self._totals = {"requests": 0, "tokens": 0, "moves": 0, "preemptions": 0, "handovers": 0}
         self._sampled = dict(self._totals)
         """As of the last sample."""
-        self._first_token = Window(window_s)
-        self._per_token = Window(window_s)
+        self._first_token = QuantileWindow(window_s)
+        self._per_token = QuantileWindow(window_s)
 
     # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def asked(self, body: Body, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
+    def asked(self, body: RequestNumber, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
         """A client's request became this body."""
         self._totals["requests"] += 1
         self._follow(_Request(body, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
 
     def take(self, act: object, now_us: int) -> None:
-        """Everything that a switch wants done comes by here; what is not to be shown is passed over."""
+        """Everything that the router wants done comes by here; what is not to be shown is passed over."""
         match act:
-            case Delivered():
+            case DeliverTokens():
                 self._delivered(act, now_us)
-            case Noted():
+            case TimelineNoted():
                 self._noted(act)
             case FleetChanged():
                 self._fleet_changed(act, now_us)
-            case Declined(body, refusal):
+            case RequestDeclined(body, refusal):
                 self._end_all(body, f"declined: {refusal.code.value}", now_us)
-            case Orphan():
+            case UnclaimedFound():
                 self._found(act, now_us)
-            case OrphanDropped(body):
+            case UnclaimedDropped(body):
                 self._end_all(body, "dropped: its router was lost, and nobody came for it", now_us)
             case _:
                 pass
 
-    def sample(self, views: Iterable[InstanceView], waiting: int, now_us: int) -> None:
+    def sample(self, views: Iterable[ShownInstance], waiting: int, now_us: int) -> None:
         """To be called once a second."""
         rev = self._next()
         for seen in self._instances.values():
@@ -217,15 +217,15 @@ class RouterState:
         request.rev = self._next()
         self._requests[request.body] = request
 
-    def _found(self, orphan: Orphan, now_us: int) -> None:
+    def _found(self, orphan: UnclaimedFound, now_us: int) -> None:
         try:
             origin = decode_origin(orphan.origin)
         except BadOrigin:
             return
         choices = len(orphan.delivered)
-        request = self._requests.get(orphan.body)
+        request = self._requests.get(orphan.request)
         if request is None:
-            self._follow(request := _Request(orphan.body, "", "", None, choices, now_us, _lanes(choices)))
+            self._follow(request := _Request(orphan.request, "", "", None, choices, now_us, _lanes(choices)))
         more = _lanes(choices)[len(request.lanes) :]
         request.lanes += more
         request.open_lanes += len(more)
@@ -240,10 +240,10 @@ class RouterState:
             if outcome is not None and lane.end(now_us, outcome.reason.value):
                 self._lane_ended(request)
 
-    def _delivered(self, act: Delivered, now_us: int) -> None:
+    def _delivered(self, act: DeliverTokens, now_us: int) -> None:
         count = len(act.tokens)
         self._totals["tokens"] += count
-        request = self._requests.get(act.body)
+        request = self._requests.get(act.request)
         if request is None or act.choice >= len(request.lanes):
             return
         lane = request.lanes[act.choice]
@@ -257,26 +257,26 @@ class RouterState:
             self._lane_ended(request)
         request.rev = self._next()
 
-    def _noted(self, note: Noted) -> None:
+    def _noted(self, note: TimelineNoted) -> None:
         if note.stage in COUNTED:
             self._totals[COUNTED[note.stage]] += 1
-        request = self._requests.get(note.body)
-        if request is None and note.stage is Stage.RESUMED and note.choice < LANES_MAX:
+        request = self._requests.get(note.request)
+        if request is None and note.stage is TimelineStage.RESUMED and note.choice < LANES_MAX:
             # Of a router that was lost. Whose it is, and how many choices it has, is told when all of it is found.
-            request = _Request(note.body, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
+            request = _Request(note.request, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
             self._follow(request)
         if request is None or note.choice >= len(request.lanes):
             return
         lane = request.lanes[note.choice]
-        if note.stage is Stage.PLACED and lane.place:
+        if note.stage is TimelineStage.PLACED and lane.place:
             self._totals["moves"] += 1
         if not lane.note(note.stage, note.where or "", note.at_us, note.why):
             return
         request.rev = self._next()
-        if note.stage is Stage.ENDED:
+        if note.stage is TimelineStage.ENDED:
             self._lane_ended(request)
 
-    def _end_all(self, body: Body, finish: str, now_us: int) -> None:
+    def _end_all(self, body: RequestNumber, finish: str, now_us: int) -> None:
         request = self._requests.get(body)
         if request is None:
             return
@@ -302,7 +302,7 @@ class RouterState:
         if seen is not None and change.what in PARTED and seen.facts.incarnation == incarnation:
             seen.state, seen.open = "gone", 0
 
-    def _see(self, view: InstanceView, rev: int, now_us: int) -> None:
+    def _see(self, view: ShownInstance, rev: int, now_us: int) -> None:
         facts, ledger = view.facts, view.ledger
         seen = self._instances.get(facts.name)
         if seen is None:
@@ -325,12 +325,19 @@ class RouterState:
         return self._rev
 
 
-def _lanes(choices: int) -> list[Lane]:
-    return [Lane() for _ in range(min(choices, LANES_MAX))]
+def _lanes(choices: int) -> list[ChoiceTimeline]:
+    return [ChoiceTimeline() for _ in range(min(choices, LANES_MAX))]
 
 
-def _blocks(ledger: Ledger) -> list[int]:
-    return [ledger.free, ledger.evictable, ledger.used, ledger.leased, ledger.receiving, ledger.leaving]
+def _blocks(ledger: SchedulerGauges) -> list[int]:
+    return [
+        ledger.free_blocks,
+        ledger.evictable_blocks,
+        ledger.running_blocks,
+        ledger.leased_blocks,
+        ledger.receiving_blocks,
+        ledger.leaving_blocks,
+    ]
 
 
 def _after(ring: Iterable[tuple[int, T]], since: int) -> list[T]:

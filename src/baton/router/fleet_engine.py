@@ -1,8 +1,8 @@
 """A whole fleet as one engine: what the HTTP surface submits is carried by whichever instances there are.
 
-Implements `api.engine.Engine` and `api.resuming.Orphanage`. Owns the bodies of clients of this router, each with one stream
-a choice, and the orphans of a router before it. Where a choice runs and what becomes of it when an instance is lost, the
-switch and its router decide: here tokens become bursts, and wishes of clients become orders. All on one event loop.
+Implements `api.engine.Engine` and `api.stream_resume.UnclaimedRequests`. Owns the requests of clients of this router, each
+with one stream a choice, and the orphans of an earlier router. The router decides where a choice runs and what becomes of it
+when an instance is lost; here tokens become bursts, and wishes of clients become orders. All on one event loop.
 """
 
 from __future__ import annotations
@@ -12,46 +12,48 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, Burst, Ended, EngineInfo, Gauges, Handovers, TokenStream
-from baton.api.original_request import BadOrigin, Origin, decode_origin
-from baton.api.stream_resume import Orphan as FoundOrphan
-from baton.api.submissions import Asker
+from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, EngineInfo, Gauges, StreamEnd, TokenBurst, TokenStream
+from baton.api.original_request import BadOrigin, OriginalRequest, decode_origin
+from baton.api.stream_resume import UnclaimedRequest
+from baton.api.submissions import RequestOwner
 from baton.core.config import ROLES
+from baton.core.engine.gauges import HandoverGauges, SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode, Refused
 from baton.core.routing.events import (
-    Body,
-    Declined,
-    Delivered,
+    ChoiceOutcome,
+    DeliverTokens,
     FleetChanged,
-    Noted,
-    Opened,
-    Orphan,
-    OrphanDropped,
-    Outcome,
-    Stage,
+    RequestDeclined,
+    RequestOpened,
+    TimelineNoted,
+    TimelineStage,
+    UnclaimedDropped,
+    UnclaimedFound,
 )
 from baton.core.routing.fleet_members import InstanceView
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import SETTLE_US
-from baton.node.token_streams import Stream, ended_of, logprobs_of
+from baton.node.token_streams import BufferedTokenStream, ended_of, logprobs_of
 from baton.router.dashboard_state import RouterState
-from baton.router.instance_connections import Sessions
-from baton.router.lifetime_totals import Totals
+from baton.router.instance_connections import InstanceConnections
+from baton.router.lifetime_totals import LifetimeTotals
 from baton.wire.engine_messages import LogprobLine
 from baton.wire.router_sessions import Act
 
 log = logging.getLogger("baton.router")
 
+RoutedChoiceKey = tuple[RequestNumber, int]
+"""A request and one of its choices."""
+
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A body that is not over."""
+    """A request that is not over."""
 
-    body: Body
-    asker: Asker
-    first: int
-    """Number of its first stream; the others follow."""
-    streams: list[Stream]
+    number: RequestNumber
+    asker: RequestOwner
+    streams: list[BufferedTokenStream[RoutedChoiceKey]]
     opening: asyncio.Future[None] | None
     """Somebody waits to hear whether it is accepted."""
     ends: list[FinishReason | None]
@@ -65,31 +67,28 @@ class _Open:
 @dataclass(slots=True, eq=False)
 class _Orphaned:
     open: _Open
-    found: FoundOrphan
+    found: UnclaimedRequest
 
 
 @dataclass(slots=True)
 class _Books:
-    by_body: dict[Body, _Open] = field(default_factory=dict)
-    by_number: dict[int, tuple[_Open, int]] = field(default_factory=dict)
-    """By a stream's number: its body and its choice."""
-    orphans: dict[Asker, _Orphaned] = field(default_factory=dict)
+    by_request: dict[RequestNumber, _Open] = field(default_factory=dict)
+    orphans: dict[RequestOwner, _Orphaned] = field(default_factory=dict)
 
 
 class FleetEngine:
-    def __init__(self, sessions: Sessions, state: RouterState, vocabulary: int) -> None:
+    def __init__(self, connections: InstanceConnections, state: RouterState, vocabulary: int) -> None:
         """`vocabulary` is the tokenizer's: what prompts are checked against before any instance has joined."""
-        self._sessions = sessions
+        self._connections = connections
         self._state = state
         self._books = _Books()
-        self._totals = Totals()
-        self._numbers = 0
-        self._began_us = sessions.clock_us()
+        self._totals = LifetimeTotals()
+        self._began_us = connections.clock_us()
         self.info = EngineInfo(UNKNOWN_CONTEXT, vocabulary, slots=0, blocks=0, block_size=0, carries=True)
         self._found = asyncio.Event()
         self._fewer = asyncio.Event()
         self.draining = False
-        sessions.watch(self._take)
+        connections.watch(self._take)
 
     # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -99,41 +98,41 @@ class FleetEngine:
 
     @property
     def gauges(self) -> Gauges:
-        router, views = self._sessions.switch.router, self.look()
+        router, views = self._connections.router_sessions.router, self.look()
         ledgers = [view.ledger for view in views]
         return Gauges(
-            running=sum(one.running for one in ledgers),
-            waiting=sum(one.waiting for one in ledgers) + router.waiting,
-            blocks={
-                "free": sum(one.free for one in ledgers),
-                "evictable": sum(one.evictable for one in ledgers),
-                "running": sum(one.used for one in ledgers),
-                "leased": sum(one.leased for one in ledgers),
-                "receiving": sum(one.receiving for one in ledgers),
-                "leaving": sum(one.leaving for one in ledgers),
-            },
-            prefix_queries=self._totals.of("prefix_queries"),
-            prefix_hits=self._totals.of("prefix_hits"),
-            steps=self._totals.of("steps"),
-            preemptions={"any": self._totals.of("preemptions")},
+            SchedulerGauges(
+                running=sum(one.running for one in ledgers),
+                waiting=sum(one.waiting for one in ledgers) + router.waiting,
+                free_blocks=sum(one.free_blocks for one in ledgers),
+                evictable_blocks=sum(one.evictable_blocks for one in ledgers),
+                running_blocks=sum(one.running_blocks for one in ledgers),
+                leased_blocks=sum(one.leased_blocks for one in ledgers),
+                receiving_blocks=sum(one.receiving_blocks for one in ledgers),
+                leaving_blocks=sum(one.leaving_blocks for one in ledgers),
+                prefix_queries=self._totals.of("prefix_queries"),
+                prefix_hits=self._totals.of("prefix_hits"),
+                steps=self._totals.of("steps"),
+                handovers=HandoverGauges(made=self._totals.of("handovers")),
+            ),
             role=ROUTER,
-            handovers=Handovers(made=self._totals.of("handovers")),
+            fleet_preemptions=self._totals.of("preemptions"),
         )
 
-    async def submit(self, group: Sequence[Submission], origin: Origin | None = None) -> list[TokenStream]:
+    async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:
         if origin is None:
             raise InvariantViolated("a router cannot carry a request whose origin it does not know")
-        asker = Asker(origin.tenant, origin.request_id)
+        asker = RequestOwner(origin.tenant, origin.request_id)
         self._check(asker)
         opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         made: list[_Open] = []
 
-        def told(body: Body, now_us: int) -> None:
-            made.append(self._begin(body, asker, len(group), opening))
+        def told(number: RequestNumber, now_us: int) -> None:
+            made.append(self._begin(number, asker, len(group), opening))
             prompt_tokens = sum(len(one.prompt) for one in group if one.leader is None)
-            self._state.asked(body, origin.request_id, origin.path, prompt_tokens, len(group), now_us)
+            self._state.asked(number, origin.request_id, origin.path, prompt_tokens, len(group), now_us)
 
-        self._sessions.submit(origin.tenant, group, origin.encode(), told)
+        self._connections.submit(origin.tenant, group, origin.encode(), told)
         try:
             await opening
         except asyncio.CancelledError:
@@ -141,7 +140,7 @@ class FleetEngine:
             raise
         return list[TokenStream](made[0].streams)
 
-    def _check(self, asker: Asker) -> None:
+    def _check(self, asker: RequestOwner) -> None:
         if self.draining:
             raise Refused(Refusal(RefusalCode.DRAINING, "this router is being stopped", retry_after_s=1))
         if asker in self._books.orphans:
@@ -150,15 +149,17 @@ class FleetEngine:
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def stop(self, number: int, keep: int) -> None:
-        entry, choice = self._books.by_number.get(number, (None, 0))
+    def stop(self, key: RoutedChoiceKey, keep: int) -> None:
+        number, choice = key
+        entry = self._books.by_request.get(number)
         if entry is not None and entry.ends[choice] is None:
             entry.ends[choice] = FinishReason.STOP
-            self._sessions.cut(entry.body, choice, keep)
+            self._connections.cut(number, choice, keep)
 
-    def abort(self, number: int) -> None:
-        """When nobody reads any choice of a body any more, it is left."""
-        entry, choice = self._books.by_number.get(number, (None, 0))
+    def abort(self, key: RoutedChoiceKey) -> None:
+        """Once no choice of a request is read any more, the request is left."""
+        number, choice = key
+        entry = self._books.by_request.get(number)
         if entry is None or entry.over[choice]:
             return
         if entry.ends[choice] is None:
@@ -167,59 +168,57 @@ class FleetEngine:
             self._leave(entry)
 
     def _leave(self, entry: _Open) -> None:
-        if entry.body in self._books.by_body:
-            self._sessions.leave(entry.body)
+        if entry.number in self._books.by_request:
+            self._connections.leave(entry.number)
             self._drop(entry)
 
     def _drop(self, entry: _Open) -> None:
         """Nothing more is heard of it: whoever still reads hears an end."""
         for stream, over, end, places in zip(entry.streams, entry.over, entry.ends, entry.places, strict=True):
             if not over:
-                stream.push(Burst((), (), Ended(end or FinishReason.ABORT, 0, places=places)))
+                stream.push(TokenBurst((), (), StreamEnd(end or FinishReason.ABORT, 0, places=places)))
         self._close(entry)
 
-    # ── what the switch tells ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what the router tells ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, act: Act, now_us: int) -> None:
         self._state.take(act, now_us)
         match act:
-            case Delivered():
+            case DeliverTokens():
                 self._delivered(act)
-            case Opened(body):
-                entry = self._books.by_body.get(body)
+            case RequestOpened(number):
+                entry = self._books.by_request.get(number)
                 if entry is not None and entry.opening is not None and not entry.opening.done():
                     entry.opening.set_result(None)
-            case Declined(body, refusal):
-                self._declined(body, refusal)
-            case Orphan():
+            case RequestDeclined(number, refusal):
+                self._declined(number, refusal)
+            case UnclaimedFound():
                 self._orphaned(act)
-            case OrphanDropped(body):
-                self._orphan_dropped(body)
+            case UnclaimedDropped(number):
+                self._orphan_dropped(number)
             case FleetChanged():
                 self.info = info_of(self.views(), self.info)
-            case Noted(body, choice, Stage.PLACED | Stage.RESUMED, where) if where is not None:
-                entry = self._books.by_body.get(body)
+            case TimelineNoted(number, choice, TimelineStage.PLACED | TimelineStage.RESUMED, where) if where is not None:
+                entry = self._books.by_request.get(number)
                 if entry is not None and entry.places[choice][-1:] != (where,):
                     entry.places[choice] += (where,)
             case _:
                 pass
 
-    def _begin(self, body: Body, asker: Asker, choices: int, opening: asyncio.Future[None] | None) -> _Open:
-        first, self._numbers = self._numbers, self._numbers + choices
-        streams = [Stream(self, first + choice) for choice in range(choices)]
-        entry = _Open(body, asker, first, streams, opening, [None] * choices, [False] * choices, [()] * choices)
-        self._books.by_number.update({first + choice: (entry, choice) for choice in range(choices)})
-        self._books.by_body[body] = entry
+    def _begin(
+        self, number: RequestNumber, asker: RequestOwner, choices: int, opening: asyncio.Future[None] | None
+    ) -> _Open:
+        streams = [BufferedTokenStream(self, (number, choice)) for choice in range(choices)]
+        entry = _Open(number, asker, streams, opening, [None] * choices, [False] * choices, [()] * choices)
+        self._books.by_request[number] = entry
         return entry
 
     def _close(self, entry: _Open) -> None:
-        self._books.by_body.pop(entry.body, None)
-        for choice in range(len(entry.streams)):
-            self._books.by_number.pop(entry.first + choice, None)
+        self._books.by_request.pop(entry.number, None)
         self._fewer.set()
 
-    def _delivered(self, act: Delivered) -> None:
-        entry = self._books.by_body.get(act.body)
+    def _delivered(self, act: DeliverTokens) -> None:
+        entry = self._books.by_request.get(act.request)
         if entry is None:
             return
         stream, orphan = entry.streams[act.choice], self._books.orphans.get(entry.asker)
@@ -237,20 +236,20 @@ class FleetEngine:
             if all(entry.over) and orphan is None:
                 self._close(entry)
 
-    def _declined(self, body: Body, refusal: Refusal) -> None:
-        entry = self._books.by_body.get(body)
+    def _declined(self, number: RequestNumber, refusal: Refusal) -> None:
+        entry = self._books.by_request.get(number)
         if entry is None or entry.opening is None:
             return
         self._close(entry)
         if not entry.opening.done():
             entry.opening.set_exception(Refused(refusal))
 
-    # ── the Orphanage protocol ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── the UnclaimedRequests protocol ───────────────────────────────────────────────────────────────────────────────────
 
-    async def find(self, asker: Asker) -> FoundOrphan | None:
+    async def find(self, asker: RequestOwner) -> UnclaimedRequest | None:
         while asker not in self._books.orphans:
             # Before it denies the id of a request, those who may hold it must have had time to say so.
-            left_us = self._began_us + SETTLE_US - self._sessions.clock_us()
+            left_us = self._began_us + SETTLE_US - self._connections.clock_us()
             if left_us <= 0:
                 return None
             self._found.clear()
@@ -260,44 +259,44 @@ class FleetEngine:
                 return None
         return self._books.orphans[asker].found
 
-    def claim(self, asker: Asker, group: Sequence[Submission]) -> list[TokenStream]:
+    def claim(self, asker: RequestOwner, group: Sequence[Submission]) -> list[TokenStream]:
         orphan = self._books.orphans.pop(asker, None)
         if orphan is None:
             raise Refused(Refusal(RefusalCode.DUPLICATE_ID, "somebody else has just come for it"))
         entry = orphan.open
-        self._sessions.claim(entry.body, group)
+        self._connections.claim(entry.number, group)
         if all(entry.over):
             self._close(entry)
         return list[TokenStream](entry.streams)
 
-    def drop(self, asker: Asker) -> bool:
+    def drop(self, asker: RequestOwner) -> bool:
         orphan = self._books.orphans.pop(asker, None)
         if orphan is None:
             return False
         self._leave(orphan.open)
         return True
 
-    def _orphaned(self, act: Orphan) -> None:
+    def _orphaned(self, act: UnclaimedFound) -> None:
         try:
             origin = decode_origin(act.origin)
         except BadOrigin as error:
             log.error("an instance holds a request that cannot be resumed: %s", error)
-            asyncio.get_running_loop().call_soon(self._sessions.leave, act.body)
+            asyncio.get_running_loop().call_soon(self._connections.leave, act.request)
             return
-        asker = Asker(origin.tenant, origin.request_id)
-        known = self._books.by_body.get(act.body)
+        asker = RequestOwner(origin.tenant, origin.request_id)
+        known = self._books.by_request.get(act.request)
         if known is not None:
             self._close(known)
-        entry = self._begin(act.body, asker, len(act.delivered), None)
+        entry = self._begin(act.request, asker, len(act.delivered), None)
         for choice, stream in enumerate(entry.streams):
             entry.over[choice] = act.outcomes[choice] is not None
             for burst in history_of(act, choice):
                 stream.push(burst)
-        self._books.orphans[asker] = _Orphaned(entry, FoundOrphan(origin, _logprobs_from(act)))
+        self._books.orphans[asker] = _Orphaned(entry, UnclaimedRequest(origin, _logprobs_from(act)))
         self._found.set()
 
-    def _orphan_dropped(self, body: Body) -> None:
-        entry = self._books.by_body.get(body)
+    def _orphan_dropped(self, number: RequestNumber) -> None:
+        entry = self._books.by_request.get(number)
         if entry is not None:
             self._books.orphans.pop(entry.asker, None)
             self._drop(entry)
@@ -305,7 +304,7 @@ class FleetEngine:
     # ── for the router around it ─────────────────────────────────────────────────────────────────────────────────────────
 
     def views(self) -> list[InstanceView]:
-        return self._sessions.switch.router.views()
+        return self._connections.router_sessions.router.views()
 
     def look(self) -> list[InstanceView]:
         """The same, to be called now and then: of a life that was not looked at, nothing is counted when it is gone."""
@@ -317,18 +316,18 @@ class FleetEngine:
         return len(self._books.orphans)
 
     @property
-    def open_bodies(self) -> int:
+    def open_requests(self) -> int:
         """Those with a client."""
-        return len(self._books.by_body) - len(self._books.orphans)
+        return len(self._books.by_request) - len(self._books.orphans)
 
     async def wait_idle(self) -> None:
-        while self.open_bodies:
+        while self.open_requests:
             self._fewer.clear()
             await self._fewer.wait()
 
     def give_up(self) -> None:
         """This router ends now: whoever still reads hears so. Nothing is cancelled."""
-        for entry in list(self._books.by_body.values()):
+        for entry in list(self._books.by_request.values()):
             if entry.opening is not None and not entry.opening.done():
                 entry.opening.set_exception(Refused(Refusal(RefusalCode.DRAINING, "this router was stopped", 1)))
             for stream, over in zip(entry.streams, entry.over, strict=True):
@@ -357,31 +356,31 @@ def info_of(views: Sequence[InstanceView], before: EngineInfo) -> EngineInfo:
 
 
 def bursts_of(
-    tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: Outcome | None
-) -> list[Burst]:
+    tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: ChoiceOutcome | None
+) -> list[TokenBurst]:
     """Usually one. Tokens whose log-probabilities are not known any more come before and apart from those with."""
-    ended = None if outcome is None else ended_of(outcome.reason, outcome.bill, outcome.fault)
+    ended = None if outcome is None else ended_of(outcome)
     bare = 0 if lines is None else len(tokens) - len(lines)
-    rest = Burst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
-    return [Burst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
+    rest = TokenBurst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
+    return [TokenBurst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
 
 
-def _placed(burst: Burst, ended: Ended, places: tuple[str, ...]) -> Burst:
+def _placed(burst: TokenBurst, ended: StreamEnd, places: tuple[str, ...]) -> TokenBurst:
     return replace(burst, ended=replace(ended, places=places))
 
 
 def _lines(extras: object) -> Sequence[LogprobLine] | None:
-    """What the switch gives with tokens is a list of log-probabilities or nothing."""
+    """What the router gives with tokens is a list of log-probabilities or nothing."""
     return extras if isinstance(extras, Sequence) and len(extras) else None
 
 
-def history_of(act: Orphan, choice: int) -> list[Burst]:
+def history_of(act: UnclaimedFound, choice: int) -> list[TokenBurst]:
     """Everything from the first token on."""
     tokens, cached, outcome = act.delivered[choice], act.cached_tokens[choice], act.outcomes[choice]
     return [] if tokens is None else bursts_of(tokens, _lines(act.extras[choice]), cached, outcome)
 
 
-def _logprobs_from(act: Orphan) -> list[int]:
+def _logprobs_from(act: UnclaimedFound) -> list[int]:
     """Only where they were asked for: then at least the last token has some, or there is no token yet."""
     return [
         len(tokens or ()) - len(extras) if extras else 0 for tokens, extras in zip(act.delivered, act.extras, strict=True)

@@ -15,15 +15,15 @@ from prometheus_client.registry import Collector
 from baton.core.config import ROLES
 from baton.core.routing.events import FleetChanged
 from baton.router.fleet_engine import FleetEngine
-from baton.router.instance_connections import Sessions
+from baton.router.instance_connections import InstanceConnections
 from baton.wire.router_sessions import Act
 
 EVENTS_MAX = 1024
 STATES = ("ready", "draining")
 
 
-class Chronicle(Collector):
-    def __init__(self, sessions: Sessions, engine: FleetEngine) -> None:
+class FleetEventLog(Collector):
+    def __init__(self, sessions: InstanceConnections, engine: FleetEngine) -> None:
         self._sessions = sessions
         self._engine = engine
         self._events: deque[dict[str, object]] = deque(maxlen=EVENTS_MAX)
@@ -53,7 +53,7 @@ class Chronicle(Collector):
     # ── metrics ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def collect(self) -> Iterable[Metric]:
-        router, views = self._sessions.switch.router, self._engine.views()
+        router, views = self._sessions.router_sessions.router, self._engine.views()
         counts = router.counts
         instances = GaugeMetricFamily("baton_instances", "Instances of this router", labels=["role", "state"])
         for role in ROLES:
@@ -66,7 +66,7 @@ class Chronicle(Collector):
             open_there.add_metric([view.facts.name], view.open)
         yield open_there
         yield GaugeMetricFamily("baton_router_waiting", "Choices that wait for a place", value=router.waiting)
-        yield GaugeMetricFamily("baton_router_open", "Requests of clients that are open", value=self._engine.open_bodies)
+        yield GaugeMetricFamily("baton_router_open", "Requests of clients that are open", value=self._engine.open_requests)
         yield GaugeMetricFamily("baton_orphans", "Requests that wait to be resumed", value=self._engine.orphans)
         yield CounterMetricFamily("baton_orphans_found", "Requests of a lost router that were found", value=counts.orphans)
         yield CounterMetricFamily(

@@ -63,7 +63,7 @@ class _Record:
         return not media.startswith("text/event-stream") or self.messages[-1].get("body", b"").endswith(DONE)
 
 
-class Idempotency:
+class IdempotencyMiddleware:
     """A ring inside of Auth."""
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The instances' connections to this router, and the one place where the switch is driven.
+"""The instances' connections to this router, and the one place where the router is driven.
 
 Owns the lines, the clock and the timer: whatever a connection brings, whatever a client asks and whatever time brings goes
-into the switch here, and what the switch wants done is done here, in its order. Messages go out, connections are closed, and
+into the router here, and what the router wants done is done here, in its order. Messages go out, connections are closed, and
 everything else is told to those who watch. Promises that what happens while acts are performed is heard after them.
 """
 
@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.core.engine.request import Submission
-from baton.core.routing.events import Body, FleetChanged, Session
-from baton.node.sealed_connection import Door, Line, LineEnd
+from baton.core.routing.events import FleetChanged, Session
+from baton.core.routing.identity import RequestNumber
+from baton.node.sealed_connection import ConnectionEnd, Listener, SealedConnection
 from baton.wire.router_messages import TurnedAway, decode_from_instance, encode_membership
-from baton.wire.router_sessions import Act, Close, Say, Switch
+from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 
 log = logging.getLogger("baton.router")
 
@@ -41,13 +42,15 @@ class _Lost:
     reason: str
 
 
-class Sessions:
-    def __init__(self, switch: Switch, cluster_key: bytes, name: str, clock_us: Callable[[], int] = monotonic_us) -> None:
-        self.switch = switch
+class InstanceConnections:
+    def __init__(
+        self, router_sessions: RouterSessions, cluster_key: bytes, name: str, clock_us: Callable[[], int] = monotonic_us
+    ) -> None:
+        self.router_sessions = router_sessions
         self.clock_us = clock_us
-        self.door = Door(cluster_key, f"router {name}", self)
-        self._lines: dict[Session, Line] = {}
-        self._sessions: dict[Line, Session] = {}
+        self.door = Listener(cluster_key, f"router {name}", self)
+        self._lines: dict[Session, SealedConnection] = {}
+        self._sessions: dict[SealedConnection, Session] = {}
         self._watchers: list[Watcher] = []
         self._turned_away: Counter[str] = Counter()
         self._told: dict[str, FleetChanged] = {}
@@ -78,44 +81,46 @@ class Sessions:
 
     # ── what clients ask ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, tenant: str, group: Sequence[Submission], origin: bytes, told: Callable[[Body, int], None]) -> Body:
-        """`told` hears of the body's number before anything else of it happens."""
+    def submit(
+        self, tenant: str, group: Sequence[Submission], origin: bytes, told: Callable[[RequestNumber, int], None]
+    ) -> RequestNumber:
+        """`told` hears of the request's number before anything else of it happens."""
         now_us = self.clock_us()
-        body, acts = self.switch.submit(tenant, group, origin, now_us)
-        told(body, now_us)
+        number, acts = self.router_sessions.submit(tenant, group, origin, now_us)
+        told(number, now_us)
         self._perform(acts, now_us)
-        return body
+        return number
 
-    def leave(self, body: Body) -> None:
+    def leave(self, number: RequestNumber) -> None:
         now_us = self.clock_us()
-        self._perform(self.switch.leave(body, now_us), now_us)
+        self._perform(self.router_sessions.leave(number, now_us), now_us)
 
-    def cut(self, body: Body, choice: int, keep: int) -> None:
+    def cut(self, number: RequestNumber, choice: int, keep: int) -> None:
         now_us = self.clock_us()
-        self._perform(self.switch.cut(body, choice, keep, now_us), now_us)
+        self._perform(self.router_sessions.cut(number, choice, keep, now_us), now_us)
 
-    def claim(self, body: Body, group: Sequence[Submission]) -> None:
+    def claim(self, number: RequestNumber, group: Sequence[Submission]) -> None:
         now_us = self.clock_us()
-        self._perform(self.switch.claim(body, now_us, group), now_us)
+        self._perform(self.router_sessions.claim(number, now_us, group), now_us)
 
     def drain(self, name: str) -> None:
         now_us = self.clock_us()
-        self._perform(self.switch.drain(name, now_us), now_us)
+        self._perform(self.router_sessions.drain(name, now_us), now_us)
 
     # ── what lines bring ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def opened(self, line: Line) -> None:
-        session = self.switch.connected(self.clock_us())
+    def opened(self, line: SealedConnection) -> None:
+        session = self.router_sessions.connected(self.clock_us())
         self._lines[session], self._sessions[line] = line, session
         self._arm()
 
-    def heard(self, line: Line, frame: bytes) -> None:
+    def heard(self, line: SealedConnection, frame: bytes) -> None:
         session = self._sessions.get(line)
         if session is not None:
             message, now_us = decode_from_instance(frame), self.clock_us()
-            self._perform(self.switch.heard(session, message, now_us), now_us)
+            self._perform(self.router_sessions.heard(session, message, now_us), now_us)
 
-    def ended(self, line: Line, end: LineEnd) -> None:
+    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         session = self._sessions.pop(line, None)
         if session is None:
             return  # we closed it
@@ -127,7 +132,7 @@ class Sessions:
 
     def _lose(self, session: Session, reason: str) -> None:
         now_us = self.clock_us()
-        self._perform(self.switch.lost(session, reason, now_us), now_us)
+        self._perform(self.router_sessions.lost(session, reason, now_us), now_us)
 
     # ── acts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -137,11 +142,11 @@ class Sessions:
         try:
             for act in acts:
                 match act:
-                    case Say(session, message):
+                    case SayToInstance(session, message):
                         frames.setdefault(session, []).append(encode_membership(message))
                         if isinstance(message, TurnedAway):
                             self._turned_away["fenced" if message.fenced else "turned_away"] += 1
-                    case Close(session, reason):
+                    case CloseConnection(session, reason):
                         self._send(session, frames.pop(session, []))
                         self._hang_up(session, reason)
                     case _:
@@ -161,7 +166,7 @@ class Sessions:
     def _log(self, change: FleetChanged) -> None:
         """One that is turned away calls again and again: that is news only once."""
         level = logging.WARNING if change.what in BAD_NEWS else logging.INFO
-        if change.what == "draining" and not self.switch.router.fleet.servers:
+        if change.what == "draining" and not self.router_sessions.router.fleet.servers:
             level = logging.WARNING
         if change == self._told.get(change.name):
             level = logging.DEBUG
@@ -186,7 +191,7 @@ class Sessions:
 
     def _arm(self) -> None:
         """A timer that is too early only asks again, so it is moved for an earlier deadline alone."""
-        deadline_us = self.switch.next_deadline()
+        deadline_us = self.router_sessions.next_deadline()
         if deadline_us is None:
             return
         if self._timer is not None:
@@ -200,5 +205,5 @@ class Sessions:
     def _tick(self) -> None:
         self._timer = None
         now_us = self.clock_us()
-        due_us = self.switch.next_deadline()
-        self._perform(self.switch.tick(now_us) if due_us is not None and due_us <= now_us else [], now_us)
+        due_us = self.router_sessions.next_deadline()
+        self._perform(self.router_sessions.tick(now_us) if due_us is not None and due_us <= now_us else [], now_us)

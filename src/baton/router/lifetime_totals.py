@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baton.core.routing.events import Ledger
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.fleet_members import InstanceView
 
 COUNTS = ("prefix_queries", "prefix_hits", "steps", "preemptions", "handovers")
@@ -18,7 +18,7 @@ LIVES_MAX = 1024
 Life = tuple[str, int]
 
 
-class Totals:
+class LifetimeTotals:
     def __init__(self) -> None:
         self._lives: dict[Life, dict[str, int]] = {}
         """The one that was seen last is the last."""
@@ -37,6 +37,8 @@ class Totals:
         return self._past[name] + sum(counts[name] for counts in self._lives.values())
 
 
-def _count(ledger: Ledger, name: str) -> int:
-    value: int = getattr(ledger, name)
+def _count(gauges: SchedulerGauges, name: str) -> int:
+    if name == "handovers":
+        return gauges.handovers.made
+    value: int = getattr(gauges, name)
     return value

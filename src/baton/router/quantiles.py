@@ -32,7 +32,7 @@ def middle_of(size: int) -> int:
     return ((size - shift * _HALF) << shift) + (1 << shift) // 2
 
 
-class Window:
+class QuantileWindow:
     def __init__(self, seconds: int = 60) -> None:
         self._seconds = seconds
         self._counts: deque[tuple[int, dict[int, int]]] = deque()

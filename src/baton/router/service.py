@@ -21,9 +21,9 @@ from fastapi import FastAPI
 from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText, load_text, read_template
 from baton.api.settings import ApiSettings
-from baton.core.routing.events import RouterConfig
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
-from baton.node.gc_pauses import spare_what_is_there
+from baton.node.gc_pauses import freeze_gc
 from baton.node.http_server import (
     CannotServe,
     HttpServer,
@@ -40,14 +40,15 @@ from baton.node.http_server import (
 from baton.node.models import mark_of, resolve_model
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import shared_prefix_secret
-from baton.node.torch_import import leave_torch_out
+from baton.node.torch_import import block_torch_import
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
-from baton.router.fleet_log import Chronicle
-from baton.router.instance_connections import Sessions, monotonic_us
-from baton.wire.router_sessions import Switch
+from baton.router.fleet_log import FleetEventLog
+from baton.router.instance_connections import InstanceConnections, monotonic_us
+from baton.router.settings import RouterProcessSettings
+from baton.wire.router_sessions import RouterSessions
 
 log = logging.getLogger("baton.router")
 
@@ -55,24 +56,8 @@ SAMPLE_S = 1.0
 """Between two points of the dashboard's curves."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouterSettings:
-    model: str = "smollm2"
-    """For its tokeniser and chat template; no weights are loaded."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    join_host: str = "127.0.0.1"
-    join_port: int = 8200
-    api_keys: tuple[str, ...] = ()
-    admin_key: str | None = field(default=None, repr=False)
-    """None: every caller is an operator."""
-    served_model_names: tuple[str, ...] = ()
-    chat_template: str | None = None
-    drain_timeout_s: float = 30.0
-    scripted: bool = False
-    cluster_key: str | None = None
-    cluster_key_file: str | None = None
-    demo: bool = False
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings(RouterProcessSettings):
     config: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
@@ -100,7 +85,7 @@ def route(settings: RouterSettings, say: Say) -> None:
         try:
             with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
                 folder = _text_folder(settings, Path(scratch), say)
-                leave_torch_out()
+                block_torch_import()
                 uvloop.run(_Process(settings, api, key, say).run(clients, instances, folder))
         finally:
             instances.close()
@@ -129,14 +114,14 @@ class _Process:
         config = await asyncio.to_thread(self._config, text_folder)
         router = Router(config, shared_prefix_secret(self._key), secrets.randbits(63))
         name = f"{address_of(instances)}"
-        sessions = Sessions(Switch(router, name), self._key, name)
+        sessions = InstanceConnections(RouterSessions(router, name), self._key, name)
         state = RouterState(monotonic_us())
         engine = FleetEngine(sessions, state, text.vocabulary)
         metrics = Metrics(engine, self._settings.names[0])
         http = HttpServer(self._app(engine, sessions, state, text, metrics))
         await sessions.open(instances)
         serving = http.start(clients)
-        spare_what_is_there()
+        freeze_gc()
         self._say(self._banner(clients, instances))
         sampling = asyncio.create_task(_sample(state, engine, router))
         async with state_logged(engine, lambda: metrics.tokens_given):
@@ -155,10 +140,10 @@ class _Process:
         return replace(self._settings.config, model=self._settings.model, model_mark=mark)
 
     def _app(
-        self, engine: FleetEngine, sessions: Sessions, state: RouterState, text: ModelText, metrics: Metrics
+        self, engine: FleetEngine, sessions: InstanceConnections, state: RouterState, text: ModelText, metrics: Metrics
     ) -> FastAPI:
         dashboard = Dashboard(state, monotonic_us, engine.views, demo=self._settings.demo)
-        chronicle = Chronicle(sessions, engine)
+        chronicle = FleetEventLog(sessions, engine)
         grace_s = self._settings.config.orphan_grace_us / 1e6
         admin_key = self._settings.admin_key
         return create_router_app(engine, sessions, chronicle, dashboard, text, self._api, metrics, grace_s, admin_key)
@@ -168,12 +153,12 @@ class _Process:
         await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         engine.draining = True
-        if engine.open_bodies:
-            self._say(f"draining: {engine.open_bodies} requests open (once more to stop at once)")
+        if engine.open_requests:
+            self._say(f"draining: {engine.open_requests} requests open (once more to stop at once)")
         idle, at_once = asyncio.ensure_future(engine.wait_idle()), asyncio.ensure_future(self._signals.at_once.wait())
         await asyncio.wait((idle, at_once), timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if engine.open_bodies:
-            self._say(f"stopping with {engine.open_bodies} requests open")
+        if engine.open_requests:
+            self._say(f"stopping with {engine.open_requests} requests open")
         idle.cancel()
         at_once.cancel()
 

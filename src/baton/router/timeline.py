@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.core.routing.events import Stage
+from baton.core.routing.events import TimelineStage
 
 NOTES_MAX = 64
 NOTES_OF_THE_BEGINNING = 8
 WHY_MAX = 200
 
-LASTING = frozenset({Stage.QUEUED, Stage.PLACED, Stage.PREFILL, Stage.HANDOVER, Stage.DECODE})
+LASTING = frozenset(
+    {TimelineStage.QUEUED, TimelineStage.PLACED, TimelineStage.PREFILL, TimelineStage.HANDOVER, TimelineStage.DECODE}
+)
 """To be told of one of these again is no news."""
-BEFORE_A_TOKEN = frozenset({Stage.QUEUED, Stage.PLACED, Stage.RESUMED, Stage.PREFILL, Stage.HANDOVER})
-AT_A_PLACE = frozenset({Stage.PLACED, Stage.RESUMED})
+BEFORE_A_TOKEN = frozenset(
+    {TimelineStage.QUEUED, TimelineStage.PLACED, TimelineStage.RESUMED, TimelineStage.PREFILL, TimelineStage.HANDOVER}
+)
+AT_A_PLACE = frozenset({TimelineStage.PLACED, TimelineStage.RESUMED})
 
 
 @dataclass(slots=True)
-class LaneNote:
-    stage: Stage
+class TimelineNote:
+    stage: TimelineStage
     where: str
     at_us: int
     tokens: int
@@ -32,9 +36,9 @@ class LaneNote:
     why: str
 
 
-class Lane:
+class ChoiceTimeline:
     def __init__(self) -> None:
-        self.notes: list[LaneNote] = []
+        self.notes: list[TimelineNote] = []
         self.left_out = 0
         self.tokens = 0
         self.first_token_us: int | None = None
@@ -42,26 +46,26 @@ class Lane:
         self.ended_us: int | None = None
         self.finish = ""
 
-    def note(self, stage: Stage, where: str, at_us: int, why: str = "") -> bool:
+    def note(self, stage: TimelineStage, where: str, at_us: int, why: str = "") -> bool:
         """Whether it was news."""
-        if stage is Stage.ENDED:
+        if stage is TimelineStage.ENDED:
             return self.end(at_us, why)
         if self.ended_us is not None and at_us > self.ended_us:
             return False
         at = len(self.notes)
         while at > 0 and self.notes[at - 1].at_us > at_us:
             at -= 1
-        if stage is Stage.DECODE and at > 0 and self.notes[at - 1].stage is Stage.PREFILL:
+        if stage is TimelineStage.DECODE and at > 0 and self.notes[at - 1].stage is TimelineStage.PREFILL:
             return False  # the last chunk of the prefill was planned, not computed: its token will show when that is done
         if self._is_known(stage, where, at, at_us):
             return False
-        self._put(at, LaneNote(stage, where, at_us, self.tokens, why[:WHY_MAX]))
+        self._put(at, TimelineNote(stage, where, at_us, self.tokens, why[:WHY_MAX]))
         return True
 
     def delivered(self, tokens: int, at_us: int) -> None:
         """Tokens came, so it decodes: nobody has to wait for the beat that says so."""
         if self.notes and self.notes[-1].stage in BEFORE_A_TOKEN:
-            self._put(len(self.notes), LaneNote(Stage.DECODE, self.place, at_us, self.tokens, ""))
+            self._put(len(self.notes), TimelineNote(TimelineStage.DECODE, self.place, at_us, self.tokens, ""))
         if self.last_token_us is None:
             self.first_token_us = at_us
         self.last_token_us = at_us
@@ -101,13 +105,13 @@ class Lane:
             for note, end in zip(self.notes, ends, strict=False)
         ]
 
-    def _put(self, at: int, note: LaneNote) -> None:
+    def _put(self, at: int, note: TimelineNote) -> None:
         self.notes.insert(at, note)
         if len(self.notes) > NOTES_MAX:
             del self.notes[NOTES_OF_THE_BEGINNING]
             self.left_out += 1
 
-    def _is_known(self, stage: Stage, where: str, at: int, at_us: int) -> bool:
+    def _is_known(self, stage: TimelineStage, where: str, at: int, at_us: int) -> bool:
         """The note before says the same; or the one after does, which then began earlier than was thought."""
         if stage not in LASTING:
             return False

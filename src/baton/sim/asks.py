@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.sim.faults import Rates, log_uniform_us
+from baton.sim.faults import FaultRates, log_uniform_us
 
 VOCABULARY = 32
 """Small, so that stop tokens, token 0 among them, are drawn often."""
@@ -24,7 +24,7 @@ SALTS = (b"", b"", b"", b"tenant")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ClientRequest:
     index: int
     prompt: tuple[int, ...]
     choices: int
@@ -71,7 +71,7 @@ def _choice(sampling: Sampling, choice: int) -> Sampling:
     )
 
 
-def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: Rates, seed: int) -> Ask:
+def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: FaultRates, seed: int) -> ClientRequest:
     """Everything is drawn whether it is used or not: without a class of faults, the rest of the ask is the same."""
     longest = config.sequence_tokens_max
     prompt_tokens = stream.randint(1, min(24, max(1, longest // 2)))
@@ -89,7 +89,7 @@ def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: Rat
     reads_slowly, reads_every_us = stream.random(), stream.randrange(5_000, 60_000)
     finds_stop, stop_after = stream.random(), stream.randint(1, 8)
     nonsense, kind = stream.random(), stream.randrange(4)
-    ask = Ask(
+    ask = ClientRequest(
         index=index,
         prompt=prompt,
         choices=choices,
@@ -106,7 +106,7 @@ def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: Rat
     return _made_impossible(ask, kind, longest) if nonsense < rates.nonsense else ask
 
 
-def _made_impossible(ask: Ask, kind: int, longest: int) -> Ask:
+def _made_impossible(ask: ClientRequest, kind: int, longest: int) -> ClientRequest:
     tokens, max_tokens = ((0, 4), (longest, 1), (1, longest + 1), (longest + 3, 2))[kind]
     return replace(ask, prompt=(3,) * tokens, max_tokens=max_tokens, impossible=True)
 
@@ -119,9 +119,9 @@ def _prompt(stream: random.Random, tokens: int, seed: int) -> tuple[int, ...]:
     return begins + tuple(stream.randrange(VOCABULARY) for _ in range(tokens - shared))
 
 
-def probe_ask(index: int, prompt: tuple[int, ...] = (1, 2, 3)) -> Ask:
+def probe_ask(index: int, prompt: tuple[int, ...] = (1, 2, 3)) -> ClientRequest:
     """A plain question that must be answered in full."""
-    return Ask(
+    return ClientRequest(
         index=index,
         prompt=prompt,
         choices=1,

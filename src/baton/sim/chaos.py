@@ -9,14 +9,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.sim.faults import Fault, Rates, log_uniform_us
-from baton.sim.instance import PEER_STEPS, Instance
+from baton.sim.faults import Fault, FaultRates, log_uniform_us
+from baton.sim.instance import SimulatedInstance
 from baton.sim.neighbours import end_name
-from baton.sim.network import Network
-from baton.sim.porters import Depot
-from baton.sim.seats import FRONT, Seat
-from baton.sim.store import Store
-from baton.sim.transfer import Fabric
+from baton.sim.network import SimulatedNetwork
+from baton.sim.porters import StorageModel
+from baton.sim.seats import FRONT, InstanceHost
+from baton.sim.store import SimulatedStore
+from baton.sim.story import PEER_STEPS
+from baton.sim.transfer import FaultyTransfers
 from baton.sim.world import Host, World
 
 MOMENT_EVERY_US = 300
@@ -26,7 +27,7 @@ PEER_CLOG_SHARE = 0.4
 STEP_LAST = 6
 """An aim is taken at one of the first so many times that a step is taken."""
 
-MOMENTS: tuple[Callable[[Instance], bool], ...] = (
+MOMENTS: tuple[Callable[[SimulatedInstance], bool], ...] = (
     lambda _life: True,
     lambda life: life.device.in_flight > 0,
     lambda life: life.device.in_flight > 0 and life.last_plan is not None and bool(life.last_plan.chunks),
@@ -45,17 +46,17 @@ class _Aim:
     pauses: bool
 
 
-class Chaos:
+class FaultInjector:
     def __init__(
         self,
         world: World,
-        network: Network,
+        network: SimulatedNetwork,
         front: Host,
-        seats: Sequence[Seat],
-        rates: Rates,
+        seats: Sequence[InstanceHost],
+        rates: FaultRates,
         span_us: int,
-        fabric: Fabric | None = None,
-        depot: Depot | None = None,
+        fabric: FaultyTransfers | None = None,
+        depot: StorageModel | None = None,
     ) -> None:
         self._world = world
         self._network = network
@@ -105,7 +106,7 @@ class Chaos:
             for seat in self._seats:
                 seat.at_step = self._step_taken
 
-    def _unleash_on_store(self, store: Store) -> None:
+    def _unleash_on_store(self, store: SimulatedStore) -> None:
         rates, world = self._rates, self._world
         for time in range(rates.store_absences):
             stream = world.stream(f"chaos store-away {time}")
@@ -132,7 +133,7 @@ class Chaos:
                 seat.resume()
             seat.boot_if_down()
 
-    def _partition(self, stream: random.Random, seat: Seat) -> None:
+    def _partition(self, stream: random.Random, seat: InstanceHost) -> None:
         """Both ways, or one way only."""
         ends = list(seat.ends)
         stream.shuffle(ends)
@@ -144,7 +145,7 @@ class Chaos:
             self._network.cut(other, one)
         self._world.after(lasts_us, self._network.join, one, other)
 
-    def _clog(self, stream: random.Random, seat: Seat) -> None:
+    def _clog(self, stream: random.Random, seat: InstanceHost) -> None:
         ends = list(seat.ends)
         if self._pairs and stream.random() < PEER_CLOG_SHARE:
             one, peer = stream.choice(self._pairs)
@@ -155,7 +156,7 @@ class Chaos:
         self._network.clog(*ends)
         self._world.after(lasts_us, self._network.clear, *ends)
 
-    def _part(self, stream: random.Random, seat: Seat, peer: str) -> None:
+    def _part(self, stream: random.Random, seat: InstanceHost, peer: str) -> None:
         """Two peers cannot hear each other, or one of them cannot hear the other."""
         ends = [end_name(seat.name, peer), end_name(peer, seat.name)]
         stream.shuffle(ends)
@@ -166,7 +167,7 @@ class Chaos:
             self._network.cut(other, one)
         self._world.after(stream.randrange(20_000, 900_000), self._network.join, one, other)
 
-    def _step_taken(self, seat: Seat, step: str) -> None:
+    def _step_taken(self, seat: InstanceHost, step: str) -> None:
         if self._over:
             return
         for aim in self._aims:
@@ -175,7 +176,7 @@ class Chaos:
                 if not aim.left:
                     self._strike(aim, seat)
 
-    def _strike(self, aim: _Aim, seat: Seat) -> None:
+    def _strike(self, aim: _Aim, seat: InstanceHost) -> None:
         """Whoever took the step, or one of its peers; at once, or a little later."""
         stream = aim.stream
         whose = stream.random()
@@ -184,25 +185,25 @@ class Chaos:
         delay_us = stream.choice((0, 0, stream.randrange(3_000)))
         self._world.after(delay_us, self._pause_there if aim.pauses else self._crash_there, stream, target)
 
-    def _crash_there(self, stream: random.Random, seat: Seat) -> None:
+    def _crash_there(self, stream: random.Random, seat: InstanceHost) -> None:
         if self._over or seat.instance is None:
             return
         self._world.fire(Fault.STEP_CRASH, seat.name)
         seat.crash()
         self._world.after(log_uniform_us(stream, 300, 300_000), seat.boot_if_down)
 
-    def _pause_there(self, stream: random.Random, seat: Seat) -> None:
+    def _pause_there(self, stream: random.Random, seat: InstanceHost) -> None:
         if self._over or seat.host.paused or seat.instance is None:
             return
         self._world.fire(Fault.STEP_PAUSE, seat.name)
         seat.pause()
         self._world.after(log_uniform_us(stream, 3_000, 1_200_000), self._resume, seat, seat.host.lives)
 
-    def _crash(self, stream: random.Random, seat: Seat) -> None:
+    def _crash(self, stream: random.Random, seat: InstanceHost) -> None:
         """At any moment, or when something particular is going on; with last words or without."""
         self._crash_when(stream, seat, stream.choice(MOMENTS))
 
-    def _crash_when(self, stream: random.Random, seat: Seat, is_moment: Callable[[Instance], bool]) -> None:
+    def _crash_when(self, stream: random.Random, seat: InstanceHost, is_moment: Callable[[SimulatedInstance], bool]) -> None:
         if self._over or seat.instance is None:
             return
         if seat.host.paused or not is_moment(seat.instance):
@@ -215,13 +216,13 @@ class Chaos:
             seat.crash()
         self._world.after(log_uniform_us(stream, 300, 300_000), seat.boot_if_down)
 
-    def _crash_at_opening(self, seat: Seat) -> None:
+    def _crash_at_opening(self, seat: InstanceHost) -> None:
         """Right after an instance has taken up a session: what is still under way to it will meet its next life."""
         stream = self._openings
         if not self._over and stream.random() < OPENING_CRASH_SHARE:
             self._world.after(stream.randrange(3_000), self._crash_when, stream, seat, MOMENTS[0])
 
-    def _pause_front(self, stream: random.Random, _seat: Seat) -> None:
+    def _pause_front(self, stream: random.Random, _seat: InstanceHost) -> None:
         """Everything that the front end and its clients do stands still."""
         if self._over or self._front.paused or not self._seats[0].counter:
             return
@@ -236,24 +237,24 @@ class Chaos:
         if self._front.paused:
             self._front.resume()
 
-    def _pause(self, stream: random.Random, seat: Seat) -> None:
+    def _pause(self, stream: random.Random, seat: InstanceHost) -> None:
         if self._over or seat.host.paused or seat.instance is None:
             return
         self._world.fire(Fault.PAUSE, seat.name)
         seat.pause()
         self._world.after(stream.randrange(10_000, 1_200_000), self._resume, seat, seat.host.lives)
 
-    def _resume(self, seat: Seat, life: int) -> None:
+    def _resume(self, seat: InstanceHost, life: int) -> None:
         if seat.host.paused and seat.host.lives == life:
             seat.resume()
 
-    def _roll(self, stream: random.Random, seat: Seat) -> None:
+    def _roll(self, stream: random.Random, seat: InstanceHost) -> None:
         if self._over or seat.instance is None or seat.counter is None or not seat.counter.serves:
             return
         seat.counter.drain()
         seat.restart_when_idle(stream.randrange(1_000, 200_000))
 
-    def _slow(self, stream: random.Random, seat: Seat) -> None:
+    def _slow(self, stream: random.Random, seat: InstanceHost) -> None:
         if self._over:
             return
         self._world.fire(Fault.SLOW_DEVICE, seat.name)
@@ -262,5 +263,5 @@ class Chaos:
         seat.slow_down(lasts_us)
         self._world.after(lasts_us, self._hurry, seat)
 
-    def _hurry(self, seat: Seat) -> None:
+    def _hurry(self, seat: InstanceHost) -> None:
         seat.set_device(slowness=1.0)

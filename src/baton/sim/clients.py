@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.sim.asks import Ask
+from baton.sim.asks import ClientRequest
 from baton.sim.faults import Fault
-from baton.sim.front import Booking, Front, OneInstance
-from baton.sim.gate import Found, Gate, Passage
-from baton.sim.judge import Ended, Judge
+from baton.sim.front import FrontEnd, SubmittedGroup
+from baton.sim.gate import RouterHost, RouterRequest, UnclaimedAnswer
+from baton.sim.judge import Ended, LawChecker
 from baton.sim.laws import ENDS_ONCE, SAME_TOKENS, LawBroken
 from baton.sim.world import Host
-from baton.wire.request_table import Lost
+from baton.wire.request_table import LostEntry
 
 RETRY_US = 30_000
 """A user whom nobody could serve asks the next thing a little later."""
@@ -31,7 +31,7 @@ RESUME_PATIENCE_US = 1_500_000
 NOTICED_US = 400_000
 """A client that has lost its router comes back within so long."""
 
-Entrance = Front | OneInstance | Gate
+Entrance = FrontEnd | RouterHost
 """Where a user asks."""
 
 
@@ -66,17 +66,17 @@ class _Answer:
         return new
 
 
-class Client:
+class SimulatedClient:
     """One ask, from submission until every choice has ended."""
 
-    def __init__(self, user: User, ask: Ask, before: tuple[int, ...]) -> None:
+    def __init__(self, user: SimulatedUser, ask: ClientRequest, before: tuple[int, ...]) -> None:
         self.ask = ask
         self.judge = user.judge
         self.host = user.host
         self._user = user
         self._group = ask.group(before)
         self._answers: list[_Answer] = []
-        self._booking: Booking | Passage | None = None
+        self._booking: SubmittedGroup | RouterRequest | None = None
         self._left = False
         self._unread: deque[tuple[int, list[int], Ended | None]] = deque()
         self._reading = False
@@ -149,14 +149,17 @@ class Client:
             self.host.world.fire(Fault.SLOW_READER, self.name)
             self.host.after(self.ask.reads_every_us, self._read_next)
 
-    def lost(self, place: int | None, end: Lost) -> None:
+    def lost(self, place: int | None, end: LostEntry) -> None:
         while self._unread:
             self._read(*self._unread.popleft())
         self._note(f"loses its instance: {end.reason}")
-        instance = self._booking.instance if isinstance(self._booking, Booking) else 0
+        instance = self._booking.instance if isinstance(self._booking, SubmittedGroup) else 0
         self.judge.lost(self.name, instance, end)
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
+
+    def placed(self, where: str) -> None:
+        """Of no interest: the router may have it go on anywhere."""
 
     # ── a router that is gone ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -168,7 +171,7 @@ class Client:
             return
         stream = self.host.world.stream(f"resume {self.ask.index} {self.host.world.now_us}")
         begun = self._booking is not None and not self._booking.is_early
-        if not (begun and isinstance(self._entrance, Gate) and stream.random() < RESUME_SHARE) or self._left:
+        if not (begun and isinstance(self._entrance, RouterHost) and stream.random() < RESUME_SHARE) or self._left:
             self._give_up("the router is gone", "router gone")
             return
         self._note("loses its router, and will come back")
@@ -178,7 +181,7 @@ class Client:
 
     def _resume(self, lost_us: int) -> None:
         gate = self._entrance
-        if not isinstance(gate, Gate) or not self.open:
+        if not isinstance(gate, RouterHost) or not self.open:
             return
         claimed = gate.claim(self._group, self)
         if claimed is not None:
@@ -189,7 +192,7 @@ class Client:
         else:
             self.host.after(RESUME_EVERY_US, self._resume, lost_us)
 
-    def _go_on(self, passage: Passage, found: Found) -> None:
+    def _go_on(self, passage: RouterRequest, found: UnclaimedAnswer) -> None:
         """With what an instance has kept for it, after what it has had."""
         self._booking = passage
         self.host.world.fire(Fault.RESUMED, self.name)
@@ -284,13 +287,13 @@ class Client:
             self.host.world.note(self.name, what)
 
 
-class User:
+class SimulatedUser:
     def __init__(
         self,
         host: Host,
         front: Entrance,
-        judge: Judge,
-        asks: Sequence[Ask],
+        judge: LawChecker,
+        asks: Sequence[ClientRequest],
         *,
         converses: bool,
         tokens_max: int,
@@ -299,7 +302,7 @@ class User:
         self.host = host
         self.judge = judge
         self.preemptions_max = preemptions_max
-        self.client: Client | None = None
+        self.client: SimulatedClient | None = None
         """The one that is open."""
         self.made = 0
         self._front = front
@@ -315,7 +318,7 @@ class User:
     def start(self, at_us: int) -> None:
         self.host.at(at_us, self._ask)
 
-    def finished(self, client: Client) -> None:
+    def finished(self, client: SimulatedClient) -> None:
         self.client = None
         if self._converses:
             self._history = client.first_answer
@@ -328,5 +331,5 @@ class User:
         room = self.tokens_max - len(ask.prompt) - (ask.max_tokens or 1)
         fits = self._converses and not ask.impossible and len(self._history) <= room
         before = self._history if fits else ()
-        self.client = Client(self, ask, before)
+        self.client = SimulatedClient(self, ask, before)
         self.client.submit(self._front)

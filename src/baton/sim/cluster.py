@@ -1,9 +1,9 @@
 """A workload on a cluster, in virtual time: what `baton sim run` and the benchmarks measure.
 
-Owns one run: real workers behind real desks and the real codec, devices that take as long as a model of step times says and
-compute nothing, clients that know how long their answers will be. Where the cluster is split, the last instances prefill
-for the others, KV travels as `carrying` says, and clients see only those that decode. Nothing goes wrong here; for that
-there is `scenario`. Memory grows with requests and looks, never with tokens.
+Owns one run: the instances, front end or router of `scenario`, connected by pipes and lanes on which nothing goes wrong;
+devices that take as long as a model of step times says and compute nothing; clients that know how long their answers will
+be. Where the cluster is split, the last instances prefill for the others, KV travels as `lanes` says, and clients see only
+those that decode. Memory grows with requests and looks, never with tokens.
 """
 
 from __future__ import annotations
@@ -16,28 +16,34 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from baton.core.config import DECODE, PREFILL, WorkerConfig
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.request import RequestId, Sampling, Submission, Tokens
 from baton.core.errors import BatonError, Refusal
-from baton.core.handover.messages import PeerId
 from baton.core.routing import events as routing
-from baton.core.routing.events import Policy
+from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.executor.contract import ExecutorShape
 from baton.executor.counting import FILLER_TOKEN, STOP_TOKEN, CountingExecutor
-from baton.sim.carrying import Carrier, Road
-from baton.sim.device import Times
-from baton.sim.front import Counter, Front
-from baton.sim.instance import InstanceSpec
-from baton.sim.lines import PipeEnd
-from baton.sim.machine import Machine
-from baton.sim.records import Handed, Journey, Look, Outcome, PassMeter, RunRecord, StepSpan
-from baton.sim.spreader import Spreader
+from baton.sim.device import StepTimeModel
+from baton.sim.faults import DiskRates
+from baton.sim.front import FrontEnd, InstanceTable
+from baton.sim.gate import RouterHost
+from baton.sim.instance import InstanceSpec, SimulatedInstance
+from baton.sim.lanes import KvLinkModel, TimedTransfers
+from baton.sim.lines import Pipes
+from baton.sim.records import HandoverTotals, InstanceSample, PassMeter, RequestOutcome, RequestRecord, RunRecord, StepSpan
+from baton.sim.seats import FRONT, InstanceHost, seat_name
 from baton.sim.world import Host, World
-from baton.wire.engine_messages import WireEnded
-from baton.wire.request_table import Lost
+from baton.wire.request_table import LostEntry
 
 PREFIX_ID_TOKENS = 512
 """Prompt tokens that one prefix id stands for."""
 EVENTS_MAX = 1_000_000_000
+FOR_EVER_US = 10**15
+SECRET = bytes(32)
+ANY_TOKEN = 2**31 - 1
+TICK_IN_FLIGHT_US = 20_000
+"""As the engine process looks at its peers while a step computes."""
+NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 UNIQUE_FROM = 1 << 24
 """Token values from here on are one request's own; below are those of prefix ids."""
 
@@ -47,7 +53,7 @@ class RunFailed(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PlannedRequest:
     """One request that a client will make."""
 
     at_us: int | None
@@ -66,16 +72,16 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class PrefillDecodeSplit:
     """Some instances prefill for all others."""
 
     givers: int
     """How many of the instances, the last ones, only prefill; the others decode."""
     config: WorkerConfig
     """Of the givers, role aside."""
-    times: Times
+    times: StepTimeModel
     """Of the givers."""
-    road: Road
+    road: KvLinkModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +89,8 @@ class RunSpec:
     label: str
     instances: int
     config: WorkerConfig
-    step_times: Times
-    calls: Sequence[Call]
+    step_times: StepTimeModel
+    calls: Sequence[PlannedRequest]
     concurrency: int | None = None
     """Clients at once, for calls without a time."""
     seed: int = 0
@@ -94,13 +100,13 @@ class RunSpec:
     """What the front end spends on a request before it is submitted (HTTP, tokenising), one after the other."""
     look_every_us: int = 1_000_000
     spans_max: int = 200_000
-    split: Split | None = None
+    split: PrefillDecodeSplit | None = None
     """None: every instance does everything."""
     metered: bool = False
     """Whether to take the CPU time of passes; the run itself does not depend on it."""
     chosen: Callable[[Sequence[int]], int] | None = None
     """By whom the next request is served, from the prompt tokens that wait at each for their first token; None: in turn."""
-    route: Policy | None = None
+    route: RoutingPolicy | None = None
     """Instead, a router in front of all instances decides, as in service."""
 
     @property
@@ -118,10 +124,10 @@ class _Cluster:
     def __init__(self, spec: RunSpec, progress: Callable[[int], None]) -> None:
         self.spec = spec
         self.world = World(spec.seed, events_max=EVENTS_MAX, keep_digest=False)
-        self.host = Host(self.world, "front")
+        self.host = Host(self.world, FRONT)
         if spec.takers < 1:
             raise RunFailed(f"of {spec.instances} instances none is left to decode")
-        self.front = Front(spec.takers)
+        self.front = FrontEnd([InstanceTable(number) for number in range(spec.instances)], range(spec.takers))
         self.record = RunRecord(spec.label, spec.seed, spec.instances, spec.config.blocks, spec.config.block_size)
         self.progress = progress
         self.ended = 0
@@ -132,10 +138,13 @@ class _Cluster:
         self._free_us = 0
         """When the front end has dealt with what has arrived."""
         self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max)
-        self._spreader = None if spec.route is None else Spreader(self.host, spec.route, spec.seed, spec.network_us)
-        self._machines = [self._start(number) for number in range(spec.instances)]
-        if spec.split is not None:
-            self._introduce(spec.split.road)
+        self._lines = Pipes(spec.network_us)
+        self._lanes = None if spec.split is None else TimedTransfers(spec.split.road)
+        self._peers_lines = None if spec.split is None else Pipes(spec.split.road.delay_us)
+        self._gate = None if spec.route is None else self._make_gate(spec.route)
+        self._seats = [self._start(number) for number in range(spec.instances)]
+        self.numbers = {seat.name: seat.number for seat in self._seats}
+        """Of instances, by name."""
         self._chains = _chains(spec.calls)
 
     def run(self) -> RunRecord:
@@ -153,47 +162,58 @@ class _Cluster:
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _start(self, number: int) -> Machine:
-        host = Host(self.world, f"instance {number}")
-        config, times = self._made_of(number)
-        machine = Machine(host, InstanceSpec(number, config, self._executor, times))
-        self.record.roles.append(config.role.name)
-        if self.spec.metered:
-            machine.meter = PassMeter()
-            self.record.meters.append(machine.meter)
-        if self.spec.spans_max:
-            machine.keep_spans(self._spans)
-        if self._spreader is not None:
-            self._spreader.connect(machine, machine.host.name if config.role.gives else "")
-        elif number < self.spec.takers:
-            self._connect(machine, self.front.counters[number])
-        return machine
+    def _make_gate(self, policy: RoutingPolicy) -> RouterHost:
+        # Everybody may wait as long as it takes: what is measured is where requests go, not when they are given up.
+        config = RouterConfig(policy=policy, deadline_us=FOR_EVER_US, absent_us=FOR_EVER_US, waiting_max=FOR_EVER_US)
+        return RouterHost(self.world, self._lines, config, self.spec.instances, SECRET, seed=self.spec.seed)
 
-    def _made_of(self, number: int) -> tuple[WorkerConfig, Times]:
+    def _start(self, number: int) -> InstanceHost:
+        meter = PassMeter() if self.spec.metered else None
+        if meter is not None:
+            self.record.meters.append(meter)
+        counter = self.front.counters[number] if self._gate is None else None
+        seat = InstanceHost(
+            self.world,
+            self._lines,
+            self._instance_spec(number, meter),
+            counter,
+            DiskRates(),
+            fabric=self._lanes,
+            peers=self._peers_of(number),
+            peers_lines=self._peers_lines,
+        )
+        self.record.roles.append(seat.role.name)
+        if counter is not None and seat.role.serves:
+            theirs, ours = seat.ends
+            counter.line = line = self._lines.initiator(self.host, ours, theirs, counter)
+            line.open()
+        seat.boot()
+        if self.spec.spans_max and seat.instance is not None:
+            seat.instance.device.spans = self._spans
+        return seat
+
+    def _instance_spec(self, number: int, meter: PassMeter | None) -> InstanceSpec:
         spec, split = self.spec, self.spec.split
-        if split is None:
-            return spec.config, spec.step_times
-        if number < spec.takers:
-            return replace(spec.config, role=DECODE), spec.step_times
-        return replace(split.config, role=PREFILL), split.times
+        config, times, tick_us = spec.config, spec.step_times, None
+        if split is not None:
+            tick_us = TICK_IN_FLIGHT_US
+            if number < spec.takers:
+                config = replace(spec.config, role=DECODE)
+            else:
+                config, times = replace(split.config, role=PREFILL), split.times
+        return InstanceSpec(number, config, self._executor, times, SECRET, tick_us, meter)
 
-    def _introduce(self, road: Road) -> None:
+    def _peers_of(self, number: int) -> list[str]:
         """Every taker knows every giver."""
-        for machine in self._machines:
-            machine.carrier = Carrier(machine.host, PeerId(machine.host.name), road, machine.hear)
-        takers, givers = self._machines[: self.spec.takers], self._machines[self.spec.takers :]
-        for taker in takers:
-            for giver in givers:
-                if taker.carrier is not None and giver.carrier is not None:
-                    giver.carrier.meet(taker.carrier)
-                    taker.carrier.meet(giver.carrier)
+        if self.spec.split is None:
+            return []
+        takers, all_of_them = range(self.spec.takers), range(self.spec.instances)
+        return [seat_name(other) for other in all_of_them if (other in takers) != (number in takers)]
 
     def _executor(self, shape: ExecutorShape) -> CountingExecutor:
-        return CountingExecutor(shape, lambda seed: self.spec.calls[seed].output_tokens)
-
-    def _connect(self, machine: Machine, counter: Counter) -> None:
-        counter.line = PipeEnd(machine.host, self.spec.network_us, machine.take)
-        machine.answer(PipeEnd(self.host, self.spec.network_us, counter.took))
+        executor = CountingExecutor(shape, lambda seed: self.spec.calls[seed].output_tokens)
+        executor.vocabulary = ANY_TOKEN  # prompts are made of numbers that stand for text
+        return executor
 
     # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -220,7 +240,7 @@ class _Cluster:
         self._free_us = max(now_us, self._free_us) + self.spec.host_us
         return self._free_us - now_us
 
-    def prompt(self, index: int, call: Call) -> Tokens:
+    def prompt(self, index: int, call: PlannedRequest) -> Tokens:
         """Text that is shared where the prefix ids are, and the request's own after them."""
         ids = [self._prefix_tokens.setdefault(name, len(self._prefix_tokens)) for name in call.prefix_ids]
         if len(self._prefix_tokens) > UNIQUE_FROM:
@@ -230,8 +250,8 @@ class _Cluster:
         return np.concatenate((shared, own), dtype=np.int32)
 
     def submit(self, submission: Submission, client: _Client) -> None:
-        if self._spreader is not None:
-            self._spreader.submit(submission, client)
+        if self._gate is not None:
+            self._gate.submit((submission,), client)
             return
         if self.spec.chosen is None:
             booking = self.front.submit((submission,), client)
@@ -240,7 +260,7 @@ class _Cluster:
         if booking is None:
             raise RunFailed("no instance serves")
         self.queued_tokens[booking.instance] += len(submission.prompt)
-        client.placed(booking.instance)
+        client.served_by(booking.instance)
 
     def finished(self) -> None:
         self.ended += 1
@@ -248,14 +268,18 @@ class _Cluster:
 
     # ── what is left behind ──────────────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def _instances(self) -> list[SimulatedInstance]:
+        return [seat.instance for seat in self._seats if seat.instance is not None]
+
     def _look(self) -> None:
-        for machine in self._machines:
-            gauges = machine.worker.gauges()
+        for instance in self._instances:
+            gauges = instance.require_worker().gauges()
             blocks = gauges.blocks
             self.record.looks.append(
-                Look(
+                InstanceSample(
                     self.world.now_us - _SETTLED_US,
-                    machine.spec.number,
+                    instance.spec.number,
                     gauges.running,
                     gauges.waiting,
                     blocks.free,
@@ -271,45 +295,44 @@ class _Cluster:
     def _conclude(self) -> None:
         record = self.record
         record.end_us = self.world.now_us - _SETTLED_US
-        record.busy_us = [machine.device.busy_us for machine in self._machines]
-        record.steps_each = [machine.worker.gauges().steps for machine in self._machines]
+        record.busy_us = [instance.device.busy_us for instance in self._instances]
+        record.steps_each = [instance.require_worker().gauges().steps for instance in self._instances]
         record.steps = sum(record.steps_each)
         record.spans = [
             span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans
         ]
         record.spans_left_out = record.steps - len(record.spans)
-        if self.spec.split is None:
+        if self._lanes is None:
             record.roles.clear()
         else:
-            record.pools = [machine.spec.config.blocks for machine in self._machines]
-            record.handed = [_handed(machine) for machine in self._machines]
-            record.took_us = [us for machine in self._machines if machine.carrier for us in machine.carrier.took_us]
+            record.pools = [instance.spec.config.blocks for instance in self._instances]
+            record.handed = [_handed(instance, self._lanes) for instance in self._instances]
+            record.took_us = [us for seat in self._seats if seat.neighbours is not None for us in seat.neighbours.took_us]
         for journey in record.journeys:
             wanted = self.spec.calls[journey.index].output_tokens
-            if journey.outcome in (Outcome.STOP, Outcome.LENGTH) and journey.output_tokens != wanted:
+            if journey.outcome in (RequestOutcome.STOP, RequestOutcome.LENGTH) and journey.output_tokens != wanted:
                 raise RunFailed(f"request {journey.index} got {journey.output_tokens} tokens, not {wanted}")
 
 
-def _handed(machine: Machine) -> Handed:
-    gauges, carrier = machine.worker.gauges().handovers, machine.carrier
-    lanes = (carrier.out, carrier.into) if carrier is not None else ()
-    return Handed(
+def _handed(instance: SimulatedInstance, lanes: TimedTransfers) -> HandoverTotals:
+    gauges, both = instance.require_worker().gauges().handovers, lanes.of(instance.host.name)
+    return HandoverTotals(
         made=gauges.made,
         refused=gauges.refused,
         failed=gauges.not_delivered + gauges.preempted + gauges.timed_out,
-        bytes=round(sum(lane.bytes for lane in lanes)),
-        busy_us=round(sum(lane.busy_us for lane in lanes)),
+        bytes=round(sum(lane.bytes for lane in both)),
+        busy_us=round(sum(lane.busy_us for lane in both)),
     )
 
 
-Chain = list[tuple[int, Call]]
+Chain = list[tuple[int, PlannedRequest]]
 """Calls that follow each other, with their indices."""
 
 _SETTLED_US = 10_000
 """Before this the instances start; the clocks of records count from here."""
 
 
-def _chains(calls: Sequence[Call]) -> list[Chain]:
+def _chains(calls: Sequence[PlannedRequest]) -> list[Chain]:
     """A session is a chain; every other call is one of its own."""
     chains: list[Chain] = []
     of_session: dict[int, Chain] = {}
@@ -330,10 +353,10 @@ class _Client:
     def __init__(self, cluster: _Cluster, chains: Iterator[Chain]) -> None:
         self._cluster = cluster
         self._chains = chains
-        self._chain: deque[tuple[int, Call]] = deque()
+        self._chain: deque[tuple[int, PlannedRequest]] = deque()
         self._history = np.empty(0, dtype=np.int32)
-        self._journey: Journey
-        self._prompt: Tokens
+        self._journey: RequestRecord
+        self._prompt = NO_TOKENS
 
     def go_on(self) -> None:
         if not self._chain:
@@ -346,29 +369,32 @@ class _Client:
             index, call = self._chain.popleft()
             self._cluster.host.after(call.think_us, self._arrive, index, call)
 
-    def _arrive(self, index: int, call: Call) -> None:
+    def _arrive(self, index: int, call: PlannedRequest) -> None:
         cluster = self._cluster
         self._prompt = np.concatenate((self._history, cluster.prompt(index, call)), dtype=np.int32)
         self._prompt.setflags(write=False)
-        self._journey = Journey(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
+        self._journey = RequestRecord(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
         cluster.record.journeys.append(self._journey)
         cluster.host.after(cluster.spend_host(), self._submit, index, call)
 
-    def _submit(self, index: int, call: Call) -> None:
+    def _submit(self, index: int, call: PlannedRequest) -> None:
         sampling = Sampling(seed=index, temperature=0.0, stop_token_ids=(STOP_TOKEN,))
         submission = Submission(RequestId(str(index)), self._prompt, sampling, call.max_tokens)
         self._cluster.submit(submission, self)
 
     # ── what the front end tells ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def placed(self, instance: int) -> None:
+    def placed(self, where: str) -> None:
+        self.served_by(self._cluster.numbers[where])
+
+    def served_by(self, instance: int) -> None:
         self._journey.instance = instance
 
     def opened(self) -> None:
         """Tokens follow."""
 
     def declined(self, _refusal: Refusal) -> None:
-        self._end(Outcome.REFUSED)
+        self._end(RequestOutcome.REFUSED)
 
     def progress(
         self,
@@ -377,7 +403,7 @@ class _Client:
         begin: int,
         end: int,
         cached: int | None,
-        ended: WireEnded | routing.Outcome | None,
+        ended: EndedRequest | routing.ChoiceOutcome | None,
     ) -> None:
         journey = self._journey
         if journey.first_us is None and end > begin:
@@ -390,17 +416,21 @@ class _Client:
             journey.recomputed_tokens, journey.preemptions = bill.recomputed_tokens, bill.preemptions
             journey.queue_us, journey.prefill_us, journey.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
             journey.transfer_us = bill.transfer_us
-            journey.attempts = bill.attempts if isinstance(ended, WireEnded) else bill.attempts - 1
-            self._end(Outcome(ended.reason))
+            journey.attempts = bill.attempts if isinstance(ended, EndedRequest) else bill.attempts - 1
+            self._end(RequestOutcome(ended.reason))
 
-    def lost(self, _place: int | None, end: Lost) -> None:
+    def lost(self, _place: int | None, end: LostEntry) -> None:
         raise RunFailed(f"an instance was lost where none can be: {end.reason}")
 
-    def _end(self, outcome: Outcome) -> None:
+    def gone(self) -> None:
+        raise RunFailed("the router was lost where it cannot be")
+
+    def _end(self, outcome: RequestOutcome) -> None:
         journey = self._journey
         journey.ended_us = self._cluster.world.now_us - _SETTLED_US
         journey.outcome = outcome
         answer = np.full(journey.output_tokens, FILLER_TOKEN, dtype=np.int32)
         self._history = np.concatenate((self._prompt, answer)) if self._chain else self._history
+        self._prompt = NO_TOKENS  # a router remembers who asked
         self._cluster.finished()
         self.go_on()

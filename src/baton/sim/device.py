@@ -8,7 +8,7 @@ the scheduler about a row, as faulty kernels do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -21,24 +21,27 @@ from baton.sim.records import StepSpan
 from baton.sim.world import Host
 
 
-class Times(Protocol):
+class StepTimeModel(Protocol):
     """How long a step takes; `StepTimes` is one."""
 
     def step_us(self, decodes: int, decode_context: int, prefill_tokens: int, prefill_pairs: int) -> int: ...
 
 
-class Signals(Protocol):
+class LayerListener(Protocol):
     """Who waits for the layers of some steps."""
 
     def awaits(self, step: int) -> bool: ...
+
+    def layers_us(self, takes_us: int) -> Sequence[int]:
+        """How long after the beginning of a step of `takes_us` each layer can be read."""
 
     def layer_done(self, step: int, layer: int) -> None: ...
 
     def step_done(self, step: int) -> None: ...
 
 
-class Device:
-    def __init__(self, host: Host, executor: Executor, times: Times, done: Callable[[StepResult], None]) -> None:
+class SimulatedDevice:
+    def __init__(self, host: Host, executor: Executor, times: StepTimeModel, done: Callable[[StepResult], None]) -> None:
         self._host = host
         self._executor = executor
         self._times = times
@@ -53,9 +56,11 @@ class Device:
         self.busy_us = 0
         self.spans: deque[StepSpan] | None = None
         self.number = 0
-        self.signals: Signals | None = None
+        self.signals: LayerListener | None = None
         self._computed: deque[StepResult] = deque()
         """Of steps whose layers are waited for: they are computed when they begin, and told when they are over."""
+        self._layers = 0
+        """Of the step that computes."""
         self._layers_of, self._layers_told = -1, 0
         """The step that computes, and how many of its layers were told; a host that slept tells the rest when it is over."""
 
@@ -77,9 +82,10 @@ class Device:
         """Layers become readable one after the other while the step runs."""
         self._computed.append(self._executor.collect())
         self._layers_of, self._layers_told = step, 0
-        layers = len(self._executor.kv.layers)
-        for layer in range(layers):
-            self._host.after(takes_us * (layer + 1) // (layers + 1), self._layer_done, step, layer)
+        layers_us = () if self.signals is None else self.signals.layers_us(takes_us)
+        self._layers = len(layers_us)
+        for layer, ready_us in enumerate(layers_us):
+            self._host.after(ready_us, self._layer_done, step, layer)
 
     def _layer_done(self, step: int, layer: int) -> None:
         if self.signals is not None and self._computed and (step, layer) == (self._layers_of, self._layers_told):
@@ -87,7 +93,7 @@ class Device:
             self.signals.layer_done(step, layer)
 
     def _layers_over(self, step: int) -> None:
-        for layer in range(self._layers_told, len(self._executor.kv.layers)):
+        for layer in range(self._layers_told, self._layers):
             self._layer_done(step, layer)
         if self.signals is not None:
             self.signals.step_done(step)

@@ -20,7 +20,7 @@ SAFE_AFTER_US = 300_000
 FILES_MAX = 10_000
 
 
-class Disk:
+class SimulatedDisk:
     def __init__(self, host: Host, rates: DiskRates) -> None:
         self._host = host
         self.rates = rates

@@ -24,11 +24,12 @@ from baton.core.config import (
     WorkerConfig,
 )
 from baton.core.engine.request import Sampling
-from baton.core.routing.events import RouterConfig
-from baton.sim.asks import Ask
-from baton.sim.faults import DiskRates, Fault, NetworkRates, Rates
+from baton.core.routing.config import RouterConfig
+from baton.sim.asks import ClientRequest
+from baton.sim.faults import DiskRates, Fault, FaultRates, NetworkRates
+from baton.sim.fuzzed_run import FuzzedRun, WorldVerdict
 from baton.sim.porters import CopyTimes
-from baton.sim.scenario import FlatTimes, Run, Scenario, UserPlan, Verdict
+from baton.sim.scenario import FlatTimes, Scenario, UserPlan
 from baton.sim.store import StoreTimes
 from baton.sim.transfer import KvTimes
 from baton.wire.link import LinkConfig
@@ -39,18 +40,18 @@ ASLEEP_US = 700_000
 """Longer than either side's patience: whoever wakes up finds its sessions gone, and does not know it yet."""
 
 
-class Blow(StrEnum):
+class BlowKind(StrEnum):
     CRASH = "crash"
     PAUSE = "pause"
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class InjectedBlow:
     event: int
     """It comes right after this one."""
     seat: int
     """Whom it hits; the number after that of the last instance is the router."""
-    blow: Blow
+    blow: BlowKind
     then_router: bool = False
     """A little later, the router crashes too."""
 
@@ -73,7 +74,7 @@ def small_world(*, pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> Sce
         seed=0,
         roles=(DECODE, PREFILL),
         classes=(),
-        rates=Rates(NetworkRates(), DiskRates()),
+        rates=FaultRates(NetworkRates(), DiskRates()),
         config=config,
         giver=config,
         kv=KvTimes(delay_us=200, jitter_us=300, piece_us=100, burst=2, verify_us=200, fence_us=1_000, pulls=pulls),
@@ -122,8 +123,8 @@ def shelved_world(on_preempt: OnPreempt, roles: tuple[Role, ...] = (MIXED, MIXED
     return replace(small, roles=roles, config=config, giver=config, users=users, copies=copies, store=store)
 
 
-def _ask(index: int, prompt: tuple[int, ...], choices: int, patience_us: int | None) -> Ask:
-    return Ask(
+def _ask(index: int, prompt: tuple[int, ...], choices: int, patience_us: int | None) -> ClientRequest:
+    return ClientRequest(
         index=index,
         prompt=prompt,
         choices=choices,
@@ -141,36 +142,36 @@ def _ask(index: int, prompt: tuple[int, ...], choices: int, patience_us: int | N
 
 def events_of(scenario: Scenario) -> int:
     """How many events there are before everything heals."""
-    run = Run(scenario)
+    run = FuzzedRun(scenario)
     healed: list[int] = []
-    run.when_healed = lambda: healed.append(run.world.events)
+    run.when_healed = lambda: healed.append(run.site.world.events)
     verdict = run.verdict()
     if verdict.broken is not None:
         raise verdict.broken
     return healed[0]
 
 
-def strikes(scenario: Scenario, every: int = 1) -> Iterator[Strike]:
+def strikes(scenario: Scenario, every: int = 1) -> Iterator[InjectedBlow]:
     """All of them, or every so-manieth."""
     everything = (
-        Strike(event, seat, blow)
+        InjectedBlow(event, seat, blow)
         for event in range(1, events_of(scenario) + 1)
         for seat in range(scenario.instances + (scenario.router is not None))
-        for blow in Blow
+        for blow in BlowKind
     )
     return (strike for number, strike in enumerate(everything) if number % every == 0)
 
 
-def struck(scenario: Scenario, strike: Strike, *, tell_story: bool = False) -> Verdict:
-    run = Run(scenario, tell_story=tell_story)
+def struck(scenario: Scenario, strike: InjectedBlow, *, tell_story: bool = False) -> WorldVerdict:
+    run = FuzzedRun(scenario, tell_story=tell_story)
     hit = _hit_gate if strike.seat == scenario.instances else _hit_instance
-    run.world.ambush(strike.event, lambda: hit(run, strike))
+    run.site.world.ambush(strike.event, lambda: hit(run, strike))
     return run.verdict()
 
 
-def _hit_instance(run: Run, strike: Strike) -> None:
-    seat, world = run.seats[strike.seat], run.world
-    if strike.blow is Blow.CRASH:
+def _hit_instance(run: FuzzedRun, strike: InjectedBlow) -> None:
+    seat, world = run.site.seats[strike.seat], run.site.world
+    if strike.blow is BlowKind.CRASH:
         world.fire(Fault.CRASH, seat.name)
         seat.crash()
         world.after(DOWN_US, seat.boot_if_down)
@@ -179,16 +180,16 @@ def _hit_instance(run: Run, strike: Strike) -> None:
         seat.pause()
         world.after(ASLEEP_US, seat.resume)
     if strike.then_router:
-        world.after(SHORTLY_US, _hit_gate, run, replace(strike, blow=Blow.CRASH, then_router=False))
+        world.after(SHORTLY_US, _hit_gate, run, replace(strike, blow=BlowKind.CRASH, then_router=False))
 
 
-def _hit_gate(run: Run, strike: Strike) -> None:
-    if run.fleet is None:
+def _hit_gate(run: FuzzedRun, strike: InjectedBlow) -> None:
+    if run.site.fleet is None:
         raise RuntimeError("there is no router in this world")
-    world, gate = run.world, run.fleet.gate
-    for seat in run.seats:
+    world, gate = run.site.world, run.site.fleet.gate
+    for seat in run.site.seats:
         seat.trouble(ASLEEP_US, of_router=True)
-    if strike.blow is Blow.CRASH:
+    if strike.blow is BlowKind.CRASH:
         world.fire(Fault.ROUTER_CRASH, gate.host.name)
         gate.crash()
         world.after(DOWN_US, gate.boot_if_down)

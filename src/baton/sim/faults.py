@@ -234,7 +234,7 @@ class StoreRates:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class FaultRates:
     """How often each thing goes wrong while chaos reigns. Zero: never."""
 
     network: NetworkRates
@@ -299,7 +299,7 @@ def log_uniform_us(stream: random.Random, least_us: int, most_us: int) -> int:
     return int(math.exp(stream.uniform(math.log(least_us), math.log(most_us))))
 
 
-def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) -> Rates:
+def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) -> FaultRates:
     """One stream a class, so that leaving a class out changes nothing about the others."""
 
     def rate(name: str, least: float, most: float) -> float:
@@ -319,7 +319,7 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         slow_fence=rate("slow-fence", 0.05, 0.6),
         echo=rate("echo", 0.02, 0.3),
     )
-    return Rates(
+    return FaultRates(
         network=network,
         disk=disk,
         kv=kv,

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.sim.gate import Gate
-from baton.sim.judge import Judge
+from baton.sim.gate import RouterHost
+from baton.sim.judge import LawChecker
 from baton.sim.laws import FORGOTTEN, LIVENESS, TRUE_NAMES, LawBroken
-from baton.sim.seats import Seat
-from baton.sim.upheaval import Upheaval
+from baton.sim.seats import InstanceHost
+from baton.sim.upheaval import RouterFaults
 
 RESUMED_WITHIN_US = 5_000_000
 CLAIMED_WITHIN_US = 500_000
 """A client may take so long to notice and to come back."""
 
 
-class Fleet:
-    def __init__(self, gate: Gate, upheaval: Upheaval, seats: Sequence[Seat]) -> None:
+class FleetChecks:
+    def __init__(self, gate: RouterHost, upheaval: RouterFaults, seats: Sequence[InstanceHost]) -> None:
         self.gate = gate
         self._upheaval = upheaval
         self._seats = seats
@@ -36,25 +36,25 @@ class Fleet:
     def heal(self) -> None:
         self._upheaval.heal()
 
-    def serves(self, seat: Seat) -> bool:
+    def serves(self, seat: InstanceHost) -> bool:
         """Both ends are in the same session, the router has welcomed it there, and it is not about to go."""
         member, door = seat.member, self.gate.doors[seat.number]
         if seat.instance is None or seat.instance.is_leaving or seat.instance.is_behind or member is None or member.drains:
             return False
-        same = member.line.link.session == door.line.link.session
+        same = member.line.session == door.line.session
         return same and member.serves and door.session is not None and self.gate.knows(seat.name)
 
     @property
     def is_quiet(self) -> bool:
         """Nothing is open at the router, and nothing kept for it."""
-        if self.gate.switch.router.open_bodies:
+        if self.gate.switch.router.open_requests:
             return False
         return all(seat.member is None or not seat.member.relay.held_choices for seat in self._seats)
 
-    def nothing_held(self, judge: Judge) -> None:
+    def nothing_held(self, judge: LawChecker) -> None:
         router = self.gate.switch.router
-        if router.open_bodies or router.waiting:
-            raise LawBroken(LIVENESS, f"the router still has {router.open_bodies} bodies, {router.waiting} choices wait")
+        if router.open_requests or router.waiting:
+            raise LawBroken(LIVENESS, f"the router still has {router.open_requests} bodies, {router.waiting} choices wait")
         for seat in self._seats:
             if seat.member is not None and seat.member.relay.held_choices:
                 raise LawBroken(
@@ -65,7 +65,7 @@ class Fleet:
             if seat.instance is not None:
                 self._names_are_true(seat, said[seat.number], judge.cached_names(seat.instance))
 
-    def _names_are_true(self, seat: Seat, said: set[bytes], cached: set[bytes]) -> None:
+    def _names_are_true(self, seat: InstanceHost, said: set[bytes], cached: set[bytes]) -> None:
         if said != cached:
             raise LawBroken(TRUE_NAMES, f"{seat.name} has {len(cached)} prefixes cached and says so of {len(said)}")
         session = self.gate.doors[seat.number].session
@@ -85,9 +85,9 @@ class Fleet:
             return True
         return any(self._seats[number].hurt_until_us() >= lost_us - self.noticed_us for number in kept)
 
-    def gather_moves(self, judge: Judge) -> None:
+    def gather_moves(self, judge: LawChecker) -> None:
         for line in self.gate.lines:
-            judge.took_moves("link", line.link.moves())
+            judge.took_moves("link", line.moves())
         for switch in (*self.gate.former, self.gate.switch):
             judge.took_moves("carrying", switch.router.moves())
             judge.took_moves("member", switch.router.fleet.moves())

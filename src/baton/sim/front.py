@@ -10,25 +10,25 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.orders import Accepted, Cancel, Drain
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.sim.laws import ENDS_AT_ONCE, LawBroken
-from baton.sim.lines import LinkEnd
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    FromEngine,
-    ToEngine,
-    WireEnded,
-    decode_from_engine,
-    encode_to_engine,
+from baton.sim.lines import LineEndpoint
+from baton.wire.engine_messages import FromEngine, ToEngine, decode_from_engine, encode_to_engine
+from baton.wire.request_table import (
+    EngineFailed,
+    EngineReady,
+    GroupAccepted,
+    GroupDeclined,
+    LostEntry,
+    RequestTable,
+    StepColumns,
 )
-from baton.wire.link import Link, LinkState
-from baton.wire.request_table import Came, Declined, Desk, Died, Lost, Opened, Step
 
 
-class Caller(Protocol):
+class Submitter(Protocol):
     """Who made a submission, and hears of it. Each choice of the group is named by its place in it."""
 
     def opened(self) -> None: ...
@@ -36,25 +36,18 @@ class Caller(Protocol):
     def declined(self, refusal: Refusal) -> None: ...
 
     def progress(
-        self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: WireEnded | None
+        self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: EndedRequest | None
     ) -> None:
         """The tokens from `begin` to `end` are for this choice."""
 
-    def lost(self, place: int | None, end: Lost) -> None:
+    def lost(self, place: int | None, end: LostEntry) -> None:
         """The instance is gone; None: before it had answered the submission."""
 
 
-class Line(Protocol):
-    @property
-    def is_full(self) -> bool: ...
-
-    def send(self, frame: bytes) -> None: ...
-
-
-class Booking:
+class SubmittedGroup:
     """A submitted group, as its caller holds it. It belongs to one session: after that it does nothing any more."""
 
-    def __init__(self, counter: Counter, ticket: int) -> None:
+    def __init__(self, counter: InstanceTable, ticket: int) -> None:
         self.instance = counter.number
         self._counter = counter
         self._desk = counter.desk
@@ -85,31 +78,31 @@ class Booking:
             self._counter.order(self._desk.stop(self.serials[place], keep))
 
 
-class Counter:
+class InstanceTable:
     """The front end's side of one instance: a desk for as long as a session lasts."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.desk = Desk()
+        self.desk = RequestTable()
         self.serves = False
         """Whether the instance has said that it is ready, and is not known to be gone."""
-        self.line: Line | None = None
-        self.former_desks: list[Desk] = []
+        self.line: LineEndpoint | None = None
+        self.former_desks: list[RequestTable] = []
         """Of sessions that were lost."""
-        self._pending: dict[int, tuple[Caller, Booking]] = {}
-        self._callers: dict[int, tuple[Caller, int]] = {}
+        self._pending: dict[int, tuple[Submitter, SubmittedGroup]] = {}
+        self._callers: dict[int, tuple[Submitter, int]] = {}
         self._outbox: deque[bytes] = deque()
         self._abandoned: list[int] = []
         """Tickets whose callers left before the answer."""
 
-    def submit(self, group: Sequence[Submission], caller: Caller) -> Booking:
+    def submit(self, group: Sequence[Submission], caller: Submitter) -> SubmittedGroup:
         message = self.desk.submit(group)
-        booking = Booking(self, message.ticket)
+        booking = SubmittedGroup(self, message.ticket)
         self._pending[message.ticket] = (caller, booking)
         self.order(message)
         return booking
 
-    def forget(self, ticket: int, desk: Desk) -> None:
+    def forget(self, ticket: int, desk: RequestTable) -> None:
         """The caller left before the answer."""
         desk.abandon(ticket)
         if desk is self.desk:
@@ -134,12 +127,9 @@ class Counter:
         while self._outbox and self.line is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
 
-    def knows_another_life(self, acceptor: Link) -> bool:
+    def knows_another_life(self, acceptor: LineEndpoint) -> bool:
         """Whether an instance has just taken up a session that we are in the middle of, with its former life."""
-        line = self.line
-        if not isinstance(line, LinkEnd) or line.link.session != acceptor.session:
-            return False
-        return line.link.state is LinkState.OPEN
+        return self.line is not None and self.line.session == acceptor.session and self.line.is_open
 
     # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -151,7 +141,7 @@ class Counter:
         self.serves = False
         self._outbox.clear()
         self._abandoned.clear()
-        gone, self.desk = self.desk, Desk()
+        gone, self.desk = self.desk, RequestTable()
         pending, self._pending = self._pending, {}
         callers, self._callers = self._callers, {}
         for end in gone.lose(reason):
@@ -174,26 +164,26 @@ class Counter:
                 self._deliver(took.step)
             for news in took.news:
                 match news:
-                    case Opened(ticket, serials):
+                    case GroupAccepted(ticket, serials):
                         caller, booking = self._pending.pop(ticket)
                         self._callers.update({serial: (caller, place) for place, serial in enumerate(serials)})
                         booking.serials = serials
                         caller.opened()
-                    case Declined(ticket, refusal):
+                    case GroupDeclined(ticket, refusal):
                         self._pending.pop(ticket)[0].declined(refusal)
-                    case Came():
+                    case EngineReady():
                         self.serves = True
-                    case Died(reason):
+                    case EngineFailed(reason):
                         self.lost(reason)
 
     def _check_the_abandoned(self, message: FromEngine, orders: list[ToEngine]) -> None:
         """Whatever was accepted for a client that has left is cancelled, every choice of it."""
-        if isinstance(message, AcceptedAs) and message.ticket in self._abandoned:
+        if isinstance(message, Accepted) and message.ticket in self._abandoned:
             self._abandoned.remove(message.ticket)
             if orders != [Cancel(serial) for serial in message.serials]:
                 raise LawBroken(ENDS_AT_ONCE, f"{message} came for a client that had left, and only {orders} went back")
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: StepColumns) -> None:
         """Each caller gets its part of the step's tokens by where it begins and ends: no copies are made."""
         callers, ended, tokens = self._callers, dict(step.ended), step.tokens
         for serial, begin, end in zip(step.serials, step.begins, step.ends, strict=True):
@@ -205,14 +195,16 @@ class Counter:
             caller.progress(place, tokens, 0, 0, None, over)
 
 
-class Front:
-    def __init__(self, instances: int, serving: Sequence[int] | None = None) -> None:
+class FrontEnd:
+    """Spreads requests over the instances that take some, one after the other."""
+
+    def __init__(self, counters: Sequence[InstanceTable], serving: Sequence[int] | None = None) -> None:
         """`serving`: those that take requests of clients; None: all do."""
-        self.counters = [Counter(number) for number in range(instances)]
-        self.doors = self.counters if serving is None else [self.counters[number] for number in serving]
+        self.counters = counters
+        self.doors = counters if serving is None else [counters[number] for number in serving]
         self._turn = 0
 
-    def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
+    def submit(self, group: Sequence[Submission], caller: Submitter) -> SubmittedGroup | None:
         """None where no instance can take it."""
         for _ in self.doors:
             counter = self.doors[self._turn % len(self.doors)]
@@ -227,17 +219,3 @@ class Front:
     @property
     def open_requests(self) -> int:
         return sum(counter.desk.open_requests for counter in self.counters)
-
-
-class OneInstance:
-    """A front end that knows one instance only: for whoever must be served there and nowhere else."""
-
-    def __init__(self, counter: Counter) -> None:
-        self.doors = [counter]
-
-    def submit(self, group: Sequence[Submission], caller: Caller) -> Booking | None:
-        (counter,) = self.doors
-        return counter.submit(group, caller) if counter.can_take else None
-
-    def serving(self) -> dict[int, bool]:
-        return {counter.number: counter.serves for counter in self.doors}

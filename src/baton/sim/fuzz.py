@@ -23,12 +23,13 @@ from baton.core.errors import BatonError
 from baton.core.routing.fleet_members import TRANSITIONS as MEMBER_MOVES
 from baton.core.routing.routed_request import TRANSITIONS as CARRY_MOVES
 from baton.sim.faults import Fault
+from baton.sim.fuzzed_run import WorldVerdict, run_seed
 from baton.sim.judge import haul_table, move_name, peer_tables
 from baton.sim.laws import OWN_CHECKS, LawBroken
-from baton.sim.scenario import Trim, Verdict, run_seed
+from baton.sim.scenario import ScenarioTrim
 from baton.sim.shard import SeedReport
-from baton.wire.instance_sessions import STANDINGS
-from baton.wire.instance_sessions import TRANSITIONS as RELAY_MOVES
+from baton.wire.held_choices import TRANSITIONS as RELAY_MOVES
+from baton.wire.instance_sessions import SESSION_TRANSITIONS
 from baton.wire.link import TRANSITIONS as LINK_MOVES
 from baton.wire.request_table import TRANSITIONS as DESK_MOVES
 
@@ -44,7 +45,7 @@ _MACHINES: list[tuple[str, Iterable[tuple[Enum, Enum]]]] = [
     ("carrying", CARRY_MOVES),
     ("member", MEMBER_MOVES),
     ("relay", RELAY_MOVES),
-    ("standing", STANDINGS),
+    ("standing", SESSION_TRANSITIONS),
 ]
 EVERY_MOVE = tuple(move_name(machine, state, move) for machine, table in _MACHINES for state, move in table)
 
@@ -58,7 +59,7 @@ class ShardDied(BatonError):
 
 
 @dataclass(slots=True)
-class Totals:
+class FuzzTotals:
     """Sums over the seeds that have been run."""
 
     seeds: int = 0
@@ -107,9 +108,9 @@ def run_many(
     jobs: int,
     seen: Callable[[SeedReport], None] = lambda _report: None,
     go_on: Callable[[], bool] = lambda: True,
-) -> Totals:
+) -> FuzzTotals:
     """Stops at the first failure (the lowest seed that fails), or when `go_on` says so, which is asked after each seed."""
-    totals = Totals()
+    totals = FuzzTotals()
     shards = [_Shard(first_seed + number, -(-(seeds - number) // jobs), jobs) for number in range(min(jobs, seeds))]
     try:
         for report in _reports(shards):
@@ -183,13 +184,13 @@ def _reports(shards: list[_Shard]) -> Iterator[SeedReport]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shrunk:
-    trim: Trim
-    verdict: Verdict
+class ShrunkWorld:
+    trim: ScenarioTrim
+    verdict: WorldVerdict
     runs: int
 
 
-def shrink(seed: int, tried: Callable[[Trim], None] = lambda _trim: None) -> Shrunk:
+def shrink(seed: int, tried: Callable[[ScenarioTrim], None] = lambda _trim: None) -> ShrunkWorld:
     """The smallest world found in which the seed still breaks the same law: fewer faults, requests and instances.
 
     All laws are checked after every event, so a cause may show earlier, and under another law, than the fuzzer saw.
@@ -199,12 +200,12 @@ def shrink(seed: int, tried: Callable[[Trim], None] = lambda _trim: None) -> Shr
         raise NothingBroken(f"seed {seed} breaks no law")
     shrinker = _Shrinker(seed, _kind(whole.broken), tried)
     scenario = whole.scenario
-    best = Trim(scenario.classes, scenario.asks, scenario.instances)
+    best = ScenarioTrim(scenario.classes, scenario.asks, scenario.instances)
     best = shrinker.fewer_classes(best)
     best = shrinker.fewer_asks(best)
     best = shrinker.fewer_instances(best)
     best = shrinker.fewer_classes(best)
-    return Shrunk(best, run_seed(seed, best, tell_story=True, always_audit=True), shrinker.runs)
+    return ShrunkWorld(best, run_seed(seed, best, tell_story=True, always_audit=True), shrinker.runs)
 
 
 def _kind(broken: LawBroken) -> str:
@@ -213,13 +214,13 @@ def _kind(broken: LawBroken) -> str:
 
 
 class _Shrinker:
-    def __init__(self, seed: int, kind: str, tried: Callable[[Trim], None]) -> None:
+    def __init__(self, seed: int, kind: str, tried: Callable[[ScenarioTrim], None]) -> None:
         self._seed = seed
         self._kind = kind
         self._tried = tried
         self.runs = 0
 
-    def fails(self, trim: Trim) -> bool:
+    def fails(self, trim: ScenarioTrim) -> bool:
         if self.runs >= SHRINK_RUNS_MAX:
             return False
         self.runs += 1
@@ -227,13 +228,13 @@ class _Shrinker:
         broken = run_seed(self._seed, trim, always_audit=True).broken
         return broken is not None and _kind(broken) == self._kind
 
-    def fewer_classes(self, best: Trim) -> Trim:
+    def fewer_classes(self, best: ScenarioTrim) -> ScenarioTrim:
         for name in best.classes or ():
             smaller = replace(best, classes=tuple(kept for kept in best.classes or () if kept != name))
             best = smaller if self.fails(smaller) else best
         return best
 
-    def fewer_asks(self, best: Trim) -> Trim:
+    def fewer_asks(self, best: ScenarioTrim) -> ScenarioTrim:
         """Leave out ever smaller runs of requests, as long as the failure stays."""
         size = max(1, len(best.asks or ()) // 2)
         while True:
@@ -249,7 +250,7 @@ class _Shrinker:
                 return best
             size //= 2
 
-    def fewer_instances(self, best: Trim) -> Trim:
+    def fewer_instances(self, best: ScenarioTrim) -> ScenarioTrim:
         for instances in range(1, best.instances or 1):
             smaller = replace(best, instances=instances)
             if self.fails(smaller):

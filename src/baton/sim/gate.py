@@ -1,4 +1,4 @@
-"""The router's host: the production Switch and Router, behind one line for each instance, in front of all clients.
+"""The router's host: the production RouterSessions and Router, behind one line for each instance, in front of all clients.
 
 Owns the lives of the router and who waits for which body. A life begins with nothing: what its predecessor knew is gone,
 less what instances have kept of it. Clients are on machines of their own: they notice a crash at once, and may come back for
@@ -14,39 +14,37 @@ from typing import Protocol
 
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Body,
-    Declined,
-    Delivered,
+    ChoiceOutcome,
+    DeliverTokens,
     FleetChanged,
-    Noted,
-    Opened,
-    Orphan,
-    OrphanDropped,
-    Outcome,
-    RouterConfig,
+    RequestDeclined,
+    RequestOpened,
     Session,
-    Stage,
+    TimelineNoted,
+    TimelineStage,
+    UnclaimedDropped,
+    UnclaimedFound,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
+from baton.sim.gate_watcher import RouterWatcher
 from baton.sim.laws import LINE_BOUND, STRANGERS, LawBroken
-from baton.sim.legs import LegBook
-from baton.sim.lines import LinkEnd, acceptor
+from baton.sim.lines import LineEndpoint, Lines
 from baton.sim.member import ROUTER, line_names
-from baton.sim.network import Network
 from baton.sim.world import Alarm, Host, World
 from baton.wire.engine_messages import WireError
-from baton.wire.link import LinkConfig
 from baton.wire.router_messages import FromRouter, decode_from_instance, encode_membership
-from baton.wire.router_sessions import Act, Close, Say, Switch
+from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 
-TOLD = (Stage.PLACED, Stage.PREEMPTED, Stage.MOVED, Stage.ENDED)
+TOLD = (TimelineStage.PLACED, TimelineStage.PREEMPTED, TimelineStage.MOVED, TimelineStage.ENDED)
 """What the story says of a choice; the rest is in what its instance and its client do."""
 OUTBOX_MAX = 2_000
 """Messages that wait for room on one line; an instance that takes none is given up before there are so many."""
 
 
-class Asker(Protocol):
+class RequestListener(Protocol):
     """Who asked for a body, and hears of it. Each choice is named by its place."""
 
     def opened(self) -> None: ...
@@ -54,30 +52,33 @@ class Asker(Protocol):
     def declined(self, refusal: Refusal) -> None: ...
 
     def progress(
-        self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: Outcome | None
+        self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: ChoiceOutcome | None
     ) -> None: ...
+
+    def placed(self, where: str) -> None:
+        """The instance to which one choice goes now."""
 
     def gone(self) -> None:
         """The router is gone, and the connection with it."""
 
 
 @dataclass(slots=True)
-class Found:
+class UnclaimedAnswer:
     """An orphaned body, as it is known by now."""
 
-    body: Body
+    body: RequestNumber
     origin: bytes
     tokens: list[list[int] | None]
     """By choice; None: nothing is known of it."""
     cached: list[int | None]
-    outcomes: list[Outcome | None]
+    outcomes: list[ChoiceOutcome | None]
 
 
-class Passage:
+class RouterRequest:
     """A body, as its client holds it: of one life of the router, and of no use after that."""
 
-    def __init__(self, gate: Gate, asker: Asker) -> None:
-        self.body: Body | None = None
+    def __init__(self, gate: RouterHost, asker: RequestListener) -> None:
+        self.body: RequestNumber | None = None
         """None until the router has looked at it."""
         self.asker = asker
         self.is_early = True
@@ -105,41 +106,41 @@ class Passage:
             self._gate.host.run(act, *arguments)
 
 
-class Gate:
+class RouterHost:
     def __init__(
         self,
         world: World,
-        network: Network,
+        lines: Lines,
         config: RouterConfig,
-        link: LinkConfig,
-        lines: int,
-        book: LegBook,
+        doors: int,
         secret: bytes,
+        book: RouterWatcher | None = None,
+        seed: int = 0,
     ) -> None:
-        """`lines`: how many instances, and whoever else, may have a line to it."""
+        """`doors`: how many instances, and whoever else, may have a line to it."""
         self.host = Host(world, ROUTER)
         self.config = config
-        self.book = book
+        self.book = RouterWatcher() if book is None else book
         self._secret = secret
-        self.switch: Switch
-        self.lines: list[LinkEnd] = []
+        self._seed = seed
+        self.switch: RouterSessions
+        self.lines: list[LineEndpoint] = []
         """Of all lives."""
-        self.former: list[Switch] = []
-        self.found: dict[bytes, Found] = {}
+        self.former: list[RouterSessions] = []
+        self.found: dict[bytes, UnclaimedAnswer] = {}
         """Orphans that nobody has come for, by their origin."""
-        self.doors: list[Door] = []
+        self.doors: list[RouterLine] = []
         self.kept: dict[tuple[bytes, int], set[int]] = {}
         """By origin and the moment of a crash: which instances were at work on a body."""
         self.disturbed_us = 0
         """When the router last crashed or was woken up."""
-        self._network = network
-        self._link = link
         self._lines = lines
-        self._unseen: list[Passage] = []
+        self._doors = doors
+        self._unseen: list[RouterRequest] = []
         """What came while the router slept."""
-        self._passages: dict[Body, Passage] = {}
-        self._orphans: dict[Body, Found] = {}
-        self._by_session: dict[Session, Door] = {}
+        self._passages: dict[RequestNumber, RouterRequest] = {}
+        self._orphans: dict[RequestNumber, UnclaimedAnswer] = {}
+        self._by_session: dict[Session, RouterLine] = {}
         self._acts: deque[Act] = deque()
         self._acting = False
         self._alarm = Alarm(self.host, self._tick)
@@ -153,10 +154,10 @@ class Gate:
             self._begin()
 
     def _begin(self) -> None:
-        self.switch = Switch(Router(self.config, self._secret, self.host.lives), ROUTER)
+        self.switch = RouterSessions(Router(self.config, self._secret, self._seed + self.host.lives), ROUTER)
         self.book.begin(self.host.world.now_us)
         self._alarm = Alarm(self.host, self._tick)
-        self.doors = [Door(self, number, self._network, self._link) for number in range(self._lines)]
+        self.doors = [RouterLine(self, number, self._lines) for number in range(self._doors)]
         self.lines += [door.line for door in self.doors]
         self._note(f"starts life {self.host.lives + 1}")
 
@@ -185,11 +186,11 @@ class Gate:
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, group: Sequence[Submission], asker: Asker) -> Passage | None:
+    def submit(self, group: Sequence[Submission], asker: RequestListener) -> RouterRequest | None:
         """None where there is no router; else it is looked at now, or when the router wakes up."""
         if not self.host.up:
             return None
-        passage = Passage(self, asker)
+        passage = RouterRequest(self, asker)
         self._unseen.append(passage)
         self.host.run(self._submit, passage, group)
         return passage
@@ -198,7 +199,7 @@ class Gate:
         """As far as a client can know."""
         return {}
 
-    def _submit(self, passage: Passage, group: Sequence[Submission]) -> None:
+    def _submit(self, passage: RouterRequest, group: Sequence[Submission]) -> None:
         origin = group[0].request_id.encode()
         self._unseen.remove(passage)
         body, acts = self.switch.submit(group[0].salt.decode(), group, origin, self.host.world.now_us)
@@ -207,17 +208,17 @@ class Gate:
         self.book.asked(body, group, origin, self.host.world.now_us)
         self._carry_out(acts)
 
-    def leave(self, passage: Passage) -> None:
+    def leave(self, passage: RouterRequest) -> None:
         if passage.body is not None and self._passages.pop(passage.body, None) is not None:
             self.book.left(passage.body)
             self._carry_out(self.switch.leave(passage.body, self.host.world.now_us))
 
-    def cut(self, passage: Passage, place: int, keep: int) -> None:
+    def cut(self, passage: RouterRequest, place: int, keep: int) -> None:
         if passage.body is not None and passage.body in self._passages:
             self.book.cut(passage.body, place)
             self._carry_out(self.switch.cut(passage.body, place, keep, self.host.world.now_us))
 
-    def claim(self, group: Sequence[Submission], asker: Asker) -> tuple[Passage, Found] | None:
+    def claim(self, group: Sequence[Submission], asker: RequestListener) -> tuple[RouterRequest, UnclaimedAnswer] | None:
         """A client comes for what it was in the middle of when an earlier router was lost. None: not known here (yet).
 
         What was asked for is in the origin, so that choices which no instance has kept can begin anew.
@@ -226,7 +227,7 @@ class Gate:
         found = self.found.pop(origin, None) if self.host.up and not self.host.paused else None
         if found is None:
             return None
-        passage = Passage(self, asker)
+        passage = RouterRequest(self, asker)
         passage.body, passage.is_early = found.body, False
         self._passages[found.body] = passage
         self.book.claimed(found.body)
@@ -236,7 +237,7 @@ class Gate:
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def connected(self, door: Door) -> Session:
+    def connected(self, door: RouterLine) -> Session:
         session = self.switch.connected(self.host.world.now_us)
         self._by_session[session] = door
         self.book.connected(session, door.number)
@@ -260,7 +261,7 @@ class Gate:
         self.book.lost(session)
         self._carry_out(self.switch.lost(session, reason, self.host.world.now_us))
 
-    def forged_by_member(self, door: Door, frame: bytes) -> None:
+    def forged_by_member(self, door: RouterLine, frame: bytes) -> None:
         """A frame of a member that no member says: it is hung up on, and may join again."""
         session = door.session
         if session is not None:
@@ -337,37 +338,41 @@ class Gate:
     def _act(self, act: Act) -> None:
         self.book.acted(act, self.host.world.now_us)
         match act:
-            case Say(session, message):
+            case DeliverTokens(body, choice, tokens, _, cached, outcome):  # by far the most
+                self._deliver(body, choice, tokens, cached, outcome)
+            case SayToInstance(session, message):
                 if session in self._by_session:
                     self._by_session[session].say(message)
-            case Close(session, reason):
+            case CloseConnection(session, reason):
                 self._shut(session, reason)
-            case Delivered(body, choice, tokens, _, cached, outcome):
-                self._deliver(body, choice, tokens, cached, outcome)
-            case Opened(body):
+            case RequestOpened(body):
                 if (passage := self._passages.get(body)) is not None and passage.is_there:
                     passage.is_early = False
                     passage.asker.opened()
-            case Declined(body, refusal):
+            case RequestDeclined(body, refusal):
                 if (passage := self._passages.pop(body, None)) is not None and passage.is_there:
                     passage.asker.declined(refusal)
-            case Orphan(body, origin, delivered, _, cached, outcomes):
+            case UnclaimedFound(body, origin, delivered, _, cached, outcomes):
                 tokens_known = [None if tokens is None else list(tokens) for tokens in delivered]
-                found = Found(body, origin, tokens_known, list(cached), list(outcomes))
+                found = UnclaimedAnswer(body, origin, tokens_known, list(cached), list(outcomes))
                 self.found[origin] = self._orphans[body] = found
-            case OrphanDropped(body):
+            case UnclaimedDropped(body):
                 self.found.pop(self._orphans.pop(body).origin, None)
             case FleetChanged(name, incarnation, what, why):
                 self._note(f"sees {name}, life {incarnation}: {what}, {why}")
-            case Noted(body, choice, stage, where, _, why):
+            case TimelineNoted(body, choice, stage, where, _, why):
                 if stage in TOLD:
                     self._note(f"body {body}.{choice} {stage.value} {where or ''} {why}")
+                if stage is TimelineStage.PLACED and (passage := self._passages.get(body)) is not None:
+                    passage.asker.placed(where or "")
 
-    def _deliver(self, body: Body, choice: int, tokens: list[int], cached: int | None, outcome: Outcome | None) -> None:
-        passage, found = self._passages.get(body), self._orphans.get(body)
+    def _deliver(
+        self, body: RequestNumber, choice: int, tokens: list[int], cached: int | None, outcome: ChoiceOutcome | None
+    ) -> None:
+        passage = self._passages.get(body)
         if passage is not None and passage.is_there:
             passage.asker.progress(choice, tokens, 0, len(tokens), cached, outcome)
-        elif found is not None:
+        elif (found := self._orphans.get(body)) is not None:
             known = found.tokens[choice]
             found.tokens[choice] = (known or []) + tokens
             found.cached[choice] = cached if found.cached[choice] is None else found.cached[choice]
@@ -383,16 +388,16 @@ class Gate:
             self.host.world.note(ROUTER, what)
 
 
-class Door:
+class RouterLine:
     """The router's end of one line."""
 
-    def __init__(self, gate: Gate, number: int, network: Network, link: LinkConfig) -> None:
+    def __init__(self, gate: RouterHost, number: int, lines: Lines) -> None:
         self.number = number
         self.session: Session | None = None
         self._gate = gate
         self._outbox: deque[bytes] = deque()
         theirs, ours = line_names(number)
-        self.line = acceptor(gate.host, network, ours, theirs, self, link)
+        self.line = lines.acceptor(gate.host, ours, theirs, self)
 
     def say(self, message: FromRouter) -> None:
         self._outbox.append(encode_membership(message))

@@ -13,21 +13,22 @@ from enum import Enum
 from typing import Protocol
 
 from baton.core.config import OnPreempt, TierConfig, WorkerConfig
+from baton.core.engine.orders import Cancel, StopAt
 from baton.core.engine.plan import StepPlan
 from baton.core.engine.request import Serial
-from baton.core.engine.worker import Cancelled, Effect, Event, Launch, Orphaned, StepDone, StopFound, Tick
+from baton.core.engine.worker import Effect, Event, FrontEndLost, Launch, StepDone, Tick
 from baton.core.tiers.transfers import (
     CopyIn,
     CopyOut,
-    FenceHaul,
+    FenceTransfer,
     Get,
-    Haul,
-    Hauled,
-    HaulFailed,
-    HaulFenced,
     Look,
     Put,
     StorageEvent,
+    TransferDone,
+    TransferFailed,
+    TransferFenced,
+    TransferId,
 )
 from baton.sim.laws import DEPARTS_IN_TIME, ENDS_AT_ONCE, HAULS_BOUND, HAULS_END, LEFT_ALONE, UNTOUCHED, LawBroken
 from baton.sim.leases import PASS_US
@@ -35,7 +36,7 @@ from baton.sim.leases import PASS_US
 NOTHING: frozenset[int] = frozenset()
 
 
-class Kind(Enum):
+class TransferClass(Enum):
     OUT = "copy to host"
     IN = "copy to device"
     LOOK = "look"
@@ -43,7 +44,7 @@ class Kind(Enum):
     PUT = "put"
 
 
-class HaulEnd(Enum):
+class TransferEnd(Enum):
     """How a haul can end, as far as its driver is concerned."""
 
     DONE = "all of it done"
@@ -53,24 +54,26 @@ class HaulEnd(Enum):
     DONE_LATE = "ended while it was being fenced"
 
 
-COPIES = (Kind.OUT, Kind.IN)
-OF_STORE = (Kind.LOOK, Kind.GET, Kind.PUT)
-HAUL_ENDS = [(kind, end) for kind in Kind for end in HaulEnd if not (kind in COPIES and end is HaulEnd.PARTLY)]
+COPIES = (TransferClass.OUT, TransferClass.IN)
+OF_STORE = (TransferClass.LOOK, TransferClass.GET, TransferClass.PUT)
+HAUL_ENDS = [
+    (kind, end) for kind in TransferClass for end in TransferEnd if not (kind in COPIES and end is TransferEnd.PARTLY)
+]
 
 
-class Behind(Protocol):
+class WorkerView(Protocol):
     """What only the judge may know of a worker."""
 
     def knows(self, serial: Serial) -> bool:
         """Whether it has this request, waiting or in a slot."""
 
-    def loads(self) -> list[tuple[Haul, Serial]]:
+    def loads(self) -> list[tuple[TransferId, Serial]]:
         """Copies to the device that are under way for clients' requests, and for which."""
 
 
 @dataclass(slots=True)
 class _Open:
-    kind: Kind
+    kind: TransferClass
     since_us: int
     limit_us: int
     reads_blocks: frozenset[int] = NOTHING
@@ -91,23 +94,23 @@ class _Store:
     """It was asked again since."""
 
 
-class HaulBook:
+class TransferLaws:
     def __init__(self, config: WorkerConfig, where: str) -> None:
         self._config: TierConfig = config.tiers
         self._may_depart = config.tiers.store and config.on_preempt is OnPreempt.RESCHEDULE
         self._where = where
-        self._open: dict[Haul, _Open] = {}
+        self._open: dict[TransferId, _Open] = {}
         self._last = -1
         self._stores = {kind: _Store() for kind in OF_STORE}
         self._departing: dict[int, int] = {}
         """Requests that have no slot any more and have not ended, and since when."""
-        self._doomed: dict[Haul, Serial] = {}
+        self._doomed: dict[TransferId, Serial] = {}
         """Copies for requests that were told to end."""
         self.looks = 0
         """How often the store was asked what it has."""
         self.left_alone = 0
         """How often the store was given up for a while."""
-        self.moves: Counter[tuple[Kind, HaulEnd]] = Counter()
+        self.moves: Counter[tuple[TransferClass, TransferEnd]] = Counter()
 
     @property
     def open(self) -> int:
@@ -120,7 +123,7 @@ class HaulBook:
 
     def note(
         self,
-        behind: Behind,
+        behind: WorkerView,
         event: Event,
         effects: Sequence[Effect],
         accepted: Collection[int],
@@ -128,7 +131,7 @@ class HaulBook:
         now_us: int,
     ) -> None:
         """After each event; `accepted`: what clients were promised and have not been told the end of."""
-        if isinstance(event, Hauled | HaulFailed | HaulFenced):
+        if isinstance(event, TransferDone | TransferFailed | TransferFenced):
             self._ended(behind, event, now_us)
         for effect in effects:
             self._note_effect(effect, now_us)
@@ -140,13 +143,13 @@ class HaulBook:
 
     # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _ended(self, behind: Behind, event: StorageEvent, now_us: int) -> None:
+    def _ended(self, behind: WorkerView, event: StorageEvent, now_us: int) -> None:
         haul = self._open.pop(event.haul, None)
         if haul is None:
             return
         self.moves[haul.kind, _end_of(haul, event)] += 1
         if haul.kind in OF_STORE and not haul.fencing:
-            self._judge_store(haul.kind, isinstance(event, Hauled), now_us)
+            self._judge_store(haul.kind, isinstance(event, TransferDone), now_us)
         serial = self._doomed.pop(event.haul, None)
         if serial is not None and behind.knows(serial):
             raise LawBroken(
@@ -157,24 +160,24 @@ class HaulBook:
         config = self._config
         match effect:
             case CopyOut(haul, blocks, rows):
-                out = _Open(Kind.OUT, now_us, config.copy_us, reads_blocks=_set(blocks), writes_rows=_set(rows))
+                out = _Open(TransferClass.OUT, now_us, config.copy_us, reads_blocks=_set(blocks), writes_rows=_set(rows))
                 self._ordered(haul, out, len(rows))
             case CopyIn(haul, rows, blocks):
-                into = _Open(Kind.IN, now_us, config.copy_us, reads_rows=_set(rows), writes_blocks=_set(blocks))
+                into = _Open(TransferClass.IN, now_us, config.copy_us, reads_rows=_set(rows), writes_blocks=_set(blocks))
                 self._ordered(haul, into, 0)
             case Look(haul):
                 self.looks += 1
-                self._ordered(haul, _Open(Kind.LOOK, now_us, config.look_us), 0)
+                self._ordered(haul, _Open(TransferClass.LOOK, now_us, config.look_us), 0)
             case Get(haul, _, rows):
-                self._ordered(haul, _Open(Kind.GET, now_us, config.get_us, writes_rows=_set(rows)), len(rows))
+                self._ordered(haul, _Open(TransferClass.GET, now_us, config.get_us, writes_rows=_set(rows)), len(rows))
             case Put(haul, _, rows):
-                self._ordered(haul, _Open(Kind.PUT, now_us, config.put_us, reads_rows=_set(rows)), len(rows))
-            case FenceHaul(haul):
+                self._ordered(haul, _Open(TransferClass.PUT, now_us, config.put_us, reads_rows=_set(rows)), len(rows))
+            case FenceTransfer(haul):
                 self._fencing(haul, now_us)
             case Launch(plan):
                 self._touches_nothing(plan)
 
-    def _ordered(self, haul: Haul, new: _Open, blocks: int) -> None:
+    def _ordered(self, haul: TransferId, new: _Open, blocks: int) -> None:
         if haul <= self._last:
             raise LawBroken(UNTOUCHED, f"{self._where}: haul {haul} is ordered after haul {self._last}")
         self._last = haul
@@ -188,7 +191,7 @@ class HaulBook:
             self._may_ask(haul, new)
         self._open[haul] = new
 
-    def _fencing(self, number: Haul, now_us: int) -> None:
+    def _fencing(self, number: TransferId, now_us: int) -> None:
         haul = self._open.get(number)
         if haul is None or haul.fencing:
             raise LawBroken(HAULS_END, f"{self._where} fences haul {number}, which has ended or is being fenced")
@@ -198,7 +201,7 @@ class HaulBook:
 
     # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _judge_store(self, kind: Kind, answered: bool, now_us: int) -> None:
+    def _judge_store(self, kind: TransferClass, answered: bool, now_us: int) -> None:
         store = self._stores[kind]
         if answered:
             store.failures, store.alone_until_us, store.tries = 0, None, False
@@ -209,7 +212,7 @@ class HaulBook:
             store.alone_until_us, store.tries = now_us + self._config.retry_us, False
         self.left_alone += opens
 
-    def _may_ask(self, haul: Haul, new: _Open) -> None:
+    def _may_ask(self, haul: TransferId, new: _Open) -> None:
         """Once the time is over, one question shows whether it is there again."""
         store = self._stores[new.kind]
         if store.alone_until_us is None:
@@ -228,24 +231,24 @@ class HaulBook:
             if not haul.reads_blocks.isdisjoint(fresh) or not haul.writes_blocks.isdisjoint(used):
                 raise LawBroken(UNTOUCHED, f"{self._where} plans with blocks of haul {number}: {haul}")
 
-    def _lets_go(self, behind: Behind, event: Event) -> None:
+    def _lets_go(self, behind: WorkerView, event: Event) -> None:
         """A copy for a request that is told to end is fenced at once, and the request ends with it."""
-        if not isinstance(event, Cancelled | StopFound | Orphaned):
+        if not isinstance(event, Cancel | StopAt | FrontEndLost):
             return
         for haul, serial in behind.loads():
-            if isinstance(event, Orphaned) or serial == event.serial:
+            if isinstance(event, FrontEndLost) or serial == event.serial:
                 self._doomed[haul] = serial
                 if not self._open[haul].fencing:
                     raise LawBroken(ENDS_AT_ONCE, f"{self._where} goes on with haul {haul} for request {serial}")
 
-    def _note_departures(self, behind: Behind, event: Event, accepted: Collection[int], now_us: int) -> None:
+    def _note_departures(self, behind: WorkerView, event: Event, accepted: Collection[int], now_us: int) -> None:
         if isinstance(event, StepDone):
             for serial in accepted:
                 if serial not in self._departing and not behind.knows(Serial(serial)):
                     self._departing[serial] = now_us
         for serial in [serial for serial in self._departing if serial not in accepted]:
             del self._departing[serial]
-        if self._departing and isinstance(event, Orphaned):
+        if self._departing and isinstance(event, FrontEndLost):
             raise LawBroken(ENDS_AT_ONCE, f"{self._where} keeps {list(self._departing)} for nobody")
 
     def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
@@ -270,16 +273,16 @@ def _meet(new: _Open, old: _Open) -> bool:
     return bool(blocks or rows)
 
 
-def _end_of(haul: _Open, event: StorageEvent) -> HaulEnd:
+def _end_of(haul: _Open, event: StorageEvent) -> TransferEnd:
     match event:
-        case HaulFenced():
-            return HaulEnd.FENCED
+        case TransferFenced():
+            return TransferEnd.FENCED
         case _ if haul.fencing:
-            return HaulEnd.DONE_LATE
-        case HaulFailed():
-            return HaulEnd.FAILED
-        case Hauled(_, came):
-            return HaulEnd.DONE if all(came) else HaulEnd.PARTLY
+            return TransferEnd.DONE_LATE
+        case TransferFailed():
+            return TransferEnd.FAILED
+        case TransferDone(_, came):
+            return TransferEnd.DONE if all(came) else TransferEnd.PARTLY
 
 
 def _set(numbers: Iterable[int]) -> frozenset[int]:

@@ -13,71 +13,52 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast, get_args
+from typing import Protocol
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.orders import ReportChanges
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import (
-    Accepted,
-    Deliver,
     Effect,
     Event,
-    GroupRefused,
+    FrontEndLost,
     Launch,
-    Orphaned,
     StepDone,
     Tick,
-    Withdrawn,
     Worker,
 )
-from baton.core.handover.messages import (
-    AttemptFailed,
-    Expect,
-    Fence,
-    Handover,
-    HandoverMade,
-    Heard,
-    OpenShip,
-    PeerEffect,
-    PeerEvent,
-    PeerMessage,
-    Ship,
-    Tell,
-    Verify,
-)
-from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, Look, Put, StorageEffect, StorageEvent
-from baton.executor.contract import Executor, ExecutorShape, KvView
-from baton.sim.device import Device, Times
-from baton.sim.disk import Disk
+from baton.core.handover.messages import PeerEffect, PeerEvent
+from baton.core.tiers.transfers import StorageEffect, StorageEvent
+from baton.executor.contract import Executor, ExecutorShape
+from baton.sim.device import SimulatedDevice, StepTimeModel
+from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import Fault
+from baton.sim.meter import MeteredWorker
+from baton.sim.records import PassMeter
+from baton.sim.story import tell_steps, words_of
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
 from baton.wire.engine_messages import (
     WIRE_VERSION,
-    Failed,
+    FailedMessage,
     FromEngine,
-    Ready,
-    TellNames,
+    PrefillPeerAddresses,
+    ReadyMessage,
     ToEngine,
     decode_to_engine,
     encode_from_engine,
     pulse,
-    wire_gauges,
 )
-from baton.wire.engine_messages import (
-    Peers as PeersMessage,
-)
-from baton.wire.worker_messages import event_of, message_of
+from baton.wire.worker_messages import message_of
 
 KEY_FILE = "prefix.key"
 PULSE_US = 100_000
 """How often the engine gives a sign of life, once its front end has asked for it."""
-_OF_PEERS = frozenset(get_args(PeerEffect))
-_OF_STORAGE = frozenset(get_args(StorageEffect))
 
 
-class Conversation(Protocol):
+class FrontEndLine(Protocol):
     """The instance's end of its line to the front end."""
 
     @property
@@ -90,8 +71,8 @@ class Conversation(Protocol):
     def send(self, frame: bytes) -> None: ...
 
 
-class Peers(Protocol):
-    """Whoever carries out what the worker orders about its peers, and hands in what they say with `Instance.hear`."""
+class PeerOrdersSink(Protocol):
+    """Carries out the worker's orders about peers; passes what peers say to `SimulatedInstance.hear`."""
 
     def told(self, event: PeerEvent) -> None:
         """The worker is about to handle this."""
@@ -102,23 +83,23 @@ class Peers(Protocol):
         """Who prefills from now on: call these, and hang up on all others."""
 
 
-class Storage(Protocol):
-    """Whoever carries out what the worker orders about KV outside the pool, and answers with `Instance.hauled`."""
+class StorageOrdersSink(Protocol):
+    """Whoever carries out what the worker orders about KV outside the pool, and answers with `SimulatedInstance.hauled`."""
 
     def carry_out(self, effect: StorageEffect) -> None:
         """Returns at once."""
 
 
-class Watcher(Protocol):
+class InstanceWatcher(Protocol):
     """Who is told what happens in an instance: where the laws are checked."""
 
-    def began(self, instance: Instance, secret: bytes, made: bool) -> None:
+    def began(self, instance: SimulatedInstance, secret: bytes, made: bool) -> None:
         """A life has its key of the prefix cache, read from disk or made."""
 
-    def handled(self, instance: Instance, event: Event, effects: Sequence[Effect]) -> None:
+    def handled(self, instance: SimulatedInstance, event: Event, effects: Sequence[Effect]) -> None:
         """Its worker has handled an event."""
 
-    def buried(self, instance: Instance) -> None:
+    def buried(self, instance: SimulatedInstance) -> None:
         """The life is over."""
 
 
@@ -127,9 +108,13 @@ class InstanceSpec:
     number: int
     config: WorkerConfig
     make_executor: Callable[[ExecutorShape], Executor]
-    times: Times
+    times: StepTimeModel
     secret: bytes | None = None
     """The key of prefix names, where a fleet shares one; None: each instance has its own, on its disk."""
+    tick_in_flight_us: int | None = None
+    """How often leases are looked at while a step computes; None: not before it ends."""
+    meter: PassMeter | None = None
+    """Takes the CPU time of passes, where there is one."""
 
     @property
     def shape(self) -> ExecutorShape:
@@ -137,28 +122,31 @@ class InstanceSpec:
         return ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens, config.burst)
 
 
-class Instance:
+class SimulatedInstance:
     """One life of an instance, from start to crash."""
 
-    def __init__(self, host: Host, disk: Disk, spec: InstanceSpec, watcher: Watcher | None = None) -> None:
+    def __init__(self, host: Host, disk: SimulatedDisk, spec: InstanceSpec, watcher: InstanceWatcher | None = None) -> None:
         self.host = host
         self.spec = spec
         self.life = host.lives
         self.last_plan: StepPlan | None = None
         self.worker: Worker | None = None
         """None until the key is there."""
+        self._driver: WorkerDriver | None = None
+        """Comes with the worker."""
         self.ordered: set[type[Event]] = set()
         """What kinds of events its worker has handled."""
         self._watcher = watcher
         self._disk = disk
-        self._executor = spec.make_executor(spec.shape)
-        self.device = Device(host, self._executor, spec.times, self._finished)
-        self._conversation: Conversation | None = None
+        self.executor = spec.make_executor(spec.shape)
+        self.device = SimulatedDevice(host, self.executor, spec.times, self._finished)
+        self.device.number = spec.number
+        self._conversation: FrontEndLine | None = None
         self._inbox: deque[bytes] = deque()
         self._heard: deque[PeerEvent] = deque()
-        self.peers: Peers | None = None
+        self.peers: PeerOrdersSink | None = None
         self._hauled: deque[StorageEvent] = deque()
-        self.storage: Storage | None = None
+        self.storage: StorageOrdersSink | None = None
         self.at_step: Callable[[str], None] | None = None
         """Told of each step of a hand-over that is taken here, by name: for whoever makes crashes happen then."""
         self.hindered_us = 0
@@ -178,19 +166,32 @@ class Instance:
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, ready: Callable[[Instance], None]) -> None:
+    def start(self, ready: Callable[[SimulatedInstance], None]) -> None:
         """Read the key; then `ready` is called, which gives the instance its line."""
         self._disk.read(KEY_FILE, lambda data: self._begin(data, ready))
 
-    def _begin(self, data: bytes | None, ready: Callable[[Instance], None]) -> None:
+    def _begin(self, data: bytes | None, ready: Callable[[SimulatedInstance], None]) -> None:
         secret = self.spec.secret
         if secret is None:
             secret = self._own_key(data)
         config = self.spec.config
         # Of this life alone: what an earlier one granted opens nothing here.
         own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
-        self.worker = Worker(config, PrefixIndex(secret, self._executor.fingerprint, config.blocks), own)
+        self.worker = worker = Worker(config, PrefixIndex(secret, self.executor.fingerprint, config.blocks), own)
+        self._driver = self._drive(worker)
         ready(self)
+
+    def _drive(self, worker: Worker) -> WorkerDriver:
+        world, meter = self.host.world, self.spec.meter
+        return WorkerDriver(
+            worker if meter is None else MeteredWorker(worker, meter),
+            lambda: world.now_us,
+            launch=self._launch,
+            answer=self._reply,
+            peers=self._order_of_peers,
+            storage=self._order_of_storage,
+            tick_in_flight_us=self.spec.tick_in_flight_us,
+        )
 
     def _own_key(self, data: bytes | None) -> bytes:
         secret = keyfile.read_key(data) if data is not None else None
@@ -205,7 +206,7 @@ class Instance:
     def fail(self, reason: str) -> None:
         """The engine cannot go on: its last words, before the host goes down."""
         if self._conversation is not None and not self._conversation.is_full:
-            self._say(Failed(reason))
+            self._say(FailedMessage(reason))
 
     def restart_when_idle(self, restart: Callable[[], None]) -> None:
         self.is_leaving = True
@@ -213,21 +214,21 @@ class Instance:
 
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def answer(self, conversation: Conversation) -> None:
+    def answer(self, conversation: FrontEndLine) -> None:
         """A front end has opened a session: say who we are."""
         worker = self.require_worker()
         self._conversation = conversation
         config = worker.config
         self._say(
-            Ready(
+            ReadyMessage(
                 version=WIRE_VERSION,
                 context_tokens=config.sequence_tokens_max,
-                vocabulary=self._executor.vocabulary,
+                vocabulary=self.executor.vocabulary,
                 slots=config.slots,
                 blocks=config.blocks,
                 block_size=config.block_size,
                 details=f"{self.host.name}, simulated",
-                gauges=wire_gauges(worker.gauges()),
+                gauges=worker.gauges(),
             )
         )
 
@@ -236,7 +237,7 @@ class Instance:
         self._conversation = None
         self._inbox.clear()
         self._outbox.clear()
-        self._tell(Orphaned())
+        self._tell(FrontEndLost())
         self._pump()
 
     def take(self, frames: list[bytes]) -> None:
@@ -255,18 +256,6 @@ class Instance:
         self._hauled.append(event)
         self._pump()
 
-    @property
-    def kv(self) -> KvView:
-        return self._executor.kv
-
-    @property
-    def fingerprint(self) -> bytes:
-        return self._executor.fingerprint
-
-    @property
-    def vocabulary(self) -> int:
-        return self._executor.vocabulary
-
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pump(self) -> None:
@@ -282,7 +271,7 @@ class Instance:
             self._pumping = False
 
     def _work_through(self) -> None:
-        worker = self.require_worker()
+        worker, driver = self.require_worker(), self.require_driver()
         while self._inbox and self._has_room:
             self._obey(decode_to_engine(self._inbox.popleft()))
         while self._heard and self._has_room:
@@ -294,34 +283,34 @@ class Instance:
             self._tell(self._hauled.popleft())
         while self._results and self._has_room:
             self._tell(StepDone(self._results.popleft()))
-        while self._has_room and (deadline := worker.next_deadline()) is not None and deadline <= self.host.world.now_us:
+        while self._has_room and driver.is_due:
             self._tell(Tick())
-        # With a step in flight its end is what the loop waits for; a full line is waited for by whoever empties it.
-        waits = not self.device.in_flight and self._has_room
-        self._alarm.set(worker.next_deadline() if waits else None)
+        # A full line is waited for by whoever empties it.
+        self._alarm.set(driver.wake_us() if self._has_room else None)
         if self._restart is not None and worker.is_idle and not self._outbox and not self.undelivered:
             restart, self._restart = self._restart, None
             self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
             self.host.after(0, restart)
 
     def _obey(self, order: ToEngine) -> None:
-        if isinstance(order, PeersMessage):
+        if isinstance(order, PrefillPeerAddresses):
             if self.peers is not None:
                 self.peers.meet(order.addresses)
             return
-        self._tell(event_of(order))
-        if isinstance(order, TellNames):
+        self._tell(order)
+        if isinstance(order, ReportChanges):
             self._pulse()
 
     def _pulse(self) -> None:
         """Whatever else happens: a step may compute, the line may be full."""
         worker, now_us = self.require_worker(), self.host.world.now_us
-        self._say(pulse(worker.gauges(), self.device.in_flight > 0, worker.changes(now_us)))
+        self._say(pulse(worker.gauges(), self.require_driver().steps_in_flight > 0, worker.changes(now_us)))
         self._pulses.set(now_us + PULSE_US)
 
     @property
     def _has_room(self) -> bool:
-        self._post()
+        if self._outbox:
+            self._post()
         if self._conversation is None or not self._conversation.is_full:
             self._stands_still = False
             return True
@@ -346,58 +335,40 @@ class Instance:
         self._pump()
 
     def _tell(self, event: Event) -> None:
-        worker, world = self.require_worker(), self.host.world
-        effects = worker.handle(event, world.now_us)
-        for effect in effects:
-            if world.keeps_notes:
-                self._note(effect)
-            if isinstance(effect, Launch):
-                self.last_plan = effect.plan
-                self.device.launch(effect.plan)
-            elif type(effect) in _OF_PEERS:
-                if self.peers is not None:
-                    self.peers.carry_out(cast("PeerEffect", effect))
-            elif type(effect) in _OF_STORAGE:
-                if self.storage is not None:
-                    self.storage.carry_out(cast("StorageEffect", effect))
-            elif self._conversation is not None:
-                message = message_of(effect, worker.gauges)
-                if message is not None:
-                    self._say(message)
+        effects = self.require_driver().handle(event)
         if self.at_step is not None:
-            self._tell_steps(self.at_step, event, effects)
+            tell_steps(self.at_step, event, effects)
         if self._watcher is not None:
             self.ordered.add(type(event))
             self._watcher.handled(self, event, effects)
 
-    def _note(self, effect: Effect) -> None:
-        self.host.world.progressed()
-        match effect:
-            case Launch(plan):
-                slots = plan.decode_slots.tolist()
-                chunks = [(chunk.slot, chunk.begin, chunk.end) for chunk in plan.chunks]
-                what = f"plans step {plan.step}: slots {slots} decode, chunks {chunks}, {len(plan.stops)} stop"
-            case Deliver(settled):
-                ends = [(ended.serial, ended.reason.value) for ended in settled.ended]
-                what = f"settles: {settled.counts.tolist()} tokens for {settled.serials.tolist()}, ends {ends}"
-            case Accepted(ticket, serials):
-                what = f"accepts ticket {ticket} as {list(serials)}"
-            case GroupRefused(ticket, refusal):
-                what = f"refuses ticket {ticket}: {refusal.code}"
-            case Withdrawn(ended):
-                what = f"withdraws {ended.serial}: {ended.reason}"
-            case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceHaul():
-                what = f"{_kind(effect)} {effect.haul}"
-            case _:
-                what = _peer_words(effect)
-        self.host.world.note(self.host.name, what)
+    # ── what the worker orders ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell_steps(self, at_step: Callable[[str], None], event: Event, effects: Sequence[Effect]) -> None:
-        if isinstance(event, PeerEvent):
-            at_step(f"heard {_kind(event.message)}" if isinstance(event, Heard) else _kind(event))
-        for effect in effects:
-            if type(effect) in _OF_PEERS:
-                at_step(f"told {_kind(effect.message)}" if isinstance(effect, Tell) else _kind(effect))
+    def _launch(self, launch: Launch) -> None:
+        self._note(launch)
+        self.last_plan = launch.plan
+        self.device.launch(launch.plan)
+
+    def _reply(self, answer: Answer) -> None:
+        self._note(answer)
+        if self._conversation is not None:
+            self._say(message_of(answer, self.require_worker()))
+
+    def _order_of_peers(self, effect: PeerEffect) -> None:
+        self._note(effect)
+        if self.peers is not None:
+            self.peers.carry_out(effect)
+
+    def _order_of_storage(self, effect: StorageEffect) -> None:
+        self._note(effect)
+        if self.storage is not None:
+            self.storage.carry_out(effect)
+
+    def _note(self, effect: Effect) -> None:
+        world = self.host.world
+        if world.keeps_notes:
+            world.progressed()
+            world.note(self.host.name, words_of(effect))
 
     def _say(self, message: FromEngine) -> None:
         if self._conversation is not None:
@@ -413,33 +384,7 @@ class Instance:
             raise RuntimeError(f"{self.host.name} was spoken to before it had started")
         return self.worker
 
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
-def _peer_words(effect: PeerEffect) -> str:
-    match effect:
-        case Tell(peer, message):
-            return f"tells {peer} {_kind(message)} {message.request}.{message.attempt}"
-        case Expect(handover, _, first, blocks):
-            return f"expects {_named(handover)}: blocks {blocks.tolist()} for {first} and on"
-        case OpenShip(handover, _, first, blocks):
-            return f"opens {_named(handover)}: blocks {blocks.tolist()} are {first} and on"
-        case Ship(handover, step, first, upto, last):
-            return f"ships {_named(handover)} [{first}, {upto}) of step {step}{', the last' if last else ''}"
-        case AttemptFailed(handover, fault):
-            return f"sees {_named(handover)} fail: {fault.message}"
-        case Verify(handover) | Fence(handover) | HandoverMade(handover):
-            return f"{_kind(effect)} {_named(handover)}"
-
-
-def _named(handover: Handover) -> str:
-    return f"{handover.request}.{handover.attempt} with {handover.peer}"
-
-
-PEER_STEPS = (
-    *(f"{way} {_kind_of.__name__}" for way in ("told", "heard") for _kind_of in get_args(PeerMessage)),
-    *(kind.__name__ for kind in (*get_args(PeerEffect), *get_args(PeerEvent)) if kind not in (Tell, Heard, AttemptFailed)),
-)
-"""What `Instance.at_step` is told."""
+    def require_driver(self) -> WorkerDriver:
+        if self._driver is None:
+            raise RuntimeError(f"{self.host.name} was spoken to before it had started")
+        return self._driver

@@ -5,7 +5,7 @@ code raised. The laws of the core are checked on the worker that was touched: ch
 32 events, after each order to end something, when a phase ends, and after every event when a failure is replayed.
 
 Nobody is refused, lost or failed without a cause. Causes are not taken from what the seed may do, but from what happened: to
-that instance, at that time (`Causes`).
+that instance, at that time (`KnownCauses`).
 """
 
 from __future__ import annotations
@@ -20,32 +20,19 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from baton.core.config import DECODE, PREFILL, WorkerConfig
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.laws import LAWS
+from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt, Submit
 from baton.core.engine.prefix import Key, PrefixIndex
-from baton.core.engine.records import EndedRequest
 from baton.core.engine.request import FinishReason, Phase, RequestId, Serial, Submission
-from baton.core.engine.worker import (
-    Accepted,
-    Cancelled,
-    Deliver,
-    DrainOrdered,
-    Effect,
-    Event,
-    GroupRefused,
-    Orphaned,
-    StepDone,
-    StopFound,
-    Submitted,
-    Withdrawn,
-    Worker,
-)
+from baton.core.engine.worker import Deliver, Effect, Event, FrontEndLost, GroupRefused, StepDone, Withdrawn, Worker
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
-from baton.core.routing.events import Outcome
-from baton.core.tiers.transfers import Haul
+from baton.core.routing.events import ChoiceOutcome
+from baton.core.tiers.transfers import TransferId
 from baton.executor.scripted import undisturbed
 from baton.sim.faults import Fault
-from baton.sim.hauls import HAUL_ENDS, HaulBook
-from baton.sim.instance import Instance
+from baton.sim.hauls import HAUL_ENDS, TransferLaws
+from baton.sim.instance import SimulatedInstance
 from baton.sim.laws import (
     CAN_RESUME,
     DEADLOCK,
@@ -68,14 +55,13 @@ from baton.sim.laws import (
     WHOLE_KEY,
     LawBroken,
 )
-from baton.sim.leases import PeerBook
+from baton.sim.leases import HandoverLaws
 from baton.sim.world import World
-from baton.wire.engine_messages import WireEnded
-from baton.wire.request_table import Lost
+from baton.wire.request_table import LostEntry
 
 AUDIT_EVERY = 32
 FOR_NOW = (RefusalCode.QUEUE_FULL, RefusalCode.DRAINING, RefusalCode.NO_INSTANCE, RefusalCode.RATE_LIMITED)
-Ended = WireEnded | Outcome
+Ended = EndedRequest | ChoiceOutcome
 """How a choice ended, as an instance says it or as a router does."""
 
 State = TypeVar("State", bound=Enum)
@@ -103,7 +89,7 @@ def haul_table() -> tuple[str, list[tuple[Enum, Enum]]]:
     return "haul", [(kind, end) for kind, end in HAUL_ENDS]
 
 
-class Causes(Protocol):
+class KnownCauses(Protocol):
     """What happened, as far as it excuses somebody."""
 
     def may_be_lost(self, instance: int, accepted: bool) -> bool:
@@ -125,17 +111,16 @@ class _Behind:
     def knows(self, serial: Serial) -> bool:
         return self._worker.scheduler.request(serial) is not None
 
-    def loads(self) -> list[tuple[Haul, Serial]]:
-        tiers = self._worker.scheduler.tiers
-        if tiers is None or self._worker.giver is not None:
+    def loads(self) -> list[tuple[TransferId, Serial]]:
+        if self._worker.giver is not None:
             return []
-        return [(haul.haul, haul.serial) for haul in tiers.open() if haul.serial is not None]
+        return [(haul.haul, haul.serial) for haul in self._worker.scheduler.tiers.open() if haul.serial is not None]
 
 
-class Docket:
+class InstanceRecord:
     """What the judge keeps of one life of an instance."""
 
-    def __init__(self, audit_in: int, book: PeerBook | None, hauls: HaulBook | None = None) -> None:
+    def __init__(self, audit_in: int, book: HandoverLaws | None, hauls: TransferLaws | None = None) -> None:
         self.audit_in = audit_in
         self._steps = 0
         self._accepted_us: dict[int, int] = {}
@@ -164,15 +149,15 @@ class Docket:
         if self.hauls is not None:
             self.hauls.note(_Behind(worker), event, effects, self._accepted_us, deadline_us, now_us)
         match event:
-            case Cancelled(serial) | StopFound(serial, _):
+            case Cancel(serial) | StopAt(serial, _):
                 self._doom(worker, [serial])
-            case Orphaned() if worker.giver is None:  # what a giver has open is its peers'
+            case FrontEndLost() if worker.giver is None:  # what a giver has open is its peers'
                 self._doom(worker, [request.serial for request in worker.scheduler.requests()])
             case StepDone():
                 self._steps += 1
                 self._look_for_the_doomed(worker)
                 return False
-        return isinstance(event, Cancelled | StopFound | Orphaned)
+        return isinstance(event, Cancel | StopAt | FrontEndLost)
 
     def _time_is_billed(self, ended: EndedRequest, now_us: int) -> None:
         bill, took_us = ended.bill, now_us - self._accepted_us.pop(ended.serial)
@@ -201,9 +186,9 @@ class Docket:
                 raise LawBroken(ENDS_AT_ONCE, f"request {serial} was told to end {worker.config.depth + 1} steps ago")
 
 
-class Judge:
+class LawChecker:
     def __init__(
-        self, world: World, causes: Causes, vocabulary: int, undelivered_max: int, always_audit: bool = False
+        self, world: World, causes: KnownCauses, vocabulary: int, undelivered_max: int, always_audit: bool = False
     ) -> None:
         self.ends: Counter[str] = Counter()
         """How requests ended, over the whole world."""
@@ -216,7 +201,7 @@ class Judge:
         self._vocabulary = vocabulary
         self._undelivered_max = undelivered_max
         self._audit_every = 1 if always_audit else AUDIT_EVERY
-        self._dockets: dict[tuple[int, int], Docket] = {}
+        self._dockets: dict[tuple[int, int], InstanceRecord] = {}
         self._asked: Counter[tuple[bytes, bytes]] = Counter()
         """How many submissions begin with these tokens, or may in the end, by salt."""
         self._keys: dict[int, list[bytes]] = {}
@@ -229,7 +214,7 @@ class Judge:
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def began(self, instance: Instance, secret: bytes, made: bool) -> None:
+    def began(self, instance: SimulatedInstance, secret: bytes, made: bool) -> None:
         """A life begins with a key that it made, or that an earlier one did; never with what a disk made of one."""
         keys = self._keys.setdefault(instance.spec.number, [])
         if made:
@@ -237,35 +222,35 @@ class Judge:
         elif secret not in keys:
             raise LawBroken(WHOLE_KEY, f"{instance.host.name} took a damaged key from its disk")
 
-    def handled(self, instance: Instance, event: Event, effects: Sequence[Effect]) -> None:
+    def handled(self, instance: SimulatedInstance, event: Event, effects: Sequence[Effect]) -> None:
         """After each event of its worker."""
         worker, docket = instance.require_worker(), self._docket(instance)
         deadline_us = worker.next_deadline()
         arriving = self._cheap_laws(worker, deadline_us)
         if instance.undelivered > self._undelivered_max:
             raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
-        if isinstance(event, Submitted) and isinstance(effects[0], Accepted) and DrainOrdered in instance.ordered:
+        if isinstance(event, Submit) and isinstance(effects[0], Accepted) and Drain in instance.ordered:
             raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
         if docket.peers is not None:
             docket.peers.note(event, effects, deadline_us, self._world.now_us)
         rare = docket.note(worker, event, effects, deadline_us, self._world.now_us)
         if arriving != docket.awaited_blocks:
             raise LawBroken(LEDGER_SUMS, f"{docket.awaited_blocks} blocks wait for KV, {arriving} are marked for it")
-        if isinstance(event, Submitted) and isinstance(effects[0], GroupRefused):
+        if isinstance(event, Submit) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
         docket.audit_in -= 1
         if rare or docket.audit_in <= 0:
             docket.audit_in = self._audit_every
             self.audit(worker)
 
-    def _docket(self, instance: Instance) -> Docket:
+    def _docket(self, instance: SimulatedInstance) -> InstanceRecord:
         place = instance.spec.number, instance.life
         docket = self._dockets.get(place)
         if docket is None:
             config = instance.spec.config
-            book = PeerBook(config, instance.host.name) if config.role.takes or config.role.gives else None
-            hauls = HaulBook(config, instance.host.name) if config.tiers.host_rows else None
-            docket = self._dockets[place] = Docket(self._audit_every, book, hauls)
+            book = HandoverLaws(config, instance.host.name) if config.role.takes or config.role.gives else None
+            hauls = TransferLaws(config, instance.host.name) if config.tiers.host_rows else None
+            docket = self._dockets[place] = InstanceRecord(self._audit_every, book, hauls)
         return docket
 
     def _cheap_laws(self, worker: Worker, deadline_us: int | None) -> int:
@@ -285,11 +270,11 @@ class Judge:
             raise LawBroken(QUEUE_BOUND, f"{waiting} wait, {config.waiting_max} may")
         return blocks.leased + blocks.receiving
 
-    def _refusal_at_the_worker(self, instance: Instance, worker: Worker, event: Submitted, refusal: Refusal) -> None:
+    def _refusal_at_the_worker(self, instance: SimulatedInstance, worker: Worker, event: Submit, refusal: Refusal) -> None:
         waiting = sum(request.phase is Phase.WAITING for request in worker.scheduler.requests())
         if refusal.code is RefusalCode.QUEUE_FULL and waiting + len(event.group) <= worker.config.waiting_max:
             raise LawBroken(DESERVED_REFUSAL, f"{waiting} wait and {len(event.group)} come: {refusal}")
-        if refusal.code is RefusalCode.DRAINING and DrainOrdered not in instance.ordered:
+        if refusal.code is RefusalCode.DRAINING and Drain not in instance.ordered:
             raise LawBroken(DESERVED_REFUSAL, f"{instance.host.name} was never told to drain: {refusal}")
 
     def audit(self, worker: Worker) -> None:
@@ -299,7 +284,7 @@ class Judge:
             except InvariantViolated as error:
                 raise LawBroken(name, str(error)) from error
 
-    def buried(self, instance: Instance) -> None:
+    def buried(self, instance: SimulatedInstance) -> None:
         """A life is over: its transitions count."""
         if instance.worker is not None:
             worker = instance.worker
@@ -317,32 +302,32 @@ class Judge:
         for (state, move), times in moves.items():
             self.moves[move_name(machine, state, move)] += times
 
-    def cached_names(self, instance: Instance) -> set[bytes]:
+    def cached_names(self, instance: SimulatedInstance) -> set[bytes]:
         """Of every prefix that it has cached."""
         return set(instance.require_worker().scheduler.pool.prefix.names().values())
 
-    def handovers_to(self, instance: Instance) -> int:
+    def handovers_to(self, instance: SimulatedInstance) -> int:
         book = self._docket(instance).peers
         return 0 if book is None else book.made
 
-    def names_of(self, instance: Instance, number: Haul) -> tuple[Key, ...]:
+    def names_of(self, instance: SimulatedInstance, number: TransferId) -> tuple[Key, ...]:
         """Of what an order that is under way moves."""
         tiers = instance.require_worker().scheduler.tiers
-        return () if tiers is None else next((haul.keys for haul in tiers.open() if haul.haul == number), ())
+        return next((haul.keys for haul in tiers.open() if haul.haul == number), ())
 
-    def waits_for(self, instance: Instance, number: Haul) -> RequestId | None:
+    def waits_for(self, instance: SimulatedInstance, number: TransferId) -> RequestId | None:
         """Whose KV a copy that is under way brings back."""
         scheduler = instance.require_worker().scheduler
-        serials = [] if scheduler.tiers is None else [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
+        serials = [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
         request = scheduler.request(serials[0]) if serials and serials[0] is not None else None
         return None if request is None else request.submission.request_id
 
-    def store_looks(self, instance: Instance) -> int:
+    def store_looks(self, instance: SimulatedInstance) -> int:
         """How often this life has asked the store what it has."""
         book = self._docket(instance).hauls
         return 0 if book is None else book.looks
 
-    def nothing_held_for(self, instance: Instance, peer: str, since_us: int) -> None:
+    def nothing_held_for(self, instance: SimulatedInstance, peer: str, since_us: int) -> None:
         book = self._docket(instance).peers
         held = None if book is None else book.held_for(peer, since_us)
         if held is not None:
@@ -352,7 +337,7 @@ class Judge:
         if inflows or outflows:
             raise LawBroken(NOTHING_HELD, f"{name} still expects {inflows} transfers and has {outflows} open")
 
-    def nothing_held(self, instance: Instance) -> None:
+    def nothing_held(self, instance: SimulatedInstance) -> None:
         gauges = instance.require_worker().gauges()
         blocks, book = gauges.blocks, self._docket(instance).peers
         held = gauges.running, gauges.waiting, gauges.handovers.open, gauges.storage.hauls
@@ -448,7 +433,7 @@ class Judge:
         if min(bill.queue_us, bill.prefill_us, bill.decode_us, bill.recomputed_tokens, bill.computed_tokens) < 0:
             raise LawBroken(TRUE_BILL, f"{name}: {bill}")
         known, legs = len(submission.prompt), 1
-        if isinstance(ended, Outcome):
+        if isinstance(ended, ChoiceOutcome):
             known, legs = known + ended.generated_tokens, max(1, bill.attempts)
         if bill.cached_tokens >= known or bill.preemptions > preemptions_max * legs:
             raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
@@ -460,7 +445,7 @@ class Judge:
 
     def _whole_bill(self, name: str, submission: Submission, ended: Ended) -> None:
         """Of an answer that is complete. Only the last token is never fed; tokens past a stop string may have been."""
-        if isinstance(ended, Outcome):
+        if isinstance(ended, ChoiceOutcome):
             return  # the bills of its legs are added up where they are heard of
         prompt, fed = len(submission.prompt), ended.bill.cached_tokens + ended.bill.computed_tokens
         least = prompt + ended.generated_tokens - 1
@@ -477,7 +462,7 @@ class Judge:
         if instead if impossible else not for_now:
             raise LawBroken(DESERVED_REFUSAL, f"{name}: {refusal}")
 
-    def lost(self, name: str, instance: int, end: Lost) -> None:
+    def lost(self, name: str, instance: int, end: LostEntry) -> None:
         self.ends["lost"] += 1
         if self.calm or not self._causes.may_be_lost(instance, accepted=end.serial is not None):
             raise LawBroken(DESERVED_LOSS, f"{name} at instance {instance}: {end.reason}")

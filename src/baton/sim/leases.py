@@ -10,22 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.config import OnPreempt, WorkerConfig
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.orders import Cancel, Drain, StopAt
 from baton.core.engine.plan import StepPlan
-from baton.core.engine.records import EndedRequest
 from baton.core.engine.request import FinishReason
-from baton.core.engine.worker import (
-    Cancelled,
-    Deliver,
-    DrainOrdered,
-    Effect,
-    Event,
-    Launch,
-    Orphaned,
-    StepDone,
-    StopFound,
-    Tick,
-    Withdrawn,
-)
+from baton.core.engine.worker import Deliver, Effect, Event, FrontEndLost, Launch, StepDone, Tick, Withdrawn
+from baton.core.handover.faults import PdCode, PdFault
 from baton.core.handover.messages import (
     Adopted,
     Arriving,
@@ -42,8 +32,6 @@ from baton.core.handover.messages import (
     Heard,
     Offer,
     OpenShip,
-    PdCode,
-    PdFault,
     PeerId,
     PeerLost,
     PeerMessage,
@@ -52,8 +40,8 @@ from baton.core.handover.messages import (
     Renew,
     Ship,
     ShipFailed,
-    Spoilt,
     Tell,
+    TransferBroken,
     Verified,
     Verify,
 )
@@ -81,7 +69,7 @@ class _Lease:
     fencing: bool = False
 
 
-class PeerBook:
+class HandoverLaws:
     def __init__(self, config: WorkerConfig, where: str) -> None:
         self._config = config
         self._where = where
@@ -129,7 +117,7 @@ class PeerBook:
             self._note_effect(event, effect, now_us)
         if isinstance(event, Heard) and isinstance(event.message, Offer):
             self._answered(event, event.message, effects)
-        if isinstance(event, DrainOrdered):
+        if isinstance(event, Drain):
             self._drains = True
         if self._drains and isinstance(event, Heard) and isinstance(event.message, Ask):
             self._begins_nothing(event, event.message, effects)
@@ -223,9 +211,9 @@ class PeerBook:
     def _lets_go(self, event: Event) -> None:
         """What a client, a peer or a lost session has given up is given up at once; what bytes may move in is fenced."""
         match event:
-            case Cancelled(serial) | StopFound(serial):
+            case Cancel(serial) | StopAt(serial):
                 kept = [handover for handover in self._asked if handover.request == serial]
-            case Orphaned():
+            case FrontEndLost():
                 kept = list(self._asked)
             case PeerLost(peer):
                 kept = [handover for handover in (*self._unfenced(), *self._asked) if handover.peer == peer]
@@ -276,7 +264,7 @@ class PeerBook:
             case PdCode.NOT_DELIVERED:
                 broke = self._config.role.gives and isinstance(event, StepDone)  # its device disagreed about the row
                 declined = isinstance(event, Heard) and isinstance(event.message, Decline)
-                holds = broke or declined or late or quiet or isinstance(event, Spoilt | ShipFailed | PeerLost)
+                holds = broke or declined or late or quiet or isinstance(event, TransferBroken | ShipFailed | PeerLost)
             case PdCode.TIMEOUT:
                 holds = late or quiet or isinstance(event, Heard | PeerLost)
             case PdCode.REFUSED:

@@ -1,18 +1,19 @@
-"""Lines between the front end and an instance: what carries the frames of their conversation.
+"""Lines between two processes: what carries the frames of their conversation.
 
-Two kinds behind one small surface. A *link* is the production `wire.link` over the simulated network: it may lose its
-session, and then opens another. A *pipe* is what two processes on one machine have: in order, whole, after a delay.
+Two kinds behind one small surface, and a world is built with one of them. *Links* are the production `wire.link` over the
+simulated network: a session may be lost, and then another is opened. *Pipes* are what connects processes where nothing goes
+wrong: in order, whole, after a delay, and at the cost of one event a frame.
 
 Each end tells its owner three things: `opened`, the frames that arrived, and `lost` with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from enum import Enum
 from typing import Protocol
 
-from baton.sim.network import Network
+from baton.sim.network import SimulatedNetwork
 from baton.sim.world import Alarm, Host
 from baton.wire.link import Acceptor, Initiator, Link, LinkConfig, LinkState, Lost, Opened, Replaced, Took
 
@@ -31,8 +32,54 @@ class Owner(Protocol):
         """In order. Also called with none, when the line may have room again."""
 
 
+class LineEndpoint(Protocol):
+    """One end of a line, as its owner holds it."""
+
+    wanted: bool
+    """Whether an initiator that has lost its session begins another."""
+
+    @property
+    def session(self) -> int | None: ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session has been confirmed by the other end."""
+
+    @property
+    def is_full(self) -> bool: ...
+
+    @property
+    def undelivered(self) -> int:
+        """Frames that the other end has not acknowledged."""
+
+    def open(self) -> None:
+        """Initiators only."""
+
+    def close(self, reason: str) -> None:
+        """End the session; the owner is not told of it. An initiator begins no other until `open`."""
+
+    def reset(self, session: int | None, reason: str) -> None:
+        """The machine at the other end says that nobody is there: a loss, noticed at once. Only in that session."""
+
+    def send(self, frame: bytes) -> None: ...
+
+    def moves(self) -> Counter[tuple[Enum, Enum]]:
+        """Transitions that its state machine has taken."""
+
+
+class Lines(Protocol):
+    """How the processes of a world are connected. Each end of a line has a name."""
+
+    def initiator(self, host: Host, name: str, peer: str, owner: Owner, first_session: int = 1) -> LineEndpoint: ...
+
+    def acceptor(self, host: Host, name: str, peer: str, owner: Owner) -> LineEndpoint: ...
+
+
+# ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 class LinkEnd:
-    def __init__(self, host: Host, network: Network, name: str, peer: str, link: Link, owner: Owner) -> None:
+    def __init__(self, host: Host, network: SimulatedNetwork, name: str, peer: str, link: Link, owner: Owner) -> None:
         self.link = link
         self._host = host
         self._network = network
@@ -42,6 +89,17 @@ class LinkEnd:
         self.wanted = True
         """Whether an initiator that has lost its session begins another."""
         self._alarm = Alarm(host, self._tick)
+
+    @property
+    def session(self) -> int | None:
+        return self.link.session
+
+    @property
+    def is_open(self) -> bool:
+        return self.link.state is LinkState.OPEN
+
+    def moves(self) -> Counter[tuple[Enum, Enum]]:
+        return Counter(self.link.moves())
 
     @property
     def is_full(self) -> bool:
@@ -117,36 +175,113 @@ class LinkEnd:
             self._host.world.note(f"{self._name}~{self._peer}", what)
 
 
-def initiator(
-    host: Host, network: Network, name: str, peer: str, owner: Owner, config: LinkConfig, first_session: int = 1
-) -> LinkEnd:
-    end = LinkEnd(host, network, name, peer, Initiator(first_session, config), owner)
-    network.attach(name, host, end.receive)
-    return end
+class Links:
+    """Lines over a network that may lose, delay and spoil packets."""
+
+    def __init__(self, network: SimulatedNetwork, config: LinkConfig) -> None:
+        self._network = network
+        self._config = config
+
+    def initiator(self, host: Host, name: str, peer: str, owner: Owner, first_session: int = 1) -> LinkEnd:
+        return self._attached(host, name, peer, Initiator(first_session, self._config), owner)
+
+    def acceptor(self, host: Host, name: str, peer: str, owner: Owner) -> LinkEnd:
+        # Lives count from 0, incarnations from 1.
+        return self._attached(host, name, peer, Acceptor(host.lives + 1, self._config), owner)
+
+    def _attached(self, host: Host, name: str, peer: str, link: Link, owner: Owner) -> LinkEnd:
+        end = LinkEnd(host, self._network, name, peer, link, owner)
+        self._network.attach(name, host, end.receive)
+        return end
 
 
-def acceptor(host: Host, network: Network, name: str, peer: str, owner: Owner, config: LinkConfig) -> LinkEnd:
-    # Lives count from 0, incarnations from 1.
-    end = LinkEnd(host, network, name, peer, Acceptor(host.lives + 1, config), owner)
-    network.attach(name, host, end.receive)
-    return end
+# ── pipes ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True)
 class PipeEnd:
-    """What is sent into it is delivered on `host` a little later."""
-
-    host: Host
-    delay_us: int
-    deliver: Callable[[list[bytes]], None]
+    def __init__(self, pipes: Pipes, host: Host, peer: str, owner: Owner, *, opens: bool) -> None:
+        self.wanted = False
+        self.session: int | None = None
+        self.is_full = False
+        self.undelivered = 0
+        self._pipes = pipes
+        self._host = host
+        self._peer = peer
+        self._owner = owner
+        self._opens = opens
 
     @property
-    def is_full(self) -> bool:
-        return False
+    def is_open(self) -> bool:
+        return self.session is not None
 
-    @property
-    def undelivered(self) -> int:
-        return 0
+    def moves(self) -> Counter[tuple[Enum, Enum]]:
+        return Counter()
+
+    def open(self) -> None:
+        if self._opens:
+            self.wanted = True
+            self._host.after(0, self.connect)
+
+    def connect(self) -> None:
+        """Both ends are told, the acceptor first. Nothing happens while one of them is not there or does not want to."""
+        other = self._pipes.end(self._peer)
+        if other is None or self.session is not None:
+            return
+        if not self._opens:
+            other.connect()
+        elif self.wanted:
+            session = self._pipes.next_session()
+            other.begin(session)
+            self.begin(session)
+
+    def begin(self, session: int) -> None:
+        self.session = session
+        self._owner.opened()
+
+    def close(self, reason: str) -> None:
+        session, self.session, self.wanted = self.session, None, False
+        other = self._pipes.end(self._peer)
+        if session is not None and other is not None:
+            other._host.after(self._pipes.delay_us, other.reset, session, reason)
+
+    def reset(self, session: int | None, reason: str) -> None:
+        if session is not None and session == self.session:
+            self.session = None
+            self._owner.lost(reason)
 
     def send(self, frame: bytes) -> None:
-        self.host.after(self.delay_us, self.deliver, [frame])
+        other = self._pipes.end(self._peer)
+        if other is not None:
+            other._host.after(self._pipes.delay_us, other.take, self.session, frame)
+
+    def take(self, session: int | None, frame: bytes) -> None:
+        if session == self.session:
+            self._owner.took([frame])
+
+
+class Pipes:
+    """Lines on which nothing is lost: what is sent arrives `delay_us` later. Both ends live as long as the world."""
+
+    def __init__(self, delay_us: int) -> None:
+        self.delay_us = delay_us
+        self._ends: dict[str, PipeEnd] = {}
+        self._sessions = 0
+
+    def initiator(self, host: Host, name: str, peer: str, owner: Owner, first_session: int = 1) -> PipeEnd:  # noqa: ARG002
+        return self._attached(name, PipeEnd(self, host, peer, owner, opens=True))
+
+    def acceptor(self, host: Host, name: str, peer: str, owner: Owner) -> PipeEnd:
+        end = self._attached(name, PipeEnd(self, host, peer, owner, opens=False))
+        host.after(0, end.connect)  # somebody may wait for it
+        return end
+
+    def end(self, name: str) -> PipeEnd | None:
+        return self._ends.get(name)
+
+    def next_session(self) -> int:
+        self._sessions += 1
+        return self._sessions
+
+    def _attached(self, name: str, end: PipeEnd) -> PipeEnd:
+        self._ends[name] = end
+        return end

@@ -1,4 +1,4 @@
-"""The front-end process of an instance that serves a router: the production Relay between the line and the engine.
+"""The front-end process of an instance that serves a router: production InstanceSessions between the line and the engine.
 
 Owns one life of it: its session with the router, what waits for the line, and its beats. The engine beside it is a process
 of its own that can stand still while this one goes on. It carries out what the relay says, and decides nothing.
@@ -10,28 +10,26 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.core.config import Role
+from baton.core.engine.orders import Accepted, Cancel, Drain
+from baton.core.routing.events import Instance as InstanceName
+from baton.core.routing.events import Join
 from baton.sim.faults import Fault
-from baton.sim.instance import Instance
+from baton.sim.instance import SimulatedInstance
 from baton.sim.laws import ENDS_AT_ONCE, FORGOTTEN, LINE_BOUND, LawBroken
-from baton.sim.lines import initiator
-from baton.sim.network import Network
+from baton.sim.lines import Lines
 from baton.sim.world import Alarm, Host
 from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    Failed,
-    Peers,
+    FailedMessage,
+    PrefillPeerAddresses,
     Pulse,
-    RefusedWith,
+    RefusedMessage,
     StepOutput,
     ToEngine,
     decode_from_engine,
     encode_to_engine,
 )
-from baton.wire.instance_sessions import Relay, RelayOut, Standing
-from baton.wire.link import LinkConfig
-from baton.wire.router_messages import FromInstance, Join, decode_from_router, encode_membership
+from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
+from baton.wire.router_messages import FromInstance, decode_from_router, encode_membership
 
 ROUTER = "router"
 OUTBOX_MAX = 2_000
@@ -48,36 +46,36 @@ def line_names(number: int) -> tuple[str, str]:
     return f"front of {number}", f"{ROUTER} {number}"
 
 
-def join_of(life: Instance, role: Role, draining: bool = False) -> Join:
+def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join:
     worker, config = life.require_worker(), life.spec.config
     return Join(
-        name=life.host.name,
+        name=InstanceName(life.host.name),
         incarnation=life.life + 2,  # so that there can always have been one before it
         role=role.name,
-        fingerprint=life.fingerprint,
+        fingerprint=life.executor.fingerprint,
         url="",
         peer_address=life.host.name if role.gives else "",
         slots=config.slots,
         blocks=config.blocks,
         block_size=config.block_size,
         context_tokens=worker.config.sequence_tokens_max,
-        vocabulary=life.vocabulary,
+        vocabulary=life.executor.vocabulary,
         pid=0,
         draining=draining,
     )
 
 
-class Member:
-    def __init__(self, front: Host, network: Network, life: Instance, link: LinkConfig, grace_us: int) -> None:
+class InstanceFrontEnd:
+    def __init__(self, front: Host, lines: Lines, life: SimulatedInstance, grace_us: int) -> None:
         self.life = life
-        self.relay = Relay(join_of(life, life.spec.config.role), grace_us)
+        self.relay = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
         self.serves = False
         """The router has welcomed it in the session under way."""
         self.drains = False
-        self.when_told: Callable[[RelayOut], None] | None = None
+        self.when_told: Callable[[SessionEffects], None] | None = None
         self._front = front
         ends = line_names(life.spec.number)
-        self.line = initiator(front, network, *ends, self, link, life.life * SESSIONS_A_LIFE + 1)
+        self.line = lines.initiator(front, *ends, self, life.life * SESSIONS_A_LIFE + 1)
         self._outbox: deque[bytes] = deque()
         self._running: set[int] = set()
         """What the engine has accepted, and neither ended nor was told to."""
@@ -122,8 +120,8 @@ class Member:
         message = decode_from_engine(frame)
         self._engine_us = self._front.world.now_us
         match message:
-            case AcceptedAs() | RefusedWith():
-                if isinstance(message, AcceptedAs):
+            case Accepted() | RefusedMessage():
+                if isinstance(message, Accepted):
                     self._running.update(message.serials)
                 if self.relay.owns_ticket(message.ticket):
                     self._carry_out(self.relay.take(message, self._engine_us))
@@ -134,7 +132,7 @@ class Member:
                     self._carry_out(self.relay.take(ours, self._engine_us))
             case Pulse():
                 self._beat(message)
-            case Failed():
+            case FailedMessage():
                 self.line.close("the engine has failed")
             case _:
                 pass
@@ -162,7 +160,7 @@ class Member:
 
     def _keeps_nothing(self, away_us: int) -> None:
         """No router has been there for so long that nobody will ask for what was open."""
-        if self._away_us == away_us and self.relay.kept_choices and self.relay.standing is Standing.AWAY:
+        if self._away_us == away_us and self.relay.kept_choices and self.relay.standing is InstanceSessionState.AWAY:
             raise LawBroken(FORGOTTEN, f"{self.life.host.name} keeps {self.relay.kept_choices} choices for a lost router")
 
     def took(self, frames: list[bytes]) -> None:
@@ -176,7 +174,7 @@ class Member:
         if self.life.is_leaving:
             self.life.host.run(self.life.take, [])
 
-    def _carry_out(self, out: RelayOut) -> None:
+    def _carry_out(self, out: SessionEffects) -> None:
         if out.welcomed is not None:
             self.serves = True
             self._away_us = None
@@ -189,9 +187,9 @@ class Member:
         for message in out.says:
             self._say(message)
         if out.neighbours is not None:
-            self._order(Peers(out.neighbours))
+            self._order(PrefillPeerAddresses(out.neighbours))
         if out.turned_away is not None:
-            self.line.reset(self.line.link.session, out.turned_away)
+            self.line.reset(self.line.session, out.turned_away)
         if out.drain and not self.drains:
             self.drains = True
             self._order(Drain())
@@ -213,7 +211,7 @@ class Member:
         self._carry_out(self.relay.tick(self._front.world.now_us))
 
     def _say(self, message: FromInstance) -> None:
-        if self.line.link.session is None:
+        if self.line.session is None:
             return
         self._outbox.append(encode_membership(message))
         self._post()
@@ -221,7 +219,7 @@ class Member:
             raise LawBroken(LINE_BOUND, f"{len(self._outbox)} messages wait at {self.life.host.name} for the router")
 
     def _post(self) -> None:
-        while self._outbox and self.line.link.session is not None and not self.line.is_full:
+        while self._outbox and self.line.session is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
         if self._outbox:
             self._front.world.fire(Fault.LINE_FULL, self.life.host.name)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
+from baton.core.engine.plan import Int32s
 from baton.core.handover.messages import (
     AttemptFailed,
     Expect,
     Fence,
+    Handover,
     HandoverMade,
     Heard,
     OpenShip,
@@ -27,13 +30,14 @@ from baton.core.handover.messages import (
     Tell,
     Verify,
 )
+from baton.executor.contract import KvView
+from baton.sim.device import LayerListener
 from baton.sim.faults import Fault
-from baton.sim.instance import Instance
+from baton.sim.instance import SimulatedInstance
 from baton.sim.laws import LINE_BOUND, SAME_LAYOUT, LawBroken
-from baton.sim.lines import LinkEnd, acceptor, initiator
-from baton.sim.network import Network
-from baton.sim.transfer import Fabric, Receiver, Sender
-from baton.wire.link import LinkConfig
+from baton.sim.lines import LineEndpoint, Lines
+from baton.sim.transfer import Report
+from baton.sim.world import Host
 from baton.wire.peer_messages import (
     Register,
     decode_registration,
@@ -55,15 +59,55 @@ def end_name(one: str, other: str) -> str:
     return f"{one}~{other}"
 
 
-class Neighbours:
-    def __init__(self, life: Instance, network: Network, fabric: Fabric, link: LinkConfig, peers: Sequence[str]) -> None:
-        name, host, kv = life.host.name, life.host, life.kv
+class ReceivingEnd(Protocol):
+    """Where KV that peers have computed lands."""
+
+    @property
+    def open(self) -> int: ...
+
+    def expect(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None: ...
+
+    def verify(self, handover: Handover, checks: bytes) -> None: ...
+
+    def fence(self, handover: Handover) -> None: ...
+
+
+class SendingEnd(LayerListener, Protocol):
+    """Where KV leaves from, as it is computed."""
+
+    @property
+    def open(self) -> int: ...
+
+    def open_ship(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None: ...
+
+    def ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None: ...
+
+    def fence(self, handover: Handover) -> None: ...
+
+
+class DataConnections(Protocol):
+    """How KV travels between instances: `Fabric`, where anything may happen to it, or `Lanes`, where it takes time only."""
+
+    @property
+    def echo(self) -> float:
+        """Chance that a message between peers is heard twice."""
+
+    def connect(self, name: str, host: Host, kv: KvView, report: Report) -> tuple[ReceivingEnd, SendingEnd]:
+        """A life begins."""
+
+    def leave(self, name: str) -> None:
+        """It is over."""
+
+
+class SimulatedPeers:
+    def __init__(self, life: SimulatedInstance, lines: Lines, fabric: DataConnections, peers: Sequence[str]) -> None:
+        name, host, kv = life.host.name, life.host, life.executor.kv
         self.fabric = fabric
         self._gives = life.spec.config.role.gives
-        self.receiver = Receiver(fabric, name, host, kv, life.hear)
-        self.sender = Sender(fabric, name, host, kv, life.hear)
-        fabric.enter(name, self.receiver, self.sender)
-        self._talks = {PeerId(peer): _Talk(self, life, network, link, peer) for peer in peers}
+        self.receiver, self.sender = fabric.connect(name, host, kv, life.hear)
+        self.took_us: list[int] = []
+        """Of hand-overs that were adopted here."""
+        self._talks = {PeerId(peer): _Talk(self, life, lines, peer) for peer in peers}
         self.lines = [talk.line for talk in self._talks.values()]
 
     def open(self) -> None:
@@ -81,7 +125,7 @@ class Neighbours:
     def session_with(self, peer: str) -> int | None:
         """The session in which both have registered, as far as we know."""
         talk = self._talks[PeerId(peer)]
-        return talk.line.link.session if talk.registered else None
+        return talk.line.session if talk.registered else None
 
     def told(self, event: PeerEvent) -> None:
         """The worker is about to handle this: what it orders from here on is said in the session that it knows of."""
@@ -103,14 +147,16 @@ class Neighbours:
                 self.sender.ship(handover, step, first, upto, last)
             case Fence(handover):
                 (self.sender if self._gives else self.receiver).fence(handover)
-            case AttemptFailed() | HandoverMade():
+            case HandoverMade(took_us=took_us):
+                self.took_us.append(took_us)
+            case AttemptFailed():
                 pass
 
 
 class _Talk:
     """One conversation with one peer."""
 
-    def __init__(self, ours: Neighbours, life: Instance, network: Network, link: LinkConfig, peer: str) -> None:
+    def __init__(self, ours: SimulatedPeers, life: SimulatedInstance, lines: Lines, peer: str) -> None:
         self.registered = False
         self._ours = ours
         self._to_be_told: deque[int | None] = deque()
@@ -124,12 +170,12 @@ class _Talk:
         ends = end_name(life.host.name, peer), end_name(peer, life.host.name)
         self._gives = life.spec.config.role.gives
         if self._gives:
-            self.line: LinkEnd = acceptor(life.host, network, *ends, self, link)
+            self.line: LineEndpoint = lines.acceptor(life.host, *ends, self)
         else:
-            self.line = initiator(life.host, network, *ends, self, link, life.life * SESSIONS_A_LIFE + 1)
+            self.line = lines.initiator(life.host, *ends, self, life.life * SESSIONS_A_LIFE + 1)
 
     def tell(self, message: PeerMessage) -> None:
-        if self.registered and self._known == self.line.link.session:
+        if self.registered and self._known == self.line.session:
             self._outbox.append(encode_peer(message))
             self._post()
         if len(self._outbox) > OUTBOX_MAX:
@@ -174,7 +220,7 @@ class _Talk:
             if getattr(ours, name) != getattr(theirs, name):
                 raise LawBroken(SAME_LAYOUT, f"{name} of {ours.name} and {theirs.name} differ: {ours} {theirs}")
         self.registered = True
-        self._to_be_told.append(self.line.link.session)
+        self._to_be_told.append(self.line.session)
         self._hear(PeerOpened(self._peer))
 
     def _registration(self) -> Register:
@@ -183,24 +229,27 @@ class _Talk:
             name=life.host.name,
             incarnation=life.life + 1,
             role=config.role.name,
-            fingerprint=life.fingerprint,
-            dtype=life.kv.dtype,
+            fingerprint=life.executor.fingerprint,
+            dtype=life.executor.kv.dtype,
             block_size=config.block_size,
-            layer_bytes=tuple(end - begin for begin, end in life.kv.layers),
+            layer_bytes=tuple(end - begin for begin, end in life.executor.kv.layers),
         )
 
     def _post(self) -> None:
-        while self._outbox and self.line.link.session is not None and not self.line.is_full:
+        while self._outbox and self.line.session is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
 
     def _perhaps_echo(self, message: PeerMessage) -> None:
         """Links deliver once; a worker must not depend on it."""
+        rate = self._ours.fabric.echo
+        if not rate:
+            return
         echo, within_us = self._stream.random(), self._stream.randrange(ECHO_WITHIN_US)
-        if echo < self._ours.fabric.rates.echo:
-            self._life.host.after(within_us, self._echo, self.line.link.session, message)
+        if echo < rate:
+            self._life.host.after(within_us, self._echo, self.line.session, message)
 
     def _echo(self, session: int | None, message: PeerMessage) -> None:
-        if self.registered and self.line.link.session == session:
+        if self.registered and self.line.session == session:
             self._life.host.world.fire(Fault.PEER_ECHO, self._life.host.name)
             self._hear(Heard(self._peer, message))
 

@@ -40,7 +40,7 @@ class _Endpoint:
 
 
 @dataclass(slots=True)
-class Network:
+class SimulatedNetwork:
     world: World
     rates: NetworkRates
     _endpoints: dict[str, _Endpoint] = field(default_factory=dict)

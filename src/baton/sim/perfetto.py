@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.sim.records import Journey, Look, RunRecord, StepSpan
+from baton.sim.records import InstanceSample, RequestRecord, RunRecord, StepSpan
 
 STEPS_MAX = 200_000
 REQUESTS_MAX = 20_000
@@ -61,7 +61,7 @@ class LeftOut(msgspec.Struct, frozen=True):
         return f"Left out of the timeline to keep it small: {missing}." if missing else None
 
 
-class Timeline(
+class PerfettoTimeline(
     msgspec.Struct, frozen=True, rename={"events": "traceEvents", "unit": "displayTimeUnit", "about": "otherData"}
 ):
     """The whole file."""
@@ -73,7 +73,7 @@ class Timeline(
 
 def timeline(
     record: RunRecord, steps_max: int = STEPS_MAX, requests_max: int = REQUESTS_MAX, looks_max: int = LOOKS_MAX
-) -> tuple[Timeline, LeftOut]:
+) -> tuple[PerfettoTimeline, LeftOut]:
     spans = sorted(record.spans, key=lambda span: (span.begin_us, span.instance))
     journeys = [journey for journey in record.journeys if journey.ended_us is not None]
     journeys.sort(key=lambda journey: (journey.arrived_us, journey.index))
@@ -101,7 +101,7 @@ def timeline(
         "requests left out": left_out.requests,
         "looks left out": left_out.looks,
     }
-    return Timeline(events, about), left_out
+    return PerfettoTimeline(events, about), left_out
 
 
 def write_timeline(path: Path, record: RunRecord) -> LeftOut:
@@ -137,7 +137,7 @@ def _step(span: StepSpan) -> TraceEvent:
     return TraceEvent(name, "X", pid, span.begin_us, span.end_us - span.begin_us, STEPS_TRACK, "step", args=args)
 
 
-def _counters(look: Look) -> Iterator[TraceEvent]:
+def _counters(look: InstanceSample) -> Iterator[TraceEvent]:
     pid = process_of(look.instance)
     blocks: dict[str, Argument] = {
         "requests": look.running_blocks,
@@ -150,7 +150,7 @@ def _counters(look: Look) -> Iterator[TraceEvent]:
     yield TraceEvent("preemptions", "C", pid, look.at_us, args={"preemptions": look.preemptions})
 
 
-def _request(journey: Journey) -> Iterator[TraceEvent]:
+def _request(journey: RequestRecord) -> Iterator[TraceEvent]:
     """Slices of one id nest, so the outer one is opened first and closed last."""
     if journey.ended_us is None:
         return
@@ -161,7 +161,7 @@ def _request(journey: Journey) -> Iterator[TraceEvent]:
     yield _edge("e", "request", journey, journey.ended_us)
 
 
-def _stages(journey: Journey, ended_us: int) -> Iterator[tuple[str, int, int]]:
+def _stages(journey: RequestRecord, ended_us: int) -> Iterator[tuple[str, int, int]]:
     first_us = journey.first_us
     if first_us is None:
         yield "no token", journey.arrived_us, ended_us
@@ -179,12 +179,12 @@ def _stages(journey: Journey, ended_us: int) -> Iterator[tuple[str, int, int]]:
     yield "decode", first_us, ended_us
 
 
-def _edge(ph: str, name: str, journey: Journey, at_us: int, args: dict[str, Argument] | None = None) -> TraceEvent:
+def _edge(ph: str, name: str, journey: RequestRecord, at_us: int, args: dict[str, Argument] | None = None) -> TraceEvent:
     pid = process_of(journey.instance)
     return TraceEvent(name, ph, pid, at_us, tid=STEPS_TRACK, cat="request", id=str(journey.index), args=args)
 
 
-def _told(journey: Journey) -> dict[str, Argument]:
+def _told(journey: RequestRecord) -> dict[str, Argument]:
     return {
         "request": journey.index,
         "outcome": journey.outcome,

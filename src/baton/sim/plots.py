@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.sim.records import RunRecord
-from baton.sim.report import FINISHED, Targets, busy_shares
+from baton.sim.report import FINISHED, LatencyTargets, busy_shares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Pen:
+class RunStyle:
     """How one run is drawn wherever it meets others."""
 
     label: str
@@ -50,7 +50,7 @@ class Pen:
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class InstanceLevels:
     """Instances over time: one row a moment, one column an instance; what no look saw is NaN."""
 
     at_s: Floats
@@ -61,7 +61,7 @@ class Levels:
     waiting: Floats
 
 
-def draw(records: Sequence[RunRecord], targets: Targets, title: str, path: Path) -> None:
+def draw(records: Sequence[RunRecord], targets: LatencyTargets, title: str, path: Path) -> None:
     """Write a PNG of one run, or of one run a policy."""
     if not 1 <= len(records) <= RUNS_MAX:
         raise ValueError(f"a picture shows 1 to {RUNS_MAX} runs, not {len(records)}")
@@ -70,7 +70,7 @@ def draw(records: Sequence[RunRecord], targets: Targets, title: str, path: Path)
     from matplotlib.lines import Line2D
 
     pens = [
-        Pen(
+        RunStyle(
             record.label,
             POLICY_COLOURS[place],
             POLICY_STYLES[place % len(POLICY_STYLES)],
@@ -145,7 +145,7 @@ def _finished_us(record: RunRecord, what: str) -> Floats:
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
-def _first_tokens(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen], targets: Targets) -> None:
+def _first_tokens(axes: Axes, records: Sequence[RunRecord], pens: Sequence[RunStyle], targets: LatencyTargets) -> None:
     _frame(axes, "TTFT by arrival", "seconds")
     _log_scale(axes, "y")
     alone = len(records) == 1
@@ -202,7 +202,7 @@ def _windows(at_s: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
     return table[:, 0], table[:, 1], table[:, 2]
 
 
-def _levels(record: RunRecord) -> Levels | None:
+def _levels(record: RunRecord) -> InstanceLevels | None:
     if not record.looks:
         return None
     looks = np.array(
@@ -234,10 +234,10 @@ def _levels(record: RunRecord) -> Levels | None:
         return np.asarray(means.reshape(moments, record.instances)[kept])
 
     at_s = (edges[:-1] + edges[1:])[kept] / 2 / 1e6
-    return Levels(at_s, mean_of(2), mean_of(3), mean_of(4), mean_of(5), mean_of(6))
+    return InstanceLevels(at_s, mean_of(2), mean_of(3), mean_of(4), mean_of(5), mean_of(6))
 
 
-def _pool(axes: Axes, levels: Sequence[Levels | None], pens: Sequence[Pen]) -> None:
+def _pool(axes: Axes, levels: Sequence[InstanceLevels | None], pens: Sequence[RunStyle]) -> None:
     alone = len(levels) == 1
     _frame(axes, "KV pool" if alone else "KV pool held by requests", "share of the pool")
     axes.set_ylim(0, 1)
@@ -252,7 +252,7 @@ def _pool(axes: Axes, levels: Sequence[Levels | None], pens: Sequence[Pen]) -> N
     _legend(axes)
 
 
-def _stack(axes: Axes, level: Levels) -> None:
+def _stack(axes: Axes, level: InstanceLevels) -> None:
     parts = [np.nanmean(part, axis=1) for part in (level.held, level.cached, level.free)]
     axes.stackplot(
         level.at_s, *parts, labels=["requests", "cached", "free"], colors=[BLUE, ORANGE, "#e8e8e8"], alpha=0.75, linewidth=0
@@ -265,7 +265,7 @@ def _stack(axes: Axes, level: Levels) -> None:
             axes.plot(level.at_s, bound, color="black", linewidth=0.7, alpha=0.8, label=name)
 
 
-def _queues(axes: Axes, levels: Sequence[Levels | None], pens: Sequence[Pen]) -> None:
+def _queues(axes: Axes, levels: Sequence[InstanceLevels | None], pens: Sequence[RunStyle]) -> None:
     alone = len(levels) == 1
     _frame(axes, "requests" if alone else "requests: running, dashed waiting", "mean of instances")
     for level, pen in zip(levels, pens, strict=True):
@@ -280,7 +280,7 @@ def _queues(axes: Axes, levels: Sequence[Levels | None], pens: Sequence[Pen]) ->
     _legend(axes)
 
 
-def _running_and_waiting(axes: Axes, level: Levels) -> None:
+def _running_and_waiting(axes: Axes, level: InstanceLevels) -> None:
     several = level.running.shape[1] > 1
     for part, colour, style, name in ((level.running, BLUE, "-", "running"), (level.waiting, RED, "--", "waiting")):
         axes.plot(level.at_s, np.nanmean(part, axis=1), style, color=colour, linewidth=2, label=name)
@@ -290,7 +290,7 @@ def _running_and_waiting(axes: Axes, level: Levels) -> None:
         _retitle(axes, "requests (thin: the instance with most)")
 
 
-def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) -> None:
+def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[RunStyle]) -> None:
     _frame(axes, "busy share", "share of the span")
     axes.set_ylim(0, 1)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
@@ -318,7 +318,7 @@ def _busy_bars(axes: Axes, records: Sequence[RunRecord], pens: Sequence[Pen]) ->
     _legend(axes)
 
 
-def _cdf(axes: Axes, name: str, unit: str, groups: Sequence[Floats], target: float, pens: Sequence[Pen]) -> None:
+def _cdf(axes: Axes, name: str, unit: str, groups: Sequence[Floats], target: float, pens: Sequence[RunStyle]) -> None:
     _frame(axes, name, "share of requests")
     axes.set_xlabel({"s": "seconds", "ms": "milliseconds"}[unit])
     _log_scale(axes, "x")

@@ -23,23 +23,23 @@ from baton.core.engine.prefix import Key
 from baton.core.tiers.transfers import (
     CopyIn,
     CopyOut,
-    FenceHaul,
+    FenceTransfer,
     Get,
-    Haul,
-    Hauled,
-    HaulFailed,
-    HaulFenced,
     Look,
     Put,
     StorageEffect,
     StorageEvent,
+    TransferDone,
+    TransferFailed,
+    TransferFenced,
+    TransferId,
 )
 from baton.sim.faults import CopyRates, Fault, log_uniform_us
-from baton.sim.instance import Instance
+from baton.sim.instance import SimulatedInstance
 from baton.sim.laws import TRUE_NAME, UNTOUCHED, LawBroken
-from baton.sim.store import Store
+from baton.sim.store import SimulatedStore
 from baton.sim.world import World
-from baton.wire.envelope import HEADER_BYTES, LAYOUT_BYTES, Flaw, object_name, seal, unseal
+from baton.wire.envelope import HEADER_BYTES, LAYOUT_BYTES, EnvelopeFlaw, object_name, seal, unseal
 
 NONSENSE = 0xEE
 COPY_SLOW_US = 3_000, 600_000
@@ -47,7 +47,7 @@ HASTY_WITHIN_US = 10_000
 FENCED_WITHIN_US = 300_000
 """The slowest fence."""
 Bytes = npt.NDArray[np.uint8]
-NamesOf = Callable[[Instance, Haul], tuple[Key, ...]]
+NamesOf = Callable[[SimulatedInstance, TransferId], tuple[Key, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,19 @@ class CopyTimes:
     fence_us: int
 
 
-class Depot:
+class StorageModel:
     """What all porters of a world have in common."""
 
     def __init__(
-        self, world: World, rates: CopyRates, times: CopyTimes, store: Store | None, names_of: NamesOf = lambda *_: ()
+        self,
+        world: World,
+        rates: CopyRates,
+        times: CopyTimes,
+        store: SimulatedStore | None,
+        names_of: NamesOf = lambda *_: (),
     ) -> None:
         """`names_of`: what a copy moves, for the laws; the orders themselves do not say it."""
-        self.when_hasty: Callable[[Instance, Haul, int], None] | None = None
+        self.when_hasty: Callable[[SimulatedInstance, TransferId, int], None] | None = None
         """Called where whom a copy is for is to leave after so many microseconds."""
         self.world = world
         self.names_of = names_of
@@ -112,7 +117,7 @@ class _Range:
 class _Task:
     """A haul under way."""
 
-    haul: Haul
+    haul: TransferId
     keys: tuple[Key, ...]
     reads: _Range | None = None
     writes: _Range | None = None
@@ -121,21 +126,21 @@ class _Task:
     """Nothing of it is read or written any more."""
 
 
-class Porter:
+class StorageCopies:
     """Of one life of an instance."""
 
-    def __init__(self, depot: Depot, life: Instance) -> None:
+    def __init__(self, depot: StorageModel, life: SimulatedInstance) -> None:
         config = life.spec.config
         self._depot = depot
         self._store = depot.store if config.tiers.store else None
         self._life = life
         self._host = life.host
-        self._pool = life.kv.pool
+        self._pool = life.executor.kv.pool
         self._rows: Bytes = np.zeros((config.tiers.host_rows, self._pool.shape[1]), dtype=np.uint8)
         self._stream = life.host.world.stream(f"porter {life.host.name} life {life.life}")
-        self._tasks: dict[Haul, _Task] = {}
-        shape = f"{life.kv.dtype} {config.block_size} {life.kv.layers}".encode()
-        self._layout = hashlib.blake2b(life.fingerprint + shape, digest_size=LAYOUT_BYTES).digest()
+        self._tasks: dict[TransferId, _Task] = {}
+        shape = f"{life.executor.kv.dtype} {config.block_size} {life.executor.kv.layers}".encode()
+        self._layout = hashlib.blake2b(life.executor.fingerprint + shape, digest_size=LAYOUT_BYTES).digest()
 
     @property
     def open(self) -> int:
@@ -156,12 +161,12 @@ class Porter:
                 self._get(self._begin(haul, keys, None, (self._rows, rows)))
             case Put(haul, keys, rows):
                 self._put(self._begin(haul, keys, (self._rows, rows)))
-            case FenceHaul(haul):
+            case FenceTransfer(haul):
                 self._fence(haul)
 
     def _begin(
         self,
-        haul: Haul,
+        haul: TransferId,
         keys: tuple[Key, ...],
         reads: tuple[Bytes, Int32s] | None = None,
         writes: tuple[Bytes, Int32s] | None = None,
@@ -188,7 +193,7 @@ class Porter:
             self._host.after(took_us // 2, self._copy_half, task)
         self._host.after(took_us, self._copy_fails if fails < depot.rates.fails else self._copied, task)
 
-    def _perhaps_hasty(self, haul: Haul) -> None:
+    def _perhaps_hasty(self, haul: TransferId) -> None:
         hasty, delay_us = self._stream.random(), self._stream.randrange(HASTY_WITHIN_US)
         if hasty < self._depot.rates.hasty and self._depot.when_hasty is not None:
             self._depot.when_hasty(self._life, haul, delay_us)
@@ -209,13 +214,13 @@ class Porter:
         task.writes.write(0, data)
         for key, row in zip(task.keys, data, strict=False):  # without names where no worker has ordered it
             self._depot.is_true(key, row.tobytes(), self._host.name)
-        self._end(task, Hauled(task.haul, (True,) * len(data)))
+        self._end(task, TransferDone(task.haul, (True,) * len(data)))
 
     def _copy_fails(self, task: _Task) -> None:
         if not task.over:
             self._depot.world.fire(Fault.COPY_FAILED, self._host.name)
             self._spoil(task)
-            self._end(task, HaulFailed(task.haul, "a simulated fault of the copier"))
+            self._end(task, TransferFailed(task.haul, "a simulated fault of the copier"))
 
     # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -224,7 +229,7 @@ class Porter:
             self._store.look(self._names(task.keys), lambda found: self._back(self._looked, task, found))
 
     def _looked(self, task: _Task, found: list[bool] | None) -> None:
-        self._end(task, _failed(task) if found is None else Hauled(task.haul, tuple(found)))
+        self._end(task, _failed(task) if found is None else TransferDone(task.haul, tuple(found)))
 
     def _get(self, task: _Task) -> None:
         if self._store is not None:
@@ -237,14 +242,14 @@ class Porter:
             return
         self._must_be_untouched(task)
         came = tuple(self._accept(task, at, data) for at, data in enumerate(objects))
-        self._end(task, Hauled(task.haul, came))
+        self._end(task, TransferDone(task.haul, came))
 
     def _accept(self, task: _Task, at: int, data: bytes | None) -> bool:
         key = task.keys[at]
         if data is None or task.writes is None or self._store is None:
             return False
         payload = unseal(key, self._layout, memoryview(data))
-        if isinstance(payload, Flaw):
+        if isinstance(payload, EnvelopeFlaw):
             self._depot.world.fire(Fault.STORE_BAD, self._host.name)
             self._store.drop(self._names((key,)))
             return False
@@ -286,7 +291,7 @@ class Porter:
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _fence(self, haul: Haul) -> None:
+    def _fence(self, haul: TransferId) -> None:
         stream, depot = self._stream, self._depot
         slow, share, long_us = stream.random(), stream.random(), stream.randrange(5_000, FENCED_WITHIN_US)
         if haul in self._tasks:
@@ -297,13 +302,13 @@ class Porter:
             took_us = long_us
         self._host.after(took_us, self._fenced, haul)
 
-    def _fenced(self, haul: Haul) -> None:
+    def _fenced(self, haul: TransferId) -> None:
         task = self._tasks.get(haul)
         if task is None:
-            self._life.hauled(HaulFenced(haul))
+            self._life.hauled(TransferFenced(haul))
         else:
             self._spoil(task)
-            self._end(task, HaulFenced(haul))
+            self._end(task, TransferFenced(haul))
 
     def _spoil(self, task: _Task) -> None:
         """It was in the middle of writing."""
@@ -324,5 +329,5 @@ class Porter:
                 raise LawBroken(UNTOUCHED, f"{self._host.name}: somebody wrote to what haul {task.haul} {what}: {part.at}")
 
 
-def _failed(task: _Task) -> HaulFailed:
-    return HaulFailed(task.haul, "the store is out of reach")
+def _failed(task: _Task) -> TransferFailed:
+    return TransferFailed(task.haul, "the store is out of reach")

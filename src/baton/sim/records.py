@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Outcome(StrEnum):
+class RequestOutcome(StrEnum):
     """How a request ended for its client."""
 
     STOP = "stop"
@@ -21,7 +21,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(slots=True)
-class Journey:
+class RequestRecord:
     """One request as its client saw it, and what it cost."""
 
     index: int
@@ -42,7 +42,7 @@ class Journey:
     decode_us: int = 0
     attempts: int = 0
     """How often a peer was asked to prefill it."""
-    outcome: Outcome | None = None
+    outcome: RequestOutcome | None = None
 
     @property
     def ttft_us(self) -> int | None:
@@ -56,7 +56,7 @@ class Journey:
         return (self.ended_us - self.first_us) / (self.output_tokens - 1)
 
 
-class Look(NamedTuple):
+class InstanceSample(NamedTuple):
     """One instance at one moment."""
 
     at_us: int
@@ -85,7 +85,7 @@ class StepSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class HandoverTotals:
     """What one instance did for or through its peers."""
 
     made: int
@@ -131,14 +131,14 @@ class RunRecord:
     """Of each instance; empty: all do everything."""
     pools: list[int] = field(default_factory=list)
     """Blocks of each instance; empty: all have `pool_blocks`."""
-    handed: list[Handed] = field(default_factory=list)
+    handed: list[HandoverTotals] = field(default_factory=list)
     """One an instance, where roles differ."""
     took_us: list[int] = field(default_factory=list)
     """Of each hand-over, from the ask to the adoption."""
     meters: list[PassMeter] = field(default_factory=list)
     """One an instance, where passes were metered."""
-    journeys: list[Journey] = field(default_factory=list)
-    looks: list[Look] = field(default_factory=list)
+    journeys: list[RequestRecord] = field(default_factory=list)
+    looks: list[InstanceSample] = field(default_factory=list)
     spans: list[StepSpan] = field(default_factory=list)
     spans_left_out: int = 0
     wall_s: float = 0.0

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import BatonError
-from baton.sim.records import Journey, Look, Outcome, RunRecord
+from baton.sim.records import InstanceSample, RequestOutcome, RequestRecord, RunRecord
 
 SCHEMA = 1
-FINISHED = (Outcome.STOP, Outcome.LENGTH)
+FINISHED = (RequestOutcome.STOP, RequestOutcome.LENGTH)
 Setting = str | int | float | bool | None
 
 
@@ -35,7 +35,7 @@ class BadRecord(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class LatencyTargets:
     """What a client counts as good service."""
 
     ttft_s: float
@@ -46,13 +46,13 @@ class Targets:
             if not 0.0 < value < math.inf:  # written so that NaN fails too
                 raise ValueError(f"the target {name} must be a positive number, not {value}")
 
-    def met_by(self, journey: Journey) -> bool:
+    def met_by(self, journey: RequestRecord) -> bool:
         if journey.outcome not in FINISHED or journey.ttft_us is None or journey.ttft_us > self.ttft_s * 1e6:
             return False
         return journey.tpot_us is None or journey.tpot_us <= self.tpot_ms * 1e3
 
 
-class Distribution(msgspec.Struct, frozen=True):
+class ValueDistribution(msgspec.Struct, frozen=True):
     """Many values of one unit; percentiles are interpolated linearly."""
 
     count: int
@@ -63,7 +63,7 @@ class Distribution(msgspec.Struct, frozen=True):
     max: float
 
 
-class Counts(msgspec.Struct, frozen=True):
+class RequestCounts(msgspec.Struct, frozen=True):
     requests: int
     finished: int
     refused: int
@@ -78,7 +78,7 @@ class Counts(msgspec.Struct, frozen=True):
         return self.errors + self.lost + self.unfinished
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class TokenTotals(msgspec.Struct, frozen=True):
     """Of finished requests."""
 
     input_tokens: int
@@ -91,7 +91,7 @@ class Tokens(msgspec.Struct, frozen=True):
     """Of all tokens whose KV was computed."""
 
 
-class Rates(msgspec.Struct, frozen=True):
+class Throughputs(msgspec.Struct, frozen=True):
     """A simulated second."""
 
     requests_per_s: float | None
@@ -102,7 +102,7 @@ class Rates(msgspec.Struct, frozen=True):
     """Of all requests, also of those that were refused."""
 
 
-class Ledger(msgspec.Struct, frozen=True):
+class PoolShares(msgspec.Struct, frozen=True):
     """Shares of an instance's pool."""
 
     held_mean: float
@@ -115,7 +115,7 @@ class Ledger(msgspec.Struct, frozen=True):
     """Granted to prefills of peers."""
 
 
-class Queues(msgspec.Struct, frozen=True):
+class QueueLengths(msgspec.Struct, frozen=True):
     """Requests at one instance."""
 
     running_mean: float
@@ -124,7 +124,7 @@ class Queues(msgspec.Struct, frozen=True):
     waiting_peak: int
 
 
-class Busy(msgspec.Struct, frozen=True):
+class BusyShares(msgspec.Struct, frozen=True):
     """Share of the span in which instances computed."""
 
     least: float
@@ -137,9 +137,9 @@ class RoleSummary(msgspec.Struct, frozen=True):
 
     role: str
     instances: int
-    busy: Busy | None
-    ledger: Ledger | None
-    queues: Queues | None
+    busy: BusyShares | None
+    ledger: PoolShares | None
+    queues: QueueLengths | None
     handovers: int
     refused: int
     failed: int
@@ -153,26 +153,26 @@ class RunSummary(msgspec.Struct, frozen=True):
     label: str
     seed: int
     instances: int
-    counts: Counts
-    ttft_s: Distribution | None
-    tpot_ms: Distribution | None
-    e2e_s: Distribution | None
-    queue_s: Distribution | None
-    tokens: Tokens
-    rates: Rates
+    counts: RequestCounts
+    ttft_s: ValueDistribution | None
+    tpot_ms: ValueDistribution | None
+    e2e_s: ValueDistribution | None
+    queue_s: ValueDistribution | None
+    tokens: TokenTotals
+    rates: Throughputs
     preemptions: int
     preempted_requests: int
-    ledger: Ledger | None
-    queues: Queues | None
-    busy: Busy | None
+    ledger: PoolShares | None
+    queues: QueueLengths | None
+    busy: BusyShares | None
     span_s: float | None
     simulated_s: float
     steps: int
     wall_s: float
     simulated_per_wall: float | None
-    handover_s: Distribution | None = None
+    handover_s: ValueDistribution | None = None
     """From the ask to the adoption."""
-    transfer_s: Distribution | None = None
+    transfer_s: ValueDistribution | None = None
     """Of that, what was neither waiting nor computing at the giver."""
     roles: list[RoleSummary] = []
 
@@ -196,7 +196,7 @@ class SimReport(msgspec.Struct, frozen=True):
         return [run for run in self.runs if run.label == label]
 
 
-def summarise(record: RunRecord, targets: Targets) -> RunSummary:
+def summarise(record: RunRecord, targets: LatencyTargets) -> RunSummary:
     check(record)
     finished = [journey for journey in record.journeys if journey.outcome in FINISHED]
     span_us = span_of(record)
@@ -272,7 +272,7 @@ def check(record: RunRecord) -> None:
             raise BadRecord(f"step {span.step} of instance {span.instance} ends before it begins")
 
 
-def _check_journey(journey: Journey, instances: int) -> None:
+def _check_journey(journey: RequestRecord, instances: int) -> None:
     who = f"request {journey.index}"
     if journey.instance is not None and not 0 <= journey.instance < instances:
         raise BadRecord(f"{who} ran at instance {journey.instance} where there are {instances}")
@@ -294,39 +294,39 @@ def span_of(record: RunRecord) -> int | None:
     return max(ends_us) - min(journey.arrived_us for journey in record.journeys)
 
 
-def describe(values_us: Iterable[float | None], unit_us: float = 1e6) -> Distribution | None:
+def describe(values_us: Iterable[float | None], unit_us: float = 1e6) -> ValueDistribution | None:
     """None when there is nothing to describe."""
     values = np.array([value for value in values_us if value is not None], dtype=np.float64) / unit_us
     if not len(values):
         return None
     p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-    return Distribution(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
+    return ValueDistribution(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
 
 
-def _e2e_us(journey: Journey) -> int | None:
+def _e2e_us(journey: RequestRecord) -> int | None:
     return None if journey.ended_us is None else journey.ended_us - journey.arrived_us
 
 
-def _counts(journeys: Sequence[Journey]) -> Counts:
+def _counts(journeys: Sequence[RequestRecord]) -> RequestCounts:
     by_outcome = Counter(journey.outcome for journey in journeys)
-    return Counts(
+    return RequestCounts(
         requests=len(journeys),
         finished=sum(by_outcome[outcome] for outcome in FINISHED),
-        refused=by_outcome[Outcome.REFUSED],
-        aborted=by_outcome[Outcome.ABORT],
-        errors=by_outcome[Outcome.ERROR],
-        lost=by_outcome[Outcome.LOST],
+        refused=by_outcome[RequestOutcome.REFUSED],
+        aborted=by_outcome[RequestOutcome.ABORT],
+        errors=by_outcome[RequestOutcome.ERROR],
+        lost=by_outcome[RequestOutcome.LOST],
         unfinished=by_outcome[None],
     )
 
 
-def _tokens(finished: Sequence[Journey]) -> Tokens:
+def _tokens(finished: Sequence[RequestRecord]) -> TokenTotals:
     asked = sum(journey.input_tokens for journey in finished)
     cached = sum(journey.cached_tokens for journey in finished)
     recomputed = sum(journey.recomputed_tokens for journey in finished)
     # The last token of an answer is never fed, so it has no KV.
     computed = asked - cached + sum(max(0, journey.output_tokens - 1) for journey in finished) + recomputed
-    return Tokens(
+    return TokenTotals(
         input_tokens=asked,
         cached_tokens=cached,
         output_tokens=sum(journey.output_tokens for journey in finished),
@@ -336,13 +336,15 @@ def _tokens(finished: Sequence[Journey]) -> Tokens:
     )
 
 
-def _rates(journeys: Sequence[Journey], finished: Sequence[Journey], span_us: int | None, targets: Targets) -> Rates:
+def _rates(
+    journeys: Sequence[RequestRecord], finished: Sequence[RequestRecord], span_us: int | None, targets: LatencyTargets
+) -> Throughputs:
     good = sum(targets.met_by(journey) for journey in finished)
     share = good / len(journeys) if journeys else None
     if not span_us:
-        return Rates(None, None, None, None, share)
+        return Throughputs(None, None, None, None, share)
     per_s = 1e6 / span_us
-    return Rates(
+    return Throughputs(
         requests_per_s=len(finished) * per_s,
         input_tokens_per_s=sum(journey.input_tokens for journey in finished) * per_s,
         output_tokens_per_s=sum(journey.output_tokens for journey in finished) * per_s,
@@ -351,21 +353,21 @@ def _rates(journeys: Sequence[Journey], finished: Sequence[Journey], span_us: in
     )
 
 
-def _ledger(record: RunRecord, looks: Sequence[Look]) -> Ledger | None:
+def _ledger(record: RunRecord, looks: Sequence[InstanceSample]) -> PoolShares | None:
     if not looks:
         return None
     blocks = np.array([(o.running_blocks, o.evictable_blocks, o.free_blocks, o.leased_blocks) for o in looks])
     shares = blocks / np.array([[record.pool_of(o.instance)] for o in looks])
     held, cached, free, leased = shares.mean(axis=0).tolist()
-    return Ledger(held, float(shares[:, 0].max()), cached, free, leased)
+    return PoolShares(held, float(shares[:, 0].max()), cached, free, leased)
 
 
-def _queues(looks: Sequence[Look]) -> Queues | None:
+def _queues(looks: Sequence[InstanceSample]) -> QueueLengths | None:
     if not looks:
         return None
     running = np.array([look.running for look in looks])
     waiting = np.array([look.waiting for look in looks])
-    return Queues(float(running.mean()), int(running.max()), float(waiting.mean()), int(waiting.max()))
+    return QueueLengths(float(running.mean()), int(running.max()), float(waiting.mean()), int(waiting.max()))
 
 
 def busy_shares(record: RunRecord) -> npt.NDArray[np.float64] | None:
@@ -374,7 +376,7 @@ def busy_shares(record: RunRecord) -> npt.NDArray[np.float64] | None:
     return np.array(record.busy_us) / span_us if span_us and record.busy_us else None
 
 
-def _busy(shares: npt.NDArray[np.float64] | None) -> Busy | None:
+def _busy(shares: npt.NDArray[np.float64] | None) -> BusyShares | None:
     if shares is None:
         return None
-    return Busy(float(shares.min()), float(np.median(shares)), float(shares.max()))
+    return BusyShares(float(shares.min()), float(np.median(shares)), float(shares.max()))

@@ -1,19 +1,13 @@
-"""One fuzzed world: everything about it follows from a seed, less what a user (or the shrinker) leaves out.
+"""What one fuzzed world is like: everything about it follows from a seed, less what a user (or the shrinker) leaves out.
 
-Owns the draw of a cluster, its load and its faults, the two phases, and the verdict:
-
-    chaos    requests arrive, faults happen; safety laws after each event
-    heal     no fault any more; every open request must end within a bound, every instance must serve again (each is
-             asked one more question), and then nothing may be held
+Owns the draw of a cluster, its load and its faults. `fuzzed_run` carries it out.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count, islice
 
 from baton.core.config import (
@@ -30,41 +24,16 @@ from baton.core.config import (
     VictimPolicy,
     WorkerConfig,
 )
-from baton.core.routing.events import Policy, RouterConfig
-from baton.core.tiers.transfers import Haul
-from baton.executor.contract import ExecutorShape
-from baton.executor.scripted import ScriptedExecutor
-from baton.sim.asks import VOCABULARY, Ask, draw_ask, probe_ask
-from baton.sim.chaos import Chaos
-from baton.sim.clients import Entrance, User
-from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, Fault, Rates, draw_classes, draw_rates
-from baton.sim.fleets import Fleet
-from baton.sim.front import Front, OneInstance
-from baton.sim.gate import Gate
-from baton.sim.instance import Instance, InstanceSpec
-from baton.sim.judge import Judge, as_law
-from baton.sim.laws import DEADLOCK, LIVENESS, RECOVERY, LawBroken
-from baton.sim.legs import LegBook
-from baton.sim.lines import LinkEnd, initiator
-from baton.sim.network import Network
-from baton.sim.porters import CopyTimes, Depot
-from baton.sim.seats import FRONT, Seat, seat_name
-from baton.sim.store import Store, StoreTimes
-from baton.sim.transfer import Fabric, KvTimes
-from baton.sim.upheaval import Upheaval
-from baton.sim.world import Host, World, stream_of
+from baton.core.routing.config import RouterConfig, RoutingPolicy
+from baton.sim.asks import VOCABULARY, ClientRequest, draw_ask
+from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, FaultRates, draw_classes, draw_rates
+from baton.sim.porters import CopyTimes
+from baton.sim.seats import seat_name
+from baton.sim.store import StoreTimes
+from baton.sim.transfer import KvTimes
+from baton.sim.world import stream_of
 from baton.wire.link import LinkConfig
 
-EVENTS_MAX = 200_000
-BOOTED_US = 30_000
-"""Nobody asks before the instances had time to start."""
-HEALED_WITHIN_US = 20_000_000
-RECOVERED_WITHIN_US = 10_000_000
-QUIET_WITHIN_US = 10_000_000
-STANDSTILL_US = 3_000_000
-"""Nothing but signs of life for so long, while somebody waits, is a deadlock."""
-PEER_DEAD_US = 3_000_000
-"""So long after an instance died nothing may be held for it."""
 WITHOUT_ROUTER = (0, 1, 5)
 """Seeds that end so have a world without a router."""
 BUNCHED_SHARE = 0.7
@@ -87,19 +56,12 @@ SPLITS = (
 """Those that prefill come second, so that a world that is cut down to two instances still has both kinds."""
 HANDED_OVER_TOKENS = 20
 """A prompt that no instance prefills by itself where another does that for it."""
-UNBOUNDED = 1 << 30
-SUSPECTED_WITHIN_US = 200_000
-"""Beyond the time that a router waits for a sign of life: what was under way arrives late."""
-SAID_WITHIN_US = 350_000
-IMPATIENT_US = 1_000_000
 PLAIN_COPIES = CopyTimes(begin_us=100, block_us=20, jitter_us=0, stage_us=100, fence_us=500)
 PLAIN_STORE = StoreTimes(delay_us=500, jitter_us=0, objects_max=1024)
-PROBE_FROM = 1_000_000
-"""Indices of the questions that are asked when everything has healed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trim:
+class ScenarioTrim:
     """What to leave out of a seed's world. None: nothing."""
 
     classes: tuple[str, ...] | None = None
@@ -113,7 +75,7 @@ class UserPlan:
 
     at_us: int
     converses: bool
-    asks: tuple[Ask, ...]
+    asks: tuple[ClientRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +92,7 @@ class Scenario:
     seed: int
     roles: tuple[Role, ...]
     classes: tuple[str, ...]
-    rates: Rates
+    rates: FaultRates
     config: WorkerConfig
     """Of those that serve clients."""
     giver: WorkerConfig
@@ -193,23 +155,8 @@ class Scenario:
         return tuple(ask.index for user in self.users for ask in user.asks)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    seed: int
-    broken: LawBroken | None
-    digest: str
-    events: int
-    virtual_us: int
-    asks: int
-    fired: Counter[str]
-    moves: Counter[str]
-    ends: Counter[str]
-    story: tuple[str, ...]
-    scenario: Scenario
-
-
-def draw_scenario(seed: int, trim: Trim | None = None) -> Scenario:
-    trim = trim or Trim()
+def draw_scenario(seed: int, trim: ScenarioTrim | None = None) -> Scenario:
+    trim = trim or ScenarioTrim()
     stream = stream_of(seed, "scenario")
     roles = _draw_roles(seed)
     has_router = seed % 10 not in WITHOUT_ROUTER
@@ -260,7 +207,7 @@ def _draw_carrying(seed: int, classes: tuple[str, ...]) -> RouterConfig:
     stream = stream_of(seed, "router")
     crowded, ahead = stream.choice((4.0, 16.0)), stream.choice((0.5, 1.0, 2.0))
     return RouterConfig(
-        policy=stream.choice(tuple(Policy)),
+        policy=stream.choice(tuple(RoutingPolicy)),
         preempt_retry_count=stream.choice((0, 1, 3, 3, 16)),
         preempt_retry_exclude_decode=stream.random() < 0.7,
         loss_retry_count=stream.choice((0, 1, 8, 8, 8)),
@@ -443,12 +390,12 @@ def _draw_config(seed: int) -> WorkerConfig:
     )
 
 
-def _draw_users(seed: int, config: WorkerConfig, rates: Rates, span_us: int) -> tuple[UserPlan, ...]:
+def _draw_users(seed: int, config: WorkerConfig, rates: FaultRates, span_us: int) -> tuple[UserPlan, ...]:
     """At least 40 requests: an open loop, users who wait for their answers, and conversations."""
     stream = stream_of(seed, "users")
     indices = count()
 
-    def asks(number: int) -> tuple[Ask, ...]:
+    def asks(number: int) -> tuple[ClientRequest, ...]:
         return tuple(
             draw_ask(stream_of(seed, f"ask {index}"), index, config, rates, seed) for index in islice(indices, number)
         )
@@ -468,7 +415,7 @@ def _asking_again(stream: random.Random, users: list[UserPlan], longest: int) ->
     tokens = min(20, longest // 2)
     prompts = [tuple(stream.randrange(VOCABULARY) for _ in range(tokens)) for _ in range(stream.randint(2, 4))]
 
-    def like_others(ask: Ask, prompt: tuple[int, ...], drawn: float) -> Ask:
+    def like_others(ask: ClientRequest, prompt: tuple[int, ...], drawn: float) -> ClientRequest:
         if ask.impossible or drawn > ASKED_AGAIN_SHARE:
             return ask
         room = longest - tokens
@@ -495,364 +442,3 @@ def _arrivals(stream: random.Random, span_us: int) -> list[int]:
 def _only(users: tuple[UserPlan, ...], kept: tuple[int, ...]) -> tuple[UserPlan, ...]:
     left = (replace(user, asks=tuple(ask for ask in user.asks if ask.index in kept)) for user in users)
     return tuple(user for user in left if user.asks)
-
-
-class Run:
-    """A scenario under way. Says also what has happened to whom, as the cause of what clients see."""
-
-    def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
-        self.scenario = scenario
-        self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
-        line_max = scenario.link.window + scenario.link.backlog_max + (0 if scenario.router is None else UNBOUNDED)
-        self.judge = Judge(self.world, self, VOCABULARY, line_max, always_audit)
-        self.network = Network(self.world, scenario.rates.network)
-        self._front_host = Host(self.world, FRONT)
-        self.fabric = Fabric(self.world, scenario.rates.kv, scenario.kv)
-        serving = [number for number, role in enumerate(scenario.roles) if role.serves]
-        self.front = Front(scenario.instances, serving)
-        self.depot = self._make_depot()
-        self.when_healed: Callable[[], None] | None = None
-        self._lines: list[LinkEnd] = []
-        self._secret = self.world.stream("key of the fleet").randbytes(32)
-        self.seats = [self._seat(number) for number in range(scenario.instances)]
-        self.fleet = None if scenario.router is None else self._fleet(scenario.router)
-        self.chaos = Chaos(
-            self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us, self.fabric, self.depot
-        )
-        self.depot.when_hasty = self._lose_patience
-        entrance = self.front if self.fleet is None else self.fleet.gate
-        self.users = [self._user(plan.asks, entrance, plan.converses) for plan in scenario.users]
-
-    def may_be_lost(self, instance: int, accepted: bool) -> bool:
-        now_us = self.world.now_us
-        noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + self._noticed_us
-        if noisy or instance >= len(self.seats):  # some are strangers
-            return True
-        return now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + self._noticed_us
-
-    def may_be_suspected(self, instance: int) -> bool:
-        router = self.scenario.router
-        if router is None or instance >= len(self.seats):  # some are strangers
-            return True
-        now_us, noticed_us = self.world.now_us, router.suspect_us + 2 * router.beat_us + SUSPECTED_WITHIN_US
-        noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + noticed_us
-        return noisy or now_us <= self.seats[instance].hurt_until_us() + noticed_us
-
-    def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
-        return self.fleet is None or self.fleet.may_be_forgotten(origin, lost_us)
-
-    def fire(self, fault: Fault, where: str) -> None:
-        self.world.fire(fault, where)
-
-    @property
-    def _noticed_us(self) -> int:
-        """After so long both sides know of a loss: each may need its whole patience, and packets may come late."""
-        return self.scenario.link.silent_us + self.scenario.link.acceptor_silent_us + 500_000
-
-    def verdict(self) -> Verdict:
-        broken = self._broken_law()
-        self._gather_moves()
-        if "overload" in self.scenario.classes:
-            self.world.fire(Fault.OVERLOAD, FRONT)
-        return Verdict(
-            seed=self.scenario.seed,
-            broken=broken,
-            digest=self.world.digest(),
-            events=self.world.events,
-            virtual_us=self.world.now_us,
-            asks=sum(user.made for user in self.users),
-            fired=self.world.fired,
-            moves=self.judge.moves,
-            ends=self.judge.ends,
-            story=tuple(self.world.story),
-            scenario=self.scenario,
-        )
-
-    def _gather_moves(self) -> None:
-        for seat in self.seats:
-            if seat.instance is not None:
-                self.judge.buried(seat.instance)
-            for end in (*seat.lines, *seat.peer_lines):
-                self.judge.took_moves("link", end.link.moves())
-            if seat.counter is not None:
-                for desk in (seat.counter.desk, *seat.counter.former_desks):
-                    self.judge.took_moves("desk", desk.moves())
-        for line in self._lines:
-            self.judge.took_moves("link", line.link.moves())
-        if self.fleet is not None:
-            self.fleet.gather_moves(self.judge)
-
-    def _broken_law(self) -> LawBroken | None:
-        try:
-            as_law(self._live)
-        except LawBroken as broken:
-            return broken
-        return None
-
-    def _live(self) -> None:
-        if self.fleet is None:
-            for seat in self.seats:
-                seat.boot()
-        else:
-            self.fleet.boot()
-        for line in self._lines:
-            line.open()
-        for user, plan in zip(self.users, self.scenario.users, strict=True):
-            user.start(plan.at_us + BOOTED_US)
-        self.chaos.unleash()
-        self._until(self.scenario.span_us)
-        if self.when_healed is not None:
-            self.when_healed()
-        self.world.note("world", "heals")
-        self.chaos.heal()
-        if self.fleet is not None:
-            self.fleet.heal()
-        for seat in self.seats:
-            self._look_for_what_is_held(seat)
-        self._audit_all()
-        self._until_all_have_ended(self.users, HEALED_WITHIN_US, LIVENESS)
-        patience_us = self._noticed_us if self.fleet is None else self.fleet.noticed_us
-        self._until(self.world.now_us + patience_us)  # whoever has not noticed a loss yet does now
-        self._until_all_serve(self.world.now_us + RECOVERED_WITHIN_US)
-        self._ask_each_instance()
-        self._until_nothing_is_held(self.world.now_us + QUIET_WITHIN_US)
-
-    def _until(self, until_us: int) -> None:
-        while (next_us := self.world.next_us) is not None and next_us < until_us:
-            self.world.step()
-        self.world.now_us = until_us
-
-    def _until_all_have_ended(self, users: Sequence[User], within_us: int, law: str) -> None:
-        bound_us = self.world.now_us + within_us
-        self.world.progressed()
-        while waiting := [user for user in users if not user.done]:
-            client = next((user.client for user in waiting if user.client is not None), None)
-            who = f"{len(waiting)} users wait, {client.name if client else 'between two asks'} first"
-            if self.world.next_us is None or self.world.now_us - self.world.progress_us > STANDSTILL_US:
-                raise LawBroken(DEADLOCK, who)
-            if self.world.now_us > bound_us:
-                raise LawBroken(law, who)
-            for _ in range(32):  # asking everybody after each event would take longer than the event
-                if self.world.next_us is not None:
-                    self.world.step()
-
-    def _until_all_serve(self, bound_us: int) -> None:
-        while absent := [seat.name for seat in self.seats if not (self._serves(seat) and self._knows_its_peers(seat))]:
-            if self.world.next_us is None or self.world.now_us > bound_us:
-                raise LawBroken(RECOVERY, f"{', '.join(absent)} do not serve")
-            self.world.step()
-
-    def _knows_its_peers(self, seat: Seat) -> bool:
-        """Every pair has registered with each other in the same session."""
-        others = [other for other in self.seats if other.name in seat.peers]
-        for other in others:
-            if seat.neighbours is None or other.neighbours is None:
-                return False
-            sessions = seat.neighbours.session_with(other.name), other.neighbours.session_with(seat.name)
-            if sessions[0] is None or sessions[0] != sessions[1]:
-                return False
-        return True
-
-    def _ask_each_instance(self) -> None:
-        """Whoever serves again answers one more question, in full."""
-        self.judge.calm = True
-        if self._may_give_up_questions:
-            return
-        serving = [seat for seat in self.seats if seat.role.serves]
-        probes = [self._user((probe_ask(PROBE_FROM + seat.number),), self._door_of(seat), False) for seat in serving]
-        self._until_answered(probes)
-        self._ask_for_a_handover()
-        self._ask_for_a_look()
-
-    @property
-    def _may_give_up_questions(self) -> bool:
-        """A narrow line has old signs of life to carry first, and an impatient router does not wait for its turn."""
-        router = self.scenario.router
-        return router is not None and router.deadline_us < IMPATIENT_US and "narrow-line" in self.scenario.classes
-
-    def _door_of(self, seat: Seat) -> Entrance:
-        """Where a question must be asked so that this one answers it; behind a router, somebody does."""
-        if self.fleet is not None:
-            return self.fleet.gate
-        if seat.counter is None:
-            raise RuntimeError(f"{seat.name} has no front end and no router")
-        return OneInstance(seat.counter)
-
-    def _serves(self, seat: Seat) -> bool:
-        return _serves(seat, self._lines[seat.number]) if self.fleet is None else self.fleet.serves(seat)
-
-    def _ask_for_a_handover(self) -> None:
-        """Where there are peers again, they prefill again: one question after the other, so that none finds a full queue."""
-        if not self.scenario.can_hand_over(HANDED_OVER_TOKENS):
-            return
-        if self.fleet is not None and MIXED in self.scenario.roles:
-            return  # which might be asked instead
-        stream = stream_of(self.scenario.seed, "probes")
-        for seat in self.seats:
-            if not (seat.role.takes and seat.peers) or seat.instance is None:
-                continue
-            before = self._handovers()
-            prompt = tuple(stream.randrange(VOCABULARY) for _ in range(HANDED_OVER_TOKENS))
-            ask = probe_ask(PROBE_FROM * 2 + seat.number, prompt)
-            self._until_answered([self._user((ask,), self._door_of(seat), False)])
-            made = self._handovers()
-            if made == before or (self.fleet is None and made[seat.number] == before[seat.number]):
-                raise LawBroken(RECOVERY, f"{seat.name} prefilled by itself, though {', '.join(seat.peers)} were there")
-
-    def _ask_for_a_look(self) -> None:
-        """A store that is there again is asked again: by the first who prefills something new after it was left alone."""
-        store, scenario = self.depot.store, self.scenario
-        if store is None or store.is_dead or not scenario.looks_in_store:
-            return
-        patience_us = max(config.tiers.retry_us_max for config in (scenario.config, scenario.giver))
-        self._until(self.world.now_us + patience_us)
-        before = self._looks()
-        stream = stream_of(scenario.seed, "looks")
-        prompt = tuple(stream.randrange(VOCABULARY) for _ in range(HANDED_OVER_TOKENS))
-        seat = next(seat for seat in self.seats if seat.role.serves)
-        self._until_answered([self._user((probe_ask(PROBE_FROM * 3, prompt),), self._door_of(seat), False)])
-        if self._looks() == before:
-            raise LawBroken(RECOVERY, "nobody asks the store any more, though it is there again")
-
-    def _looks(self) -> int:
-        return sum(0 if seat.instance is None else self.judge.store_looks(seat.instance) for seat in self.seats)
-
-    def _handovers(self) -> list[int]:
-        return [0 if seat.instance is None else self.judge.handovers_to(seat.instance) for seat in self.seats]
-
-    def _until_answered(self, probes: list[User]) -> None:
-        for probe in probes:
-            probe.start(self.world.now_us)
-        self._until_all_have_ended(probes, HEALED_WITHIN_US, RECOVERY)
-
-    def _until_nothing_is_held(self, bound_us: int) -> None:
-        while not self._nothing_open() and self.world.next_us is not None and self.world.now_us <= bound_us:
-            self.world.step()
-        if self.fleet is not None:
-            self._until(self.world.now_us + SAID_WITHIN_US)  # signs of life say what is cached
-        self._audit_all()
-        for seat in self.seats:
-            if seat.instance is not None:
-                self.judge.nothing_held(seat.instance)
-            if seat.neighbours is not None:
-                self.judge.nothing_lands(seat.name, seat.neighbours.receiver.open, seat.neighbours.sender.open)
-        if self.fleet is not None:
-            self.fleet.nothing_held(self.judge)
-        if self.front.open_requests:
-            raise LawBroken(LIVENESS, f"the front end still has {self.front.open_requests} open requests")
-
-    def _nothing_open(self) -> bool:
-        workers = [seat.instance.worker for seat in self.seats if seat.instance is not None]
-        ends = [seat.neighbours for seat in self.seats if seat.neighbours is not None]
-        if any(end.receiver.open or end.sender.open for end in ends):
-            return False
-        if self.fleet is not None and not self.fleet.is_quiet:
-            return False
-        if any(worker is not None and worker.gauges().storage.hauls for worker in workers):
-            return False
-        return not self.front.open_requests and all(worker is not None and worker.is_idle for worker in workers)
-
-    def _look_for_what_is_held(self, seat: Seat) -> None:
-        """It has just died, or everything has healed: three seconds later nobody holds what was held for it then."""
-        if seat.peers:
-            self.world.after(PEER_DEAD_US, self._nothing_held_for, seat, self.world.now_us)
-
-    def _nothing_held_for(self, seat: Seat, since_us: int) -> None:
-        for other in self.seats:
-            life = other.instance
-            if other.name not in seat.peers or life is None or life.worker is None:
-                continue
-            if other.host.paused or life.hindered_us > since_us:
-                self.world.after(PEER_DEAD_US, self._nothing_held_for, seat, since_us)
-                return
-        for other in self.seats:
-            if other.name in seat.peers and other.instance is not None and other.instance.worker is not None:
-                self.judge.nothing_held_for(other.instance, seat.name, since_us)
-
-    def _audit_all(self) -> None:
-        for seat in self.seats:
-            if seat.instance is not None and seat.instance.worker is not None:
-                self.judge.audit(seat.instance.worker)
-
-    def _seat(self, number: int) -> Seat:
-        scenario = self.scenario
-        router = scenario.router
-        spec = InstanceSpec(
-            number,
-            scenario.config_of(number),
-            partial(_scripted, scenario.layers),
-            scenario.times,
-            None if router is None and not scenario.has_store else self._secret,
-        )
-        counter = self.front.counters[number] if router is None else None
-        seat = Seat(
-            self.world,
-            self.network,
-            spec,
-            counter,
-            scenario.link,
-            scenario.rates.disk,
-            self.judge,
-            self.fabric,
-            scenario.peers_of(number),
-            0 if router is None else router.orphan_grace_us,
-            self.depot,
-        )
-        seat.when_dead = self._look_for_what_is_held
-        if counter is not None:
-            counter.line = line = initiator(
-                self._front_host, self.network, f"{FRONT} {number}", seat.name, counter, scenario.link
-            )
-            self._lines.append(line)
-        return seat
-
-    def _make_depot(self) -> Depot:
-        scenario = self.scenario
-        store = Store(self.world, scenario.rates.store, scenario.store) if scenario.has_store else None
-        self.judge.peers_share_a_store = store is not None and any(role.takes for role in scenario.roles)
-        return Depot(self.world, scenario.rates.copies, scenario.copies, store, self.judge.names_of)
-
-    def _lose_patience(self, instance: Instance, haul: Haul, delay_us: int) -> None:
-        """Whose KV is being brought back leaves about then."""
-        waiting = self.judge.waits_for(instance, haul)
-        index = None if waiting is None else int(waiting.partition(".")[0])
-        for user in self.users:
-            client = user.client
-            if client is not None and client.ask.index == index:
-                self.world.fire(Fault.HASTY, client.name)
-                self._front_host.after(delay_us, client.leave)
-
-    def _fleet(self, router: RouterConfig) -> Fleet:
-        scenario = self.scenario
-        self.judge.behind_router = True
-        lines = scenario.instances + scenario.rates.old_lives
-        gate = Gate(self.world, self.network, router, scenario.link, lines, LegBook(router, self), self._secret)
-        upheaval = Upheaval(self.world, self.network, gate, self.seats, scenario.rates, scenario.span_us, scenario.link)
-        return Fleet(gate, upheaval, self.seats)
-
-    def _user(self, asks: tuple[Ask, ...], front: Entrance, converses: bool) -> User:
-        config = self.scenario.config
-        return User(
-            self._front_host,
-            front,
-            self.judge,
-            asks,
-            converses=converses,
-            tokens_max=config.sequence_tokens_max,
-            preemptions_max=config.max_preemptions,
-        )
-
-
-def _serves(seat: Seat, line: LinkEnd) -> bool:
-    """Both ends are in the same session, and the instance has said in it that it is ready."""
-    if seat.instance is None or seat.instance.is_leaving or seat.line is None or seat.counter is None:
-        return False
-    return seat.line.link.session == line.link.session and seat.counter.serves and not line.link.undelivered
-
-
-def _scripted(layers: int, shape: ExecutorShape) -> ScriptedExecutor:
-    return ScriptedExecutor(shape, VOCABULARY, layers)
-
-
-def run_seed(seed: int, trim: Trim | None = None, *, tell_story: bool = False, always_audit: bool = False) -> Verdict:
-    return Run(draw_scenario(seed, trim), tell_story=tell_story, always_audit=always_audit).verdict()

@@ -1,27 +1,24 @@
-"""A seat: the host and disk on which the lives of one instance follow each other, and its line to the front end or router.
+"""The host and disk of one instance over all its lives, and its line to the front end or router.
 
-Owns starting, crashing and restarting. A life is an `Instance`; the seat gives it a line when it has started, and passes on
-what the line tells. Under a router a life has a second process, its own front end (`Member`): the two crash and pause
-together, but the engine can also stand still alone.
+Owns starting, crashing and restarting. A life is a `SimulatedInstance`; it gets a line when it has started. Under a router a
+life has a second process, its own front end (`InstanceFrontEnd`): the two crash and pause together, but the engine can also
+stand still alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from baton.sim.disk import Disk
+from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import DiskRates, Fault
-from baton.sim.front import Counter
-from baton.sim.instance import Instance, InstanceSpec, Watcher
-from baton.sim.lines import LinkEnd, acceptor
-from baton.sim.member import Member, line_names
-from baton.sim.neighbours import Neighbours
-from baton.sim.network import Network
-from baton.sim.porters import Depot, Porter
-from baton.sim.transfer import Fabric
+from baton.sim.front import InstanceTable
+from baton.sim.instance import InstanceSpec, InstanceWatcher, SimulatedInstance
+from baton.sim.lines import LineEndpoint, Lines
+from baton.sim.member import InstanceFrontEnd, line_names
+from baton.sim.neighbours import DataConnections, SimulatedPeers
+from baton.sim.porters import StorageCopies, StorageModel
 from baton.sim.world import Host, World
-from baton.wire.instance_sessions import Relay, RelayOut
-from baton.wire.link import LinkConfig
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 FRONT = "front"
 
@@ -30,65 +27,69 @@ def seat_name(number: int) -> str:
     return f"instance {number}"
 
 
-class Seat:
+class InstanceHost:
+    when_dead: Callable[[InstanceHost], None] | None = None
+    """Called when a life is over."""
+    when_opened: Callable[[InstanceHost], None] | None = None
+    """Called when the present life has taken up a session."""
+    when_cut_off: Callable[[InstanceHost, int | None], None] | None = None
+    """Called when a life is over, with the session that it was in."""
+    when_told: Callable[[InstanceHost, SessionEffects], None] | None = None
+    """Called with what its relay makes of what it hears."""
+    at_step: Callable[[InstanceHost, str], None] | None = None
+    """Called at each step of a hand-over that is taken here."""
+
     def __init__(
         self,
         world: World,
-        network: Network,
+        lines: Lines,
         spec: InstanceSpec,
-        counter: Counter | None,
-        link: LinkConfig,
+        counter: InstanceTable | None,
         disk: DiskRates,
-        watcher: Watcher | None = None,
-        fabric: Fabric | None = None,
+        watcher: InstanceWatcher | None = None,
+        fabric: DataConnections | None = None,
         peers: Sequence[str] = (),
         grace_us: int = 0,
-        depot: Depot | None = None,
+        depot: StorageModel | None = None,
+        peers_lines: Lines | None = None,
     ) -> None:
-        """`counter`: the front end's side of it; None: it serves a router, and keeps what it has for it for `grace_us`."""
+        """`counter`: the front end's side of it; None: it serves a router, and keeps what it has for it for `grace_us`.
+
+        `peers_lines`: what connects it with its peers; None: `lines`.
+        """
         self.name = seat_name(spec.number)
         self.role = spec.config.role
         self.peers = peers
         """The names of the seats it hands over to, or is handed over from."""
-        self.neighbours: Neighbours | None = None
+        self.neighbours: SimulatedPeers | None = None
         """Of the present life, once it has started."""
-        self.peer_lines: list[LinkEnd] = []
+        self.peer_lines: list[LineEndpoint] = []
         """Of all lives."""
-        self.when_dead: Callable[[Seat], None] | None = None
-        self.at_step: Callable[[Seat, str], None] | None = None
-        """Called at each step of a hand-over that is taken here."""
         self._fabric, self._depot = fabric, depot
         self.number = spec.number
         self.counter = counter
-        self.member: Member | None = None
+        self.member: InstanceFrontEnd | None = None
         """The front end of the present life, under a router."""
-        self.relays: list[Relay] = []
+        self.relays: list[InstanceSessions] = []
         """Of all lives."""
         self.host = Host(world, self.name)
         self.front = Host(world, f"front of {spec.number}")
         self._grace_us = grace_us
-        self.disk = Disk(self.host, disk)
-        self.instance: Instance | None = None
+        self.disk = SimulatedDisk(self.host, disk)
+        self.instance: SimulatedInstance | None = None
         """The present life; None while the host is down."""
-        self._network = network
+        self._lines, self._peers_lines = lines, peers_lines or lines
         self._spec = spec
-        self._link = link
         self._watcher = watcher
         self._troubled_until_us = 0
         self._hurt_until_us = 0
         self._rolled_until_us = 0
         self._rolling = False
         """Between two lives of a rolling restart."""
-        self.line: LinkEnd | None = None
+        self.line: LineEndpoint | None = None
         """Of the present life."""
-        self.lines: list[LinkEnd] = []
+        self.lines: list[LineEndpoint] = []
         """Of all lives."""
-        self.when_opened: Callable[[Seat], None] | None = None
-        """Called when the present life has taken up a session."""
-        self.when_cut_off: Callable[[Seat, int | None], None] | None = None
-        """Called when a life is over, with the session that it was in."""
-        self.when_told: Callable[[Seat, RelayOut], None] | None = None
-        """Called with what its relay makes of what it hears."""
         self.disagreement = 0.0
         self.slowness = 1.0
 
@@ -127,10 +128,10 @@ class Seat:
             self.trouble(of_router=not self.host.lives)  # before its first life there was nobody to suspect
         self.host.restart()
         self.front.restart()
-        life = Instance(self.host, self.disk, self._spec, self._watcher)
+        life = SimulatedInstance(self.host, self.disk, self._spec, self._watcher)
         life.device.disagreement, life.device.slowness = self.disagreement, self.slowness
         if self._depot is not None and self._spec.config.tiers.host_rows:
-            life.storage = Porter(self._depot, life)
+            life.storage = StorageCopies(self._depot, life)
         self.instance = life
         self._note(f"starts life {self.host.lives + 1}")
         life.start(self._serve)
@@ -140,7 +141,7 @@ class Seat:
             return
         if self._watcher is not None:
             self._watcher.buried(self.instance)
-        session = None if self.line is None else self.line.link.session
+        session = None if self.line is None else self.line.session
         self.instance = None
         self.line = None
         self.neighbours = None
@@ -205,7 +206,7 @@ class Seat:
         self.front.resume()
         self.host.resume()
 
-    def _serve(self, life: Instance) -> None:
+    def _serve(self, life: SimulatedInstance) -> None:
         if self._rolling:
             self._rolling = False
             self._rolled_until_us = self.host.world.now_us
@@ -218,23 +219,23 @@ class Seat:
             self._join(life)
             return
         end = _Answering(self, self.counter, life)
-        self.line = acceptor(self.host, self._network, self.name, f"{FRONT} {self.number}", end, self._link)
+        self.line = self._lines.acceptor(self.host, *self.ends, end)
         self.lines.append(self.line)
 
-    def _join(self, life: Instance) -> None:
-        self.member = member = Member(self.front, self._network, life, self._link, self._grace_us)
+    def _join(self, life: SimulatedInstance) -> None:
+        self.member = member = InstanceFrontEnd(self.front, self._lines, life, self._grace_us)
         self.line = member.line
         self.lines.append(self.line)
         self.relays.append(member.relay)
         member.when_told = self._told
         self.front.run(member.start)
 
-    def _told(self, out: RelayOut) -> None:
+    def _told(self, out: SessionEffects) -> None:
         if self.when_told is not None:
             self.when_told(self, out)
 
-    def _meet(self, life: Instance, fabric: Fabric) -> None:
-        self.neighbours = life.peers = Neighbours(life, self._network, fabric, self._link, self.peers)
+    def _meet(self, life: SimulatedInstance, fabric: DataConnections) -> None:
+        self.neighbours = life.peers = SimulatedPeers(life, self._peers_lines, fabric, self.peers)
         self.peer_lines += self.neighbours.lines
         life.device.signals = self.neighbours.sender
         life.at_step = self._step_taken
@@ -253,7 +254,7 @@ class Seat:
 class _Answering:
     """The instance's end of its line."""
 
-    def __init__(self, seat: Seat, counter: Counter, life: Instance) -> None:
+    def __init__(self, seat: InstanceHost, counter: InstanceTable, life: SimulatedInstance) -> None:
         self._seat = seat
         self._counter = counter
         self._life = life
@@ -262,7 +263,7 @@ class _Answering:
         seat, line = self._seat, self._seat.line
         if line is None:
             raise RuntimeError(f"{seat.name} took up a session without a line")
-        if self._counter.knows_another_life(line.link):
+        if self._counter.knows_another_life(line):
             seat.host.world.fire(Fault.GHOST, seat.name)
         self._life.answer(line)
         if seat.when_opened is not None:

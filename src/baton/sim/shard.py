@@ -13,7 +13,7 @@ import sys
 
 import msgspec
 
-from baton.sim.scenario import Verdict, run_seed
+from baton.sim.fuzzed_run import WorldVerdict, run_seed
 
 
 class SeedReport(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class SeedReport(msgspec.Struct, frozen=True):
     ends: dict[str, int]
 
 
-def report_of(verdict: Verdict) -> SeedReport:
+def report_of(verdict: WorldVerdict) -> SeedReport:
     broken = verdict.broken
     return SeedReport(
         seed=verdict.seed,

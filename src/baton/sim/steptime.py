@@ -97,7 +97,7 @@ class Roofline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.launch_us + max(self.weights_us, self.prefill_token_us * tokens) + self.pair_us * pairs
 
 
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One measured step; the arguments of `StepTimes.step_us`, and how long the executor took."""
 
     decodes: Count = 0
@@ -121,7 +121,7 @@ class StepTimesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Spent by the engine on every step outside the executor, and not hidden behind it."""
     host_row_us: Microseconds = 0.0
     """The same for each sequence that decodes."""
-    points: tuple[Point, ...] = ()
+    points: tuple[MeasuredStep, ...] = ()
 
 
 class _Sample(NamedTuple):
@@ -171,13 +171,13 @@ class StepTimes:
         fed = prefill_tokens + self._tokens_a_decode * decodes
         return self._prefilling.at(fed, prefill_pairs + self._pairs_a_context * decode_context)
 
-    def _prefill_sample(self, point: Point) -> _Sample:
+    def _prefill_sample(self, point: MeasuredStep) -> _Sample:
         fed = point.prefill_tokens + self._tokens_a_decode * point.decodes
         pairs = point.prefill_pairs + self._pairs_a_context * point.decode_context
         return _Sample(fed, pairs, point.us / self.file.roofline.prefill_us(fed, pairs))
 
 
-def _decode_sample(roofline: Roofline, point: Point) -> _Sample:
+def _decode_sample(roofline: Roofline, point: MeasuredStep) -> _Sample:
     ratio = point.us / roofline.decode_us(point.decodes, point.decode_context)
     return _Sample(point.decodes, point.decode_context, ratio)
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from baton.core.errors import InvariantViolated
 from baton.sim.faults import Fault, StoreRates, log_uniform_us
 from baton.sim.world import Host, World
-from baton.wire.envelope import LAYOUT_BYTES, Flaw, open_any, seal
+from baton.wire.envelope import LAYOUT_BYTES, EnvelopeFlaw, open_any, seal
 
 NAME = "store"
 SLOW_US = 2_000, 800_000
@@ -25,7 +25,7 @@ ABSENT_US = 20_000, 900_000
 Answer = TypeVar("Answer")
 
 
-class Reach(Enum):
+class StoreReach(Enum):
     """What comes of a question at present."""
 
     ANSWERS = "answers"
@@ -42,7 +42,7 @@ class StoreTimes:
     """With more, it forgets the oldest, as a cache does."""
 
 
-class Store:
+class SimulatedStore:
     def __init__(self, world: World, rates: StoreRates, times: StoreTimes) -> None:
         self.host = Host(world, NAME)
         self.rates = rates
@@ -50,7 +50,7 @@ class Store:
         self._stream = world.stream(NAME)
         self._objects: dict[str, bytes] = {}
         """The oldest first."""
-        self._reach = Reach.ANSWERS
+        self._reach = StoreReach.ANSWERS
         self._absent_until_us = 0
         self.is_dead = False
         """It will not come back."""
@@ -79,9 +79,9 @@ class Store:
         hangs, fails, slow, share = (stream.random() for _ in range(4))
         slow_us = log_uniform_us(stream, *SLOW_US)
         took_us = self._times.delay_us + int(share * self._times.jitter_us)
-        if self._reach is not Reach.ANSWERS:
+        if self._reach is not StoreReach.ANSWERS:
             world.fire(Fault.STORE_AWAY, NAME)
-            if self._reach is Reach.REFUSES:
+            if self._reach is StoreReach.REFUSES:
                 self.host.after(took_us, answer, None)
             return
         if hangs < self.rates.hangs:
@@ -150,7 +150,7 @@ class Store:
     def _replace(self, name: str) -> None:
         """A sound object under our name: of another model, or of another tenant, whose KV is other KV."""
         opened = open_any(memoryview(self._objects[name]))
-        if isinstance(opened, Flaw):
+        if isinstance(opened, EnvelopeFlaw):
             raise InvariantViolated(f"{name} was given to the store in a bad envelope: {opened}")
         payload = bytes(byte ^ 0xA5 for byte in opened.payload)
         key, layout = opened.key, opened.layout
@@ -166,7 +166,10 @@ class Store:
 
     def go_away(self, stream: random.Random) -> None:
         """For a while nobody reaches it: connections are refused, or nothing is heard at all."""
-        lasts_us, reach = log_uniform_us(stream, *ABSENT_US), stream.choice((Reach.REFUSES, Reach.REFUSES, Reach.SILENT))
+        lasts_us, reach = (
+            log_uniform_us(stream, *ABSENT_US),
+            stream.choice((StoreReach.REFUSES, StoreReach.REFUSES, StoreReach.SILENT)),
+        )
         if not self.is_dead:
             self._reach = reach
             self._absent_until_us = max(self._absent_until_us, self.host.world.now_us + lasts_us)
@@ -174,7 +177,7 @@ class Store:
 
     def die(self, stream: random.Random) -> None:
         self.host.world.fire(Fault.STORE_DEAD, NAME)
-        self._reach = stream.choice((Reach.REFUSES, Reach.SILENT))
+        self._reach = stream.choice((StoreReach.REFUSES, StoreReach.SILENT))
         self.is_dead = True
 
     def wipe(self) -> None:
@@ -189,4 +192,4 @@ class Store:
 
     def _come_back(self) -> None:
         if self.host.world.now_us >= self._absent_until_us and not self.is_dead:
-            self._reach = Reach.ANSWERS
+            self._reach = StoreReach.ANSWERS

@@ -9,35 +9,27 @@ from __future__ import annotations
 import random
 from collections import deque
 
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.orders import Accepted, Submit
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
+from baton.core.routing.events import Instance, Join
 from baton.sim.faults import Fault
-from baton.sim.gate import Gate
+from baton.sim.gate import RouterHost
 from baton.sim.laws import FENCED, LawBroken
-from baton.sim.lines import initiator
+from baton.sim.lines import Lines
 from baton.sim.member import line_names
-from baton.sim.network import Network
 from baton.sim.world import Host, World
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    RefusedWith,
-    StepOutput,
-    Submit,
-    WireBill,
-    WireEnded,
-    WireSampling,
-    WireSubmission,
-    refused,
-)
-from baton.wire.instance_sessions import NO_GAUGES, Relay, RelayOut
-from baton.wire.link import LinkConfig
+from baton.wire.engine_messages import RefusedMessage, StepOutput, refused
+from baton.wire.heartbeats import NO_GAUGES
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import (
-    Beat,
+    AllHeldSaid,
     FromInstance,
+    HeartbeatMessage,
+    HeldChoiceMessage,
     HeldGroup,
-    HeldLine,
-    Join,
     Leaving,
-    Settled,
     decode_from_router,
     encode_membership,
 )
@@ -45,16 +37,16 @@ from baton.wire.router_messages import (
 TOLD_WITHIN_US = 5_000_000
 
 
-class OldLife:
+class ZombieInstance:
     """A process that a later one of the same name has replaced, and that was never told: it was cut off, or asleep."""
 
-    def __init__(self, world: World, network: Network, gate: Gate, join: Join, number: int, link: LinkConfig) -> None:
+    def __init__(self, world: World, lines: Lines, gate: RouterHost, join: Join, number: int) -> None:
         self.host = Host(world, f"old life {number}")
         self._gate = gate
         self._join = join
-        self.relay = Relay(join)
+        self.relay = InstanceSessions(join)
         self._outbox: deque[bytes] = deque()
-        self.line = initiator(self.host, network, *line_names(number), self, link)
+        self.line = lines.initiator(self.host, *line_names(number), self)
 
     def come_back(self) -> None:
         self.line.open()
@@ -76,7 +68,7 @@ class OldLife:
             self._carry_out(self.relay.heard(decode_from_router(frame), self.host.world.now_us))
         self._post()
 
-    def _carry_out(self, out: RelayOut) -> None:
+    def _carry_out(self, out: SessionEffects) -> None:
         now_us = self.host.world.now_us
         if out.fenced is not None:
             self.host.world.fire(Fault.OUTLIVED, self.host.name)
@@ -93,18 +85,18 @@ class OldLife:
             raise LawBroken(FENCED, f"{self._join.name}, life {self._join.incarnation}, was not fenced: {out.turned_away}")
 
     def _say(self, message: FromInstance) -> None:
-        if self.line.link.session is not None:
+        if self.line.session is not None:
             self._outbox.append(encode_membership(message))
             self._post()
 
     def _post(self) -> None:
-        while self._outbox and self.line.link.session is not None and not self.line.is_full:
+        while self._outbox and self.line.session is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
 
 
 # ── frames that nobody should send ───────────────────────────────────────────────────────────────────────────────────────
 
-BILL = WireBill(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+BILL = Bill()
 NOBODYS = 999_999
 """A serial and a ticket that nobody has."""
 
@@ -115,13 +107,13 @@ def _tokens_for_nobody(count: int = 1) -> StepOutput:
 
 
 def _end_of_nobody() -> StepOutput:
-    return StepOutput(b"", b"", b"", (), (), (WireEnded(NOBODYS, "stop", 3, BILL, None),), NO_GAUGES)  # type: ignore[arg-type]
+    return StepOutput(b"", b"", b"", (), (), (EndedRequest(Serial(NOBODYS), FinishReason.STOP, 3, BILL),), NO_GAUGES)
 
 
 def _held(origin: bytes, choice: int = 0, body_choices: int = 1, serial: int = 1, counts: bytes = b"") -> HeldGroup:
-    sampling = WireSampling(1, choice, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), (), 0, None)
-    asked = WireSubmission("stranger", b"\1\0\0\0", sampling, 4, b"", 0, None)
-    return HeldGroup((asked,), (choice,), body_choices, origin, (HeldLine(0, serial, counts, b"", (), None, None),))
+    sampling = Sampling(1, choice, 0.0)
+    asked = Submission(RequestId("stranger"), frozen_tokens([1]), sampling, 4)
+    return HeldGroup((asked,), (choice,), body_choices, origin, (HeldChoiceMessage(0, serial, counts, b"", (), None, None),))
 
 
 def forged_by_a_member(stream: random.Random) -> bytes:
@@ -130,9 +122,9 @@ def forged_by_a_member(stream: random.Random) -> bytes:
         _tokens_for_nobody(),
         _tokens_for_nobody(3),
         _end_of_nobody(),
-        AcceptedAs(NOBODYS, (1, 2)),
-        RefusedWith(NOBODYS, RefusalCode.QUEUE_FULL, "", None),
-        Settled(),
+        Accepted(NOBODYS, (1, 2)),
+        RefusedMessage(NOBODYS, RefusalCode.QUEUE_FULL, "", None),
+        AllHeldSaid(),
         _held(b"stranger"),
     )
     frame = encode_membership(stream.choice(messages))
@@ -144,19 +136,19 @@ def forged(stream: random.Random, known: Join) -> list[bytes]:
     alien = _like(known, "stranger", known.incarnation, known.role, b"another model")
     wizard = _like(known, "stranger", known.incarnation, "wizard", known.fingerprint)
     outlived = _like(known, known.name, 1, known.role, known.fingerprint)
-    beat = Beat(NO_GAUGES, 0, False, False, b"", b"", ())
+    beat = HeartbeatMessage(NO_GAUGES, 0, False, False, b"", b"", ())
     talks: tuple[tuple[FromInstance, ...], ...] = (
-        (alien, Settled(), beat),
-        (alien, _held(b"x"), Settled(), _tokens_for_nobody()),
-        (wizard, Settled()),
-        (outlived, _held(b"x"), _held(b"x", 1, 2, 9), Settled(), _end_of_nobody()),
+        (alien, AllHeldSaid(), beat),
+        (alien, _held(b"x"), AllHeldSaid(), _tokens_for_nobody()),
+        (wizard, AllHeldSaid()),
+        (outlived, _held(b"x"), _held(b"x", 1, 2, 9), AllHeldSaid(), _end_of_nobody()),
         (outlived, alien),
         (beat,),
-        (Settled(),),
+        (AllHeldSaid(),),
         (Leaving(),),
         (_held(b"x"), alien),
         (_tokens_for_nobody(),),
-        (AcceptedAs(0, (0,)),),
+        (Accepted(0, (0,)),),
     )
     frames = [encode_membership(message) for message in stream.choice(talks)]
     if len(frames) > 1 and stream.random() < 0.3:  # never who it says it is
@@ -168,6 +160,6 @@ def forged(stream: random.Random, known: Join) -> list[bytes]:
 
 def _like(known: Join, name: str, incarnation: int, role: str, fingerprint: bytes) -> Join:
     return Join(
-        name, incarnation, role, fingerprint, "", "", known.slots, known.blocks, known.block_size, known.context_tokens,
-        known.vocabulary, 0, False,
+        Instance(name), incarnation, role, fingerprint, "", "", known.slots, known.blocks, known.block_size,
+        known.context_tokens, known.vocabulary,
     )  # fmt: skip

@@ -14,10 +14,10 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from baton.sim.report import Distribution, RoleSummary, RunSummary, SimReport
+from baton.sim.report import RoleSummary, RunSummary, SimReport, ValueDistribution
 
 ABSENT = "–"
-PERCENTILES: dict[str, Callable[[Distribution], float]] = {
+PERCENTILES: dict[str, Callable[[ValueDistribution], float]] = {
     "mean": lambda values: values.mean,
     "p50": lambda values: values.p50,
     "p90": lambda values: values.p90,
@@ -37,7 +37,7 @@ def _cell(values: Sequence[float], form: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RunRow:
     name: str
     value: Value
     form: str
@@ -47,13 +47,13 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class LatencyRow:
     name: str
-    of: Callable[[RunSummary], Distribution | None]
+    of: Callable[[RunSummary], ValueDistribution | None]
     form: str
 
-    def row(self, percentile: str) -> Row:
-        return Row(f"{self.name}, {percentile}", _part(self.of, PERCENTILES[percentile]), self.form)
+    def row(self, percentile: str) -> RunRow:
+        return RunRow(f"{self.name}, {percentile}", _part(self.of, PERCENTILES[percentile]), self.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,69 +77,69 @@ def _part(part: Callable[[RunSummary], T | None], value: Callable[[T], float]) -
 
 
 LATENCIES = (
-    Latency("TTFT s", lambda run: run.ttft_s, "{:,.3f}"),
-    Latency("TPOT ms", lambda run: run.tpot_ms, "{:,.2f}"),
-    Latency("end to end s", lambda run: run.e2e_s, "{:,.2f}"),
-    Latency("in the queue s", lambda run: run.queue_s, "{:,.3f}"),
+    LatencyRow("TTFT s", lambda run: run.ttft_s, "{:,.3f}"),
+    LatencyRow("TPOT ms", lambda run: run.tpot_ms, "{:,.2f}"),
+    LatencyRow("end to end s", lambda run: run.e2e_s, "{:,.2f}"),
+    LatencyRow("in the queue s", lambda run: run.queue_s, "{:,.3f}"),
 )
 
 COUNTS = (
-    Row("requests", lambda run: run.counts.requests, "{:,.0f}"),
-    Row("finished", lambda run: run.counts.finished, "{:,.0f}"),
-    Row("refused", lambda run: run.counts.refused, "{:,.0f}"),
-    Row("aborted", lambda run: run.counts.aborted, "{:,.0f}"),
-    Row("ended with an error", lambda run: run.counts.errors, "{:,.0f}"),
-    Row("lost with their instance", lambda run: run.counts.lost, "{:,.0f}"),
-    Row("never ended", lambda run: run.counts.unfinished, "{:,.0f}"),
+    RunRow("requests", lambda run: run.counts.requests, "{:,.0f}"),
+    RunRow("finished", lambda run: run.counts.finished, "{:,.0f}"),
+    RunRow("refused", lambda run: run.counts.refused, "{:,.0f}"),
+    RunRow("aborted", lambda run: run.counts.aborted, "{:,.0f}"),
+    RunRow("ended with an error", lambda run: run.counts.errors, "{:,.0f}"),
+    RunRow("lost with their instance", lambda run: run.counts.lost, "{:,.0f}"),
+    RunRow("never ended", lambda run: run.counts.unfinished, "{:,.0f}"),
 )
 USUAL_COUNTS = 2
 """Of `COUNTS`, those that are shown even when zero."""
 
 RATES = (
-    Row("goodput, requests/s", lambda run: run.rates.good_per_s, "{:,.2f}"),
-    Row("goodput, share of requests", lambda run: run.rates.good_share, "{:.1%}"),
-    Row("finished, requests/s", lambda run: run.rates.requests_per_s, "{:,.2f}"),
-    Row("output tokens/s", lambda run: run.rates.output_tokens_per_s, "{:,.0f}"),
-    Row("input tokens/s, cached included", lambda run: run.rates.input_tokens_per_s, "{:,.0f}"),
-    Row("prefix hit rate", lambda run: run.tokens.hit_rate, "{:.1%}"),
+    RunRow("goodput, requests/s", lambda run: run.rates.good_per_s, "{:,.2f}"),
+    RunRow("goodput, share of requests", lambda run: run.rates.good_share, "{:.1%}"),
+    RunRow("finished, requests/s", lambda run: run.rates.requests_per_s, "{:,.2f}"),
+    RunRow("output tokens/s", lambda run: run.rates.output_tokens_per_s, "{:,.0f}"),
+    RunRow("input tokens/s, cached included", lambda run: run.rates.input_tokens_per_s, "{:,.0f}"),
+    RunRow("prefix hit rate", lambda run: run.tokens.hit_rate, "{:.1%}"),
 )
 
 PRESSURE = (
-    Row("preemptions", lambda run: run.preemptions, "{:,.0f}"),
-    Row("requests preempted", lambda run: run.preempted_requests, "{:,.0f}"),
-    Row("recomputed tokens", lambda run: run.tokens.recomputed_tokens, "{:,.0f}"),
-    Row("recomputed, share of computed", lambda run: run.tokens.recomputed_share, "{:.2%}"),
-    Row("KV pool held, mean", _part(lambda run: run.ledger, lambda ledger: ledger.held_mean), "{:.1%}"),
-    Row("KV pool held, peak", _part(lambda run: run.ledger, lambda ledger: ledger.held_peak), "{:.1%}"),
-    Row("KV pool cached, mean", _part(lambda run: run.ledger, lambda ledger: ledger.cached_mean), "{:.1%}"),
-    Row("KV pool free, mean", _part(lambda run: run.ledger, lambda ledger: ledger.free_mean), "{:.1%}"),
-    Row("running an instance, mean", _part(lambda run: run.queues, lambda queues: queues.running_mean), "{:,.1f}"),
-    Row("running an instance, peak", _part(lambda run: run.queues, lambda queues: queues.running_peak), "{:,.0f}"),
-    Row("waiting an instance, mean", _part(lambda run: run.queues, lambda queues: queues.waiting_mean), "{:,.1f}"),
-    Row("waiting an instance, peak", _part(lambda run: run.queues, lambda queues: queues.waiting_peak), "{:,.0f}"),
+    RunRow("preemptions", lambda run: run.preemptions, "{:,.0f}"),
+    RunRow("requests preempted", lambda run: run.preempted_requests, "{:,.0f}"),
+    RunRow("recomputed tokens", lambda run: run.tokens.recomputed_tokens, "{:,.0f}"),
+    RunRow("recomputed, share of computed", lambda run: run.tokens.recomputed_share, "{:.2%}"),
+    RunRow("KV pool held, mean", _part(lambda run: run.ledger, lambda ledger: ledger.held_mean), "{:.1%}"),
+    RunRow("KV pool held, peak", _part(lambda run: run.ledger, lambda ledger: ledger.held_peak), "{:.1%}"),
+    RunRow("KV pool cached, mean", _part(lambda run: run.ledger, lambda ledger: ledger.cached_mean), "{:.1%}"),
+    RunRow("KV pool free, mean", _part(lambda run: run.ledger, lambda ledger: ledger.free_mean), "{:.1%}"),
+    RunRow("running an instance, mean", _part(lambda run: run.queues, lambda queues: queues.running_mean), "{:,.1f}"),
+    RunRow("running an instance, peak", _part(lambda run: run.queues, lambda queues: queues.running_peak), "{:,.0f}"),
+    RunRow("waiting an instance, mean", _part(lambda run: run.queues, lambda queues: queues.waiting_mean), "{:,.1f}"),
+    RunRow("waiting an instance, peak", _part(lambda run: run.queues, lambda queues: queues.waiting_peak), "{:,.0f}"),
 )
 
-BUSY_ALONE = (Row("busy", _part(lambda run: run.busy, lambda busy: busy.median), "{:.1%}"),)
+BUSY_ALONE = (RunRow("busy", _part(lambda run: run.busy, lambda busy: busy.median), "{:.1%}"),)
 BUSY = (
-    Row("busy, least instance", _part(lambda run: run.busy, lambda busy: busy.least), "{:.1%}"),
-    Row("busy, median instance", _part(lambda run: run.busy, lambda busy: busy.median), "{:.1%}"),
-    Row("busy, most instance", _part(lambda run: run.busy, lambda busy: busy.most), "{:.1%}"),
+    RunRow("busy, least instance", _part(lambda run: run.busy, lambda busy: busy.least), "{:.1%}"),
+    RunRow("busy, median instance", _part(lambda run: run.busy, lambda busy: busy.median), "{:.1%}"),
+    RunRow("busy, most instance", _part(lambda run: run.busy, lambda busy: busy.most), "{:.1%}"),
 )
 
 HANDOVERS = (
-    Row("hand-over s, mean", _part(lambda run: run.handover_s, lambda values: values.mean), "{:,.3f}"),
-    Row("hand-over s, p90", _part(lambda run: run.handover_s, lambda values: values.p90), "{:,.3f}"),
-    Row("of it transfer s, mean", _part(lambda run: run.transfer_s, lambda values: values.mean), "{:,.4f}"),
-    Row("of it transfer s, p90", _part(lambda run: run.transfer_s, lambda values: values.p90), "{:,.4f}"),
+    RunRow("hand-over s, mean", _part(lambda run: run.handover_s, lambda values: values.mean), "{:,.3f}"),
+    RunRow("hand-over s, p90", _part(lambda run: run.handover_s, lambda values: values.p90), "{:,.3f}"),
+    RunRow("of it transfer s, mean", _part(lambda run: run.transfer_s, lambda values: values.mean), "{:,.4f}"),
+    RunRow("of it transfer s, p90", _part(lambda run: run.transfer_s, lambda values: values.p90), "{:,.4f}"),
 )
 """Shown where there are any."""
 
 PACE = (
-    Row("span s", lambda run: run.span_s, "{:,.1f}"),
-    Row("steps", lambda run: run.steps, "{:,.0f}"),
-    Row("simulated s", lambda run: run.simulated_s, "{:,.1f}"),
-    Row("wall s", lambda run: run.wall_s, "{:,.2f}"),
-    Row("simulated ÷ wall", lambda run: run.simulated_per_wall, "{:,.1f} ×"),
+    RunRow("span s", lambda run: run.span_s, "{:,.1f}"),
+    RunRow("steps", lambda run: run.steps, "{:,.0f}"),
+    RunRow("simulated s", lambda run: run.simulated_s, "{:,.1f}"),
+    RunRow("wall s", lambda run: run.wall_s, "{:,.2f}"),
+    RunRow("simulated ÷ wall", lambda run: run.simulated_per_wall, "{:,.1f} ×"),
 )
 
 
@@ -210,7 +210,7 @@ def _role_table(label: str, runs: Sequence[RunSummary]) -> Table:
     return table
 
 
-def _sections(report: SimReport) -> Iterator[Sequence[Row]]:
+def _sections(report: SimReport) -> Iterator[Sequence[RunRow]]:
     usual, rare = COUNTS[:USUAL_COUNTS], COUNTS[USUAL_COUNTS:]
     yield (*usual, *(row for row in rare if any(map(row.value, report.runs))))
     if len(report.labels) > 1:

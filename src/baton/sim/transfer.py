@@ -15,13 +15,13 @@ import hashlib
 import random
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from baton.core.engine.plan import Int32s
-from baton.core.handover.messages import Arriving, Fenced, Handover, PeerEvent, ShipFailed, Shipped, Spoilt, Verified
+from baton.core.handover.messages import Arriving, Fenced, Handover, PeerEvent, ShipFailed, Shipped, TransferBroken, Verified
 from baton.executor.contract import KvView
 from baton.sim.faults import Fault, KvRates, log_uniform_us
 from baton.sim.laws import ALIEN_BYTES, WHOLE_KV, LawBroken
@@ -75,18 +75,28 @@ class _Fate:
     stall_us: int = 0
 
 
-class Fabric:
+class FaultyTransfers:
     """All data connections of a world: which receiver is where, and what becomes of each connection."""
 
     def __init__(self, world: World, rates: KvRates, times: KvTimes) -> None:
         self.world = world
         self.rates = rates
         self.times = times
-        self._receivers: dict[str, Receiver] = {}
-        self._senders: dict[str, Sender] = {}
+        self._receivers: dict[str, FaultyReceiver] = {}
+        self._senders: dict[str, FaultySender] = {}
 
-    def enter(self, name: str, receiver: Receiver, sender: Sender) -> None:
+    @property
+    def echo(self) -> float:
+        """Chance that a message between peers is heard twice."""
+        return self.rates.echo
+
+    def connect(self, name: str, host: Host, kv: KvView, report: Report) -> tuple[FaultyReceiver, FaultySender]:
         """A life begins."""
+        receiver, sender = FaultyReceiver(self, name, host, kv, report), FaultySender(self, name, host, kv, report)
+        self.enter(name, receiver, sender)
+        return receiver, sender
+
+    def enter(self, name: str, receiver: FaultyReceiver, sender: FaultySender) -> None:
         self._receivers[name] = receiver
         self._senders[name] = sender
 
@@ -98,7 +108,7 @@ class Fabric:
         if sender is not None:
             sender.die()
 
-    def receiver(self, name: str) -> Receiver | None:
+    def receiver(self, name: str) -> FaultyReceiver | None:
         return self._receivers.get(name)
 
     def heal(self) -> None:
@@ -145,10 +155,10 @@ class _Inflow:
     """Nothing of it is read or written any more."""
 
 
-class Receiver:
+class FaultyReceiver:
     """The taker's end, in one life of an instance."""
 
-    def __init__(self, fabric: Fabric, name: str, host: Host, kv: KvView, report: Report) -> None:
+    def __init__(self, fabric: FaultyTransfers, name: str, host: Host, kv: KvView, report: Report) -> None:
         self.host = host
         self.life = host.lives
         self._fabric = fabric
@@ -176,7 +186,7 @@ class Receiver:
     def verify(self, handover: Handover, checks: bytes) -> None:
         inflow = self._inflows.get(handover)
         if inflow is None:
-            self._later(0, self._report, Spoilt(handover, "nothing of the kind was expected"))
+            self._later(0, self._report, TransferBroken(handover, "nothing of the kind was expected"))
             return
         inflow.checks = checks
         self._verify_if_whole(inflow)
@@ -265,7 +275,7 @@ class Receiver:
 
     def _spoil(self, inflow: _Inflow, reason: str) -> None:
         if not inflow.over:
-            self._report(Spoilt(inflow.handover, reason))
+            self._report(TransferBroken(inflow.handover, reason))
 
     def _fenced(self, inflow: _Inflow) -> None:
         self._end(inflow)
@@ -293,7 +303,9 @@ Piece = tuple[int, int, bytes | None, int | None]
 class _Outflow:
     """One hand-over at its giver."""
 
-    def __init__(self, sender: Sender, handover: Handover, token: bytes, first: int, blocks: list[int], fate: _Fate) -> None:
+    def __init__(
+        self, sender: FaultySender, handover: Handover, token: bytes, first: int, blocks: list[int], fate: _Fate
+    ) -> None:
         self.sender = sender
         self.handover = handover
         self.token = token
@@ -301,7 +313,7 @@ class _Outflow:
         self.blocks = blocks
         self.fate = fate
         self.inflow: _Inflow | None = None
-        self.receiver: Receiver | None = None
+        self.receiver: FaultyReceiver | None = None
         self.connected = False
         self.over = False
         """Fenced, or failed."""
@@ -328,10 +340,10 @@ class _Outflow:
             self.sender.forget(self)
 
 
-class Sender:
+class FaultySender:
     """The giver's end, in one life of an instance."""
 
-    def __init__(self, fabric: Fabric, name: str, host: Host, kv: KvView, report: Report) -> None:
+    def __init__(self, fabric: FaultyTransfers, name: str, host: Host, kv: KvView, report: Report) -> None:
         self.host = host
         self.life = host.lives
         self._fabric = fabric
@@ -397,6 +409,10 @@ class Sender:
     def awaits(self, step: int) -> bool:
         return any(step in outflow.computing for outflow in self._outflows.values())
 
+    def layers_us(self, takes_us: int) -> Sequence[int]:
+        layers = len(self._kv.layers)
+        return [takes_us * (layer + 1) // (layers + 1) for layer in range(layers)]
+
     def layer_done(self, step: int, layer: int) -> None:
         for outflow in tuple(self._outflows.values()):
             ranges = outflow.computing.get(step)
@@ -425,7 +441,7 @@ class Sender:
                     outflow.receiver.spoil(outflow.inflow, "the giver is gone")
         self._outflows.clear()
 
-    def _knock(self, outflow: _Outflow, receiver: Receiver) -> None:
+    def _knock(self, outflow: _Outflow, receiver: FaultyReceiver) -> None:
         """At the taker."""
         answered = receiver.connect(outflow)
         self.host.world.after(self._fabric.times.delay_us, _on, self, self._answered, outflow, answered)
@@ -527,7 +543,7 @@ class Sender:
             self._tell_taker(outflow, outflow.inflow, "connection broken")
 
 
-def _on(end: Receiver | Sender, act: Callable[..., None], *arguments: object) -> None:
+def _on(end: FaultyReceiver | FaultySender, act: Callable[..., None], *arguments: object) -> None:
     """At one end of a connection, if that life of it still lasts."""
     if end.life == end.host.lives:
         end.host.run(act, *arguments)

@@ -8,17 +8,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from baton.sim.faults import Fault, Rates, log_uniform_us
-from baton.sim.gate import Gate
+from baton.core.routing.events import Join
+from baton.sim.faults import Fault, FaultRates, log_uniform_us
+from baton.sim.gate import RouterHost
 from baton.sim.laws import FENCED, LawBroken
+from baton.sim.lines import Lines
 from baton.sim.member import ROUTER, join_of
-from baton.sim.network import Network
-from baton.sim.seats import Seat
-from baton.sim.strangers import OldLife, forged, forged_by_a_member
+from baton.sim.seats import InstanceHost
+from baton.sim.strangers import ZombieInstance, forged, forged_by_a_member
 from baton.sim.world import World
-from baton.wire.instance_sessions import Relay, RelayOut
-from baton.wire.link import LinkConfig
-from baton.wire.router_messages import Join
+from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 BY_MEMBER_SHARE = 0.3
 BY_ROUTER_SHARE = 0.5
@@ -27,19 +26,18 @@ NOTICED_US = 1_000
 """A machine says within so long that a process is gone."""
 
 
-class Upheaval:
+class RouterFaults:
     def __init__(
-        self, world: World, network: Network, gate: Gate, seats: Sequence[Seat], rates: Rates, span_us: int, link: LinkConfig
+        self, world: World, lines: Lines, gate: RouterHost, seats: Sequence[InstanceHost], rates: FaultRates, span_us: int
     ) -> None:
         self._world = world
-        self._network = network
+        self._lines = lines
         self._gate = gate
         self._seats = seats
         self._rates = rates
         self._span_us = span_us
-        self._link = link
         self._over = False
-        self._old_lives: list[OldLife] = []
+        self._old_lives: list[ZombieInstance] = []
         self._resets = world.stream("upheaval resets")
         self._downs = world.stream("upheaval downs")
         for seat in seats:
@@ -48,7 +46,7 @@ class Upheaval:
 
     def unleash(self) -> None:
         rates = self._rates
-        kinds: tuple[tuple[str, int, Callable[[random.Random, Seat], None]], ...] = (
+        kinds: tuple[tuple[str, int, Callable[[random.Random, InstanceHost], None]], ...] = (
             ("router-crash", rates.router_crashes, self._crash_gate),
             ("router-pause", rates.router_pauses, self._pause_gate),
             ("old-life", rates.old_lives, self._old_life),
@@ -71,7 +69,7 @@ class Upheaval:
             else:
                 seat.boot()
 
-    def relays(self) -> list[Relay]:
+    def relays(self) -> list[InstanceSessions]:
         return [old.relay for old in self._old_lives]
 
     def heal(self) -> None:
@@ -84,19 +82,19 @@ class Upheaval:
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _join_late(self, seat: Seat) -> None:
+    def _join_late(self, seat: InstanceHost) -> None:
         if seat.instance is None and not self._over:
             self._world.fire(Fault.LATE_JOIN, seat.name)
             seat.boot()
 
-    def _told(self, seat: Seat, out: RelayOut) -> None:
+    def _told(self, seat: InstanceHost, out: SessionEffects) -> None:
         if out.fenced is not None:
             raise LawBroken(FENCED, f"{seat.name} was fenced, and no later life of it has ever been: {out.fenced}")
         if out.drain:
             self._world.fire(Fault.DRAINED, seat.name)
             seat.restart_when_idle(self._downs.randrange(1_000, 200_000))
 
-    def _drain(self, stream: random.Random, seat: Seat) -> None:
+    def _drain(self, stream: random.Random, seat: InstanceHost) -> None:
         if self._over or seat.member is None or not seat.member.serves or seat.member.drains:
             return
         if stream.random() < BY_ROUTER_SHARE:
@@ -106,31 +104,31 @@ class Upheaval:
             seat.leave()
             seat.restart_when_idle(stream.randrange(1_000, 200_000))
 
-    def _stall(self, stream: random.Random, seat: Seat) -> None:
+    def _stall(self, stream: random.Random, seat: InstanceHost) -> None:
         if self._over or seat.host.paused or seat.instance is None or seat.member is None:
             return
         self._world.fire(Fault.ENGINE_STALL, seat.name)
         seat.stall()
         self._world.after(log_uniform_us(stream, 20_000, 1_800_000), self._wake, seat, seat.host.lives)
 
-    def _wake(self, seat: Seat, life: int) -> None:
+    def _wake(self, seat: InstanceHost, life: int) -> None:
         if seat.host.paused and seat.host.lives == life:
             seat.resume()
 
-    def _cut_off(self, seat: Seat, session: int | None) -> None:
+    def _cut_off(self, seat: InstanceHost, session: int | None) -> None:
         """An instance is gone. Where its machine lives on, the router is told at once."""
         if not self._over and self._resets.random() < self._rates.resets and session is not None:
             self._gate.host.after(self._resets.randrange(NOTICED_US), self._reset_door, seat.number, session)
 
     def _reset_door(self, number: int, session: int) -> None:
         door = self._gate.doors[number]
-        if door.session is not None and door.line.link.session == session:
+        if door.session is not None and door.line.session == session:
             self._world.fire(Fault.RESET, ROUTER)
         door.line.reset(session, "connection reset")
 
     # ── the router ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _crash_gate(self, stream: random.Random, _seat: Seat) -> None:
+    def _crash_gate(self, stream: random.Random, _seat: InstanceHost) -> None:
         if self._over or not self._gate.host.up:
             return
         self._world.fire(Fault.ROUTER_CRASH, ROUTER)
@@ -139,12 +137,12 @@ class Upheaval:
         for seat in self._seats:
             seat.trouble(down_us, of_router=True)
             if tells and seat.member is not None and seat.line is not None:
-                session = seat.line.link.session
+                session = seat.line.session
                 seat.front.after(stream.randrange(NOTICED_US), seat.line.reset, session, "connection reset")
         self._gate.crash()
         self._world.after(down_us, self._gate.boot_if_down)
 
-    def _pause_gate(self, stream: random.Random, _seat: Seat) -> None:
+    def _pause_gate(self, stream: random.Random, _seat: InstanceHost) -> None:
         if self._over or self._gate.host.paused or not self._gate.host.up:
             return
         self._world.fire(Fault.ROUTER_PAUSE, ROUTER)
@@ -162,18 +160,18 @@ class Upheaval:
 
     # ── strangers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _old_life(self, stream: random.Random, seat: Seat) -> None:
+    def _old_life(self, stream: random.Random, seat: InstanceHost) -> None:
         """While the present life is a member, or there is no router: then it may be the first that the next one meets."""
         join = self._join_of(seat)
         known = seat.member is not None and seat.member.serves
         if self._over or join is None or (self._gate.host.up and not known):
             return
         number = len(self._seats) + len(self._old_lives)
-        old = OldLife(self._world, self._network, self._gate, _before(join, stream.random() < 0.5), number, self._link)
+        old = ZombieInstance(self._world, self._lines, self._gate, _before(join, stream.random() < 0.5), number)
         self._old_lives.append(old)
         old.come_back()
 
-    def _forge(self, stream: random.Random, seat: Seat) -> None:
+    def _forge(self, stream: random.Random, seat: InstanceHost) -> None:
         join, door = self._join_of(seat), self._gate.doors[seat.number]
         if self._over or join is None or seat.member is None or not seat.member.serves or door.session is None:
             return
@@ -183,7 +181,7 @@ class Upheaval:
         else:
             self._gate.host.run(self._forge_as_stranger, seat.name, forged(stream, join))
 
-    def _forge_as_member(self, stream: random.Random, seat: Seat) -> None:
+    def _forge_as_member(self, stream: random.Random, seat: InstanceHost) -> None:
         door = self._gate.doors[seat.number]
         if door.session is not None and self._gate.knows(seat.name):
             self._world.fire(Fault.FORGED_BY_MEMBER, seat.name)
@@ -194,7 +192,7 @@ class Upheaval:
             self._world.fire(Fault.FORGED, ROUTER)
             self._gate.strangers(frames)
 
-    def _join_of(self, seat: Seat) -> Join | None:
+    def _join_of(self, seat: InstanceHost) -> Join | None:
         life = seat.instance
         return None if life is None or life.worker is None else join_of(life, seat.role)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.core.errors import BatonError
-from baton.sim.cluster import Call
+from baton.sim.cluster import PlannedRequest
 
 CALLS_MAX = 1_000_000
 # What a random stream is for, so that no two uses of one seed ever draw the same stream.
@@ -23,7 +23,7 @@ class BadWorkload(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Synthetic:
+class SyntheticLoad:
     """Conversations of equal rounds; a plain request is a conversation of one."""
 
     conversations: int
@@ -61,17 +61,17 @@ class Synthetic:
         """The last round's prompt, which has all former rounds before it, and what that round declares."""
         return self.rounds * self.input_tokens + (self.rounds - 1) * self.output_tokens + self.declared_tokens
 
-    def calls(self, seed: int) -> list[Call]:
+    def calls(self, seed: int) -> list[PlannedRequest]:
         """Conversation after conversation, each with its rounds in order."""
         arrivals = poisson_us(self.rate_per_s, seed) if self.rate_per_s is not None else None
-        made: list[Call] = []
+        made: list[PlannedRequest] = []
         for conversation in range(self.conversations):
             at_us = next(arrivals) if arrivals is not None else None
             made.extend(self._call(conversation, number, at_us) for number in range(self.rounds))
         return made
 
-    def _call(self, conversation: int, number: int, at_us: int | None) -> Call:
-        return Call(
+    def _call(self, conversation: int, number: int, at_us: int | None) -> PlannedRequest:
+        return PlannedRequest(
             at_us=at_us if number == 0 else None,
             input_tokens=self.input_tokens,
             output_tokens=self.output_tokens,

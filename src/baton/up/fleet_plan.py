@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from baton.core.errors import BatonError
+from baton.core.setting import Panel, Setting, Unit
+from baton.node.settings import DEFAULT_MODEL, Model
 
 LOOPBACK = "127.0.0.1"
 INSTANCES_MAX = 64
@@ -18,12 +21,27 @@ SERVING_ROLES = ("decode", "mixed")
 """Roles that a router can send a request to."""
 
 
+def _fleet(
+    name: str,
+    text: str,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    unit: Unit = Unit.AS_IS,
+    is_optional: bool = False,
+    is_flag: bool = False,
+) -> Setting:
+    return Setting(
+        name, Panel.FLEET, text, least, most, unit=unit, is_optional=is_optional, is_flag=is_flag, has_variable=False
+    )
+
+
 class BadFleet(BatonError):
     """A fleet that could never serve; the message names the options."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
+class RouterPorts:
     """Where a router listens. Zero in a plan: any free one."""
 
     http: int
@@ -31,7 +49,7 @@ class Ports:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PlannedProcess:
     """An instance of the fleet."""
 
     name: str
@@ -40,20 +58,35 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    model: str
-    prefill: int = 0
-    decode: int = 0
-    mixed: int = 0
+    model: Model = DEFAULT_MODEL
+    prefill: Annotated[int, _fleet("prefill", "Instances that prefill for those that decode.", 0)] = 0
+    decode: Annotated[int, _fleet("decode", "Instances that decode.", 0)] = 0
+    mixed: Annotated[
+        int, _fleet("mixed", "Instances that do both. Default: 1 where there are no others.", 0, is_optional=True)
+    ] = 0
     serve_options: tuple[str, ...] = ()
     router_options: tuple[str, ...] = ()
-    router_port: int = 8000
-    threads: int | None = None
-    """Of each instance; None shares the cores out."""
-    demo: bool = False
+    router_port: Annotated[
+        int, _fleet("router-port", "Port of the API and the dashboard; 0 picks a free one.", 0, 65535)
+    ] = 8000
+    demo: Annotated[bool, _fleet("demo", "One that prefills, two that decode, and a button to kill one.", is_flag=True)] = (
+        False
+    )
+    threads: Annotated[
+        int | None, _fleet("threads", "CPU threads of each instance. Default: its share of the cores.", 1)
+    ] = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """They go to all of them in the environment: everybody on the machine can read command lines."""
-    drain_timeout_s: float = 30.0
-    restart_delay_us_max: int = 10_000_000
+    drain_timeout_s: Annotated[
+        float, _fleet("drain-timeout", "Seconds that open requests get to finish after Ctrl-C.", 0)
+    ] = 30.0
+    restart_delay_us_max: Annotated[
+        int,
+        _fleet(
+            "restart-delay-max", "Longest pause in seconds before a process that keeps ending starts again.", 0,
+            unit=Unit.SECONDS,
+        ),
+    ] = 10_000_000  # fmt: skip
     admin_key: str | None = field(default=None, repr=False)
     """It goes the same way."""
     kv_store: str | None = field(default=None, repr=False)
@@ -73,16 +106,16 @@ class FleetPlan:
             raise BadFleet(f"that is more than {INSTANCES_MAX} instances on one machine")
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[PlannedProcess, ...]:
         counts = zip(ROLES, (self.prefill, self.decode, self.mixed), strict=True)
-        return tuple(Member(f"{role}-{number}", role) for role, count in counts for number in range(1, count + 1))
+        return tuple(PlannedProcess(f"{role}-{number}", role) for role, count in counts for number in range(1, count + 1))
 
-    def router_command(self, ports: Ports) -> list[str]:
+    def router_command(self, ports: RouterPorts) -> list[str]:
         listens = ("--port", str(ports.http), "--join-port", str(ports.join))
         demo = ("--demo",) if self.demo else ()
         return [*_BATON, "router", self.model, *listens, *demo, *self._drain, *self.router_options]
 
-    def member_command(self, member: Member, join: str, cores: int) -> list[str]:
+    def member_command(self, member: PlannedProcess, join: str, cores: int) -> list[str]:
         place = ("--role", member.role, "--name", member.name, "--router", join, "--port", "0")
         peers = ("--peer-port", "0") if member.role == "prefill" else ()
         threads = ("--threads", str(self.threads or max(1, cores // len(self.members))))

@@ -21,7 +21,7 @@ _MOMENT = re.compile(r"^\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d{3} ")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-class LineCutter:
+class LineSplitter:
     """Bytes in, whole lines out, however they were cut on the way. A line beyond the limit comes in pieces."""
 
     def __init__(self, bytes_max: int = LINE_BYTES_MAX) -> None:
@@ -50,7 +50,7 @@ def _shorter(moment: re.Match[str]) -> str:
     return f"{moment[1]} "
 
 
-class FleetLog:
+class MergedLog:
     """Use as a context: inside, a thread of its own writes."""
 
     def __init__(self, names: tuple[str, ...], out: TextIO | None = None, colours: bool | None = None) -> None:
@@ -62,7 +62,7 @@ class FleetLog:
         self._dropped = 0
         self._writer = threading.Thread(target=self._write_all, name="baton-up-log", daemon=True)
 
-    def __enter__(self) -> FleetLog:
+    def __enter__(self) -> MergedLog:
         self._writer.start()
         return self
 

@@ -19,7 +19,7 @@ EXIT_USAGE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RestartAfter:
     at_us: int
 
 
@@ -30,7 +30,7 @@ class GiveUp:
 
 
 @dataclass(slots=True)
-class Restarts:
+class RestartPolicy:
     """The lives of one process."""
 
     delay_us_max: int = 10_000_000
@@ -52,7 +52,7 @@ class Restarts:
         self._ready_us = now_us
         self._failed_starts = 0
 
-    def ended(self, code: int, now_us: int) -> Again | GiveUp:
+    def ended(self, code: int, now_us: int) -> RestartAfter | GiveUp:
         if self._ready_us is None:
             self._failed_starts += 1
             if self._failed_starts >= FAILED_STARTS_MAX or code == EXIT_USAGE:
@@ -62,7 +62,7 @@ class Restarts:
         self._ready_us = None
         at_us = now_us + self._delay_us()
         self._short_lives += 1
-        return Again(at_us)
+        return RestartAfter(at_us)
 
     def _delay_us(self) -> int:
         """None before the first restart; from then on it doubles."""

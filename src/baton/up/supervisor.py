@@ -26,9 +26,9 @@ import msgspec
 
 from baton.api.auth import secret_of
 from baton.node.parent_process import bound_to
-from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, Member, Ports
-from baton.up.merged_log import FleetLog, LineCutter
-from baton.up.restarts import Again, GiveUp, Restarts
+from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, PlannedProcess, RouterPorts
+from baton.up.merged_log import LineSplitter, MergedLog
+from baton.up.restarts import GiveUp, RestartAfter, RestartPolicy
 
 ROUTER = "router"
 KEY_VARIABLE, API_KEYS_VARIABLE, ADMIN_KEY_VARIABLE = "BATON_CLUSTER_KEY", "BATON_API_KEY", "BATON_ADMIN_KEY"
@@ -53,13 +53,13 @@ _NOISE = re.compile(r"^(loading |talk to it with|ask it through|instances join a
 
 
 @dataclass(slots=True)
-class Post:
+class SupervisedProcess:
     """A place in the fleet, and the process that fills it now."""
 
     name: str
     serves: bool
     command: Callable[[], list[str]]
-    restarts: Restarts
+    restarts: RestartPolicy
     process: asyncio.subprocess.Process | None = None
     given_up: bool = False
     said: deque[str] = field(default_factory=lambda: deque(maxlen=HELD_LINES_MAX))
@@ -72,7 +72,7 @@ class Post:
 
 
 class Supervisor:
-    def __init__(self, plan: FleetPlan, log: FleetLog, cores: int) -> None:
+    def __init__(self, plan: FleetPlan, log: MergedLog, cores: int) -> None:
         self._plan = plan
         self._log = log
         self._cores = cores
@@ -84,7 +84,7 @@ class Supervisor:
         self._environment[STORE_VARIABLE] = plan.kv_store or ""  # empty is none, also where our own environment names one
         self._environment.pop(CONFIG_VARIABLE, None)
         self._bound = bound_to(os.getpid())
-        self._ports = Ports(plan.router_port)
+        self._ports = RouterPorts(plan.router_port)
         self._join = self._served = ""
         self.url = ""
         """Of the API, when the router is up."""
@@ -96,10 +96,10 @@ class Supervisor:
         """Something changed that may end a wait."""
         self._readers: set[asyncio.Task[None]] = set()
 
-    def _post(self, name: str, serves: bool, command: Callable[[], list[str]]) -> Post:
-        return Post(name, serves, command, Restarts(self._plan.restart_delay_us_max))
+    def _post(self, name: str, serves: bool, command: Callable[[], list[str]]) -> SupervisedProcess:
+        return SupervisedProcess(name, serves, command, RestartPolicy(self._plan.restart_delay_us_max))
 
-    def _member_post(self, member: Member) -> Post:
+    def _member_post(self, member: PlannedProcess) -> SupervisedProcess:
         return self._post(
             member.name,
             member.role in SERVING_ROLES,
@@ -217,7 +217,7 @@ class Supervisor:
 
     # ── one process ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _start(self, post: Post) -> None:
+    def _start(self, post: SupervisedProcess) -> None:
         post.keeping = asyncio.create_task(self._keep(post))
         post.keeping.add_done_callback(self._on_keeper_end)
 
@@ -227,7 +227,7 @@ class Supervisor:
             self._log.say(f"baton up: {type(error).__name__}: {error}")
             self.stop()
 
-    async def _keep(self, post: Post) -> None:
+    async def _keep(self, post: SupervisedProcess) -> None:
         """Life after life."""
         while not self._stopping.is_set():
             code = await self._live(post)
@@ -243,14 +243,14 @@ class Supervisor:
                 return
             await self._pause(post, code, verdict)
 
-    async def _pause(self, post: Post, code: int, verdict: Again) -> None:
+    async def _pause(self, post: SupervisedProcess, code: int, verdict: RestartAfter) -> None:
         delay_s = max(0.0, (verdict.at_us - _now_us()) / 1e6)
         when = f"in {delay_s:.1f} s" if delay_s > 0.05 else "now"
         self._log.note(post.name, f"{_ending(code)}; started again {when}")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), delay_s)
 
-    async def _live(self, post: Post) -> int:
+    async def _live(self, post: SupervisedProcess) -> int:
         """One life; its exit code."""
         post.said.clear()
         post.restarts.started()
@@ -281,17 +281,17 @@ class Supervisor:
             preexec_fn=self._bound,
         )
 
-    async def _read(self, post: Post, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, post: SupervisedProcess, process: asyncio.subprocess.Process) -> None:
         if process.stdout is None:
             raise RuntimeError(f"{post.name} was started without a pipe to read")
-        cutter = LineCutter()
+        cutter = LineSplitter()
         while piece := await process.stdout.read(READ_BYTES):
             for line in cutter.feed(piece):
                 self._hear(post, process, line)
         for line in cutter.close():
             self._hear(post, process, line)
 
-    def _hear(self, post: Post, process: asyncio.subprocess.Process, line: str) -> None:
+    def _hear(self, post: SupervisedProcess, process: asyncio.subprocess.Process, line: str) -> None:
         if post.is_up or process is not post.process:
             if _NOISE.match(line) is None and not self._is_parting(post, line):
                 self._log.line(post.name, line)
@@ -302,7 +302,7 @@ class Supervisor:
         elif _SERVED.search(line):
             self._is_ready(post)
 
-    def _is_parting(self, post: Post, line: str) -> bool:
+    def _is_parting(self, post: SupervisedProcess, line: str) -> bool:
         """When all are told to stop, what instances say of the others' going is no news."""
         return self._stopping.is_set() and post is not self._router and " ERROR " not in line
 
@@ -313,10 +313,10 @@ class Supervisor:
             self._served, self.url = found[1], found[2]
         heard = "\n".join(self._router.said)
         if _SERVED.search(heard) and _JOIN.search(heard):
-            self._ports = Ports(int(self.url.rpartition(":")[2]), int(self._join.rpartition(":")[2]))
+            self._ports = RouterPorts(int(self.url.rpartition(":")[2]), int(self._join.rpartition(":")[2]))
             self._is_ready(self._router)
 
-    def _is_ready(self, post: Post) -> None:
+    def _is_ready(self, post: SupervisedProcess) -> None:
         for line in post.said:
             if " WARNING " in line or " ERROR " in line:
                 self._log.line(post.name, line)
@@ -327,7 +327,7 @@ class Supervisor:
         self._log.note(post.name, f"ready (pid {pid}{again})")
         self._news.set()
 
-    def _explain(self, post: Post) -> None:
+    def _explain(self, post: SupervisedProcess) -> None:
         """What an unready process said before it ended."""
         for line in post.said:
             self._log.line(post.name, line)

@@ -33,7 +33,7 @@ _LAYOUT_CHARS = 16
 """Of the layout's digest in a name: enough to keep models apart; the envelope has all of it."""
 
 
-class Flaw(StrEnum):
+class EnvelopeFlaw(StrEnum):
     """Why what was stored is not used."""
 
     TORN = "torn"
@@ -48,7 +48,7 @@ class Flaw(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Opened:
+class OpenedEnvelope:
     """A sound envelope; `payload` is a view into what was opened."""
 
     key: bytes
@@ -79,30 +79,30 @@ def stamp(key: bytes, layout: bytes, whole: memoryview) -> None:
     whole[_FIELDS.size : HEADER_BYTES] = _check(whole)
 
 
-def unseal(key: bytes, layout: bytes, data: memoryview) -> memoryview | Flaw:
+def unseal(key: bytes, layout: bytes, data: memoryview) -> memoryview | EnvelopeFlaw:
     """The block's bytes, as a view into `data`, if this is a sound envelope of this very block."""
     opened = open_any(data)
-    if isinstance(opened, Flaw):
+    if isinstance(opened, EnvelopeFlaw):
         return opened
     if opened.layout != layout:
-        return Flaw.OTHER_LAYOUT
-    return opened.payload if opened.key == key else Flaw.OTHER_KEY
+        return EnvelopeFlaw.OTHER_LAYOUT
+    return opened.payload if opened.key == key else EnvelopeFlaw.OTHER_KEY
 
 
-def open_any(data: memoryview) -> Opened | Flaw:
+def open_any(data: memoryview) -> OpenedEnvelope | EnvelopeFlaw:
     """Whatever block this is: for those who look after a store without knowing what ought to be in it."""
     if len(data) < HEADER_BYTES:
-        return Flaw.TORN
+        return EnvelopeFlaw.TORN
     magic, version, key, layout, length = _FIELDS.unpack_from(data)
     if magic != _MAGIC:
-        return Flaw.FOREIGN
+        return EnvelopeFlaw.FOREIGN
     if version != VERSION:
-        return Flaw.VERSION
+        return EnvelopeFlaw.VERSION
     if length != len(data) - HEADER_BYTES:
-        return Flaw.TORN
+        return EnvelopeFlaw.TORN
     if data[_FIELDS.size : HEADER_BYTES] != _check(data):
-        return Flaw.CHECKSUM
-    return Opened(key, layout, data[HEADER_BYTES:])
+        return EnvelopeFlaw.CHECKSUM
+    return OpenedEnvelope(key, layout, data[HEADER_BYTES:])
 
 
 def _check(whole: memoryview) -> bytes:

@@ -6,97 +6,29 @@ token, a negative count, serials given twice) is a WireError here and nothing el
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
-import msgspec
-
+from baton.core.engine.change_journal import CachedKeysChanged
+from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import KEY_BYTES
-from baton.core.engine.records import Bill
 from baton.core.engine.request import Submission
-from baton.core.routing.events import ChoiceEnd, Facts, HeldChoice, Instance, Ledger, Leg, Names, PhaseNote, Sign
-from baton.wire.bounds import INT32_MAX, INT63_MAX
-from baton.wire.engine_messages import (
-    LogprobLine,
-    WireBill,
-    WireEnded,
-    WireError,
-    WireGauges,
-    WireLogprobs,
-    fault_of,
-    logprob_lines,
-    numbers,
-    tokens_of,
-)
-from baton.wire.router_messages import Beat, HeldGroup, HeldLine, Join, check_tokens, checked_group
+from baton.core.routing.events import Heartbeat, HeldChoice, Join, PhaseReport
+from baton.core.routing.identity import ChoiceAttempt
+from baton.wire.engine_messages import LogprobLine, WireError, logprob_lines, numbers, tokens_of
+from baton.wire.router_messages import HeartbeatMessage, HeldChoiceMessage, HeldGroup, check_group, check_tokens
 
 
-def facts_of(join: Join) -> Facts:
-    return Facts(
-        name=Instance(join.name),
-        incarnation=join.incarnation,
-        role=join.role,
-        fingerprint=join.fingerprint,
-        url=join.url,
-        peer_address=join.peer_address,
-        slots=join.slots,
-        blocks=join.blocks,
-        block_size=join.block_size,
-        context_tokens=join.context_tokens,
-        vocabulary=join.vocabulary,
-        pid=join.pid,
-    )
-
-
-def sign_of(beat: Beat, places: Mapping[int, tuple[Leg, int]]) -> Sign:
+def sign_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) -> Heartbeat:
     """`places`: by serial, where a request is in the router's book; notes of others are left out."""
-    names = Names(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
+    names = CachedKeysChanged(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
     notes = tuple(
-        PhaseNote(*places[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in places
+        PhaseReport(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
     )  # fmt: skip
-    return Sign(_ledger_of(beat.gauges), beat.engine_silent_us, beat.computing, names, notes)
+    return Heartbeat(beat.gauges, beat.engine_silent_us, beat.computing, names, notes)
 
 
 def _keys(data: bytes) -> tuple[bytes, ...]:
     return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES))
-
-
-def _ledger_of(item: WireGauges) -> Ledger:
-    told = (*msgspec.structs.astuple(item), *msgspec.structs.astuple(item.storage))
-    numbers = [number for number in told if isinstance(number, int | float)]
-    if not all(0 <= number <= INT63_MAX for number in numbers) or not math.isfinite(item.reserve_ratio):
-        raise WireError("gauges that no engine can have")
-    if not 0 <= item.handovers.made <= INT63_MAX:
-        raise WireError(f"{item.handovers.made} hand-overs")
-    return Ledger(
-        running=item.running,
-        waiting=item.waiting,
-        free=item.free_blocks,
-        evictable=item.evictable_blocks,
-        used=item.running_blocks,
-        leased=item.leased_blocks,
-        receiving=item.receiving_blocks,
-        leaving=item.leaving_blocks,
-        host_blocks=item.storage.host_rows,
-        host_used=item.storage.host_used,
-        steps=item.steps,
-        preemptions=item.preemptions_for_others + item.preemptions_of_self,
-        handovers=item.handovers.made,
-        prefix_queries=item.prefix_queries,
-        prefix_hits=item.prefix_hits,
-    )
-
-
-def end_of(item: WireEnded) -> ChoiceEnd:
-    if not 0 <= item.generated_tokens <= INT32_MAX:
-        raise WireError(f"an end after {item.generated_tokens} tokens")
-    return ChoiceEnd(item.reason, item.generated_tokens, _bill_of(item.bill), fault_of(item.fault))
-
-
-def _bill_of(item: WireBill) -> Bill:
-    if not all(0 <= number <= INT63_MAX for number in msgspec.structs.astuple(item)):
-        raise WireError("a bill with a number that nothing can cost")
-    return Bill(**msgspec.structs.asdict(item))
 
 
 def tokens_left(submission: Submission, context_tokens: int) -> int:
@@ -110,14 +42,15 @@ def tokens_left(submission: Submission, context_tokens: int) -> int:
 
 
 def held_of(message: HeldGroup, join: Join) -> list[HeldChoice]:
-    group = checked_group(message.group, join.vocabulary)
+    group = message.group
+    check_group(group, join.vocabulary)
     places = [line.place for line in message.lines]
     if len(frozenset(places)) != len(places) or max(places, default=0) >= len(group):
         raise WireError(f"a group of {len(group)} is held at the places {places[:8]}")
     return [_held_choice(message, line, group[line.place], join) for line in message.lines]
 
 
-def _held_choice(message: HeldGroup, line: HeldLine, submission: Submission, join: Join) -> HeldChoice:
+def _held_choice(message: HeldGroup, line: HeldChoiceMessage, submission: Submission, join: Join) -> HeldChoice:
     tokens = tokens_of(line.tokens)
     check_tokens(tokens, join.vocabulary)
     counts = numbers(line.counts)
@@ -135,12 +68,12 @@ def _held_choice(message: HeldGroup, line: HeldLine, submission: Submission, joi
         origin=message.origin,
         tokens=tuple(tokens.tolist()),
         extras=_extras(line, counts, join.vocabulary) if submission.sampling.logprobs is not None else (),
-        cached_tokens=checked_cached(line.cached_tokens),
-        end=None if line.ended is None else end_of(line.ended),
+        cached_tokens=line.cached_tokens,
+        end=line.ended,
     )
 
 
-def _extras(line: HeldLine, counts: list[int], vocabulary: int) -> tuple[object, ...]:
+def _extras(line: HeldChoiceMessage, counts: list[int], vocabulary: int) -> tuple[object, ...]:
     if not line.logprobs:
         return ()  # an executor may have none
     rows: list[list[LogprobLine]] = [[] for _ in counts]
@@ -153,13 +86,7 @@ def _extras(line: HeldLine, counts: list[int], vocabulary: int) -> tuple[object,
     return tuple(item for row in rows for item in row)
 
 
-def checked_cached(cached_tokens: int | None) -> int | None:
-    if cached_tokens is not None and not 0 <= cached_tokens <= INT32_MAX:
-        raise WireError(f"{cached_tokens} cached tokens")
-    return cached_tokens
-
-
-def checked_lines(item: WireLogprobs, count: int, vocabulary: int) -> list[LogprobLine]:
+def checked_lines(item: Logprobs, count: int, vocabulary: int) -> list[LogprobLine]:
     lines = logprob_lines(item)
     check_lines(lines, count, vocabulary)
     return lines

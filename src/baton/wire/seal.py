@@ -92,13 +92,13 @@ class SealClosed(BatonError):
     """A frame was given to a connection that is not open."""
 
 
-class Side(Enum):
+class SealSide(Enum):
     CONNECTOR = 1
     ACCEPTOR = 2
 
     @property
-    def other(self) -> Side:
-        return Side.ACCEPTOR if self is Side.CONNECTOR else Side.CONNECTOR
+    def other(self) -> SealSide:
+        return SealSide.ACCEPTOR if self is SealSide.CONNECTOR else SealSide.CONNECTOR
 
 
 class SealState(Enum):
@@ -118,7 +118,7 @@ class _Peer(NamedTuple):
 class Seal:
     """One connection, as one side sees it; made with `connect` or `accept`."""
 
-    def __init__(self, side: Side, key: bytes, name: str, nonce: bytes, frame_bytes_max: int) -> None:
+    def __init__(self, side: SealSide, key: bytes, name: str, nonce: bytes, frame_bytes_max: int) -> None:
         if len(key) < KEY_BYTES_MIN:
             raise BadConfig(f"the cluster key has {len(key)} bytes; it needs at least {KEY_BYTES_MIN}")
         if len(nonce) != NONCE_BYTES:
@@ -138,15 +138,15 @@ class Seal:
         self._sealed = self._opened = 0
         """Frames sent and taken."""
         self._buffer = bytearray()
-        self._outgoing = self._hello if side is Side.CONNECTOR else b""
+        self._outgoing = self._hello if side is SealSide.CONNECTOR else b""
 
     @classmethod
     def connect(cls, key: bytes, name: str, nonce: bytes, frame_bytes_max: int = PACKET_BYTES_MAX) -> Seal:
-        return cls(Side.CONNECTOR, key, name, nonce, frame_bytes_max)
+        return cls(SealSide.CONNECTOR, key, name, nonce, frame_bytes_max)
 
     @classmethod
     def accept(cls, key: bytes, name: str, nonce: bytes, frame_bytes_max: int = PACKET_BYTES_MAX) -> Seal:
-        return cls(Side.ACCEPTOR, key, name, nonce, frame_bytes_max)
+        return cls(SealSide.ACCEPTOR, key, name, nonce, frame_bytes_max)
 
     @property
     def state(self) -> SealState:
@@ -240,7 +240,7 @@ class Seal:
             raise SealBroken(SealFault.SAME_NAME, f"both sides are called {self._name!r}")
         self._peer = peer
         self._state = SealState.PROVING
-        self._outgoing += self._derived("proof", self._side) if self._side is Side.CONNECTOR else self._hello
+        self._outgoing += self._derived("proof", self._side) if self._side is SealSide.CONNECTOR else self._hello
 
     def _take_proof(self) -> bool:
         if len(self._buffer) < PROOF_BYTES:
@@ -248,17 +248,17 @@ class Seal:
         other = self._side.other
         if not hmac.compare_digest(self._cut(PROOF_BYTES), self._derived("proof", other)):
             raise SealBroken(SealFault.WRONG_KEY, "the other side does not prove that it holds our key")
-        if self._side is Side.ACCEPTOR:
+        if self._side is SealSide.ACCEPTOR:
             self._outgoing += self._derived("proof", self._side)
         self._seal_key = self._derived("frames", self._side)
         self._open_key = self._derived("frames", other)
         self._state = SealState.OPEN
         return True
 
-    def _derived(self, what: str, side: Side) -> bytes:
+    def _derived(self, what: str, side: SealSide) -> bytes:
         """What only a holder of the key can make, of this connection, for one purpose and one side."""
         theirs = b"" if self._peer is None else self._peer.hello
-        first, second = (self._hello, theirs) if self._side is Side.CONNECTOR else (theirs, self._hello)
+        first, second = (self._hello, theirs) if self._side is SealSide.CONNECTOR else (theirs, self._hello)
         # A hello says its own length, so no two pairs of them are the same bytes.
         label = f"baton seal {SEAL_VERSION} {what} of the {side.name.lower()}\n".encode()
         return hmac.digest(self._key, label + first + second, "sha256")

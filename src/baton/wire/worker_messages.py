@@ -1,74 +1,24 @@
-"""What a message means to a Worker, and what an order of the Worker says on the wire.
+"""What an answer of the Worker says on the wire. Nothing is decided and nothing is sent.
 
-Whoever drives a Worker translates here, be it the engine process or a simulator. Nothing is decided and nothing is sent.
+Every driver of a Worker asks here, be it the engine process or a simulator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from baton.core.engine.records import SchedulerGauges
-from baton.core.engine.request import Serial
-from baton.core.engine.worker import (
-    Accepted,
-    Cancelled,
-    ChangesWanted,
-    Deliver,
-    DrainOrdered,
-    Effect,
-    Event,
-    GroupRefused,
-    Launch,
-    StopFound,
-    Submitted,
-    Withdrawn,
-)
-from baton.core.handover.messages import AttemptFailed, Expect, Fence, HandoverMade, OpenShip, Ship, Tell, Verify
-from baton.core.tiers.transfers import CopyIn, CopyOut, FenceHaul, Get, Look, Put
-from baton.wire.engine_messages import (
-    AcceptedAs,
-    Cancel,
-    Drain,
-    FromEngine,
-    StopAt,
-    Submit,
-    TellNames,
-    ToWorker,
-    ended_output,
-    refused,
-    step_output,
-    submissions,
-)
+from baton.core.engine.driver import Answer
+from baton.core.engine.orders import Accepted
+from baton.core.engine.worker import Deliver, GroupRefused, Withdrawn, Worker
+from baton.wire.engine_messages import FromEngine, ended_output, refused, step_output
 
 
-def event_of(message: ToWorker) -> Event:
-    match message:
-        case Submit():
-            return Submitted(message.ticket, submissions(message))
-        case Cancel(serial):
-            return Cancelled(Serial(serial))
-        case StopAt(serial, keep):
-            return StopFound(Serial(serial), keep)
-        case Drain():
-            return DrainOrdered()
-        case TellNames():
-            return ChangesWanted()
-
-
-def message_of(effect: Effect, gauges: Callable[[], SchedulerGauges]) -> FromEngine | None:
-    """What the front end must hear; None for what others carry out. `gauges` is read only where they travel."""
-    match effect:
+def message_of(answer: Answer, worker: Worker) -> FromEngine:
+    """What the front end hears of an answer of this worker."""
+    match answer:
         case Deliver(settled):
-            return step_output(settled, gauges())
-        case Launch():
-            return None
-        case Tell() | Expect() | Verify() | OpenShip() | Ship() | Fence() | AttemptFailed() | HandoverMade():
-            return None
-        case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceHaul():
-            return None
+            return step_output(settled, worker.gauges(), worker.scheduler.drafts())
         case Withdrawn(ended):
-            return ended_output(ended, gauges())
-        case Accepted(ticket, serials):
-            return AcceptedAs(ticket, serials)
+            return ended_output(ended, worker.gauges(), worker.scheduler.drafts())
+        case Accepted():
+            return answer
         case GroupRefused(ticket, refusal):
             return refused(ticket, refusal)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.config import DECODE, PREFILL, Role, WorkerConfig
-from baton.core.engine.change_journal import NOTES_MAX, NamesChanged, PhaseNotes, PrefixJournal
+from baton.core.engine.change_journal import NOTES_MAX, CachedKeysChanged, PhaseNotes, PrefixJournal
+from baton.core.engine.orders import ReportChanges
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.request import Phase, Serial
-from baton.core.engine.worker import ChangesWanted
 from tests.support.driver import Driver, submission
 from tests.support.workers import decode_config, prefill_config
 
@@ -23,7 +23,7 @@ class Listener:
         self.names: set[bytes] = set()
         self.told = 0
 
-    def hear(self, changed: NamesChanged) -> None:
+    def hear(self, changed: CachedKeysChanged) -> None:
         if changed.fresh:
             self.names.clear()
         assert not set(changed.named) & set(changed.forgotten)
@@ -61,7 +61,7 @@ def test_what_comes_and_goes_between_two_takings_is_not_mentioned() -> None:
     for _ in range(100):
         journal.changed(b"here and gone", True)
         journal.changed(b"here and gone", False)
-    assert journal.take(9) == NamesChanged()
+    assert journal.take(9) == CachedKeysChanged()
 
 
 def test_more_changes_than_can_be_kept_are_told_from_the_beginning() -> None:
@@ -95,14 +95,14 @@ def test_nothing_is_kept_until_it_is_asked_for() -> None:
     driver.submit(submission(range(12), 4))
     driver.run()
     changes = driver.worker.changes(driver.now_us)
-    assert (changes.names, changes.notes) == (NamesChanged(), ())
+    assert (changes.names, changes.notes) == (CachedKeysChanged(), ())
 
 
 def test_the_worker_tells_names_and_phases() -> None:
     driver = _driver()
     driver.submit(submission(range(12), 4, name="before"))
     driver.run()
-    driver.send(ChangesWanted())
+    driver.send(ReportChanges())
     driver.now_us = 1000
     (serial,) = driver.submit(submission(range(50, 60), 4, name="after"))
     driver.run()
@@ -112,8 +112,8 @@ def test_the_worker_tells_names_and_phases() -> None:
     assert [note.phase for note in changes.notes] == [Phase.RUNNING_PREFILL, Phase.RUNNING_DECODE, Phase.FINISHED]
     assert {note.serial for note in changes.notes} == {serial}
     assert {note.ago_us for note in changes.notes} == {500 + driver.now_us - 1000}
-    assert driver.worker.changes(driver.now_us).names == NamesChanged()
-    driver.send(ChangesWanted())
+    assert driver.worker.changes(driver.now_us).names == CachedKeysChanged()
+    driver.send(ReportChanges())
     assert driver.worker.changes(driver.now_us).names.fresh, "whoever asks again knows nothing"
 
 
@@ -129,7 +129,7 @@ def test_notes_are_bounded() -> None:
 def test_an_instance_that_only_prefills_tells_names_but_no_phases() -> None:
     """Its serials are its own: nobody has heard of them."""
     driver = _driver(PREFILL)
-    driver.send(ChangesWanted())
+    driver.send(ReportChanges())
     assert driver.worker.scheduler.notes is None
     assert driver.worker.scheduler.pool.prefix.journal is not None
     assert driver.worker.changes(0).names.fresh
@@ -139,4 +139,4 @@ def test_a_key_is_one_of_the_index() -> None:
     index = PrefixIndex(b"secret", b"model", 2)
     root = index.root(b"")
     index.publish([key := Key(index.chain(root, b"tokens"))], [root], [1])
-    assert index.keep_journal().take(9) == NamesChanged(True, (key,), ())
+    assert index.keep_journal().take(9) == CachedKeysChanged(True, (key,), ())

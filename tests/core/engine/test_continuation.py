@@ -6,14 +6,14 @@ The scripted executor is the witness: a wrong token, position or block changes e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePolicy, WorkerConfig
-from baton.core.engine.records import StartedRequest
+from baton.core.engine.ended import StartedRequest
 from baton.core.engine.request import FinishReason, Sampling, Serial, Submission, frozen_tokens
 from baton.core.engine.worker import Deliver, StepDone, Tick
 from baton.core.errors import RefusalCode

@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.config import ReservePolicy, WorkerConfig
 from baton.core.engine.request import Phase
-from baton.core.engine.reserve import FixedBlocks, NewTokenRatio, NoReserve, Promises, reserve_for
+from baton.core.engine.reserve import BlockPromises, FixedBlocks, NewTokenRatio, NoReserve, reserve_for
 from baton.core.engine.slots import Slots
 
 
@@ -85,14 +85,14 @@ def test_the_ratio_never_rises_above_its_start_and_is_reset_when_nothing_runs() 
 
 def test_a_prefilling_request_keeps_a_reserve_too_since_it_will_decode() -> None:
     slots = table((PREFILL, 64, 0, 100))
-    assert Promises(config()).kept(slots) == 4 + 5  # its prompt's blocks and its share of outputs
+    assert BlockPromises(config()).kept(slots) == 4 + 5  # its prompt's blocks and its share of outputs
 
 
 def test_the_asker_is_not_in_its_own_reserve() -> None:
     slots = table((PREFILL, 64, 0, 100), (DECODE, 16, 0, 100))
     slots.held[:2] = 1
     first, second = slots.running().tolist()
-    promises = Promises(config())
+    promises = BlockPromises(config())
     both = promises.kept(slots)
     assert promises.kept(slots, asker=first) + promises.kept(slots, asker=second) == both
 
@@ -125,13 +125,13 @@ def test_fixed_blocks_start_relaxed_and_keep_so_many_blocks_only_after_a_preempt
 def test_a_protected_request_keeps_its_whole_need_whatever_the_ratio() -> None:
     slots = table((DECODE, 10, 0, 1000))
     slots.protected[slots.running()] = True
-    promises = Promises(config(reserve=ReservePolicy.NONE))
+    promises = BlockPromises(config(reserve=ReservePolicy.NONE))
     assert promises.kept(slots) == promises.promised(slots) == 64  # ⌈1010 / 16⌉
 
 
 def test_requests_that_are_leaving_keep_nothing() -> None:
     slots = table((Phase.PREEMPTING, 10, 5, 100), (Phase.FINISHED, 10, 5, 100))
-    assert Promises(config()).kept(slots) == 0
+    assert BlockPromises(config()).kept(slots) == 0
 
 
 def test_each_policy_is_chosen_by_its_name() -> None:

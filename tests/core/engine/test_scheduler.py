@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from baton.core.config import BadConfig, WorkerConfig
-from baton.core.engine.plan import Outcome
-from baton.core.engine.request import TRANSITIONS, FinishReason, Move, Phase, Sampling, next_phase
-from baton.core.engine.worker import Deliver, DrainOrdered, StepDone, Tick
+from baton.core.engine.orders import Drain
+from baton.core.engine.plan import RowOutcome
+from baton.core.engine.request import TRANSITIONS, FinishReason, Move, Phase, Sampling
+from baton.core.engine.worker import Deliver, StepDone, Tick
 from baton.core.errors import IllegalTransition, InvariantViolated, RefusalCode
+from baton.core.state_machine import StateMachine
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission
 
@@ -278,7 +280,7 @@ def test_a_full_queue_refuses_a_whole_group_and_says_when_to_come_back() -> None
 def test_a_draining_worker_refuses_and_finishes_what_it_has() -> None:
     driver = Driver(config())
     (serial,) = driver.submit(submission([1, 2], 5))
-    driver.send(DrainOrdered())
+    driver.send(Drain())
     assert driver.submit(submission([3], 5)) == ()
     assert driver.refusals[0].code is RefusalCode.DRAINING
     driver.run()
@@ -322,7 +324,7 @@ def test_an_executor_that_counts_differently_ends_that_request_and_no_other() ->
     known = result.known.copy()
     known[0] += 1
     driver.send(StepDone(replace(result, known=known)))
-    assert driver.worker.gauges().broken_rows == 1
+    assert driver.worker.scheduler.broken_rows == 1
     driver.run()
     assert driver.ended[bad].reason is FinishReason.ERROR
     assert driver.outputs[good] == expected([4, 5, 6], 9)
@@ -337,7 +339,7 @@ def test_what_a_broken_chunk_left_behind_is_never_cached() -> None:
     result = driver.executor.collect()
     driver.in_flight.popleft()
     outcomes, counts = result.outcomes.copy(), result.counts.copy()
-    outcomes[0], counts[0] = Outcome.NOTHING_OUT_OF_BLOCKS, 0
+    outcomes[0], counts[0] = RowOutcome.NOTHING_OUT_OF_BLOCKS, 0
     driver.send(StepDone(replace(result, outcomes=outcomes, counts=counts, tokens=result.tokens[:0])))
     driver.run()
     assert driver.ended[bad].reason is FinishReason.ERROR
@@ -370,10 +372,10 @@ def test_a_slot_that_answers_its_stop_with_something_else_ends_that_request_only
     result = driver.executor.collect()
     driver.in_flight.popleft()
     outcomes = result.outcomes.copy()
-    outcomes[0] = Outcome.NOTHING_EMPTY_SLOT
+    outcomes[0] = RowOutcome.NOTHING_EMPTY_SLOT
     driver.send(StepDone(replace(result, outcomes=outcomes)))
     driver.run()
-    assert driver.worker.gauges().broken_rows == 1
+    assert driver.worker.scheduler.broken_rows == 1
     assert driver.outputs[good] == expected([3, 4], 9)
     assert driver.worker.gauges().blocks.running == 0
 
@@ -398,7 +400,7 @@ def test_a_result_of_an_old_epoch_is_dropped_and_counted() -> None:
     assert request is not None
     slots.epoch[request.slot] += 1
     request.epoch += 1
-    driver.worker.scheduler._crew = None  # as every move does
+    driver.worker.scheduler.running._decoding = None  # as every move does
     before = list(driver.outputs[serial])
     driver.settle_one()
     assert driver.outputs[serial] == before
@@ -407,7 +409,7 @@ def test_a_result_of_an_old_epoch_is_dropped_and_counted() -> None:
 
 def test_an_illegal_move_names_both_sides() -> None:
     with pytest.raises(IllegalTransition, match=r"WAITING.*ACK_END"):
-        next_phase(Phase.WAITING, Move.ACK_END)
+        StateMachine(TRANSITIONS, "a request").after(Phase.WAITING, Move.ACK_END)
 
 
 def test_every_move_is_counted_and_those_never_taken_are_told_too() -> None:
@@ -486,6 +488,6 @@ def test_a_delivery_carries_whole_rows() -> None:
 
 
 def test_outcomes_name_every_way_a_step_can_go() -> None:
-    assert {outcome.name for outcome in Outcome} == {
+    assert {outcome.name for outcome in RowOutcome} == {
         "TOKENS", "NOTHING_CHUNK_UNFINISHED", "NOTHING_EMPTY_SLOT", "NOTHING_OUT_OF_BLOCKS", "PREEMPTED",
     }  # fmt: skip

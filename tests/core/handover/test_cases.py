@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from baton.core.config import HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
+from baton.core.engine.orders import Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import FinishReason, Sampling, Serial
-from baton.core.engine.worker import Cancelled, Deliver, DrainOrdered, Effect, Event, Orphaned, StepDone, StopFound, Tick
-from baton.core.handover.decode_side import ATTEMPTS_MAX, DECLINED_US
+from baton.core.engine.worker import Deliver, Effect, Event, FrontEndLost, StepDone, Tick
+from baton.core.handover.decode_side import ATTEMPTS_MAX
+from baton.core.handover.faults import PdCode
 from baton.core.handover.messages import (
     Adopted,
     Arriving,
@@ -26,7 +28,6 @@ from baton.core.handover.messages import (
     Handover,
     Heard,
     Offer,
-    PdCode,
     PeerId,
     PeerLost,
     PeerMessage,
@@ -36,10 +37,11 @@ from baton.core.handover.messages import (
     Renew,
     Ship,
     Shipped,
-    Spoilt,
     Tell,
+    TransferBroken,
     Verified,
 )
+from baton.core.handover.prefill_peers import DECLINED_US
 from baton.core.handover.prefill_side import RENEW_US_MIN
 from baton.core.handover.protocol import prompt_digest
 from baton.executor.scripted import undisturbed
@@ -76,7 +78,7 @@ def commit(handover: Handover, driver: Driver, prompt: Sequence[int], **changes:
         request=handover.request, attempt=handover.attempt, token=1, logprobs=None, cached_tokens=0, queue_us=0,
         prefill_us=0, prompt_digest=prompt_digest(submission(prompt), fingerprint), checks=b"",
     )  # fmt: skip
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(plain, **changes)  # type: ignore[arg-type]
 
 
 def prefilled(driver: Driver, prompt: Sequence[int]) -> list[PeerMessage]:
@@ -129,7 +131,7 @@ def test_a_prompt_as_long_as_the_whole_pool_is_prefilled(path: PrefillPath, max_
     assert p.plans
 
 
-@pytest.mark.parametrize("event", [Cancelled(Serial(0)), StopFound(Serial(0), 0), Orphaned()])
+@pytest.mark.parametrize("event", [Cancel(Serial(0)), StopAt(Serial(0), 0), FrontEndLost()])
 def test_no_client_ends_what_a_giver_does_for_its_peers(event: Event) -> None:
     p = giver()
     ask(p, 0, range(20))
@@ -226,7 +228,7 @@ def test_bytes_that_arrive_keep_a_lease_alive_and_so_does_a_renewal() -> None:
 def test_a_client_that_leaves_while_a_lease_is_given_up_ends_with_the_fence(on_preempt: OnPreempt) -> None:
     d = taker(on_preempt=on_preempt)
     handover, _ = granted(d, range(40))
-    d.send(Spoilt(handover, "spoilt"))
+    d.send(TransferBroken(handover, "spoilt"))
     d.cancel(Serial(handover.request))
     d.cancel(Serial(handover.request))
     assert not d.ended
@@ -265,7 +267,7 @@ def test_an_adopted_request_that_ends_before_it_begins_is_in_no_plan(event: str)
     d.send(Verified(handover))
     assert d.outputs[serial] == [1]
     assert d.worker.next_deadline() == d.now_us
-    d.send(Cancelled(serial) if event == "cancel" else StopFound(serial, 1))
+    d.send(Cancel(serial) if event == "cancel" else StopAt(serial, 1))
     assert d.ended[serial].generated_tokens == 1
     d.send(Tick())
     assert not d.plans
@@ -315,7 +317,7 @@ def test_a_draining_giver_finishes_what_it_has_and_takes_nothing_more() -> None:
     p = giver(slots=1)
     ask(p, 0, range(20))
     ask(p, 1, range(20))
-    p.send(DrainOrdered())
+    p.send(Drain())
     assert [type(message) for message in ask(p, 2, range(20))] == [Decline]
     assert [type(message) for message in hear(p, Release(0, 1, "no"))] == [Offer]
 
@@ -406,14 +408,14 @@ def test_log_probabilities_of_the_first_token_come_with_it_where_they_were_asked
 def test_an_offer_for_a_lease_that_is_being_given_up_is_released() -> None:
     d = taker()
     handover, _ = granted(d, range(40))
-    d.send(Spoilt(handover, "spoilt"))
+    d.send(TransferBroken(handover, "spoilt"))
     assert [type(message) for message in hear(d, Offer(handover.request, 1, 40))] == [Release]
 
 
 def test_after_a_failed_lease_nobody_is_asked_again() -> None:
     d = taker()
     handover, _ = granted(d, range(40))
-    d.send(Spoilt(handover, "spoilt"))
+    d.send(TransferBroken(handover, "spoilt"))
     d.send(Fenced(handover))
     assert told(d.send(Tick())) == []
     assert d.plans[0].plan.chunks
@@ -470,9 +472,9 @@ def test_a_taker_that_was_short_of_room_too_often_prefills_itself() -> None:
         assert [type(message) for message in hear(d, Offer(serial, attempt, 40))] == [Refuse]
         while d.in_flight:
             d.settle_one()
-        d.worker.scheduler._promises.policy.ratio = 0.0  # there is room again, and then none
+        d.worker.scheduler._pass._promises.policy.ratio = 0.0  # there is room again, and then none
         assert len(told(d.send(Tick()))) == (attempt < ATTEMPTS_MAX)
-        d.worker.scheduler._promises.policy.ratio = 0.7
+        d.worker.scheduler._pass._promises.policy.ratio = 0.7
     assert d.plans[-1].plan.chunks, "it is prefilled here"
 
 

@@ -7,13 +7,17 @@ import random
 import pytest
 
 from baton.core.config import BadConfig, HandoverConfig, OnPreempt, PrefillPath, ReservePolicy
-from baton.core.engine.prefill_scheduler import BlocksNotHeld, PrefillScheduler
+from baton.core.engine.passes import BlocksNotHeld
+from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import FinishReason, Phase, Sampling, Serial
+from baton.core.engine.scheduler import prefill_scheduler
 from baton.core.errors import IllegalTransition, RefusalCode
-from baton.core.handover.decode_side import BELIEF_HALVES_US, TAKER, Taking
-from baton.core.handover.messages import Offer, PdCode, PeerId, Release
-from baton.core.handover.prefill_side import GIVER, Giving
-from baton.core.handover.protocol import next_state
+from baton.core.handover.decode_side import DECODE_TRANSITIONS, DecodeHandoverMove, DecodeHandoverState
+from baton.core.handover.faults import PdCode
+from baton.core.handover.messages import Offer, PeerId, Release
+from baton.core.handover.prefill_peers import BELIEF_HALVES_US
+from baton.core.handover.prefill_side import PREFILL_TRANSITIONS, PrefillHandoverMove, PrefillHandoverState
+from baton.core.state_machine import StateMachine
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, submission
 from tests.support.workers import Cluster, Node, Rates, decode_config, prefill_config
@@ -220,28 +224,26 @@ def test_a_preempted_request_is_rescheduled_with_everything_it_was_given() -> No
 
 
 def test_the_short_path_raises_by_name_where_its_precondition_is_broken() -> None:
-    cluster = Cluster(12, [prefill_config()], [])
-    scheduler = cluster.ps[0].worker.scheduler
-    assert isinstance(scheduler, PrefillScheduler)
+    config = prefill_config()
+    scheduler, held = prefill_scheduler(config, PrefixIndex(b"", b"", config.blocks))
     asked = submission(list(range(40)))
-    serial = scheduler.hold(asked, scheduler.keys_of(asked, asked.prompt), 41, 0)
+    serial = held.hold(asked, scheduler.keys_of(asked, asked.prompt), 41, 0)
     assert serial is not None
     slot = scheduler.request(serial).slot  # type: ignore[union-attr]
     scheduler.slots.held[slot] -= 1
-    scheduler.begin(serial)
+    held.begin(serial)
     with pytest.raises(BlocksNotHeld, match="9 blocks of 4 for a prompt of 40 tokens"):
         scheduler.plan(0)
 
 
 def test_the_whole_token_budget_goes_to_chunks_in_the_order_of_their_grants() -> None:
-    cluster = Cluster(13, [prefill_config(step_tokens=32)], [])
-    scheduler = cluster.ps[0].worker.scheduler
-    assert isinstance(scheduler, PrefillScheduler)
+    config = prefill_config(step_tokens=32)
+    scheduler, held = prefill_scheduler(config, PrefixIndex(b"", b"", config.blocks))
     for n in range(3):
         asked = submission([n] * 40, name=str(n))
-        serial = scheduler.hold(asked, scheduler.keys_of(asked, asked.prompt), 41, 0)
+        serial = held.hold(asked, scheduler.keys_of(asked, asked.prompt), 41, 0)
         assert serial is not None
-        scheduler.begin(serial)
+        held.begin(serial)
     plans = [scheduler.plan(0) for _ in range(4)]
     chunks = [(chunk.slot, chunk.begin, chunk.end) for plan in plans if plan is not None for chunk in plan.chunks]
     assert [plan.tokens for plan in plans if plan is not None] == [32, 32, 32, 24]
@@ -249,15 +251,11 @@ def test_the_whole_token_budget_goes_to_chunks_in_the_order_of_their_grants() ->
 
 
 def test_a_state_refuses_moves_that_its_table_does_not_have() -> None:
-    for table, states in ((TAKER, Taking), (GIVER, Giving)):
-        moves = {move for _, move in table}
-        for state in states:
-            for move in moves:
-                if (state, move) in table:
-                    assert next_state(table, state, move) is table[state, move]
-                else:
-                    with pytest.raises(IllegalTransition, match=state.name):
-                        next_state(table, state, move)
+    taker, giver = StateMachine(DECODE_TRANSITIONS, "a hand-over"), StateMachine(PREFILL_TRANSITIONS, "a hand-over")
+    with pytest.raises(IllegalTransition, match="a hand-over in ASKED cannot take the move COMMIT"):
+        taker.after(DecodeHandoverState.ASKED, DecodeHandoverMove.COMMIT)
+    with pytest.raises(IllegalTransition, match="a hand-over in QUEUED cannot take the move COMMIT"):
+        giver.after(PrefillHandoverState.QUEUED, PrefillHandoverMove.COMMIT)
 
 
 def test_a_config_whose_renewals_cannot_save_a_lease_is_refused() -> None:

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from baton.core.engine.records import Bill
-from baton.core.engine.request import FinishReason
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.request import FinishReason, Serial
 from baton.core.routing import adoption as adopting
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Admit,
-    Body,
-    CallBack,
-    ChoiceEnd,
-    Claimed,
-    Delivered,
-    Forget,
-    Left,
-    LegTaken,
-    Opened,
-    Orphan,
-    OrphanDropped,
-    Parted,
-    RouterConfig,
-    Send,
+    AdmitInstance,
+    AttemptAccepted,
+    CancelChoices,
+    ClientLeft,
+    DeliverTokens,
+    ForgetChoices,
+    InstanceLost,
+    RequestClaimed,
+    RequestOpened,
+    SendAttempt,
+    UnclaimedDropped,
+    UnclaimedFound,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.routed_requests import digest_of
 from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, held, submission
 
 RESCHEDULED = ended(FinishReason.RESCHEDULE, PREEMPTED)
 
 
-def admitted(bench: Bench) -> Admit:
-    (admit,) = bench.of(Admit)
+def admitted(bench: Bench) -> AdmitInstance:
+    (admit,) = bench.of(AdmitInstance)
     return admit
 
 
@@ -45,16 +45,16 @@ def test_after_a_lost_connection_a_choice_goes_on_where_it_is_and_the_missing_to
     session = bench.join(facts("a"))
     body, send = bench.open(*choices("x", 1))
     bench.came(send, 5, 6)
-    bench.tell(Parted(session, "reset"))
+    bench.tell(InstanceLost(session, "reset"))
     bench.join(facts("a"), held(41, 5, 6, 7, 8))
-    ((serial, leg, place),) = admitted(bench).keep
-    assert (serial, place) == (41, 0)
-    assert bench.last[0] == admitted(bench), "nothing names the leg before it"
-    assert bench.of(Delivered) == [Delivered(body, 0, [7, 8], ["lp7", "lp8"], 16, None)]
-    assert not bench.of(Send)
-    bench.came(replace(send, session=bench.sessions["a"], leg=leg), 9, end=ended(FinishReason.STOP))
+    ((serial, kept),) = admitted(bench).keep
+    assert (serial, kept.choice) == (41, 0)
+    assert bench.last[0] == admitted(bench), "nothing names the attempt before it"
+    assert bench.of(DeliverTokens) == [DeliverTokens(body, 0, [7, 8], ["lp7", "lp8"], 16, None)]
+    assert not bench.of(SendAttempt)
+    bench.came(replace(send, session=bench.sessions["a"], attempt=kept.group), 9, end=ended(FinishReason.STOP))
     assert bench.delivered(body) == [5, 6, 7, 8, 9]
-    assert [item.leg for item in bench.of(Forget)] == [leg]
+    assert [item.attempt for item in bench.of(ForgetChoices)] == [kept.group]
 
 
 def test_an_end_after_fewer_tokens_than_came_is_the_cut_of_a_client_whose_router_was_lost() -> None:
@@ -62,12 +62,12 @@ def test_an_end_after_fewer_tokens_than_came_is_the_cut_of_a_client_whose_router
     session = bench.join(facts("a"))
     _, send = bench.open(*choices("x", 1))
     bench.came(send, 5, 6)
-    bench.tell(Parted(session, "reset"))
+    bench.tell(InstanceLost(session, "reset"))
     bench.join(facts("a"), held(41, 5, 6, 7, 8))
-    ((_, leg, _),) = admitted(bench).keep
-    end = replace(ended(FinishReason.STOP), generated_tokens=3)
-    bench.came(replace(send, session=bench.sessions["a"], leg=leg), end=end)
-    outcomes = [item.outcome for item in bench.of(Delivered) if item.outcome is not None]
+    ((_, kept),) = admitted(bench).keep
+    end = msgspec.structs.replace(ended(FinishReason.STOP), generated_tokens=3)
+    bench.came(replace(send, session=bench.sessions["a"], attempt=kept.group), end=end)
+    outcomes = [item.outcome for item in bench.of(DeliverTokens) if item.outcome is not None]
     assert [outcome.generated_tokens for outcome in outcomes] == [3]
 
 
@@ -79,9 +79,9 @@ def test_a_session_that_replaces_another_brings_its_choices_along() -> None:
     bench.came(send, 5)
     name = bench.router.fleet.members[send.session].name
     bench.join(facts(name), held(41, 5))
-    assert [serial for serial, _, _ in admitted(bench).keep] == [41]
-    assert not bench.of(Send)
-    assert bench.router.carried()[0].choices[0].losses == 0
+    assert [serial for serial, _ in admitted(bench).keep] == [41]
+    assert not bench.of(SendAttempt)
+    assert bench.router.requests()[0].choices[0].losses == 0
     assert bench.delivered(body) == [5]
 
 
@@ -90,13 +90,13 @@ def test_what_ended_meanwhile_is_delivered_with_its_end() -> None:
     session = bench.join(facts("a"))
     body, send = bench.open(*choices("x", 1))
     bench.came(send, 5)
-    bench.tell(Parted(session, "reset"))
-    bench.join(facts("a"), held(41, 5, 6, end=ChoiceEnd(FinishReason.STOP, 2, Bill(computed_tokens=42))))
-    (last,) = bench.of(Delivered)
+    bench.tell(InstanceLost(session, "reset"))
+    bench.join(facts("a"), held(41, 5, 6, end=EndedRequest(Serial(0), FinishReason.STOP, 2, Bill(computed_tokens=42))))
+    (last,) = bench.of(DeliverTokens)
     assert (last.tokens, last.outcome and last.outcome.reason) == ([6], FinishReason.STOP)
     assert last.outcome is not None
     assert last.outcome.bill.computed_tokens == 42
-    assert bench.of(Forget)
+    assert bench.of(ForgetChoices)
     assert bench.delivered(body) == [5, 6]
 
 
@@ -104,9 +104,9 @@ def test_an_instance_that_was_lost_before_it_could_say_that_it_took_a_body_has_o
     bench = Bench()
     session = bench.join(facts("a"))
     body = bench.arrive(*choices("x", 1))
-    bench.tell(Parted(session, "reset"))
+    bench.tell(InstanceLost(session, "reset"))
     bench.join(facts("a"), held(41, 5))
-    assert bench.of(Opened) == [Opened(body)]
+    assert bench.of(RequestOpened) == [RequestOpened(body)]
     assert bench.delivered(body) == [5]
 
 
@@ -115,7 +115,7 @@ def test_what_is_elsewhere_by_now_or_differs_or_is_over_is_not_kept() -> None:
     session = bench.join(facts("a"))
     _, send = bench.open(*choices("x", 1))
     bench.came(send, 5, 6)
-    bench.tell(Parted(session, "reset"))
+    bench.tell(InstanceLost(session, "reset"))
     bench.join(facts("c"), held(40, 5), held(41, 5, 7, 8))
     assert admitted(bench).keep == (), "less than was delivered, and something else"
     moved = bench.sent()
@@ -125,7 +125,7 @@ def test_what_is_elsewhere_by_now_or_differs_or_is_over_is_not_kept() -> None:
     bench.came(moved, 7, end=ended(FinishReason.STOP))
     bench.join(facts("d"), held(43, 5, 6, 7))
     assert admitted(bench).keep == (), "its body is over, not an orphan"
-    assert not bench.ever(Orphan)
+    assert not bench.ever(UnclaimedFound)
 
 
 def test_an_origin_is_hashed_once_however_many_of_its_choices_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_an_origin_is_hashed_once_however_many_of_its_choices_are_held(monkeypat
 # ── orphans ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def orphaned(bench: Bench) -> Orphan:
-    (orphan,) = bench.of(Orphan)
+def orphaned(bench: Bench) -> UnclaimedFound:
+    (orphan,) = bench.of(UnclaimedFound)
     return orphan
 
 
@@ -152,17 +152,17 @@ def test_a_body_that_nobody_knows_is_an_orphan_that_goes_on_until_somebody_claim
     orphan = orphaned(bench)
     assert (orphan.origin, orphan.delivered) == (b"origin 1", (None, (3, 4, 5, 6)))
     assert (orphan.extras, orphan.outcomes) == (((), ("lp5", "lp6")), (None, None))
-    ((_, leg, _),) = admitted(bench).keep
-    bench.tell(Claimed(orphan.body))
-    send = Send(session, leg, (), (1,), 2, b"")
+    ((_, kept),) = admitted(bench).keep
+    bench.tell(RequestClaimed(orphan.request))
+    send = SendAttempt(session, kept.group, (), (1,), 2, b"")
     bench.came(send, 7)
-    assert bench.of(Delivered) == [Delivered(orphan.body, 1, [7], None, None, None)]
+    assert bench.of(DeliverTokens) == [DeliverTokens(orphan.request, 1, [7], None, None, None)]
     bench.pass_us(bench.config.orphan_grace_us + 400_000)
-    (gone,) = bench.of(Delivered)
+    (gone,) = bench.of(DeliverTokens)
     assert (gone.choice, gone.outcome and gone.outcome.reason) == (0, FinishReason.RESCHEDULE), "nobody had told of it"
     bench.came(send, 8, end=ended(FinishReason.STOP))
-    assert bench.router.open_bodies == 0
-    assert not bench.ever(OrphanDropped)
+    assert bench.router.open_requests == 0
+    assert not bench.ever(UnclaimedDropped)
 
 
 def test_a_later_join_completes_an_orphan_and_the_longest_history_wins() -> None:
@@ -171,87 +171,87 @@ def test_a_later_join_completes_an_orphan_and_the_longest_history_wins() -> None
     orphan = orphaned(bench)
     assert orphan.delivered == ((5,), (7,))
     bench.join(facts("b"), held(3, 8, choice=1, of=2, before=(7,)))
-    assert not bench.of(Orphan)
-    assert [serial for serial, _, _ in admitted(bench).keep] == [3]
-    assert bench.of(Delivered) == [Delivered(orphan.body, 1, [8], ["lp8"], None, None)]
+    assert not bench.of(UnclaimedFound)
+    assert [serial for serial, _ in admitted(bench).keep] == [3]
+    assert bench.of(DeliverTokens) == [DeliverTokens(orphan.request, 1, [8], ["lp8"], None, None)]
     bench.join(facts("c"), held(4, choice=1, of=2, before=(7,)), held(5, 6, 9, of=2, before=(5,)))
-    assert [serial for serial, _, _ in admitted(bench).keep] == [5]
-    assert len(bench.of(CallBack)) == 1, "the shorter history of choice 0 is not needed any more"
-    assert bench.of(Delivered) == [Delivered(orphan.body, 0, [6, 9], ["lp6", "lp9"], None, None)]
+    assert [serial for serial, _ in admitted(bench).keep] == [5]
+    assert len(bench.of(CancelChoices)) == 1, "the shorter history of choice 0 is not needed any more"
+    assert bench.of(DeliverTokens) == [DeliverTokens(orphan.request, 0, [6, 9], ["lp6", "lp9"], None, None)]
 
 
 def test_of_two_histories_in_one_join_the_longer_is_kept() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5, end=RESCHEDULED), held(2, 6, before=(5,)))
-    assert [serial for serial, _, _ in admitted(bench).keep] == [2]
+    assert [serial for serial, _ in admitted(bench).keep] == [2]
     assert orphaned(bench).delivered == ((5, 6),)
 
 
 def test_an_orphan_whose_attempt_had_ended_is_carried_on() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5, 6, end=RESCHEDULED))
-    assert not bench.of(Send), "another instance may be about to tell that it is further"
+    assert not bench.of(SendAttempt), "another instance may be about to tell that it is further"
     bench.pass_us(1_100_000)
     send = bench.sent()
     assert (send.group[0].generated.tolist(), send.origin) == ([5, 6], b"origin 1")
     bench.take(send)
-    assert not bench.of(Opened)
+    assert not bench.of(RequestOpened)
 
 
 def test_an_orphan_is_carried_on_when_its_instance_is_lost() -> None:
     bench = Bench()
     bench.join(facts("b"))
     session = bench.join(facts("a"), held(1, 5, 6))
-    bench.tell(Parted(session, "reset"))
+    bench.tell(InstanceLost(session, "reset"))
     assert bench.sent().group[0].generated.tolist() == [5, 6]
 
 
 def test_an_orphan_that_nobody_claims_is_cancelled_and_dropped() -> None:
     bench = Bench(RouterConfig(orphan_grace_us=2_000_000))
     session = bench.join(facts("a"), held(1, 5), held(2, 6, origin=b"origin 2", end=ended(FinishReason.STOP)))
-    first, second = bench.of(Orphan)
-    bench.tell(Claimed(second.body))
-    assert bench.of(Forget), "it had ended, and its client has everything"
+    first, second = bench.of(UnclaimedFound)
+    bench.tell(RequestClaimed(second.request))
+    assert bench.of(ForgetChoices), "it had ended, and its client has everything"
     bench.pass_us(2_300_000)
-    assert bench.of(OrphanDropped) == [OrphanDropped(first.body)]
-    assert [item.session for item in bench.of(CallBack)] == [session]
-    assert not bench.of(Delivered)
-    assert bench.tell(Claimed(first.body)) == []
-    assert bench.router.open_bodies == 0
+    assert bench.of(UnclaimedDropped) == [UnclaimedDropped(first.request)]
+    assert [item.session for item in bench.of(CancelChoices)] == [session]
+    assert not bench.of(DeliverTokens)
+    assert bench.tell(RequestClaimed(first.request)) == []
+    assert bench.router.open_requests == 0
 
 
 def test_choices_that_no_instance_holds_begin_anew_when_it_is_known_what_was_asked() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5, of=2))
     orphan = orphaned(bench)
-    bench.tell(Claimed(orphan.body, choices("x", 2)))
+    bench.tell(RequestClaimed(orphan.request, choices("x", 2)))
     bench.pass_us(1_100_000)
     send = bench.sent()
     assert (send.choices, send.group[0].generated.tolist(), send.group[0].leader) == ((1,), [], None)
-    bench.tell(LegTaken(send.session, send.leg))
+    bench.tell(AttemptAccepted(send.session, send.attempt))
     bench.came(send, 8)
-    assert bench.of(Delivered)[0].body == orphan.body
+    assert bench.of(DeliverTokens)[0].request == orphan.request
 
 
 def test_a_client_may_leave_an_orphan() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5))
     orphan = orphaned(bench)
-    bench.tell(Claimed(orphan.body))
-    bench.tell(Left(orphan.body))
-    assert bench.of(CallBack)
-    assert bench.router.open_bodies == 0
+    bench.tell(RequestClaimed(orphan.request))
+    bench.tell(ClientLeft(orphan.request))
+    assert bench.of(CancelChoices)
+    assert bench.router.open_requests == 0
 
 
 def test_what_makes_no_sense_is_not_kept() -> None:
     bench = Bench()
     odd = replace(held(3, 5, of=2), choice=2)
     bench.join(facts("a"), held(1, 5, origin=b""), odd, held(4, 5, of=2), held(5, 5, choice=0, of=1))
-    assert [serial for serial, _, _ in admitted(bench).keep] == [4]
+    assert [serial for serial, _ in admitted(bench).keep] == [4]
 
 
 def test_numbers_of_orphans_are_nobodys() -> None:
     bench = Bench()
     bench.join(facts("a"), held(1, 5), held(2, 5, origin=b"origin 9"))
-    assert [item.body for item in bench.of(Orphan)] == [Body(-1), Body(-2)]
-    assert bench.arrive(submission("y"), origin=b"new") == Body(1)
+    assert [item.request for item in bench.of(UnclaimedFound)] == [RequestNumber(-1), RequestNumber(-2)]
+    assert bench.arrive(submission("y"), origin=b"new") == RequestNumber(1)

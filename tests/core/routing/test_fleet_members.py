@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from baton.core.config import BadConfig
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Admit,
-    Beaten,
-    CallBack,
-    Delivered,
-    Drains,
-    Due,
+    AdmitInstance,
+    CancelChoices,
+    CloseSession,
+    DeadlineCame,
+    DeliverTokens,
     FleetChanged,
-    HangUp,
+    Heartbeat,
+    HeartbeatCame,
     Instance,
-    Joined,
-    Ledger,
-    Neighbours,
+    InstanceDrains,
+    InstanceJoined,
+    InstanceLost,
     OrderDrain,
-    Parted,
-    RouterConfig,
-    Send,
+    RejectInstance,
+    SendAttempt,
     Session,
-    Sign,
-    TurnAway,
+    TellPrefillPeers,
 )
-from baton.core.routing.fleet_members import FENCE_US, Fleet, MemberMove
+from baton.core.routing.fleet_members import FENCE_US, FleetMembers, MemberMove
 from baton.core.routing.router import SETTLE_US
 from tests.support.routing import Bench, ended, facts, held, submission
 
@@ -54,7 +53,7 @@ def test_who_does_not_fit_is_turned_away_and_told_both_values(change: dict[str, 
     bench = Bench()
     bench.join(facts("a"))
     session = bench.join(replace(facts("b"), **change))  # type: ignore[arg-type]
-    (turned,) = bench.of(TurnAway)
+    (turned,) = bench.of(RejectInstance)
     assert (turned.session, turned.fenced) == (session, False)
     assert all(value in turned.reason for value in values), turned.reason
     assert [view.facts.name for view in bench.router.views()] == ["a"]
@@ -67,15 +66,15 @@ def test_another_model_may_come_when_nobody_serves_the_first_and_nothing_was_beg
     first = bench.join(facts("a"))
     _, send = bench.open(submission("x"))
     bench.came(send, 1)
-    bench.tell(Parted(first, "reset"))
+    bench.tell(InstanceLost(first, "reset"))
     bench.join(other)
-    assert bench.of(TurnAway), "a body that was begun with the first model waits for it"
+    assert bench.of(RejectInstance), "a body that was begun with the first model waits for it"
     again = bench.join(facts("a"))
     bench.take(bench.sent())
-    bench.came(bench.ever(Send)[-1], 2, end=ended(FinishReason.STOP))
-    bench.tell(Parted(again, "reset"))
+    bench.came(bench.ever(SendAttempt)[-1], 2, end=ended(FinishReason.STOP))
+    bench.tell(InstanceLost(again, "reset"))
     bench.join(other)
-    assert bench.of(Admit)
+    assert bench.of(AdmitInstance)
 
 
 def test_an_older_life_is_fenced_and_a_newer_one_takes_its_place() -> None:
@@ -84,22 +83,22 @@ def test_an_older_life_is_fenced_and_a_newer_one_takes_its_place() -> None:
     bench.join(facts("a", incarnation=5))
     _, send = bench.open(submission("x"))
     old = bench.join(facts("a", incarnation=4))
-    assert bench.of(TurnAway) == [TurnAway(old, bench.of(TurnAway)[0].reason, fenced=True)]
-    assert "5" in bench.of(TurnAway)[0].reason
+    assert bench.of(RejectInstance) == [RejectInstance(old, bench.of(RejectInstance)[0].reason, fenced=True)]
+    assert "5" in bench.of(RejectInstance)[0].reason
     assert changes(bench) == [("a", "fenced")]
     bench.join(facts(str(bench.router.fleet.members[send.session].name), incarnation=6))
-    assert [item.session for item in bench.of(HangUp)] == [send.session]
-    assert bench.of(Send), "what the earlier life had goes on"
+    assert [item.session for item in bench.of(CloseSession)] == [send.session]
+    assert bench.of(SendAttempt), "what the earlier life had goes on"
 
 
 def test_an_older_life_is_fenced_also_when_the_newer_one_has_just_gone() -> None:
     bench = Bench()
     session = bench.join(facts("a", incarnation=5))
-    bench.tell(Parted(session, "reset"))
+    bench.tell(InstanceLost(session, "reset"))
     bench.join(facts("a", incarnation=4))
-    assert bench.of(TurnAway)[0].fenced
+    assert bench.of(RejectInstance)[0].fenced
     bench.join(facts("a", incarnation=5))
-    assert bench.of(Admit)
+    assert bench.of(AdmitInstance)
 
 
 @pytest.mark.parametrize("other", [{"pid": 2}, {"url": "http://elsewhere"}])
@@ -108,13 +107,15 @@ def test_a_name_whose_holder_lives_is_not_given_to_another_process(other: dict[s
     holder = bench.join(replace(facts("a"), pid=1, url="http://here"))
     newcomer = replace(facts("a", incarnation=2), pid=1, url="http://here")
     second = bench.join(replace(newcomer, **other))  # type: ignore[arg-type]
-    assert bench.of(TurnAway) == [TurnAway(second, "a is there already, at http://here; give another --name", fenced=False)]
+    assert bench.of(RejectInstance) == [
+        RejectInstance(second, "a is there already, at http://here; give another --name", fenced=False)
+    ]
     assert list(bench.router.fleet.members) == [holder]
     bench.sessions["a"] = holder
     bench.pass_us(1_000_000)
     assert list(bench.router.fleet.members) == [holder], "it beats"
     bench.join(newcomer)
-    assert bench.of(Admit), "the same process, as far as anybody can tell"
+    assert bench.of(AdmitInstance), "the same process, as far as anybody can tell"
 
 
 def test_a_restarted_instance_gets_its_name_when_its_old_life_has_been_silent_for_its_time() -> None:
@@ -122,8 +123,8 @@ def test_a_restarted_instance_gets_its_name_when_its_old_life_has_been_silent_fo
     bench.join(replace(facts("a"), pid=1))
     waited_us = 0
     bench.join(replace(facts("a", incarnation=2), pid=2))
-    while not bench.of(Admit):
-        assert bench.of(TurnAway)
+    while not bench.of(AdmitInstance):
+        assert bench.of(RejectInstance)
         bench.pass_us(100_000, "a")
         waited_us += 100_000
         bench.join(replace(facts("a", incarnation=2), pid=2))
@@ -133,9 +134,9 @@ def test_a_restarted_instance_gets_its_name_when_its_old_life_has_been_silent_fo
 def test_another_model_is_turned_away_also_when_nobody_is_there() -> None:
     bench = Bench(RouterConfig(model="smollm2", model_mark=b"mod"))
     bench.join(replace(facts("b"), fingerprint=b"other"))
-    assert "its model is not smollm2" in bench.of(TurnAway)[0].reason
+    assert "its model is not smollm2" in bench.of(RejectInstance)[0].reason
     bench.join(facts("a"))
-    assert bench.of(Admit)
+    assert bench.of(AdmitInstance)
 
 
 def test_after_a_while_an_older_life_is_one_whose_clock_was_set_back() -> None:
@@ -143,31 +144,31 @@ def test_after_a_while_an_older_life_is_one_whose_clock_was_set_back() -> None:
     session = bench.join(facts("a", incarnation=5))
     bench.pass_us(2 * FENCE_US)
     bench.join(facts("a", incarnation=4))
-    assert bench.of(TurnAway)[0].fenced, "the newer one is still there"
-    bench.tell(Parted(session, "reset"))
+    assert bench.of(RejectInstance)[0].fenced, "the newer one is still there"
+    bench.tell(InstanceLost(session, "reset"))
     bench.now_us += FENCE_US - 1
     bench.join(facts("a", incarnation=4))
-    assert bench.of(TurnAway)[0].fenced
+    assert bench.of(RejectInstance)[0].fenced
     bench.now_us += 1
     bench.join(facts("a", incarnation=4))
-    assert bench.of(Admit)
+    assert bench.of(AdmitInstance)
     bench.join(facts("a", incarnation=5))
     bench.join(facts("a", incarnation=4))
-    assert bench.of(TurnAway)[0].fenced, "it has come back after all"
+    assert bench.of(RejectInstance)[0].fenced, "it has come back after all"
 
 
 def test_a_session_is_replaced_by_a_newer_one_of_the_same_life() -> None:
     bench = Bench()
     first = bench.join(facts("a"))
     second = bench.join(facts("a"))
-    assert [item.session for item in bench.of(HangUp)] == [first]
+    assert [item.session for item in bench.of(CloseSession)] == [first]
     assert list(bench.router.fleet.members) == [second]
-    assert bench.tell(Parted(first, "reset")) == []
+    assert bench.tell(InstanceLost(first, "reset")) == []
     assert list(bench.router.fleet.members) == [second]
 
 
 def test_names_of_the_past_are_bounded() -> None:
-    fleet = Fleet(RouterConfig())
+    fleet = FleetMembers(RouterConfig())
     for number in range(5000):
         member = fleet.admit(Session(number), facts(f"i{number}", incarnation=9), draining=False, now_us=0)
         if number:
@@ -187,14 +188,14 @@ def test_silence_takes_an_instance_out_within_its_time_and_its_requests_go_on() 
     _, send = bench.open(submission("x"))
     silent = bench.router.fleet.members[send.session].name
     bench.pass_us(500_000, silent)
-    assert not bench.of(HangUp)
+    assert not bench.of(CloseSession)
     bench.pass_us(300_000, silent)
-    assert [item.session for item in bench.of(HangUp)] == [send.session]
+    assert [item.session for item in bench.of(CloseSession)] == [send.session]
     assert changes(bench) == [(silent, "suspected")]
-    assert [item.session for item in bench.of(Send)] != [send.session]
+    assert [item.session for item in bench.of(SendAttempt)] != [send.session]
     assert bench.router.counts.suspicions == {"suspected": 1, "stuck": 0}
     bench.join(facts(silent))
-    assert bench.of(Admit), "it may come back"
+    assert bench.of(AdmitInstance), "it may come back"
 
 
 def test_tokens_are_signs_of_life_too() -> None:
@@ -204,7 +205,7 @@ def test_tokens_are_signs_of_life_too() -> None:
     for _ in range(10):
         bench.pass_us(150_000, "a")
         bench.came(send, 1)
-    assert not bench.ever(HangUp)
+    assert not bench.ever(CloseSession)
 
 
 def test_what_the_router_slept_through_is_nobodys_silence() -> None:
@@ -212,21 +213,21 @@ def test_what_the_router_slept_through_is_nobodys_silence() -> None:
     bench.join(facts("a"))
     bench.pass_us(1_000_000)
     bench.now_us += 30_000_000
-    bench.tell(Due())
-    assert not bench.of(HangUp)
+    bench.tell(DeadlineCame())
+    assert not bench.of(CloseSession)
     bench.pass_us(300_000, "a")
-    assert not bench.of(HangUp), "it has all of its time again, less a beat"
+    assert not bench.of(CloseSession), "it has all of its time again, less a beat"
     bench.pass_us(400_000, "a")
-    assert bench.of(HangUp)
+    assert bench.of(CloseSession)
 
 
 def test_a_silent_engine_behind_a_living_front_end_is_found() -> None:
     bench = Bench()
     session = bench.join(facts("a"))
-    bench.tell(Beaten(session, Sign(Ledger(), 599_999, False)))
-    assert not bench.of(HangUp)
-    bench.tell(Beaten(session, Sign(Ledger(), 600_000, False)))
-    assert bench.of(HangUp)
+    bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), 599_999, False)))
+    assert not bench.of(CloseSession)
+    bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), 600_000, False)))
+    assert bench.of(CloseSession)
     assert changes(bench) == [("a", "suspected")]
 
 
@@ -236,7 +237,7 @@ def test_an_engine_that_computes_and_finishes_no_step_is_stuck() -> None:
 
     def beat(computing: bool, steps: int) -> list[tuple[str, str]]:
         bench.now_us += 200_000
-        bench.tell(Beaten(session, Sign(Ledger(steps=steps), 0, computing)))
+        bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(steps=steps), 0, computing)))
         return changes(bench)
 
     assert not any(beat(computing=False, steps=5) for _ in range(30)), "it has nothing to do"
@@ -253,16 +254,16 @@ def test_a_draining_instance_gets_nothing_new_and_finishes_what_it_has() -> None
     bench = Bench()
     bench.join(facts("a"))
     body, send = bench.open(submission("x"))
-    bench.tell(Drains(Instance("a")))
+    bench.tell(InstanceDrains(Instance("a")))
     assert bench.of(OrderDrain) == [OrderDrain(send.session)]
     assert changes(bench) == [("a", "draining")]
     assert [view.state for view in bench.router.views()] == ["draining"]
     bench.arrive(submission("y"))
-    assert not bench.of(Send)
+    assert not bench.of(SendAttempt)
     bench.came(send, 1, end=ended(FinishReason.STOP))
     assert bench.delivered(body) == [1]
-    assert bench.tell(Drains(Instance("a"))) == [], "told twice"
-    assert bench.tell(Drains(Instance("nobody"))) == []
+    assert bench.tell(InstanceDrains(Instance("a"))) == [], "told twice"
+    assert bench.tell(InstanceDrains(Instance("nobody"))) == []
 
 
 def test_what_a_draining_instance_does_not_finish_in_time_goes_on_elsewhere_and_is_no_loss() -> None:
@@ -270,12 +271,12 @@ def test_what_a_draining_instance_does_not_finish_in_time_goes_on_elsewhere_and_
     bench.join(facts("a"))
     _, send = bench.open(submission("x"))
     bench.came(send, 1)
-    bench.tell(Drains(Instance("a")))
+    bench.tell(InstanceDrains(Instance("a")))
     bench.pass_us(3_000_000)
-    assert not bench.of(CallBack), "nobody else is there"
+    assert not bench.of(CancelChoices), "nobody else is there"
     bench.join(facts("b"))
     bench.pass_us(300_000)
-    assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
+    assert bench.of(CancelChoices) == [CancelChoices(send.session, send.attempt, (0,))]
     assert bench.sent().group[0].generated.tolist() == [1]
     assert bench.router.counts.retries["drained"] == 1
 
@@ -287,12 +288,12 @@ def test_who_goes_after_draining_has_left_and_who_goes_with_something_open_is_lo
     _, send = bench.open(submission("x"))
     busy = bench.router.fleet.members[send.session]
     (idle,) = [member for member in bench.router.fleet.members.values() if member is not busy]
-    bench.tell(Drains(idle.name))
-    bench.tell(Parted(idle.session, "closed"))
+    bench.tell(InstanceDrains(idle.name))
+    bench.tell(InstanceLost(idle.session, "closed"))
     assert changes(bench) == [(idle.name, "left")]
-    bench.tell(Drains(busy.name))
+    bench.tell(InstanceDrains(busy.name))
     assert "nobody else serves" in bench.of(FleetChanged)[0].why
-    bench.tell(Parted(busy.session, "closed"))
+    bench.tell(InstanceLost(busy.session, "closed"))
     assert changes(bench) == [(busy.name, "lost")]
 
 
@@ -301,20 +302,20 @@ def test_who_drains_as_it_joins_finishes_and_gets_nothing() -> None:
     bench.join(facts("a"), draining=True)
     assert changes(bench) == [("a", "joined"), ("a", "draining")]
     bench.arrive(submission("x"))
-    assert not bench.of(Send)
+    assert not bench.of(SendAttempt)
 
 
 def test_a_life_that_was_told_to_drain_drains_also_when_its_connection_breaks() -> None:
     bench = Bench(RouterConfig(drain_us=1_000_000))
     session = bench.join(facts("a"))
-    bench.tell(Drains(Instance("a")))
+    bench.tell(InstanceDrains(Instance("a")))
     bench.pass_us(800_000)
-    bench.tell(Parted(session, "reset"))
+    bench.tell(InstanceLost(session, "reset"))
     again = bench.join(facts("a"))
     assert bench.of(OrderDrain) == [OrderDrain(again)], "it may not have heard of it"
     assert changes(bench) == [("a", "joined"), ("a", "draining")]
     bench.arrive(submission("x"))
-    assert not bench.of(Send)
+    assert not bench.of(SendAttempt)
     assert bench.router.fleet.members[again].drain_by_us == 2_000_000, "its time does not begin anew"
     bench.join(facts("a"), draining=True)
     assert not bench.of(OrderDrain), "it knows"
@@ -329,68 +330,70 @@ def test_those_who_take_are_told_when_those_who_give_change() -> None:
     bench = Bench()
     d = bench.join(facts("d", "decode"))
     bench.join(facts("m"))
-    assert not bench.of(Neighbours)
+    assert not bench.of(TellPrefillPeers)
     p = bench.join(facts("p", "prefill"))
-    assert bench.of(Neighbours) == [Neighbours(d, ("p:7000",))]
+    assert bench.of(TellPrefillPeers) == [TellPrefillPeers(d, ("p:7000",))]
     bench.join(facts("o", "prefill"))
-    assert bench.of(Neighbours) == [Neighbours(d, ("o:7000", "p:7000"))]
+    assert bench.of(TellPrefillPeers) == [TellPrefillPeers(d, ("o:7000", "p:7000"))]
     e = bench.join(facts("e", "decode"))
-    assert bench.of(Neighbours) == [Neighbours(e, ("o:7000", "p:7000"))]
+    assert bench.of(TellPrefillPeers) == [TellPrefillPeers(e, ("o:7000", "p:7000"))]
     bench.pass_us(SETTLE_US)
-    assert not bench.of(Neighbours), "nothing has changed"
-    bench.tell(Parted(p, "reset"))
-    assert {item.session: item.addresses for item in bench.of(Neighbours)} == {d: ("o:7000",), e: ("o:7000",)}
-    bench.tell(Parted(bench.sessions["o"], "reset"))
-    assert {item.session: item.addresses for item in bench.of(Neighbours)} == {d: (), e: ()}
+    assert not bench.of(TellPrefillPeers), "nothing has changed"
+    bench.tell(InstanceLost(p, "reset"))
+    assert {item.session: item.addresses for item in bench.of(TellPrefillPeers)} == {d: ("o:7000",), e: ("o:7000",)}
+    bench.tell(InstanceLost(bench.sessions["o"], "reset"))
+    assert {item.session: item.addresses for item in bench.of(TellPrefillPeers)} == {d: (), e: ()}
 
 
 def test_who_drains_still_hands_over_what_it_was_asked_for() -> None:
     bench = Bench()
     d = bench.join(facts("d", "decode"))
     p = bench.join(facts("p", "prefill"))
-    bench.tell(Drains(Instance("p")))
-    assert not bench.of(Neighbours), "nobody hangs up on it"
+    bench.tell(InstanceDrains(Instance("p")))
+    assert not bench.of(TellPrefillPeers), "nobody hangs up on it"
     bench.arrive(submission("x"))
     assert bench.sent().group[0].prefill_at == "", "but nobody is sent there"
     bench.pass_us(SETTLE_US)
-    bench.tell(Parted(p, "it is done"))
-    assert bench.of(Neighbours) == [Neighbours(d, ())]
+    bench.tell(InstanceLost(p, "it is done"))
+    assert bench.of(TellPrefillPeers) == [TellPrefillPeers(d, ())]
 
 
 def test_a_router_that_has_just_started_makes_nobody_hang_up_on_those_who_have_not_called_yet() -> None:
     bench = Bench()
     d = bench.join(facts("d", "decode"), held(41, 5))
     e = bench.join(facts("e", "decode"))
-    assert not bench.of(Neighbours), "that nobody gives would be too early to say"
+    assert not bench.of(TellPrefillPeers), "that nobody gives would be too early to say"
     bench.join(facts("p", "prefill"))
-    assert bench.of(Neighbours) == [Neighbours(e, ("p:7000",))], "the other may wait for a hand-over of somebody else"
+    assert bench.of(TellPrefillPeers) == [TellPrefillPeers(e, ("p:7000",))], (
+        "the other may wait for a hand-over of somebody else"
+    )
     bench.join(facts("q", "prefill"))
-    assert bench.of(Neighbours) == [Neighbours(e, ("p:7000", "q:7000"))]
+    assert bench.of(TellPrefillPeers) == [TellPrefillPeers(e, ("p:7000", "q:7000"))]
     bench.pass_us(SETTLE_US)
-    assert bench.of(Neighbours) == [Neighbours(d, ("p:7000", "q:7000"))]
+    assert bench.of(TellPrefillPeers) == [TellPrefillPeers(d, ("p:7000", "q:7000"))]
 
 
 def test_when_nobody_has_called_for_a_while_nobody_gives() -> None:
     bench = Bench()
     d = bench.join(facts("d", "decode"))
     bench.pass_us(SETTLE_US - 1)
-    assert not bench.ever(Neighbours)
+    assert not bench.ever(TellPrefillPeers)
     bench.pass_us(bench.config.beat_us)
-    assert bench.of(Neighbours) == [Neighbours(d, ())]
+    assert bench.of(TellPrefillPeers) == [TellPrefillPeers(d, ())]
 
 
 def test_nobody_is_sent_to_who_only_prefills() -> None:
     bench = Bench()
     bench.join(facts("p", "prefill"))
     bench.arrive(submission("x"))
-    assert not bench.of(Send)
+    assert not bench.of(SendAttempt)
 
 
 def test_a_join_is_heard_once() -> None:
     bench = Bench()
     session = bench.join(facts("a"))
-    assert bench.tell(Joined(session, facts("a"))) == []
-    assert not bench.ever(Delivered)
+    assert bench.tell(InstanceJoined(session, facts("a"))) == []
+    assert not bench.ever(DeliverTokens)
 
 
 @pytest.mark.parametrize("bad", [{"suspect_us": 300_000}, {"waiting_max": 0}, {"ahead": 0.0}, {"key_concurrency": 0}])

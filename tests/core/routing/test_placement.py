@@ -6,22 +6,15 @@ from collections import Counter
 
 import pytest
 
+from baton.core.engine.change_journal import CachedKeysChanged
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import frozen_tokens
 from baton.core.errors import RefusalCode
-from baton.core.routing.events import (
-    Beaten,
-    Ledger,
-    Names,
-    Parted,
-    Policy,
-    RouterConfig,
-    Send,
-    Session,
-    Sign,
-)
-from baton.core.routing.prefix_directory import ASSUMED_US, Holdings
-from baton.core.routing.rate_limits import TENANTS_MAX, Bucket, Quota
+from baton.core.routing.config import RouterConfig, RoutingPolicy
+from baton.core.routing.events import Heartbeat, HeartbeatCame, InstanceLost, SendAttempt, Session
+from baton.core.routing.prefix_directory import ASSUMED_US, PrefixDirectory
+from baton.core.routing.rate_limits import TENANTS_MAX, RateLimits, TokenBucket
 from tests.support.routing import BLOCK_SIZE, SECRET, Bench, facts, submission
 
 A, B, C = Session(1), Session(2), Session(3)
@@ -88,7 +81,11 @@ def test_a_pool_that_cannot_hold_it_is_avoided() -> None:
     for name in "ab":
         bench.join(facts(name))
     bench.named("a", *keys(7, 160)[:8])
-    bench.tell(Beaten(bench.sessions["a"], Sign(Ledger(free=0, evictable=1, used=255), 0, True)))
+    bench.tell(
+        HeartbeatCame(
+            bench.sessions["a"], Heartbeat(SchedulerGauges(free_blocks=0, evictable_blocks=1, running_blocks=255), 0, True)
+        )
+    )
     assert placed(bench, 7) == "b"
 
 
@@ -110,15 +107,15 @@ def test_ties_go_to_whoever_was_chosen_least_recently() -> None:
 
 
 def test_round_robin_goes_round_whatever_is_known() -> None:
-    bench = Bench(RouterConfig(policy=Policy.ROUND_ROBIN))
+    bench = Bench(RouterConfig(policy=RoutingPolicy.ROUND_ROBIN))
     for name in "abc":
         bench.join(facts(name))
     bench.named("a", *keys(7, 160))
     assert [placed(bench, 7) for _ in range(6)] == list("abcabc")
 
 
-@pytest.mark.parametrize("policy", [Policy.RANDOM, Policy.POWER_OF_TWO])
-def test_draws_are_spread_and_the_same_again(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [RoutingPolicy.RANDOM, RoutingPolicy.POWER_OF_TWO])
+def test_draws_are_spread_and_the_same_again(policy: RoutingPolicy) -> None:
     def run() -> list[str]:
         bench = Bench(RouterConfig(policy=policy, ahead=100))
         for name in "abcd":
@@ -129,7 +126,7 @@ def test_draws_are_spread_and_the_same_again(policy: Policy) -> None:
     assert order == run()
     spread = Counter(order)
     assert min(spread.values()) > 30, spread
-    if policy is Policy.POWER_OF_TWO:
+    if policy is RoutingPolicy.POWER_OF_TWO:
         assert max(spread.values()) - min(spread.values()) <= 10, "the less loaded of two"
 
 
@@ -156,7 +153,7 @@ def test_a_mixed_instance_competes_with_those_that_decode_for_it() -> None:
     bench.join(facts("p", "prefill"))
     bench.named("m", *keys(7, 160))
     assert placed(bench, 7) == "m"
-    bench.tell(Parted(bench.sessions["m"], "reset"))
+    bench.tell(InstanceLost(bench.sessions["m"], "reset"))
     assert placed(bench, 7) == "d"
 
 
@@ -174,7 +171,7 @@ def test_a_body_that_fits_nowhere_yet_does_not_hold_up_those_behind_it() -> None
     bench.join(facts("big", slots=1, context=512))
     bench.arrive(submission("a", 300))
     bench.arrive(submission("b", 300))
-    assert not bench.of(Send)
+    assert not bench.of(SendAttempt)
     bench.arrive(submission("c", 20, max_tokens=10))
     assert bench.sent().session == bench.sessions["small"]
 
@@ -182,8 +179,8 @@ def test_a_body_that_fits_nowhere_yet_does_not_hold_up_those_behind_it() -> None
 # ── holdings ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def holdings(*sessions: Session, blocks: int = 100) -> Holdings:
-    held = Holdings()
+def holdings(*sessions: Session, blocks: int = 100) -> PrefixDirectory:
+    held = PrefixDirectory()
     for session in sessions:
         held.open(session, blocks)
     return held
@@ -191,9 +188,9 @@ def holdings(*sessions: Session, blocks: int = 100) -> Holdings:
 
 def test_one_walk_finds_the_longest_prefix_of_everybody() -> None:
     held, names = holdings(A, B, C), [bytes([n]) for n in range(6)]
-    held.hear(A, Names(named=tuple(names[:4])))
-    held.hear(B, Names(named=(names[0], names[1], names[3])))
-    held.hear(C, Names(named=(names[1],)))
+    held.hear(A, CachedKeysChanged(named=tuple(names[:4])))
+    held.hear(B, CachedKeysChanged(named=(names[0], names[1], names[3])))
+    held.hear(C, CachedKeysChanged(named=(names[1],)))
     assert held.longest(names) == {A: 4, B: 2}
     assert held.longest(names[:2]) == {A: 2, B: 2}
     assert held.longest([]) == {}
@@ -202,11 +199,11 @@ def test_one_walk_finds_the_longest_prefix_of_everybody() -> None:
 
 def test_what_is_forgotten_said_afresh_or_of_an_ended_session_is_not_believed() -> None:
     held, names = holdings(A, B), [bytes([n]) for n in range(4)]
-    held.hear(A, Names(named=tuple(names)))
-    held.hear(B, Names(named=tuple(names)))
-    held.hear(A, Names(forgotten=(names[2], b"never said")))
+    held.hear(A, CachedKeysChanged(named=tuple(names)))
+    held.hear(B, CachedKeysChanged(named=tuple(names)))
+    held.hear(A, CachedKeysChanged(forgotten=(names[2], b"never said")))
     assert held.longest(names) == {A: 2, B: 4}
-    held.hear(B, Names(fresh=True, named=(names[0],)))
+    held.hear(B, CachedKeysChanged(fresh=True, named=(names[0],)))
     assert held.longest(names) == {A: 2, B: 1}
     held.close(A)
     assert held.longest(names) == {B: 1}
@@ -218,7 +215,7 @@ def test_what_is_forgotten_said_afresh_or_of_an_ended_session_is_not_believed() 
 
 def test_an_instance_is_believed_to_hold_no_more_than_its_pool() -> None:
     held, names = holdings(A, blocks=3), [bytes([n]) for n in range(5)]
-    held.hear(A, Names(named=tuple(names)))
+    held.hear(A, CachedKeysChanged(named=tuple(names)))
     assert len(held) == 3
     assert [bool(held.longest([name])) for name in names] == [False, False, True, True, True]
     held.assume(A, names, 0)
@@ -232,7 +229,7 @@ def test_an_assumption_is_over_in_time_unless_it_was_made_again() -> None:
     held.assume(A, names, 0)
     held.assume(B, names[:2], 0)
     held.assume(A, names[:1], 500)
-    held.hear(B, Names(named=(names[0],)))
+    held.hear(B, CachedKeysChanged(named=(names[0],)))
     held.expire(ASSUMED_US - 1)
     assert held.longest(names) == {A: 3, B: 2}
     held.expire(ASSUMED_US)
@@ -246,7 +243,7 @@ def test_an_assumption_is_over_in_time_unless_it_was_made_again() -> None:
 
 
 def test_a_bucket_may_be_overdrawn_and_is_paid_back_by_waiting() -> None:
-    bucket = Bucket(10, 2, now_us=0)
+    bucket = TokenBucket(10, 2, now_us=0)
     bucket.take(16, 0)
     assert bucket.debt_us(0) == 3_000_000
     assert bucket.debt_us(1_000_000) == 2_000_000
@@ -256,7 +253,7 @@ def test_a_bucket_may_be_overdrawn_and_is_paid_back_by_waiting() -> None:
 
 
 def test_a_declined_body_is_not_charged() -> None:
-    quota = Quota(RouterConfig(key_tokens_per_minute=100))
+    quota = RateLimits(RouterConfig(key_tokens_per_minute=100))
     assert quota.admit("t", 1, 100, 0) is None
     refusal = quota.admit("t", 1, 1, 0)
     assert refusal is not None
@@ -268,10 +265,10 @@ def test_a_declined_body_is_not_charged() -> None:
 
 
 def test_tenants_without_limits_are_not_remembered_and_others_are_bounded() -> None:
-    free = Quota(RouterConfig())
+    free = RateLimits(RouterConfig())
     assert free.admit("t", 99, 10**9, 0) is None
     assert free.open_of("t") == 0
-    bound = Quota(RouterConfig(key_concurrency=1))
+    bound = RateLimits(RouterConfig(key_concurrency=1))
     for number in range(TENANTS_MAX + 100):
         assert bound.admit(f"t{number}", 1, 1, 0) is None
         if number:

@@ -1,40 +1,43 @@
-"""A client's body is carried from instance to instance: every token once, one end."""
+"""A client's request goes from instance to instance: every token once, one end."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.core.engine.records import Bill
+from baton.core.engine.ended import Bill
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason
 from baton.core.errors import InvariantViolated, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.handover.faults import PdCode, PdFault, PdStage
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    CallBack,
-    Came,
-    Cut,
-    CutShort,
-    Declined,
-    Delivered,
-    Drains,
-    Forget,
-    Left,
-    LegTaken,
-    Noted,
-    Opened,
-    Parted,
-    PhaseNote,
-    RouterConfig,
-    Send,
+    AttemptAccepted,
+    CancelChoices,
+    ClientLeft,
+    DeliverTokens,
+    ForgetChoices,
+    Heartbeat,
+    HeartbeatCame,
+    InstanceDrains,
+    InstanceLost,
+    PhaseReport,
+    RequestDeclined,
+    RequestOpened,
+    SendAttempt,
     Session,
-    Stage,
+    StopChoice,
+    StopStringFound,
+    TimelineNoted,
+    TimelineStage,
+    TokensCame,
 )
-from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, held, submission
+from tests.support.routing import PREEMPTED, Bench, choices, ended, facts, held, submission, which
 
 STOP = ended(FinishReason.STOP)
 
 
-def outcome(bench: Bench) -> Delivered:
-    (last,) = [item for item in bench.of(Delivered) if item.outcome is not None]
+def outcome(bench: Bench) -> DeliverTokens:
+    (last,) = [item for item in bench.of(DeliverTokens) if item.outcome is not None]
     return last
 
 
@@ -44,16 +47,16 @@ def test_a_body_is_opened_by_the_instance_that_takes_it_and_forgotten_there_at_i
     body = bench.arrive(submission("x"))
     send = bench.sent()
     assert (send.session, send.choices, send.body_choices, send.origin) == (bench.sessions["a"], (0,), 1, b"origin 1")
-    assert not bench.ever(Opened)
+    assert not bench.ever(RequestOpened)
     bench.take(send)
-    assert bench.of(Opened) == [Opened(body)]
+    assert bench.of(RequestOpened) == [RequestOpened(body)]
     bench.came(send, 5, 6, cached=32)
-    assert bench.of(Delivered) == [Delivered(body, 0, [5, 6], None, 32, None)]
+    assert bench.of(DeliverTokens) == [DeliverTokens(body, 0, [5, 6], None, 32, None)]
     bench.came(send, 7, end=STOP)
     last = outcome(bench)
     assert (last.tokens, last.outcome and last.outcome.generated_tokens) == ([7], 3)
-    assert bench.of(Forget) == [Forget(send.session, send.leg)]
-    assert bench.router.open_bodies == 0
+    assert bench.of(ForgetChoices) == [ForgetChoices(send.session, send.attempt)]
+    assert bench.router.open_requests == 0
 
 
 def test_what_its_instance_lost_goes_on_at_once_elsewhere_after_what_was_delivered() -> None:
@@ -62,14 +65,17 @@ def test_what_its_instance_lost_goes_on_at_once_elsewhere_after_what_was_deliver
     bench.join(facts("b"))
     body, send = bench.open(submission("x"))
     bench.came(send, 5, 6)
-    bench.tell(Parted(send.session, "reset"))
+    bench.tell(InstanceLost(send.session, "reset"))
     again = bench.sent()
     assert again.session != send.session
     assert again.group[0].generated.tolist() == [5, 6]
     assert (again.group[0].prompt.tolist(), again.group[0].max_tokens) == (list(range(40)), 100)
-    assert next((note.stage, note.why) for note in bench.of(Noted)) == (Stage.MOVED, "lost: a was lost: reset")
+    assert next((note.stage, note.why) for note in bench.of(TimelineNoted)) == (
+        TimelineStage.MOVED,
+        "lost: a was lost: reset",
+    )
     bench.take(again)
-    assert not bench.of(Opened), "a client is told once"
+    assert not bench.of(RequestOpened), "a client is told once"
     bench.came(again, 7, end=STOP)
     assert bench.delivered(body) == [5, 6, 7]
     assert bench.router.counts.moved_tokens == 2
@@ -81,9 +87,9 @@ def test_choices_that_were_lost_together_travel_together_and_whoever_is_first_le
     bench.join(facts("b"))
     _, send = bench.open(*choices("x", 3))
     assert [item.leader for item in send.group] == [None, "x/0", "x/0"]
-    bench.came(send, 1, place=1)
-    bench.came(send, 9, place=0, end=STOP)
-    bench.tell(Parted(send.session, "reset"))
+    bench.came(send, 1, nth=1)
+    bench.came(send, 9, nth=0, end=STOP)
+    bench.tell(InstanceLost(send.session, "reset"))
     again = bench.sent()
     assert again.choices == (1, 2)
     assert [item.leader for item in again.group] == [None, "x/1"]
@@ -102,13 +108,13 @@ def test_a_choice_that_had_its_last_token_when_its_instance_was_lost_has_ended(
     bench.join(facts("b"))
     _, send = bench.open(submission("x", max_tokens=3, stops=(9,), min_tokens=min_tokens))
     bench.came(send, *tokens)
-    bench.tell(Parted(send.session, "reset"))
+    bench.tell(InstanceLost(send.session, "reset"))
     if reason is None:
-        assert bench.of(Send)
+        assert bench.of(SendAttempt)
     else:
-        assert not bench.of(Send)
+        assert not bench.of(SendAttempt)
         assert outcome(bench).outcome is not None
-        assert [item.outcome.reason for item in bench.of(Delivered) if item.outcome] == [reason]
+        assert [item.outcome.reason for item in bench.of(DeliverTokens) if item.outcome] == [reason]
 
 
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,7 +128,7 @@ def test_whoever_had_no_room_is_avoided_while_another_is_there() -> None:
     seen = [send.session]
     for _ in range(3):
         bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
-        assert not bench.of(Send), "not before the back-off is over"
+        assert not bench.of(SendAttempt), "not before the back-off is over"
         bench.pass_us(1_000_000)
         send = bench.sent()
         bench.take(send)
@@ -175,7 +181,7 @@ def test_losses_are_counted_apart_and_the_first_retry_is_at_once(end: object) ->
     for attempt in range(2):
         bench.came(send, 1, end=end)  # type: ignore[arg-type]
         if attempt:
-            assert not bench.of(Send)
+            assert not bench.of(SendAttempt)
             bench.pass_us(1_000_000)
         assert bench.sent().session != send.session, "not where it has just failed"
         send = bench.sent()
@@ -195,7 +201,7 @@ def test_back_off_doubles_less_a_jitter_of_up_to_half() -> None:
     for _ in range(5):
         bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
         begun_us = bench.now_us
-        while not bench.of(Send):
+        while not bench.of(SendAttempt):
             due_us = bench.router.next_deadline()
             assert due_us is not None
             bench.run_to(due_us)
@@ -213,13 +219,13 @@ def test_retries_beyond_the_burst_wait_their_turn() -> None:
     bench.join(facts("b", slots=8))
     for number in range(8):
         bench.open(submission(f"x{number}", first=number))
-    bench.tell(Parted(Session(1), "reset"))
-    at_once = len(bench.of(Send))
+    bench.tell(InstanceLost(Session(1), "reset"))
+    at_once = len(bench.of(SendAttempt))
     assert at_once == 2
     bench.pass_us(110_000)
-    assert len(bench.of(Send)) == 1
+    assert len(bench.of(SendAttempt)) == 1
     bench.pass_us(100_000)
-    assert len(bench.of(Send)) == 1
+    assert len(bench.of(SendAttempt)) == 1
 
 
 @pytest.mark.parametrize(
@@ -233,12 +239,12 @@ def test_a_refusal_that_is_the_instances_own_is_not_the_clients(code: RefusalCod
     for _ in range(4):
         send = bench.sent()
         bench.refuse(send, code)
-        assert not bench.of(Declined)
+        assert not bench.of(RequestDeclined)
         bench.pass_us(1_000_000)
         assert bench.sent().session != send.session
     bench.take(bench.sent())
-    assert bench.of(Opened)
-    assert not bench.ever(Forget), "a refused leg has nothing to forget"
+    assert bench.of(RequestOpened)
+    assert not bench.ever(ForgetChoices), "a refused attempt has nothing to forget"
 
 
 def test_a_refusal_that_is_about_the_request_reaches_the_client() -> None:
@@ -247,9 +253,9 @@ def test_a_refusal_that_is_about_the_request_reaches_the_client() -> None:
     bench.join(facts("b"))
     body = bench.arrive(submission("x"))
     bench.refuse(bench.sent(), RefusalCode.POOL_EXCEEDED)
-    (declined,) = bench.of(Declined)
-    assert (declined.body, declined.refusal.code) == (body, RefusalCode.POOL_EXCEEDED)
-    assert bench.router.open_bodies == 0
+    (declined,) = bench.of(RequestDeclined)
+    assert (declined.request, declined.refusal.code) == (body, RefusalCode.POOL_EXCEEDED)
+    assert bench.router.open_requests == 0
     assert bench.router.counts.declined == {"kv_pool_exceeded": 1}
 
 
@@ -259,7 +265,7 @@ def test_once_opened_such_a_refusal_counts_as_no_room() -> None:
     bench.join(facts("b"))
     _, send = bench.open(submission("x"))
     bench.came(send, 1)
-    bench.tell(Parted(send.session, "reset"))
+    bench.tell(InstanceLost(send.session, "reset"))
     bench.refuse(bench.sent(), RefusalCode.POOL_EXCEEDED)
     bench.pass_us(1_000_000)
     bench.refuse(bench.sent(), RefusalCode.POOL_EXCEEDED)
@@ -275,11 +281,11 @@ def test_a_body_whose_instances_are_lost_before_they_answer_is_declined_in_the_e
         bench.join(facts(name))
     bench.arrive(*choices("x", 2))
     for _ in range(2):
-        bench.tell(Parted(bench.sent().session, "reset"))
-    (declined,) = bench.of(Declined)
+        bench.tell(InstanceLost(bench.sent().session, "reset"))
+    (declined,) = bench.of(RequestDeclined)
     assert declined.refusal.code is RefusalCode.NO_INSTANCE
-    assert not bench.ever(Delivered)
-    assert (bench.router.open_bodies, bench.router.waiting) == (0, 0)
+    assert not bench.ever(DeliverTokens)
+    assert (bench.router.open_requests, bench.router.waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("tokens", [0, 2])
@@ -290,11 +296,11 @@ def test_a_choice_that_is_lost_again_and_again_without_a_token_may_be_the_cause_
     body, send = bench.open(submission("x"))
     bench.came(send, *range(tokens))
     for _ in range(2):
-        bench.tell(Parted(send.session, "killed"))
+        bench.tell(InstanceLost(send.session, "killed"))
         bench.pass_us(1_000_000)
-        send = bench.ever(Send)[-1]
+        send = bench.ever(SendAttempt)[-1]
         bench.take(send)
-    bench.tell(Parted(send.session, "killed"))
+    bench.tell(InstanceLost(send.session, "killed"))
     last = outcome(bench).outcome
     assert last is not None
     assert (last.reason, last.generated_tokens) == (FinishReason.RESCHEDULE, tokens)
@@ -308,9 +314,9 @@ def test_a_choice_that_gets_on_between_its_losses_is_not_the_cause() -> None:
     body, send = bench.open(submission("x"))
     for _ in range(8):
         bench.came(send, 1)
-        bench.tell(Parted(send.session, "killed"))
+        bench.tell(InstanceLost(send.session, "killed"))
         bench.pass_us(1_000_000)
-        send = bench.ever(Send)[-1]
+        send = bench.ever(SendAttempt)[-1]
         bench.take(send)
     bench.came(send, 1, end=STOP)
     assert bench.delivered(body) == [1] * 9
@@ -321,17 +327,17 @@ def test_a_choice_that_waits_where_the_connection_breaks_is_not_the_cause() -> N
     session = bench.join(facts("a"))
     body, _ = bench.open(*choices("x", 1))
     for _ in range(9):
-        bench.tell(Parted(session, "reset"))
+        bench.tell(InstanceLost(session, "reset"))
         session = bench.join(facts("a"), held(41))
-    assert not bench.ever(Delivered)[0].outcome
-    bench.tell(Parted(session, "reset"))
+    assert not bench.ever(DeliverTokens)[0].outcome
+    bench.tell(InstanceLost(session, "reset"))
     bench.pass_us(5_000_000)
     bench.join(facts("b"))
     for _ in range(9):
-        bench.refuse(bench.ever(Send)[-1], RefusalCode.QUEUE_FULL)
+        bench.refuse(bench.ever(SendAttempt)[-1], RefusalCode.QUEUE_FULL)
         bench.pass_us(1_000_000)
-    bench.take(bench.ever(Send)[-1])
-    bench.came(bench.ever(Send)[-1], 1, end=STOP)
+    bench.take(bench.ever(SendAttempt)[-1])
+    bench.came(bench.ever(SendAttempt)[-1], 1, end=STOP)
     assert bench.delivered(body) == [1]
 
 
@@ -344,7 +350,7 @@ def test_beyond_the_slots_newcomers_wait_here_in_the_order_of_priority_and_arriv
     _, send = bench.open(submission("x"))
     for name, priority in (("late", 1), ("first", 0), ("second", 0)):
         bench.arrive(submission(name, priority=priority))
-        assert not bench.of(Send)
+        assert not bench.of(SendAttempt)
     assert bench.router.waiting == 3
     order = []
     for _ in range(3):
@@ -359,11 +365,11 @@ def test_a_full_line_refuses_newcomers_but_not_those_who_find_a_place() -> None:
     bench = Bench(RouterConfig(ahead=1, waiting_max=1))
     bench.join(facts("a", slots=2))
     bench.arrive(*choices("x", 2))
-    assert bench.of(Send), "it waits for nothing, so the line is no matter"
+    assert bench.of(SendAttempt), "it waits for nothing, so the line is no matter"
     bench.arrive(submission("y"))
-    assert not bench.of(Declined)
+    assert not bench.of(RequestDeclined)
     bench.arrive(submission("z"))
-    (declined,) = bench.of(Declined)
+    (declined,) = bench.of(RequestDeclined)
     assert (declined.refusal.code, declined.refusal.retry_after_s) == (RefusalCode.QUEUE_FULL, 1)
     assert bench.router.waiting == 1
 
@@ -376,10 +382,10 @@ def test_without_anybody_who_serves_a_body_waits_a_while_and_is_declined() -> No
     bench.pass_us(3_000_000)
     second = bench.arrive(submission("y"))
     bench.pass_us(2_500_000)
-    assert [(item.body, item.refusal.code) for item in bench.of(Declined)] == [(first, RefusalCode.NO_INSTANCE)]
+    assert [(item.request, item.refusal.code) for item in bench.of(RequestDeclined)] == [(first, RefusalCode.NO_INSTANCE)]
     bench.join(facts("a"))
     bench.take(bench.sent())
-    assert bench.of(Opened) == [Opened(second)]
+    assert bench.of(RequestOpened) == [RequestOpened(second)]
 
 
 def test_who_has_tokens_waits_for_an_instance_until_the_deadline() -> None:
@@ -387,14 +393,14 @@ def test_who_has_tokens_waits_for_an_instance_until_the_deadline() -> None:
     bench.join(facts("a"))
     _, send = bench.open(submission("x"))
     bench.came(send, 1)
-    bench.tell(Parted(send.session, "reset"))
+    bench.tell(InstanceLost(send.session, "reset"))
     assert not bench.pass_us(29_000_000)
     bench.pass_us(2_000_000)
     last = outcome(bench).outcome
     assert last is not None
     assert last.fault is not None
     assert (last.reason, last.fault.code) == (FinishReason.RESCHEDULE, PdCode.TIMEOUT)
-    assert bench.router.open_bodies == 0
+    assert bench.router.open_requests == 0
 
 
 # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -404,13 +410,15 @@ def test_when_the_client_leaves_the_instance_is_called_back_and_every_choice_end
     bench = Bench()
     bench.join(facts("a"))
     body, send = bench.open(*choices("x", 2))
-    bench.came(send, 1, place=1, end=STOP)
-    bench.tell(Left(body))
-    assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
-    assert [(item.choice, item.outcome and item.outcome.reason) for item in bench.of(Delivered)] == [(0, FinishReason.ABORT)]
-    assert bench.of(Forget)
+    bench.came(send, 1, nth=1, end=STOP)
+    bench.tell(ClientLeft(body))
+    assert bench.of(CancelChoices) == [CancelChoices(send.session, send.attempt, (0,))]
+    assert [(item.choice, item.outcome and item.outcome.reason) for item in bench.of(DeliverTokens)] == [
+        (0, FinishReason.ABORT)
+    ]
+    assert bench.of(ForgetChoices)
     bench.came(send, 2)
-    bench.tell(Left(body))
+    bench.tell(ClientLeft(body))
     assert bench.last == []
     assert bench.router.counts.late == 2
 
@@ -420,11 +428,11 @@ def test_a_body_that_is_left_before_it_was_taken_gets_no_answer() -> None:
     bench.join(facts("a"))
     body = bench.arrive(submission("x"))
     send = bench.sent()
-    bench.tell(Left(body))
-    assert bench.of(CallBack) == [CallBack(send.session, send.leg, (0,))]
+    bench.tell(ClientLeft(body))
+    assert bench.of(CancelChoices) == [CancelChoices(send.session, send.attempt, (0,))]
     bench.take(send)
-    assert not bench.ever(Opened)
-    assert not bench.ever(Delivered)
+    assert not bench.ever(RequestOpened)
+    assert not bench.ever(DeliverTokens)
 
 
 def test_a_cut_choice_gives_no_more_tokens_and_ends_with_the_bill() -> None:
@@ -432,8 +440,8 @@ def test_a_cut_choice_gives_no_more_tokens_and_ends_with_the_bill() -> None:
     bench.join(facts("a"))
     body, send = bench.open(submission("x"))
     bench.came(send, 1, 2, 3)
-    bench.tell(Cut(body, 0, 2))
-    assert bench.of(CutShort) == [CutShort(send.session, send.leg, 0, 2)]
+    bench.tell(StopStringFound(body, 0, 2))
+    assert bench.of(StopChoice) == [StopChoice(send.session, which(send), 2)]
     bench.came(send, 4)
     assert bench.last == []
     bench.came(send, end=ended(FinishReason.STOP, bill=Bill(computed_tokens=42)))
@@ -449,17 +457,17 @@ def test_a_cut_choice_needs_no_instance_any_more(when: str) -> None:
     body, send = bench.open(submission("x"))
     bench.came(send, 1, 2)
     if when == "cut":
-        bench.tell(Cut(body, 0, 1))
+        bench.tell(StopStringFound(body, 0, 1))
     if when == "sent":
         bench.join(facts("b"))
-    bench.tell(Parted(send.session, "reset"))
+    bench.tell(InstanceLost(send.session, "reset"))
     if when != "cut":
-        bench.tell(Cut(body, 0, 1))
+        bench.tell(StopStringFound(body, 0, 1))
     last = outcome(bench).outcome
     assert last is not None
     assert (last.reason, last.generated_tokens) == (FinishReason.STOP, 1)
-    assert len(bench.of(CallBack)) == (when == "sent")
-    assert bench.router.open_bodies == 0
+    assert len(bench.of(CancelChoices)) == (when == "sent")
+    assert bench.router.open_requests == 0
 
 
 def test_at_its_deadline_what_waits_ends_and_what_flows_goes_on() -> None:
@@ -467,21 +475,24 @@ def test_at_its_deadline_what_waits_ends_and_what_flows_goes_on() -> None:
     bench.join(facts("a"))
     bench.join(facts("b"))
     body, send = bench.open(*choices("x", 3))
-    bench.came(send, 1, place=0)
-    bench.came(send, 2, place=1)
-    bench.came(send, 2, place=1, end=ended(FinishReason.ERROR))
+    bench.came(send, 1, nth=0)
+    bench.came(send, 2, nth=1)
+    bench.came(send, 2, nth=1, end=ended(FinishReason.ERROR))
     moved = bench.sent()
     bench.pass_us(2_000_000)
-    assert [(item.choice, item.outcome and item.outcome.reason) for item in bench.of(Delivered)] == [
+    assert [(item.choice, item.outcome and item.outcome.reason) for item in bench.of(DeliverTokens)] == [
         (1, FinishReason.RESCHEDULE), (2, FinishReason.RESCHEDULE),
     ], "one was on its way, the other had no token yet"  # fmt: skip
-    assert bench.of(CallBack) == [CallBack(moved.session, moved.leg, (0,)), CallBack(send.session, send.leg, (2,))]
+    assert bench.of(CancelChoices) == [
+        CancelChoices(moved.session, moved.attempt, (1,)),
+        CancelChoices(send.session, send.attempt, (2,)),
+    ]
     assert not bench.pass_us(10_000_000), "the router sleeps from beat to beat"
-    bench.came(send, 3, place=0)
+    bench.came(send, 3, nth=0)
     assert bench.delivered(body, 0) == [1, 3]
-    bench.came(send, 4, place=0, end=STOP)
+    bench.came(send, 4, nth=0, end=STOP)
     assert outcome(bench).outcome is not None
-    assert bench.router.open_bodies == 0
+    assert bench.router.open_requests == 0
 
 
 @pytest.mark.parametrize("how", ["lost", "preempted", "drained"])
@@ -493,17 +504,17 @@ def test_after_its_deadline_an_answer_does_not_move_any_more(how: str) -> None:
     bench.came(send, 1)
     bench.pass_us(3_000_000)
     if how == "lost":
-        bench.tell(Parted(send.session, "killed"))
+        bench.tell(InstanceLost(send.session, "killed"))
     elif how == "preempted":
         bench.came(send, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
     else:
-        bench.tell(Drains(bench.router.fleet.members[send.session].name))
+        bench.tell(InstanceDrains(bench.router.fleet.members[send.session].name))
         bench.pass_us(1_000_000)
     last = outcome(bench).outcome
     assert last is not None
     assert last.fault is not None
     assert (last.reason, last.fault.code, last.generated_tokens) == (FinishReason.RESCHEDULE, PdCode.TIMEOUT, 1)
-    assert bench.router.open_bodies == 0
+    assert bench.router.open_requests == 0
 
 
 def test_what_has_begun_waits_for_an_instance_that_can_hold_it_and_holds_up_nobody() -> None:
@@ -513,14 +524,14 @@ def test_what_has_begun_waits_for_an_instance_that_can_hold_it_and_holds_up_nobo
     for _, send in bodies:
         bench.came(send, 1)
     bench.join(facts("small", context=64))
-    bench.tell(Parted(big, "killed"))
-    assert not any(isinstance(item, Send | Delivered) for item in bench.pass_us(2_000_000))
+    bench.tell(InstanceLost(big, "killed"))
+    assert not any(isinstance(item, SendAttempt | DeliverTokens) for item in bench.pass_us(2_000_000))
     bench.arrive(submission("short", 10, max_tokens=10))
     assert bench.sent().session == bench.sessions["small"]
     bench.join(facts("big", slots=32))
     bench.pass_us(bench.config.beat_us)
-    assert len(bench.of(Send)) == 20
-    assert {send.session for send in bench.of(Send)} == {bench.sessions["big"]}
+    assert len(bench.of(SendAttempt)) == 20
+    assert {send.session for send in bench.of(SendAttempt)} == {bench.sessions["big"]}
 
 
 def test_a_tenant_has_no_more_open_than_it_may_and_pays_for_its_tokens() -> None:
@@ -528,21 +539,21 @@ def test_a_tenant_has_no_more_open_than_it_may_and_pays_for_its_tokens() -> None
     bench.join(facts("a"))
     body, send = bench.open(*choices("x", 2, tokens=30))
     bench.arrive(submission("y"))
-    (declined,) = bench.of(Declined)
+    (declined,) = bench.of(RequestDeclined)
     assert (declined.refusal.code, declined.refusal.retry_after_s) == (RefusalCode.RATE_LIMITED, 1)
     bench.arrive(submission("other"), tenant="another")
-    assert bench.of(Send)
-    bench.came(send, *range(40), place=0, end=STOP)
-    bench.tell(Left(body))
+    assert bench.of(SendAttempt)
+    bench.came(send, *range(40), nth=0, end=STOP)
+    bench.tell(ClientLeft(body))
     bench.arrive(submission("z"))
-    (declined,) = bench.of(Declined)
+    (declined,) = bench.of(RequestDeclined)
     assert (declined.refusal.code, declined.refusal.retry_after_s) == (RefusalCode.RATE_LIMITED, 10)
     bench.pass_us(11_500_000)
     bench.arrive(submission("z"))
-    assert bench.of(Send)
+    assert bench.of(SendAttempt)
 
 
-# ── details of a leg ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── details of an attempt───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_absent_limit_is_the_same_on_all_legs() -> None:
@@ -553,7 +564,7 @@ def test_an_absent_limit_is_the_same_on_all_legs() -> None:
     assert send.group[0].max_tokens == 260
     bench.join(facts("c", context=100))
     bench.came(send, 1)
-    bench.tell(Parted(send.session, "reset"))
+    bench.tell(InstanceLost(send.session, "reset"))
     assert bench.sent().group[0].max_tokens == 260
 
 
@@ -567,7 +578,7 @@ def test_who_prefills_is_named_and_those_who_decode_are_told_of_all() -> None:
     bench.arrive(submission("y", first=500))
     assert {chosen, bench.sent().group[0].prefill_at} == {"p:7000", "q:7000"}
     assert {view.facts.name: view.prefill_tokens for view in bench.router.views()} == {"d": 0, "p": 40, "q": 40}
-    bench.tell(Left(first))
+    bench.tell(ClientLeft(first))
     assert sorted(view.prefill_tokens for view in bench.router.views()) == [0, 0, 40]
 
 
@@ -584,7 +595,7 @@ def test_bills_of_all_legs_are_summed_and_what_is_computed_again_says_so() -> No
     second = Bill(cached_tokens=0, computed_tokens=44, recomputed_tokens=1, queue_us=10, attempts=3)
     bench.came(again, 3, cached=0, end=ended(FinishReason.STOP, bill=second))
     last = outcome(bench)
-    assert last.cached_tokens is None, "said once, of the first leg"
+    assert last.cached_tokens is None, "said once, of the first attempt"
     assert last.outcome is not None
     assert last.outcome.bill == Bill(
         cached_tokens=16, computed_tokens=28, recomputed_tokens=43, queue_us=15, prefill_us=7, decode_us=1, attempts=2
@@ -592,24 +603,26 @@ def test_bills_of_all_legs_are_summed_and_what_is_computed_again_says_so() -> No
 
 
 def test_phases_come_to_the_timeline_also_when_the_leg_is_over() -> None:
-    from baton.core.routing.events import Beaten, Ledger, Sign
-
     bench = Bench()
     bench.join(facts("d", "decode"))
     bench.join(facts("p", "prefill"))
     body, send = bench.open(submission("x"))
 
-    def note(phase: str, ago_us: int) -> list[tuple[Stage, str | None, int, str]]:
-        bench.tell(Beaten(send.session, Sign(Ledger(), 0, True, notes=(PhaseNote(send.leg, 0, phase, ago_us),))))
-        return [(item.stage, item.where, bench.now_us - item.at_us, item.why) for item in bench.of(Noted)]
+    def note(phase: str, ago_us: int) -> list[tuple[TimelineStage, str | None, int, str]]:
+        bench.tell(
+            HeartbeatCame(
+                send.session, Heartbeat(SchedulerGauges(), 0, True, notes=(PhaseReport(which(send), phase, ago_us),))
+            )
+        )
+        return [(item.stage, item.where, bench.now_us - item.at_us, item.why) for item in bench.of(TimelineNoted)]
 
     assert note("WAITING", 5) == []
-    assert note("RECEIVING", 4) == [(Stage.HANDOVER, "d", 4, "from p")]
-    assert note("RUNNING_DECODE", 3) == [(Stage.DECODE, "d", 3, "")]
-    assert note("WAITING", 2) == [(Stage.PREEMPTED, "d", 2, "")]
+    assert note("RECEIVING", 4) == [(TimelineStage.HANDOVER, "d", 4, "from p")]
+    assert note("RUNNING_DECODE", 3) == [(TimelineStage.DECODE, "d", 3, "")]
+    assert note("WAITING", 2) == [(TimelineStage.PREEMPTED, "d", 2, "")]
     bench.came(send, 1, end=STOP)
-    assert note("RUNNING_DECODE", 1) == [(Stage.DECODE, "d", 1, "")]
-    bench.tell(Left(body))
+    assert note("RUNNING_DECODE", 1) == [(TimelineStage.DECODE, "d", 1, "")]
+    bench.tell(ClientLeft(body))
 
 
 # ── late, or never ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -620,12 +633,14 @@ def test_what_is_late_is_counted_and_means_nothing() -> None:
     bench.join(facts("a"))
     bench.join(facts("b"))
     body, send = bench.open(submission("x"))
-    bench.tell(Parted(send.session, "reset"))
+    bench.tell(InstanceLost(send.session, "reset"))
     again = bench.sent()
     late = [
-        Came(send.session, send.leg, 0, [1]), Came(again.session, send.leg, 0, [1]), Came(again.session, again.leg, 5, [1]),
-        Came(again.session, again.leg, 0, [1]), LegTaken(send.session, send.leg), Parted(send.session, "again"),
-        Left(type(body)(99)), Cut(type(body)(99), 0, 1), Cut(body, 7, 1),
+        TokensCame(send.session, which(send), [1]), TokensCame(again.session, which(send), [1]),
+        TokensCame(again.session, which(again)._replace(choice=5), [1]),
+        TokensCame(again.session, which(again), [1]), AttemptAccepted(send.session, send.attempt),
+        InstanceLost(send.session, "again"),
+        ClientLeft(type(body)(99)), StopStringFound(type(body)(99), 0, 1), StopStringFound(body, 7, 1),
     ]  # fmt: skip
     for event in late:
         assert bench.tell(event) == [], event
@@ -640,7 +655,7 @@ def test_a_leg_that_was_taken_cannot_be_refused() -> None:
     assert bench.last == []
     bench.came(send, 1, end=STOP)
     assert bench.delivered(body) == [1]
-    assert bench.of(Forget)
+    assert bench.of(ForgetChoices)
 
 
 def test_a_leg_that_is_refused_after_its_choices_were_cut_has_nothing_to_forget() -> None:
@@ -648,13 +663,13 @@ def test_a_leg_that_is_refused_after_its_choices_were_cut_has_nothing_to_forget(
     bench.join(facts("a"))
     bench.join(facts("b"))
     body, first = bench.open(*choices("x", 2))
-    bench.came(first, 1, place=0, end=ended(FinishReason.ERROR))
+    bench.came(first, 1, nth=0, end=ended(FinishReason.ERROR))
     again = bench.sent()
-    bench.tell(Cut(body, 0, 1))
-    assert bench.of(CallBack) == [CallBack(again.session, again.leg, (0,))]
+    bench.tell(StopStringFound(body, 0, 1))
+    assert bench.of(CancelChoices) == [CancelChoices(again.session, again.attempt, (0,))]
     bench.refuse(again, RefusalCode.QUEUE_FULL)
-    bench.came(first, 1, place=1, end=STOP)
-    assert bench.of(Forget) == [Forget(first.session, first.leg)]
+    bench.came(first, 1, nth=1, end=STOP)
+    assert bench.of(ForgetChoices) == [ForgetChoices(first.session, first.attempt)]
 
 
 def test_a_body_arrives_once() -> None:

@@ -15,7 +15,6 @@ from baton.core.config import (
     OnPreempt,
     ReservePolicy,
     TierConfig,
-    VictimPolicy,
     WorkerConfig,
 )
 from baton.core.engine.prefix import Key
@@ -41,10 +40,11 @@ from baton.core.handover.messages import (
     Shipped,
     Tell,
 )
-from baton.core.tiers.circuit_breaker import Breaker
+from baton.core.tiers.circuit_breaker import CircuitBreaker
 from baton.core.tiers.host_rows import HostRows
-from baton.core.tiers.offload import STORED_US
-from baton.core.tiers.transfers import CopyIn, CopyOut, Get, HaulFailed, Look, Put
+from baton.core.tiers.offload import NoTiers, Tiers
+from baton.core.tiers.stored_keys import BELIEVED_US
+from baton.core.tiers.transfers import CopyIn, CopyOut, Get, Look, Put, TransferFailed
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, submission
 from tests.support.tiers import Shelf, TieredDriver
@@ -236,10 +236,9 @@ def test_the_cheapest_victim_is_the_one_whose_copy_is_quickest() -> None:
     for slot, known in ((0, 17), (1, 16)):
         scheduler.slots.known[slot] = known
     scheduler.rates.copy_us_per_block = 1.0
-    one, other = scheduler._bring_back_us(rows).tolist()  # type: ignore[attr-defined]
+    one, other = scheduler._pass._pressure.bring_back_us(rows).tolist()  # type: ignore[attr-defined]
     assert one == 104
     assert other == 4
-    assert VictimPolicy.CHEAPEST
 
 
 # ── coming back ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -419,7 +418,7 @@ def leaving_for_elsewhere(**changes: object) -> tuple[TieredDriver, Serial]:
     driver = TieredDriver(config(blocks=12, tiers=stored(**changes), on_preempt=OnPreempt.RESCHEDULE))
     for name in ("a", "b"):
         driver.submit(submission(range(16) if name == "a" else range(20, 36), 28, name=name))
-    departing = driver.worker.scheduler._departing
+    departing = driver.worker.scheduler._departing._departing
     while not departing:
         driver.go_on()
         for at in reversed(range(len(driver.orders))):
@@ -452,7 +451,7 @@ def test_nor_for_a_store_that_is_given_up() -> None:
         if put is None:
             driver.finish()
         else:
-            driver.send(HaulFailed(driver.orders.pop(put).haul, "gone"))
+            driver.send(TransferFailed(driver.orders.pop(put).haul, "gone"))
     assert driver.ended[serial].reason is FinishReason.RESCHEDULE
 
 
@@ -467,7 +466,7 @@ def test_a_client_that_leaves_meanwhile_is_answered_at_once() -> None:
 
 
 def test_the_breaker_opens_after_failures_in_a_row_and_doubles_its_patience() -> None:
-    breaker = Breaker(2, 100, 350)
+    breaker = CircuitBreaker(2, 100, 350)
     breaker.failed(0)
     breaker.succeeded()
     breaker.failed(0)
@@ -540,7 +539,6 @@ def test_saving_the_end_of_a_chain_does_not_crowd_out_its_beginning() -> None:
         driver.run()
     names = driver.worker.scheduler.keys_of(submission(whole), submission(whole).prompt)[1:]
     tiers = driver.worker.scheduler.tiers
-    assert tiers is not None
     assert len(tiers.host.run(names)) == 8
 
 
@@ -566,7 +564,7 @@ def test_what_the_store_was_known_to_have_long_ago_is_put_again() -> None:
         driver.submit(submission(range(20), 4))
         driver.run()
         driver.shelf.objects.clear()
-        driver.now_us += STORED_US
+        driver.now_us += BELIEVED_US
     driver.submit(submission(range(20), 4))
     driver.run()
     assert len(driver.shelf.objects) == 4
@@ -590,13 +588,12 @@ def test_the_end_waits_for_nothing_that_the_store_turns_out_to_have() -> None:
     while any(isinstance(order, CopyOut) for order in driver.orders):
         driver.finish()
     tiers = driver.worker.scheduler.tiers
-    assert tiers is not None
-    (departure,) = tiers._departures.values()
+    (departure,) = tiers._departures._departures.values()
     wanted = tuple(departure.keys)
     assert wanted
     assert serial not in driver.ended
     for key in wanted:
-        tiers._remember_stored(key)
+        tiers._saving.note_stored(key)
     driver.now_us += 1
     driver.cancel(Serial(999))
     assert driver.ended[serial].reason is FinishReason.RESCHEDULE
@@ -705,3 +702,10 @@ def test_a_grant_for_one_that_is_gone_is_not_taken_for_another_in_its_slot() -> 
     driver.grant(request)
     driver.adopt(request)
     assert driver.worker.is_idle
+
+
+def test_no_tiers_have_everything_that_tiers_have() -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    assert public(Tiers) <= public(NoTiers)

@@ -14,7 +14,7 @@ import pytest
 from tests.support.planner import GREEDY, Planner
 from tests.support.tiny import family_config, save_random
 
-from baton.core.engine.plan import Chunk, Int32s, Int64s, Outcome, Start, StepPlan, Stop
+from baton.core.engine.plan import Chunk, Int32s, Int64s, RowOutcome, Start, StepPlan, Stop
 from baton.core.engine.request import Sampling, frozen_tokens
 from baton.core.errors import InvariantViolated
 from baton.executor.cpu.executor import NICENESS, TorchCpuExecutor
@@ -57,7 +57,7 @@ def test_rows_come_in_the_order_stops_chunks_decodes(executor: TorchCpuExecutor)
     chunks = (Chunk(0, 1, 0, 5, samples=True), Chunk(1, 2, 0, 3, samples=False))
     executor.launch(StepPlan(1, 0, starts=(start(0, 1, 5, [0]), start(1, 2, 6, [1])), chunks=chunks))
     first = executor.collect()
-    assert first.outcomes.tolist() == [Outcome.TOKENS, Outcome.NOTHING_CHUNK_UNFINISHED]
+    assert first.outcomes.tolist() == [RowOutcome.TOKENS, RowOutcome.NOTHING_CHUNK_UNFINISHED]
     assert first.counts.tolist() == [1, 0]
     assert first.known.tolist() == [6, 6]
     plan = StepPlan(
@@ -70,7 +70,7 @@ def test_rows_come_in_the_order_stops_chunks_decodes(executor: TorchCpuExecutor)
     executor.launch(plan)
     second = executor.collect()
     assert second.slots.tolist() == [0, 2, 1]
-    assert second.outcomes.tolist() == [Outcome.PREEMPTED, Outcome.TOKENS, Outcome.TOKENS]
+    assert second.outcomes.tolist() == [RowOutcome.PREEMPTED, RowOutcome.TOKENS, RowOutcome.TOKENS]
     assert second.known.tolist() == [6, 5, 7]
     executor.launch(StepPlan(3, 2, stops=(Stop(2, 3),), **decodes((1, 2))))
     third = executor.collect()
@@ -87,10 +87,10 @@ def test_a_slot_and_epoch_it_does_not_hold_is_an_empty_slot(executor: TorchCpuEx
     )
     executor.launch(plan)
     result = executor.collect()
-    assert set(result.outcomes.tolist()) == {Outcome.NOTHING_EMPTY_SLOT}
+    assert set(result.outcomes.tolist()) == {RowOutcome.NOTHING_EMPTY_SLOT}
     assert result.known.tolist() == [0] * 5
     executor.launch(StepPlan(3, 2, **decodes((0, 5))))
-    assert executor.collect().outcomes.tolist() == [Outcome.TOKENS]
+    assert executor.collect().outcomes.tolist() == [RowOutcome.TOKENS]
 
 
 def test_without_a_block_nothing_is_written_and_it_goes_on_once_there_is_one(
@@ -107,7 +107,7 @@ def test_without_a_block_nothing_is_written_and_it_goes_on_once_there_is_one(
     executor.launch(StepPlan(step + 3, step + 2, **decodes((0, 9))))
     executor.launch(StepPlan(step + 4, step + 3, **grow(0, 1, 21), **decodes((0, 9))))
     results = [executor.collect() for _ in range(4)]
-    assert results[2].outcomes.tolist() == [Outcome.NOTHING_OUT_OF_BLOCKS]
+    assert results[2].outcomes.tolist() == [RowOutcome.NOTHING_OUT_OF_BLOCKS]
     assert results[2].known.tolist() == [BLOCK_SIZE + 1]
     given = [*results[1].tokens.tolist(), *results[3].tokens.tolist()]
     assert given == wanted[:2]
@@ -120,9 +120,9 @@ def test_a_chunk_planned_behind_one_that_had_no_block_waits_with_it(executor: To
     executor.launch(StepPlan(3, 2, **grow(0, 2, 5), chunks=(Chunk(0, 1, 16, 20, samples=True),)))
     outcomes = [executor.collect().outcomes.tolist() for _ in range(3)]
     assert outcomes == [
-        [Outcome.NOTHING_CHUNK_UNFINISHED],
-        [Outcome.NOTHING_OUT_OF_BLOCKS],
-        [Outcome.NOTHING_OUT_OF_BLOCKS],
+        [RowOutcome.NOTHING_CHUNK_UNFINISHED],
+        [RowOutcome.NOTHING_OUT_OF_BLOCKS],
+        [RowOutcome.NOTHING_OUT_OF_BLOCKS],
     ]
 
 

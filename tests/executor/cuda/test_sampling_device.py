@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -17,6 +16,7 @@ pytest.importorskip("triton", reason="kernels need Triton, which is not installe
 
 import triton
 import triton.language as tl
+from msgspec.structs import replace
 
 from baton.core.engine.request import Sampling
 from baton.core.errors import InvariantViolated

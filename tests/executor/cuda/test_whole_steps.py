@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
 
-from baton.core.engine.plan import Chunk, Outcome, Start, StepPlan, StepResult
+from baton.core.engine.plan import Chunk, RowOutcome, Start, StepPlan, StepResult
 from baton.core.engine.request import Sampling, frozen_tokens
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.cpu.executor import TorchCpuExecutor
@@ -124,7 +124,7 @@ def results_of(executor: Executor) -> list[StepResult]:
 
 def told_of(result: StepResult) -> dict[str, object]:
     return {
-        "outcomes": [Outcome(outcome).name for outcome in result.outcomes.tolist()],
+        "outcomes": [RowOutcome(outcome).name for outcome in result.outcomes.tolist()],
         "counts": result.counts.tolist(),
         "tokens": result.tokens.tolist(),
         "known": result.known.tolist(),

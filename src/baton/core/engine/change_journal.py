@@ -20,15 +20,20 @@ KEYS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class NamesChanged:
+class CachedKeysChanged:
+    """Changes in which prefixes an instance holds, by block key; each key is in one of the two."""
+
     fresh: bool = False
     """What was told before is void."""
     named: tuple[bytes, ...] = ()
     forgotten: tuple[bytes, ...] = ()
 
 
+NO_KEYS_CHANGED = CachedKeysChanged()
+
+
 @dataclass(frozen=True, slots=True)
-class Note:
+class EnteredPhase:
     serial: Serial
     phase: Phase
     """Which it entered."""
@@ -36,9 +41,9 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    names: NamesChanged = NamesChanged()
-    notes: tuple[Note, ...] = ()
+class EngineChanges:
+    names: CachedKeysChanged = NO_KEYS_CHANGED
+    notes: tuple[EnteredPhase, ...] = ()
 
 
 class PrefixJournal:
@@ -67,13 +72,13 @@ class PrefixJournal:
         if len(self._untold) > self._changes_max:
             self.restart()
 
-    def take(self, keys_max: int) -> NamesChanged:
+    def take(self, keys_max: int) -> CachedKeysChanged:
         taken = list(islice(self._untold.items(), keys_max))
         for key, _ in taken:
             del self._untold[key]
         fresh, self._fresh = self._fresh, False
         named = tuple(key for key, is_named in taken if is_named)
-        return NamesChanged(fresh, named, tuple(key for key, is_named in taken if not is_named))
+        return CachedKeysChanged(fresh, named, tuple(key for key, is_named in taken if not is_named))
 
 
 class PhaseNotes:
@@ -83,7 +88,7 @@ class PhaseNotes:
     def note(self, serial: Serial, phase: Phase, now_us: int) -> None:
         self._noted.append((serial, phase, now_us))
 
-    def take(self, now_us: int) -> tuple[Note, ...]:
-        notes = tuple(Note(serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._noted)
+    def take(self, now_us: int) -> tuple[EnteredPhase, ...]:
+        notes = tuple(EnteredPhase(serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._noted)
         self._noted.clear()
         return notes

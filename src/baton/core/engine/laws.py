@@ -1,4 +1,4 @@
-"""The invariants of one engine's board, as checks that a test or a simulator runs after any event.
+"""The invariants of one engine's scheduler, as checks that a test or a simulator runs after any event.
 
 Each law is a function that raises InvariantViolated with what it found. They read copies and change nothing.
 """
@@ -12,13 +12,13 @@ import numpy as np
 from baton.core.engine.blocks import Pin
 from baton.core.engine.records import Request
 from baton.core.engine.request import Phase
-from baton.core.engine.running_set import Board
+from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.slots import NO_REQUEST
 from baton.core.errors import InvariantViolated
-from baton.core.tiers.offload import READS, Kind
+from baton.core.tiers.open_hauls import READS, TransferKind
 
 
-def audit(scheduler: Board) -> None:
+def audit(scheduler: Scheduler) -> None:
     """Every law. Costs O(pool): for tests, simulation and replay, not for serving."""
     for law in LAWS.values():
         law(scheduler)
@@ -29,19 +29,19 @@ def _require(holds: bool, what: str) -> None:
         raise InvariantViolated(what)
 
 
-def blocks_are_conserved(scheduler: Board) -> None:
+def blocks_are_conserved(scheduler: Scheduler) -> None:
     """Free, evictable, leased, receiving, leaving and running sum to the pool, and each is what a recount finds."""
     pool, gauges = scheduler.pool, scheduler.pool.gauges()
     references, free, named = pool.references(), pool.free_blocks(), pool.prefix.names()
     pins = pool.pins()
     outside = gauges.leased + gauges.receiving + gauges.leaving
-    _require(
-        gauges.free + gauges.evictable + gauges.running + outside == pool.blocks, f"{gauges} do not sum to {pool.blocks}"
-    )
-    _require(len(np.unique(free)) == len(free), "a block is in the free list twice")
+    if gauges.free + gauges.evictable + gauges.running + outside != pool.blocks:
+        raise InvariantViolated(f"{gauges} do not sum to {pool.blocks}")
+    listed = set(free.tolist())
+    _require(len(listed) == len(free), "a block is in the free list twice")
     _require(not references[free].any(), "a free block has references")
-    _require(not any(block in named for block in free.tolist()), "a free block has a name")
-    evictable = sum(1 for block in named if not references[block])
+    _require(listed.isdisjoint(named), "a free block has a name")
+    evictable = int(np.count_nonzero(references[list(named)] == 0))
     _require(evictable == gauges.evictable, f"{evictable} blocks are evictable, the gauge says {gauges.evictable}")
     leased, receiving = (int(np.count_nonzero(pins == pin)) for pin in (Pin.LEASED, Pin.RECEIVING))
     _require(leased == gauges.leased, f"{leased} blocks are leased, the gauge says {gauges.leased}")
@@ -54,26 +54,28 @@ def blocks_are_conserved(scheduler: Board) -> None:
     _require(running == gauges.running, f"{running} blocks are in use, the gauge says {gauges.running}")
 
 
-def references_equal_tables(scheduler: Board) -> None:
+def references_equal_tables(scheduler: Scheduler) -> None:
     """A block has as many references as tables that name it and copies that read it."""
     slots = scheduler.slots
     counted = scheduler.pool.lent()
     for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
         blocks = slots.blocks(slot)
-        _require(len(np.unique(blocks)) == len(blocks), f"slot {slot} names a block twice")
+        if len(set(blocks.tolist())) != len(blocks):
+            raise InvariantViolated(f"slot {slot} names a block twice")
         counted[blocks] += 1
     wrong = np.flatnonzero(counted != scheduler.pool.references())
-    _require(not len(wrong), f"blocks {wrong[:8].tolist()} have other reference counts than tables that name them")
+    if len(wrong):
+        raise InvariantViolated(f"blocks {wrong[:8].tolist()} have other reference counts than tables that name them")
 
 
-def names_belong_to_blocks(scheduler: Board) -> None:
+def names_belong_to_blocks(scheduler: Scheduler) -> None:
     """A name stands for one block, and the block for that name."""
     names = scheduler.pool.prefix.names()
     _require(len(set(names.values())) == len(names), "two blocks carry one name")
     _require(len(names) == len(scheduler.pool.prefix), "the two directions of the prefix index differ in size")
 
 
-def rows_match_requests(scheduler: Board) -> None:
+def rows_match_requests(scheduler: Scheduler) -> None:
     """One request a slot and one slot a request, and the phase column is a true copy."""
     slots = scheduler.slots
     requests: dict[int, Request] = {request.serial: request for request in scheduler.requests()}
@@ -81,17 +83,20 @@ def rows_match_requests(scheduler: Board) -> None:
     _require(len(occupied) == slots.occupied, f"{len(occupied)} slots are occupied, the table says {slots.occupied}")
     for slot in occupied:
         request = requests[int(slots.serial[slot])]
-        _require(request.slot == slot, f"slot {slot} holds request {request.serial}, which says slot {request.slot}")
-        _require(Phase(slots.phase[slot]) is request.phase, f"slot {slot} and its request disagree about the phase")
-        _require(int(slots.epoch[slot]) == request.epoch, f"slot {slot} and its request disagree about the epoch")
+        if request.slot != slot:
+            raise InvariantViolated(f"slot {slot} holds request {request.serial}, which says slot {request.slot}")
+        if slots.phase[slot] != request.phase:
+            raise InvariantViolated(f"slot {slot} and its request disagree about the phase")
+        if slots.epoch[slot] != request.epoch:
+            raise InvariantViolated(f"slot {slot} and its request disagree about the epoch")
     for request in requests.values():
-        waits = request.phase is Phase.WAITING
-        _require(waits == (request.slot is None), f"request {request.serial} in {request.phase.name}: slot {request.slot}")
+        if (request.phase is Phase.WAITING) != (request.slot is None):
+            raise InvariantViolated(f"request {request.serial} in {request.phase.name}: slot {request.slot}")
     idle = slots.serial == NO_REQUEST
     _require(bool((slots.phase[idle] == Phase.FINISHED).all()), "an empty slot has a phase")
 
 
-def lengths_are_ordered(scheduler: Board) -> None:
+def lengths_are_ordered(scheduler: Scheduler) -> None:
     """KV exists only for known tokens, never for the last sampled one, and only computed blocks are named."""
     slots, size = scheduler.slots, scheduler.config.block_size
     rows = np.flatnonzero(slots.serial != NO_REQUEST)
@@ -103,13 +108,13 @@ def lengths_are_ordered(scheduler: Board) -> None:
     _require(bool((slots.pending[rows] >= 0).all()), "fewer than no tokens are in flight")
 
 
-def promises_are_covered(scheduler: Board) -> None:
+def promises_are_covered(scheduler: Scheduler) -> None:
     """What protected requests will still take is there to be taken."""
     promised = scheduler.promised()
     _require(promised <= scheduler.pool.available, f"{promised} blocks are promised, {scheduler.pool.available} available")
 
 
-def prefills_fit_together(scheduler: Board) -> None:
+def prefills_fit_together(scheduler: Scheduler) -> None:
     """When everything else is gone, the started prefills have room to finish: none can wait for another for ever."""
     slots, size = scheduler.slots, scheduler.config.block_size
     prefilling = slots.phase == Phase.RUNNING_PREFILL
@@ -122,7 +127,7 @@ def prefills_fit_together(scheduler: Board) -> None:
     _require(lacking <= room, f"started prefills lack {lacking} blocks and at most {room} can ever be free")
 
 
-def pins_belong_to_leases(scheduler: Board) -> None:
+def pins_belong_to_leases(scheduler: Scheduler) -> None:
     """A block is pinned exactly as long as its row waits for KV from outside, and then none of it has a name."""
     slots, pins = scheduler.slots, scheduler.pool.pins()
     if not pins.any():
@@ -133,21 +138,19 @@ def pins_belong_to_leases(scheduler: Board) -> None:
         pinned = blocks[pins[blocks] > 0]
         owned[pinned] = True
         phase = Phase(slots.phase[slot])
-        waits = not slots.told[slot] and phase in (Phase.RECEIVING, Phase.RESTORING, Phase.PREEMPTING)
+        waits = not slots.started[slot] and phase in (Phase.RECEIVING, Phase.RESTORING, Phase.PREEMPTING)
         _require(waits or not len(pinned), f"slot {slot} runs in blocks that may still be written from outside")
     _require(bool((owned == (pins > 0)).all()), "a block is pinned for nobody")
     _require(not pins[list(scheduler.pool.prefix.names())].any(), "a pinned block has a name")
 
 
-def copies_have_what_they_touch(scheduler: Board) -> None:
+def copies_have_what_they_touch(scheduler: Scheduler) -> None:
     """Each copy out has lent blocks, each copy in a row that waits for it in pinned blocks, and no others have either."""
     tiers = scheduler.tiers
-    if tiers is None:
-        return
     lent = np.zeros(scheduler.pool.blocks, dtype=np.int32)
     loading, pins = set(), scheduler.pool.pins()
     for haul in tiers.open():
-        if haul.kind is Kind.OUT:
+        if haul.kind is TransferKind.OUT:
             np.add.at(lent, haul.blocks, 1)
         if haul.serial is not None:
             loading.add(int(haul.serial))
@@ -159,23 +162,24 @@ def copies_have_what_they_touch(scheduler: Board) -> None:
     tiers.host.audit([key for haul in tiers.open() if haul.kind in READS for key in haul.keys])
 
 
-def the_crew_is_current(scheduler: Board) -> None:
+def the_decodes_are_current(scheduler: Scheduler) -> None:
     """The decodes that the scheduler remembers from one plan to the next are those that the table has."""
-    slots, crew, rows = scheduler.slots, scheduler.crew(), scheduler.slots.decoding()
-    if crew is None:
+    slots, kept, rows = scheduler.slots, scheduler.running.remembered_decodes(), scheduler.slots.decoding()
+    if kept is None:
         return
-    _require(np.array_equal(crew.slots, rows), f"rows {crew.slots.tolist()} are taken to decode, {rows.tolist()} do")
-    _require(np.array_equal(crew.epochs, slots.epoch[rows]), "a decode is remembered with another epoch")
-    _require(np.array_equal(crew.serials, slots.serial[rows]), "a decode is remembered with another request")
+    _require(np.array_equal(kept.slots, rows), f"rows {kept.slots.tolist()} are taken to decode, {rows.tolist()} do")
+    _require(np.array_equal(kept.epochs, slots.epoch[rows]), "a decode is remembered with another epoch")
+    _require(np.array_equal(kept.serials, slots.serial[rows]), "a decode is remembered with another request")
 
 
-def nobody_yields_too_often(scheduler: Board) -> None:
+def nobody_yields_too_often(scheduler: Scheduler) -> None:
     most = scheduler.config.max_preemptions
     for request in scheduler.requests():
-        _require(request.bill.preemptions <= most, f"request {request.serial} yielded {request.bill.preemptions} times")
+        if request.bill.preemptions > most:
+            raise InvariantViolated(f"request {request.serial} yielded {request.bill.preemptions} times")
 
 
-LAWS: dict[str, Callable[[Board], None]] = {
+LAWS: dict[str, Callable[[Scheduler], None]] = {
     "conservation": blocks_are_conserved,
     "references": references_equal_tables,
     "names": names_belong_to_blocks,
@@ -186,5 +190,5 @@ LAWS: dict[str, Callable[[Board], None]] = {
     "yielding": nobody_yields_too_often,
     "pins": pins_belong_to_leases,
     "copies": copies_have_what_they_touch,
-    "crew": the_crew_is_current,
+    "crew": the_decodes_are_current,
 }

@@ -25,12 +25,14 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from baton.core.engine.request import Sampling, Tokens
 
 Int8s = npt.NDArray[np.int8]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
 
 NO_INT32S: Int32s = np.empty(0, dtype=np.int32)
 NO_INT64S: Int64s = np.empty(0, dtype=np.int64)
@@ -105,7 +107,7 @@ class StepPlan:
         return not (self.stops or self.starts or self.chunks or len(self.decode_slots))
 
 
-class Outcome(IntEnum):
+class RowOutcome(IntEnum):
     """What came of one slot in one step."""
 
     TOKENS = 0
@@ -115,17 +117,16 @@ class Outcome(IntEnum):
     PREEMPTED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
+class Logprobs(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, eq=False):
     """Log-probabilities of the sampled tokens of one row, one line a token, alternatives by falling probability."""
 
     row: int
     """Index into the result's rows."""
-    chosen: npt.NDArray[np.float32]
+    chosen: Float32s
     """[tokens]"""
     top_ids: Int32s
     """[tokens, alternatives]"""
-    top: npt.NDArray[np.float32]
+    top: Float32s
     """[tokens, alternatives]"""
 
 

@@ -1,7 +1,7 @@
-"""Names full blocks for the prefix cache, at the settling of the step that filled them.
+"""Publishes full blocks in the prefix cache, at the settling of the step that filled them.
 
-Knows which blocks of each slot were already offered, and the name of the last one. The last sampled token has no KV yet, so
-its block is never among those named: what counts is `computed`, not `known`.
+Knows which leading blocks of each slot were published already, and the key of the last one. The last sampled token has no KV
+yet, so its block is never among them: what counts is `computed`, not `known`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import numpy as np
 from baton.core.engine.blocks import BlockPool
 from baton.core.engine.plan import Int64s
 from baton.core.engine.prefix import Key
-from baton.core.engine.records import Hit, Request
+from baton.core.engine.records import PrefixHit, Request
 from baton.core.engine.slots import Slots
 
 
-class Namer:
+class PrefixPublisher:
     def __init__(self, slots: Slots, pool: BlockPool, block_size: int) -> None:
         self._slots = slots
         self._pool = pool
         self._block_size = block_size
         self._tips: list[Key] = [Key(b"")] * slots.slots
-        """The name of the last block that each slot offered to the prefix index."""
+        """The key of the last block that each slot published."""
 
-    def start(self, slot: int, request: Request, hit: Hit) -> None:
+    def start(self, slot: int, request: Request, hit: PrefixHit) -> None:
         self._slots.published[slot] = len(hit.blocks)
         self._tips[slot] = request.keys[len(hit.blocks)]
 
-    def unnamed(self, at: Int64s) -> tuple[Int64s, Int64s]:
-        """Rows with whole computed blocks that were not offered yet: those with one block of outputs, and all others."""
+    def unpublished(self, at: Int64s) -> tuple[Int64s, Int64s]:
+        """Rows with whole computed blocks that are not published: those with one block of outputs, and all others."""
         slots, size = self._slots, self._block_size
         full = slots.computed[at] // size
         more = full > slots.published[at]
@@ -39,8 +39,8 @@ class Namer:
         plain = (full == slots.published[at] + 1) & next_is_output
         return at[plain], at[~plain]
 
-    def name_outputs(self, at: Int64s) -> None:
-        """Name the next block of each row, which holds outputs only: the steady case, done for all rows together."""
+    def publish_outputs(self, at: Int64s) -> None:
+        """Publish the next block of each row, which holds outputs only: the steady case, done for all rows together."""
         if not len(at):
             return
         slots, next_block = self._slots, self._slots.published[at]
@@ -53,8 +53,8 @@ class Namer:
             self._tips[slot] = key
         slots.published[at] += 1
 
-    def name_all(self, slot: int, request: Request) -> None:
-        """Name every whole computed block of a row; they may hold prompt, or straddle prompt and outputs."""
+    def publish_all(self, slot: int, request: Request) -> None:
+        """Publish every whole computed block of a row; they may hold prompt, or straddle prompt and outputs."""
         slots = self._slots
         first, upto = int(slots.published[slot]), int(slots.computed[slot]) // self._block_size
         chain = [self._tips[slot], *request.keys[first + 1 : upto + 1]]

@@ -4,33 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.core.engine.blocks import BlockGauges
-from baton.core.engine.plan import Chunk, Int8s, Int32s, Int64s, Logprobs
+from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
+from baton.core.engine.plan import Int32s, Int64s, Logprobs
 from baton.core.engine.prefix import Key
 from baton.core.engine.request import NO_TOKENS, FinishReason, Phase, Serial, Submission, Tokens
-from baton.core.handover.messages import PdFault
-
-
-@dataclass(slots=True)
-class Bill:
-    """What a request cost so far."""
-
-    cached_tokens: int = 0
-    """Tokens that need not be computed at the first start: of the prompt, and of what was generated elsewhere."""
-    computed_tokens: int = 0
-    """Tokens whose KV was computed for the first time here; what was generated elsewhere counts as the prompt does."""
-    recomputed_tokens: int = 0
-    """Tokens whose KV had to be computed again after a preemption."""
-    restored_tokens: int = 0
-    """Tokens whose KV came from host memory or the store."""
-    preemptions: int = 0
-    queue_us: int = 0
-    prefill_us: int = 0
-    transfer_us: int = 0
-    """From the ask to the adoption of a prefill done elsewhere, less what it waited and computed there."""
-    decode_us: int = 0
-    attempts: int = 0
-    """How often a peer was asked to prefill it."""
+from baton.core.handover.faults import PdFault
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +43,7 @@ class Request:
     """The store was asked for what it starts with."""
     sought_again: int = 0
     """How often since then, when it could have been let in."""
-    lent: bool = False
+    pinned: bool = False
     """A transfer may read its blocks: they come back when that is over, too."""
     bill: Bill = field(default_factory=Bill)
     found_tokens: int = 0
@@ -89,34 +67,12 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class PrefixHit:
     """What a starting request need not compute: whole cached blocks, then part of a sibling's last block."""
 
     blocks: Int32s
     copy_from: int | None
     computed: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartedRequest:
-    """A request whose first token has just come."""
-
-    serial: Serial
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndedRequest:
-    serial: Serial
-    reason: FinishReason
-    generated_tokens: int
-    bill: Bill
-    fault: PdFault | None = None
-    """What ended the attempt, with the reason RESCHEDULE."""
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.bill.cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,106 +86,3 @@ class Settled:
     """Their `row` indexes this object's rows, and they have as many lines as the row has tokens."""
     started: tuple[StartedRequest, ...]
     ended: tuple[EndedRequest, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HandoverGauges:
-    """Hand-overs of one instance, in either role. All but the first two only grow."""
-
-    peers: int = 0
-    """Sessions that are up."""
-    open: int = 0
-    """Under way."""
-    made: int = 0
-    """Adopted by the taker."""
-    refused: int = 0
-    not_delivered: int = 0
-    preempted: int = 0
-    timed_out: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StorageGauges:
-    """KV outside the pool, in blocks. All but the first three and `breaker_open` only grow."""
-
-    host_rows: int = 0
-    host_used: int = 0
-    hauls: int = 0
-    """Orders that are open."""
-    saved: int = 0
-    """Copied to host memory."""
-    unsaved: int = 0
-    """Not copied: no room, too many under way, or the copy failed."""
-    loaded: int = 0
-    """Copied back from host memory."""
-    fetched: int = 0
-    """Brought from the store to host memory."""
-    stored: int = 0
-    unstored: int = 0
-    recompute_cheaper: int = 0
-    """Neither saved nor brought back, because computing them again is quicker."""
-    failed: int = 0
-    """Orders that failed."""
-    late: int = 0
-    """Orders that took too long, and were fenced."""
-    breaker_open: int = 0
-    """1 while the store is left alone."""
-    breaker_opened: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerGauges:
-    running: int
-    waiting: int
-    blocks: BlockGauges
-    prefix_queries: int
-    """Prompt tokens looked up."""
-    prefix_hits: int
-    """Prompt tokens found."""
-    stale_results: int
-    steps: int
-    preemptions_for_others: int
-    """Requests that yielded so that another could grow."""
-    preemptions_of_self: int
-    """Requests that yielded because they themselves could not grow."""
-    recomputed_tokens: int
-    chunk_prefill_unsatisfied: int
-    """Passes in which the next chunk of a started prefill did not fit."""
-    reserve_ratio: float
-    broken_rows: int = 0
-    """Rows on which scheduler and executor disagreed; each ended its request with an error, unless it was ending anyway."""
-    handovers: HandoverGauges = HandoverGauges()
-    storage: StorageGauges = StorageGauges()
-    draft_tokens: int = 0
-    """Guesses that were fed along with decodes."""
-    accepted_draft_tokens: int = 0
-    """Those that proved right."""
-
-
-@dataclass(frozen=True, slots=True)
-class Crew:
-    """The rows of one step, with what is true of each of them until the step settles. Nothing in it is ever written.
-
-    So all steps between two moves, in which the same requests decode, share one.
-    """
-
-    slots: Int64s
-    """As numpy indexes fastest: a pass indexes with these a dozen times."""
-    slots_named: Int32s
-    """The same, as plans and results name them."""
-    epochs: Int64s
-    serials: Int64s
-    allowances: Int32s
-    """The most tokens that each row may yield."""
-    outcomes: Int8s
-    """What each row answers if it is sound; stops aside."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A launched plan, remembered until its result settles. Rows of its crew: stops, chunks, decodes."""
-
-    step: int
-    crew: Crew
-    stops: int
-    chunks: tuple[Chunk, ...]

@@ -32,20 +32,35 @@ of the slot and has not acknowledged it yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum, IntEnum, StrEnum
-from typing import NewType
+from typing import Annotated, NewType
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
 
-from baton.core.errors import IllegalTransition
+from baton.core.bounds import (
+    ALTERNATIVES_MAX,
+    FLOAT_MAX,
+    INT32_MAX,
+    LISTED_MAX,
+    REQUEST_ID_CHARS_MAX,
+    SALT_BYTES_MAX,
+    Address,
+    Count,
+    Finite,
+    Long,
+    NotNegative,
+    Share,
+)
 
 RequestId = NewType("RequestId", str)
 Serial = NewType("Serial", int)
 """A worker's own number for an accepted request; never reused while the worker lives."""
 
 Tokens = npt.NDArray[np.int32]
+Prompt = np.ndarray[tuple[int], np.dtype[np.int32]]
+"""Tokens, as a type of its own: encoded with its group, a follower's prompt is left out."""
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 NO_TOKENS.setflags(write=False)
@@ -103,13 +118,6 @@ TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
 }
 
 
-def next_phase(phase: Phase, move: Move) -> Phase:
-    try:
-        return TRANSITIONS[phase, move]
-    except KeyError:
-        raise IllegalTransition(f"a request in {phase.name} cannot take the move {move.name}") from None
-
-
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
@@ -120,8 +128,7 @@ class FinishReason(StrEnum):
     """The attempt ended here with everything generated so far; it may go on elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """How to choose tokens. The defaults are those of an unmodified distribution.
 
     Draws are keyed by (seed, choice, position), never by a running generator, so that the n-th token does not depend
@@ -129,44 +136,46 @@ class Sampling:
     """
 
     seed: int
-    choice: int = 0
-    temperature: float = 1.0
+    choice: Count = 0
+    temperature: NotNegative = 1.0
     """0 is greedy."""
-    top_k: int = 0
+    top_k: Count = 0
     """0 keeps every candidate."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_p: Share = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=FLOAT_MAX)] = 1.0
     """Over prompt and outputs, as in `transformers`."""
-    presence_penalty: float = 0.0
+    presence_penalty: Finite = 0.0
     """Over outputs only, as in the OpenAI API."""
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    frequency_penalty: Finite = 0.0
+    logit_bias: Annotated[tuple[tuple[Count, Finite], ...], Meta(max_length=LISTED_MAX)] = ()
+    stop_token_ids: Annotated[tuple[Count, ...], Meta(max_length=LISTED_MAX)] = ()
     """End-of-text ids included, unless the client asked to ignore them."""
-    min_tokens: int = 0
+    min_tokens: Count = 0
     """No stop token may be drawn before this many outputs."""
-    logprobs: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=ALTERNATIVES_MAX)] | None = None
     """How many alternatives to report beside the chosen token; None reports nothing."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Submission:
+_Id = Annotated[RequestId, Meta(max_length=REQUEST_ID_CHARS_MAX)]
+
+
+class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, eq=False):
     """One choice of a client's request, as it is handed to a worker. Never changes after acceptance."""
 
-    request_id: RequestId
-    prompt: Tokens
+    request_id: _Id
+    prompt: Prompt
     sampling: Sampling
-    max_tokens: int | None = None
-    salt: bytes = b""
+    max_tokens: Long | None = None
+    salt: Annotated[bytes, Meta(max_length=SALT_BYTES_MAX)] = b""
     """Narrows KV sharing to those with the same salt (tenant, and the client's own `cache_salt`)."""
-    priority: int = 0
+    priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
     """Lower goes first, and is never preempted for the benefit of a higher number."""
-    leader: RequestId | None = None
+    leader: _Id | None = None
     """The choice whose prompt blocks this one will share; it is in the same group and comes before this one."""
-    generated: Tokens = field(default_factory=lambda: NO_TOKENS)
+    generated: Tokens = NO_TOKENS
     """Outputs that the client has already, from instances that it was on before; they count in `max_tokens`."""
-    prefill_at: str = ""
+    prefill_at: Address = ""
     """The peer that shall prefill it, where the one who sends it has chosen; empty: any."""
 
     @property

@@ -100,7 +100,7 @@ def reserve_for(config: WorkerConfig) -> Reserve:
             return NoReserve()
 
 
-class Promises:
+class BlockPromises:
     """What running requests are sure to be given, and what is kept for them beyond that.
 
     A row that can no longer be a victim is promised its whole remaining need. Every other row is promised nothing; one that

@@ -1,344 +1,308 @@
-"""The general scheduler: a queue, admission beside a reserve, decodes that grow, and preemption when blocks run out.
+"""The scheduler of one engine, composed of its parts.
 
-A pass plans decodes first, then unfinished prefills, then new requests, within the token budget. A preempted request goes
-back to the head of the queue with exactly the tokens that were delivered.
+    plan()    what the pass of this composition puts into the next step                                   → StepPlan
+    settle()  fences stale rows, appends tokens, finds stops, publishes full blocks, frees what ended     → Settled
 
-How progress is assured when blocks run out:
+    part                              its one job
+    RunningSet                        slots, block pool, open requests, steps in flight
+    PrefixLookup                      what the cache has of a request
+    WaitingQueue                      requests that wait, in order
+    Admission                         whether one fits beside reserve, promises and bookings; starting it
+    QueuedRequests, RestoredRows,     sources of rows: the queue, host memory, a peer's prefills, prefills held for a peer
+    ArrivingRows, HeldPrefills
+    StartedPrefills, PrefillChunks    chunks of prompts
+    BlockPressure                     growth of decodes, victims, preemption
+    GeneralPass, ShortPrefillPass     the order in which these fill a step
+    StepSettling, RequestEnding,      results, ends, and ends that wait for the store
+    DepartingRequests
+    KvRestoring, Tiers                KV from and to host memory and the store
+    Billing                           what requests cost
 
-* A decode that finds no block waits out the step, and enough victims are ordered to yield for it (`_relieve`). With nobody
-  to yield, it waits for what is coming back.
-* A request that yielded `max_preemptions` times is protected: it comes back only with its whole need promised, and no growth
-  of others may touch what is promised. So protected requests always finish.
-* A prefill starts only if all its tokens fit beside what earlier prefills still lack. So when everything else is gone,
-  the prefills that are left fit together; the oldest of them then need not leave a reserve.
+Everything is wired here: `SchedulerParts` has what all compositions share, and there is one function for each role.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import numpy as np
-
-from baton.core.config import WorkerConfig
-from baton.core.engine.plan import Copy, Int64s
+from baton.core.config import PrefillPath, WorkerConfig
+from baton.core.engine.admission import Admission
+from baton.core.engine.arriving_rows import ArrivingRows
+from baton.core.engine.billing import Billing
+from baton.core.engine.change_journal import PhaseNotes
+from baton.core.engine.departing import DepartingRequests
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.ending import RequestEnding
+from baton.core.engine.gauges import DraftGauges, HandoverGauges, SchedulerGauges
+from baton.core.engine.held_prefills import HeldPrefills, PrefillsForQueue, PrefillsWithBlocks
+from baton.core.engine.passes import GeneralPass, PlanningPass, ShortPrefillPass
+from baton.core.engine.plan import StepPlan, StepResult
+from baton.core.engine.prefills import PrefillChunks, StartedPrefills
 from baton.core.engine.prefix import Key, PrefixIndex
-from baton.core.engine.records import Hit, Request, SchedulerGauges
-from baton.core.engine.request import Move, Serial, Submission
-from baton.core.engine.reserve import Promises, blocks_for
-from baton.core.engine.running_set import Board, StepBuilder
-from baton.core.engine.slots import DECODING, NO_REQUEST, PREEMPTING
-from baton.core.engine.victims import choose_victim, computing_us, copying_us
-from baton.core.engine.waiting_queue import WaitingQueue
-
-SOUGHT_AHEAD = 8
-"""So many at the head of the queue are looked for in the store; so many may pass one that waits for it."""
-SOUGHT_AGAIN_MAX = 2
-"""So often one that could be let in is looked for in the store once more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    hit: Hit
-    protected: bool
+from baton.core.engine.prefix_lookup import PrefixLookup
+from baton.core.engine.pressure import BlockPressure
+from baton.core.engine.queued_requests import QueuedRequests
+from baton.core.engine.records import Request, Settled
+from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submission, Tokens
+from baton.core.engine.reserve import BlockPromises
+from baton.core.engine.restoring import KvRestoring, RestoredRows
+from baton.core.engine.row_source import NoPeerPrefills, PeerPrefills, RowSource
+from baton.core.engine.running_set import RunningSet
+from baton.core.engine.settling import StepSettling
+from baton.core.engine.victims import RecoveryRates
+from baton.core.engine.waiting_queue import NoQueue, WaitingQueue
+from baton.core.handover.faults import PdFault
+from baton.core.tiers.offload import tiers_of
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """It does not fit yet."""
+class SchedulerParts:
+    """What every composition has."""
+
+    def __init__(self, config: WorkerConfig, prefix: PrefixIndex, queue: WaitingQueue) -> None:
+        self.queue = queue
+        self.rates = RecoveryRates()
+        self.billing = Billing()
+        self.running = RunningSet(config, prefix)
+        self.tiers = tiers_of(config, self.running.pool, self.rates)
+        self.lookup = PrefixLookup(self.running)
+        self.chunks = PrefillChunks(self.running)
+        self.departing = DepartingRequests(self.tiers)
+        self.ending = RequestEnding(self.running, queue, self.lookup, self.billing, self.tiers)
+        self.settling = StepSettling(self.running, queue, self.billing, self.ending, self.departing)
+        self.restoring = KvRestoring(self.running, queue, self.lookup, self.billing, self.ending, self.tiers)
 
 
-class Scheduler(Board):
+class GeneralSchedulerParts(SchedulerParts):
+    """What compositions with a queue have besides."""
+
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
-        super().__init__(config, prefix)
-        self._promises = Promises(config)
-        self._waiting = WaitingQueue()
-        self._restored: list[int] = []
-        """Rows whose KV has come back from host memory; their Start goes into the next plan."""
-        self._preemptions_for_others = 0
-        self._preemptions_of_self = 0
-        self._unsatisfied_passes = 0
+        super().__init__(config, prefix, WaitingQueue())
+        self.promises = BlockPromises(config)
+        self.admission = Admission(self.running, self.lookup, self.promises, self.chunks, self.billing)
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting) + self._held_back
-
-    @property
-    def asleep(self) -> bool:
-        due = self._flights or self._stopping or self._restored or len(self._waiting)
-        return not due and self.slots.occupied == self._waiting_for_kv()
-
-    def _waiting_for_kv(self) -> int:
-        """Rows that no pass can bring on."""
-        return self.slots.loading
-
-    def promised(self) -> int:
-        return self._promises.promised(self.slots)
-
-    def gauges(self) -> SchedulerGauges:
-        return replace(
-            super().gauges(),
-            preemptions_for_others=self._preemptions_for_others,
-            preemptions_of_self=self._preemptions_of_self,
-            chunk_prefill_unsatisfied=self._unsatisfied_passes,
-            reserve_ratio=self._promises.policy.ratio,
+    def scheduler(self, peers: PeerPrefills, *others: RowSource) -> Scheduler:
+        queued = QueuedRequests(self.running, self.queue, self.admission, self.lookup, self.restoring, self.tiers, peers)
+        general = GeneralPass(
+            self.running,
+            BlockPressure(self.running, self.promises, self.tiers, self.rates),
+            self.promises,
+            StartedPrefills(self.running, self.chunks, self.promises),
+            queued,
+            RestoredRows(self.running),
+            self.departing,
+            others,
         )
+        return Scheduler(self, general)
 
-    # ── the queue ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def mixed_scheduler(config: WorkerConfig, prefix: PrefixIndex) -> Scheduler:
+    """Prefills and decodes what clients ask for."""
+    return GeneralSchedulerParts(config, prefix).scheduler(NoPeerPrefills())
+
+
+def decode_scheduler(config: WorkerConfig, prefix: PrefixIndex) -> tuple[Scheduler, ArrivingRows]:
+    """As the mixed one, with peers that prefill for it."""
+    parts = GeneralSchedulerParts(config, prefix)
+    arriving = ArrivingRows(
+        parts.running, parts.queue, parts.admission, parts.lookup, parts.billing, parts.ending, parts.tiers
+    )
+    return parts.scheduler(arriving, arriving), arriving
+
+
+def prefill_scheduler(config: WorkerConfig, prefix: PrefixIndex) -> tuple[Scheduler, HeldPrefills]:
+    """Only prefills, for peers."""
+    if config.prefill_path is PrefillPath.GENERAL:
+        general = GeneralSchedulerParts(config, prefix)
+        waiting = PrefillsForQueue(general.running, general.queue)
+        return general.scheduler(NoPeerPrefills(), waiting), waiting
+    parts = SchedulerParts(config, prefix, NoQueue())
+    held = PrefillsWithBlocks(parts.running, parts.lookup, parts.billing, parts.restoring)
+    return Scheduler(parts, ShortPrefillPass(parts.running, parts.chunks, parts.billing, held)), held
+
+
+class Scheduler:
+    def __init__(self, parts: SchedulerParts, passing: PlanningPass) -> None:
+        self.running = parts.running
+        self.config = parts.running.config
+        self.slots = parts.running.slots
+        self.pool = parts.running.pool
+        self.tiers = parts.tiers
+        self.rates = parts.rates
+        self.lookup = parts.lookup
+        self._pass = passing
+        self._queue = parts.queue
+        self._billing = parts.billing
+        self._ending = parts.ending
+        self._settling = parts.settling
+        self._restoring = parts.restoring
+        self._departing = parts.departing
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def set_clock(self, now_us: int) -> None:
+        """When what is asked for next happens."""
+        self.running.now_us = now_us
+
+    def plan(self, now_us: int) -> StepPlan | None:
+        """The next step, or None when there is nothing to do in it."""
+        self.running.now_us = now_us
+        step = self.running.begin_step()
+        self._pass.fill(step)
+        return self.running.launch(step)
+
+    def settle(self, result: StepResult, now_us: int) -> Settled:
+        """Take in the result of the oldest step in flight."""
+        self.running.now_us = now_us
+        return self._settling.settle(result)
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def enqueue(self, submission: Submission, limit: int, now_us: int, leader: Serial | None = None) -> Serial:
         """Put a request, already found possible, into the queue, or behind the leader whose blocks it shares."""
-        leading = None if leader is None else self._requests[leader]
-        request = self._new_request(submission, self._keys_to_start(submission, leading), limit, now_us, leading)
+        self.running.now_us = now_us
+        leading = None if leader is None else self.running.requests[leader]
+        keys = self.lookup.keys_to_start(submission, leading)
+        request = self.running.new_request(submission, keys, limit, leading)
         if leading is None:
-            self._queue_up(request)
+            self._queue.push(request)
         else:
-            leading.followers.append(request)
-            self._held_back += 1
+            self._queue.hold_back(request, leading)
         return request.serial
 
-    def _keys_to_start(self, submission: Submission, leader: Request | None) -> list[Key]:
-        """The leader's names as far as they are of the prompt that both share: beyond it each goes its own way."""
-        if leader is None or len(submission.generated):
-            return self.keys_of(submission, submission.known)
-        return leader.keys[: 1 + len(submission.prompt) // self.config.block_size]
+    def order_stop(
+        self, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None, fault: PdFault | None = None
+    ) -> EndedRequest | None:
+        """End a request from outside. One that waits ends here; one that runs ends when the executor acknowledges."""
+        self.running.now_us = now_us
+        if serial in self._departing:
+            return self._departing.end_at_once(serial, reason, keep, now_us)
+        request = self.running.requests.get(serial)
+        if request is None or request.phase is Phase.FINISHED or request.ends_as is not None:
+            return None
+        request.keep = keep
+        request.fault = fault
+        return self._stop(request, reason)
 
-    def _queue_up(self, request: Request) -> None:
-        self._waiting.push(request)
-
-    def _unqueue(self, request: Request) -> None:
-        self._waiting.remove(request)
-        if self.tiers is not None:
-            self.tiers.forget_seeker(request.serial)
-
-    # ── a pass ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _schedule(self, step: StepBuilder) -> None:
-        self._continue_decodes(step)
-        self._order_stops(step)
-        self._continue_prefills(step)
-        self._prefetch()
-        if step.may_admit:
-            self._admit_waiting(step)
-        self._note_pass(step)
-
-    def _note_pass(self, step: StepBuilder) -> None:
-        """Every pass with work lowers the reserve, also one that could schedule nothing: so whoever waits gets in."""
-        self._unsatisfied_passes += step.chunk_prefill_unsatisfied
-        if self.has_work:
-            self._promises.policy.after_pass()
-
-    def _continue_decodes(self, step: StepBuilder) -> None:
-        slots, config, rows = self.slots, self.config, step.decodes.slots
-        reach, limit = slots.known[rows] + slots.pending[rows], slots.limit[rows]
-        open_rows = reach < limit
-        if np.count_nonzero(open_rows) < len(rows):
-            rows, reach, limit = rows[open_rows], reach[open_rows], limit[open_rows]
-        ends = np.minimum(reach + (config.burst - 1), limit)
-        short = ends > slots.held[rows] * config.block_size
-        if np.count_nonzero(short):
-            rows = self._grow_or_wait(step, rows, rows[short])
-        slots.pending[rows] += config.burst
-        step.budget -= len(rows) * config.burst
-        if len(rows) < len(step.decodes.slots):
-            step.decodes = self._crew_of_decodes(rows)
-
-    def _grow_or_wait(self, step: StepBuilder, rows: Int64s, short: Int64s) -> Int64s:
-        """One more block for each row that needs it, the most important first. Answers the rows that can decode."""
-        slots = self.slots
-        free_for_all = self.pool.available - self._promises.promised(slots)
-        sure = slots.protected[short]
-        if np.count_nonzero(~sure) > free_for_all:
-            asking = short[~sure]
-            asking = asking[np.lexsort((slots.serial[asking], slots.priority[asking]))]
-            fed, starved = asking[: max(0, free_for_all)], asking[max(0, free_for_all) :]
-            self._relieve(step, starved)
-            short = np.concatenate((short[sure], fed))
-            rows = rows[~np.isin(rows, starved)]
-            rows = rows[slots.phase[rows] == DECODING]
-            short = short[slots.phase[short] == DECODING]
-        if len(short):
-            self._grow_by_one(step, short)
-        return rows
-
-    def _relieve(self, step: StepBuilder, starved: Int64s) -> None:
-        """Order victims to yield until what comes back is enough for those who found no block."""
-        coming = self._coming_back()
-        for asker in starved.tolist():
-            if self.slots.phase[asker] != DECODING:
-                continue  # it was itself the victim for somebody before it
-            while coming < 1:
-                victim = choose_victim(self.config.victims, self.slots, asker, self._bring_back_us)
-                if victim is None:
-                    return
-                coming += self.pool.exclusive(self.slots.blocks(victim))
-                self._preempt(step, victim, asker)
-                if victim == asker:
-                    break
-            else:
-                coming -= 1
-
-    def _bring_back_us(self, rows: Int64s) -> Int64s:
-        """By computing it again or, where it would be kept, by a copy: whichever is quicker."""
-        lost = self._lost_tokens(rows)
-        computing = computing_us(lost, self.rates)
-        if self.tiers is None or not self.config.tiers.save_preempted:
-            return computing
-        return np.minimum(computing, copying_us(lost, self.config.block_size, self.rates))
-
-    def _lost_tokens(self, rows: Int64s) -> Int64s:
-        """How many tokens of each row would be gone: what others hold too is still there when it resumes."""
-        slots, size = self.slots, self.config.block_size
-        kept = [slots.held[slot] - self.pool.exclusive(slots.blocks(slot)) for slot in rows.tolist()]
-        return np.asarray(np.maximum(0, slots.known[rows] - np.array(kept, dtype=np.int64) * size))
-
-    def _coming_back(self) -> int:
-        """Blocks that will be free once the slots that are being let go of are; those shared by two of them do not count."""
-        slots = self.slots
-        stopping = np.flatnonzero((slots.serial != NO_REQUEST) & (slots.phase >= PREEMPTING))
-        return self.pool.leaving + sum(self.pool.exclusive(slots.blocks(slot)) for slot in stopping.tolist())
-
-    def _preempt(self, step: StepBuilder, victim: int, asker: int) -> None:
-        request = self._occupant(victim)
-        step.preempted = True
-        request.bill.preemptions += 1
-        if victim == asker:
-            self._preemptions_of_self += 1
+    def _stop(self, request: Request, reason: FinishReason) -> EndedRequest | None:
+        slots, slot = self.slots, request.slot
+        if slot is None:
+            self._pass.withdraw(request)
+            return self._ending.withdraw(request, reason)
+        self._pass.forget_row(slot)
+        if slots.restoring[slot]:
+            self._restoring.order_end(request, reason)
+        elif not slots.started[slot] and request.phase is not Phase.PREEMPTING:
+            return self._ending.end_unstarted(request, reason)
         else:
-            self._preemptions_for_others += 1
-        self._order_stop(request, Move.PREEMPT)
-        self._promises.policy.after_preemption(self.slots)
+            self._ending.order_end(request, reason)
+        return None
 
-    def _grow_by_one(self, step: StepBuilder, rows: Int64s) -> None:
-        """`burst` never exceeds a block, so one block a row is always enough."""
-        slots = self.slots
-        blocks, at = self.pool.take(len(rows)), slots.held[rows]
-        slots.table[rows, at] = blocks
-        slots.held[rows] += 1
-        step.grow(rows.astype(np.int32), at.astype(np.int32), blocks)
+    def loaded(self, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
+        """The copy from host memory is over and brought `blocks` leading blocks. What is missing is computed."""
+        self.running.now_us = now_us
+        outcome = self._restoring.loaded(serial, blocks)
+        if isinstance(outcome, EndedRequest):
+            return outcome
+        self._pass.restored(outcome)
+        return None
 
-    def _continue_prefills(self, step: StepBuilder) -> None:
-        self._begin_restored(step)
-        for slot in tuple(self._prefilling):
-            if step.budget <= 0:
-                return
-            if not self._chunk_fits(step, slot):
-                step.chunk_prefill_unsatisfied = True
-                return
-            self._plan_chunk(step, slot)
+    def departing(self) -> tuple[Serial, ...]:
+        """Requests whose end waits for what they leave behind."""
+        return self._departing.serials()
 
-    def _chunk_fits(self, step: StepBuilder, slot: int) -> bool:
-        """Whether the next chunk leaves what is kept for the others; its own need is not held against it."""
-        slots = self.slots
-        end = min(int(slots.known[slot]), int(slots.planned[slot]) + step.budget)
-        missing = blocks_for(end, self.config.block_size) - int(slots.held[slot])
-        if missing <= 0 or slots.protected[slot]:
-            return True
-        nobody_decodes = not len(slots.decoding())
-        kept = self._promises.promised(slots) if nobody_decodes else self._promises.kept(slots, asker=slot)
-        return missing <= self.pool.available - kept
+    def departed(self, serial: Serial) -> EndedRequest:
+        """What it leaves behind is stored, or will not be: its end may be reported."""
+        return self._departing.departed(serial, self.running.now_us)
 
-    def _begin_restored(self, step: StepBuilder) -> None:
-        for slot in self._restored:
-            request = self._occupant(slot)
-            self._move(request, Move.ADMIT)
-            tokens = np.concatenate((request.submission.prompt, request.outputs))
-            self._tell_start(step, slot, tokens, int(self.slots.computed[slot]))
-            self._prefilling.append(slot)
-        self._restored.clear()
+    def pin(self, serial: Serial) -> None:
+        """A transfer to a peer reads the request's blocks from here on."""
+        self._ending.pin(serial)
 
-    def _is_restored(self, slot: int) -> None:
-        self._restored.append(slot)
+    def unpin(self, serial: Serial) -> None:
+        """No transfer reads the request's blocks any more."""
+        self._ending.unpin(serial)
 
-    def _unrestore(self, slot: int) -> None:
-        if slot in self._restored:
-            self._restored.remove(slot)
-
-    def _prefetch(self) -> None:
-        """Have the store asked for what those at the head of the queue start with; they may not come to wait for it."""
-        if not self.config.tiers.store:
-            return
-        for request in self._waiting.first(SOUGHT_AHEAD):
-            if not request.is_sought and self._prefills_here(request):
-                request.is_sought = self._seek(request.serial, request)
-
-    def _prefills_here(self, request: Request) -> bool:
-        """Whether what it starts with is needed here."""
-        del request
-        return True
-
-    def _next_waiting(self) -> Request | None:
-        """The head of the queue; one that is being brought from the store lets others pass."""
-        tiers = self.tiers
-        if tiers is None:
-            return self._waiting.head
-        return next((request for request in self._waiting.first(SOUGHT_AHEAD) if not tiers.is_seeking(request.serial)), None)
-
-    def _admit_waiting(self, step: StepBuilder) -> None:
-        while (request := self._next_waiting()) and step.budget > 0 and self._has_row:
-            match self._consider(request):
-                case Admit(hit, _) if self._is_sought_again(request, hit):
-                    continue  # it lets others pass
-                case Admit(hit, protected):
-                    self._waiting.remove(request)
-                    self._let_in(step, request, hit, protected)
-                case Wait():
-                    return
-
-    def _is_sought_again(self, request: Request, hit: Hit) -> bool:
-        """What it starts with may have been in host memory, or on its way to the store, when it began to wait, and be in the
-        store alone by now."""
-        tiers = self.tiers
-        if tiers is None or request.sought_again >= SOUGHT_AGAIN_MAX or not self._prefills_here(request):
-            return False
-        after = self._keys_after(request, hit)
-        missing = after[len(tiers.host.run(after)) :]
-        if not missing or not tiers.is_known_stored(missing[0]):
-            return False
-        request.sought_again += 1
-        tiers.seek(request.serial, missing, self._now_us)
-        return tiers.is_seeking(request.serial)
+    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def _has_row(self) -> bool:
-        """Whether one more request may have a slot."""
-        return self.slots.has_room
+    def waiting(self) -> int:
+        """Requests that have no slot."""
+        return self._pass.waiting
 
-    def _kept(self) -> int:
-        """Blocks that a newcomer may not touch."""
-        return self._promises.kept(self.slots)
+    @property
+    def asleep(self) -> bool:
+        """Whether only a peer or a copy can bring on what is open: no pass would do anything."""
+        return self._pass.asleep
 
-    def _let_in(self, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
-        rows = self._host_rows(request, hit)
-        if len(rows):
-            self._restore(request, hit, rows, protected)
-        else:
-            self._start(step, request, hit, protected)
+    @property
+    def in_flight(self) -> int:
+        return len(self.running.in_flight)
 
-    def _consider(self, request: Request) -> Admit | Wait:
-        """Whether a request's tokens fit beside what is kept for the running ones. Changes nothing."""
-        hit = self._look_up(request)
-        protected = self._protects(request)
-        fits = self._blocks_to_take(self._wanted(request, protected), hit) <= self.pool.available - self._kept()
-        return Admit(hit, protected) if fits else Wait()
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is open or not yet given back."""
+        return bool(self.running.requests or self._departing)
 
-    def _protects(self, request: Request) -> bool:
-        """Whether it has yielded so often that it is never again a victim."""
-        return request.bill.preemptions >= self.config.max_preemptions
+    @property
+    def notes(self) -> PhaseNotes | None:
+        return self.running.notes
 
-    def _wanted(self, request: Request, protected: bool) -> int:
-        """How many tokens there must be room for before it is let in."""
-        return request.limit if protected else request.tokens_at_start
+    def keep_notes(self) -> None:
+        """Note every phase that a request enters from here on."""
+        self.running.notes = PhaseNotes()
 
-    def _start(self, step: StepBuilder, request: Request, hit: Hit, protected: bool) -> None:
-        slots = self.slots
-        slot = self._occupy(request, hit, Move.ADMIT)
-        slots.protected[slot] = protected
-        self._charge_start(request, hit.computed)
-        if hit.copy_from is not None:
-            target = self.pool.take(1)
-            slots.append_blocks(slot, target)
-            step.copies.append(Copy(hit.copy_from, int(target[0])))
-        tokens = np.concatenate((request.submission.prompt, request.outputs))
-        self._tell_start(step, slot, tokens, hit.computed)
-        self._prefilling.append(slot)
-        self._plan_chunk(step, slot)
+    def requests(self) -> tuple[Request, ...]:
+        """For the laws."""
+        return tuple(self.running.requests.values())
+
+    def request(self, serial: Serial) -> Request | None:
+        return self.running.requests.get(serial)
+
+    def unplanned(self, serial: Serial) -> int:
+        """How many of the tokens that it starts with no plan feeds yet, as far as the cache does not have them."""
+        request = self.running.requests[serial]
+        if request.slot is None:
+            return request.tokens_at_start
+        return int(self.slots.known[request.slot] - self.slots.planned[request.slot])
+
+    def keys_of(self, submission: Submission, tokens: Tokens) -> list[Key]:
+        return self.lookup.keys_of(submission, tokens)
+
+    def moves(self) -> dict[tuple[Phase, Move], int]:
+        """How often each transition of the table was taken; a copy, for reports."""
+        return self.running.moves()
+
+    def promised(self) -> int:
+        """For the laws: blocks that no unprotected growth may touch."""
+        return self._pass.promised()
+
+    @property
+    def broken_rows(self) -> int:
+        """Rows on which scheduler and executor disagreed. Each ended its request with an error."""
+        return self._settling.broken_rows
+
+    def drafts(self) -> DraftGauges:
+        return DraftGauges(self._settling.draft_tokens, self._settling.accepted_draft_tokens)
+
+    def gauges(self) -> SchedulerGauges:
+        settling, billing, pressure = self._settling, self._billing, self._pass.pressure()
+        blocks = self.pool.gauges()
+        return SchedulerGauges(
+            running=self.slots.occupied,
+            waiting=self._pass.waiting,
+            free_blocks=blocks.free,
+            evictable_blocks=blocks.evictable,
+            running_blocks=blocks.running,
+            leased_blocks=blocks.leased,
+            receiving_blocks=blocks.receiving,
+            leaving_blocks=blocks.leaving,
+            prefix_queries=billing.prefix_queries,
+            prefix_hits=billing.prefix_hits,
+            stale_results=settling.stale_results,
+            steps=self.running.steps,
+            preemptions_for_others=pressure.preemptions_for_others,
+            preemptions_of_self=pressure.preemptions_of_self,
+            recomputed_tokens=billing.recomputed_tokens,
+            chunk_prefill_unsatisfied=pressure.chunk_prefill_unsatisfied,
+            reserve_ratio=pressure.reserve_ratio,
+            handovers=HandoverGauges(preempted=settling.rescheduled),
+            storage=self.tiers.gauges(),
+        )

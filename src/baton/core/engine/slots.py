@@ -40,13 +40,13 @@ class Slots:
         self.serial = np.full(slots, NO_REQUEST, dtype=np.int64)
         self.epoch = np.zeros(slots, dtype=np.int64)
         self.phase = np.full(slots, Phase.FINISHED, dtype=np.int8)
-        """A copy of the request's own phase, for selecting rows; written by `Board._move` alone."""
+        """A copy of the request's own phase, for selecting rows; written by `RunningSet.move` alone."""
         self.priority = np.zeros(slots, dtype=np.int64)
         self.protected = np.zeros(slots, dtype=np.bool_)
         """No longer a victim: it yielded too often, and its whole remaining need is reserved."""
-        self.muted = np.zeros(slots, dtype=np.bool_)
-        """Nobody listens any more: what it still yields is counted but not delivered."""
-        self.told = np.zeros(slots, dtype=np.bool_)
+        self.discarded = np.zeros(slots, dtype=np.bool_)
+        """What it still yields is counted but not delivered."""
+        self.started = np.zeros(slots, dtype=np.bool_)
         """A plan has carried its Start: the executor knows the row, and it comes back by a Stop only."""
         self.restoring = np.zeros(slots, dtype=np.bool_)
         """A copy from host memory writes to its blocks."""
@@ -83,7 +83,7 @@ class Slots:
         slot = self._empty.pop()
         for column in (self.prompt, self.known, self.planned, self.pending, self.computed, self.published, self.held):
             column[slot] = 0
-        self.protected[slot] = self.muted[slot] = self.told[slot] = self.restoring[slot] = False
+        self.protected[slot] = self.discarded[slot] = self.started[slot] = self.restoring[slot] = False
         self.serial[slot] = serial
         return slot
 

@@ -1,4 +1,4 @@
-"""Whom to preempt: pure functions of the table and of measured rates. None is an answer: nobody may be asked to yield.
+"""Chooses whom to preempt: pure functions of the table and of measured rates. None: no request may be asked to yield.
 
 Only decoding requests are candidates (restarting half a prefill wastes it), and none that has yielded `max_preemptions`
 times. Nobody yields for the benefit of a less important request: a candidate's priority number is at least the asker's.
@@ -21,7 +21,7 @@ Cost = Callable[[Int64s], Int64s]
 
 
 @dataclass(slots=True)
-class Rates:
+class RecoveryRates:
     """What bringing a request back costs, as measured; those who measure write it, those who choose read it."""
 
     prefill_us_per_token: float = 100.0
@@ -53,12 +53,12 @@ def choose_victim(policy: VictimPolicy, slots: Slots, asker: int, bring_back_us:
             return int(rows[order[0]])
 
 
-def computing_us(tokens: Int64s, rates: Rates) -> Int64s:
+def computing_us(tokens: Int64s, rates: RecoveryRates) -> Int64s:
     """Time to compute again what would be lost."""
     return np.asarray((tokens * rates.prefill_us_per_token).astype(np.int64))
 
 
-def copying_us(tokens: Int64s, block_size: int, rates: Rates) -> Int64s:
+def copying_us(tokens: Int64s, block_size: int, rates: RecoveryRates) -> Int64s:
     """Time to bring back what would be lost where host memory keeps whole blocks of it."""
     blocks = tokens // block_size
     copying = (blocks * rates.copy_us_per_block).astype(np.int64)

@@ -1,7 +1,7 @@
 """Requests that wait for a slot, the most important and then the oldest first.
 
 A preempted request keeps its serial, which is lower than that of everyone who still waits, so it goes back to the head of
-its priority.
+its priority. Sibling choices wait behind their leader, outside the queue, until its prompt is computed or it ends.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ from baton.core.errors import InvariantViolated
 class WaitingQueue:
     def __init__(self) -> None:
         self._places: list[tuple[int, int, Request]] = []
+        self._held_back = 0
+        """Followers of leaders that still prefill."""
 
     def __len__(self) -> int:
         return len(self._places)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue, and those behind a leader."""
+        return len(self._places) + self._held_back
 
     @property
     def head(self) -> Request | None:
@@ -35,6 +42,33 @@ class WaitingQueue:
         if at == len(self._places) or self._places[at][2] is not request:
             raise InvariantViolated(f"request {request.serial} is not in the queue")
         del self._places[at]
+
+    def hold_back(self, follower: Request, leader: Request) -> None:
+        leader.followers.append(follower)
+        self._held_back += 1
+
+    def release_followers(self, leader: Request) -> None:
+        """Let sibling choices into the queue."""
+        self._held_back -= len(leader.followers)
+        for follower in leader.followers:
+            self.push(follower)
+        leader.followers.clear()
+
+    def withdraw(self, request: Request) -> None:
+        """It waits no more, in the queue or behind its leader."""
+        leader = request.leader
+        if leader is not None and request in leader.followers:
+            leader.followers.remove(request)
+            self._held_back -= 1
+        else:
+            self.remove(request)
+
+
+class NoQueue(WaitingQueue):
+    """Where nothing waits: a request has a slot or is refused."""
+
+    def push(self, request: Request) -> None:
+        raise InvariantViolated(f"request {request.serial} would have to wait where nothing waits")
 
 
 def _place(request: Request) -> tuple[int, int, Request]:

@@ -10,29 +10,32 @@ rather than on arrival, so that a driver can hand in everything that has arrived
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from baton.core.config import PrefillPath, WorkerConfig
-from baton.core.engine.change_journal import KEYS_MAX, Changes, NamesChanged, PhaseNotes
-from baton.core.engine.decode_scheduler import DecodeScheduler
+from msgspec.structs import replace
+
+from baton.core.config import WorkerConfig
+from baton.core.engine.change_journal import KEYS_MAX, CachedKeysChanged, EngineChanges
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, StepPlan, StepResult
-from baton.core.engine.prefill_scheduler import GeneralPrefillScheduler, PrefillScheduler
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.records import EndedRequest, SchedulerGauges, Settled
+from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, RequestId, Serial, Submission
-from baton.core.engine.running_set import Board
-from baton.core.engine.scheduler import Scheduler
-from baton.core.engine.victims import Rates
+from baton.core.engine.scheduler import Scheduler, decode_scheduler, mixed_scheduler, prefill_scheduler
+from baton.core.engine.submission_checks import refuse_group
+from baton.core.engine.victims import RecoveryRates
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.handover.decode_side import Taker
+from baton.core.handover.decode_side import DecodeSide
 from baton.core.handover.messages import (
     PeerEffect,
     PeerEvent,
 )
-from baton.core.handover.prefill_side import Giver
+from baton.core.handover.prefill_side import PrefillSide
 from baton.core.handover.protocol import Acts
-from baton.core.tiers.offload import Departed, Loaded, Outcome
-from baton.core.tiers.transfers import Hauled, HaulFailed, HaulFenced, StorageEffect, StorageEvent
+from baton.core.tiers.outcomes import Departed, Loaded, Outcome
+from baton.core.tiers.transfers import StorageEffect, StorageEvent, TransferDone, TransferFailed, TransferFenced
 
 IDLE_PASS_US = 1000
 """How long after a pass that could plan nothing the next one is due, while requests are open."""
@@ -43,46 +46,12 @@ RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
-    """All choices and prompts of one body; accepted or refused together."""
-
-    ticket: int
-    """The sender's number for this group, given back in the answer."""
-    group: tuple[Submission, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The client is gone."""
-
-    serial: Serial
-
-
-@dataclass(frozen=True, slots=True)
-class StopFound:
-    """The front end found a stop string: the answer ends after `keep` outputs."""
-
-    serial: Serial
-    keep: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepDone:
     result: StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class DrainOrdered:
-    """Accept nothing more; finish what is open."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChangesWanted:
-    """Keep what changes, for `Worker.changes`; the first of them say everything anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class Orphaned:
+class FrontEndLost:
     """The front end is gone, and with it every client: what is open ends."""
 
 
@@ -91,15 +60,7 @@ class Tick:
     """`next_deadline` has come."""
 
 
-Event = (
-    Submitted | Cancelled | StopFound | StepDone | DrainOrdered | ChangesWanted | Orphaned | Tick | PeerEvent | StorageEvent
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    ticket: int
-    serials: tuple[Serial, ...]
+Event = Submit | Cancel | StopAt | StepDone | Drain | ReportChanges | FrontEndLost | Tick | PeerEvent | StorageEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +106,7 @@ class PrefillMeter:
     def launched(self, plan: StepPlan, now_us: int) -> None:
         self._launched.append((now_us, plan))
 
-    def done(self, rates: Rates, drafts: int, now_us: int) -> None:
+    def done(self, rates: RecoveryRates, drafts: int, now_us: int) -> None:
         """`drafts`: tokens that the step has fed besides those of its plan."""
         launched_us, plan = self._launched.popleft()
         spent_us = now_us - max(launched_us, self._last_done_us)
@@ -160,20 +121,17 @@ class PrefillMeter:
 class Worker:
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex, handover_secret: bytes = b"") -> None:
         self.config = config
-        self.scheduler: Board
-        self._queue: Scheduler | None = None
-        """Where clients' requests wait; None on an instance that serves peers only."""
-        self.giver: Giver | None = None
-        self.taker: Taker | None = None
+        self.scheduler: Scheduler
+        self.giver: PrefillSide | None = None
+        self.taker: DecodeSide | None = None
         if config.role.gives:
-            short = config.prefill_path is PrefillPath.SHORT
-            prefills = PrefillScheduler(config, prefix) if short else GeneralPrefillScheduler(config, prefix)
-            self.scheduler, self.giver = prefills, Giver(config, prefills)
+            self.scheduler, held = prefill_scheduler(config, prefix)
+            self.giver = PrefillSide(config, self.scheduler, held)
         elif config.role.takes:
-            self.scheduler = self._queue = decodes = DecodeScheduler(config, prefix)
-            self.taker = Taker(config, decodes, handover_secret)
+            self.scheduler, arriving = decode_scheduler(config, prefix)
+            self.taker = DecodeSide(config, self.scheduler, arriving, handover_secret)
         else:
-            self.scheduler = self._queue = Scheduler(config, prefix)
+            self.scheduler = mixed_scheduler(config, prefix)
         self._peers = self.giver or self.taker
         self._tiers = self.scheduler.tiers
         self._draining = False
@@ -192,33 +150,32 @@ class Worker:
                 effects, idle_pass = self._pass()
             case StepDone(result):
                 effects = self._settle(result)
-            case Submitted():
+            case Submit():
                 effects = [self._submit(event)]
-            case Cancelled(serial):
-                effects = self._stop(serial, FinishReason.ABORT, None)
-            case StopFound(serial, keep):
-                effects = self._stop(serial, FinishReason.STOP, keep)
-            case DrainOrdered():
+            case Cancel(serial):
+                effects = self._stop(Serial(serial), FinishReason.ABORT, None)
+            case StopAt(serial, keep):
+                effects = self._stop(Serial(serial), FinishReason.STOP, keep)
+            case Drain():
                 self._drain()
-            case ChangesWanted():
+            case ReportChanges():
                 self._keep_changes()
-            case Orphaned():
+            case FrontEndLost():
                 effects = self._stop_all()
-            case Hauled() | HaulFailed() | HaulFenced():
+            case TransferDone() | TransferFailed() | TransferFenced():
                 effects = self._hauled(event)
             case _:
                 effects = self._hear(event)
         self._planned_out = idle_pass
-        if self._tiers is not None:
-            effects += self._outcomes(self._tiers.take_outcomes())
-            effects += self._tiers.take_orders()
+        effects += self._outcomes(self._tiers.take_outcomes())
+        effects += self._tiers.take_orders()
         return effects
 
     def next_deadline(self) -> int | None:
         """A pass is due at once whenever it could plan something, and soon in any case while anything is open."""
-        due = [] if self._peers is None else [self._peers.next_deadline()]
-        if self._tiers is not None:
-            due.append(self._tiers.next_deadline())
+        due = [self._tiers.next_deadline()]
+        if self._peers is not None:
+            due.append(self._peers.next_deadline())
         if self.scheduler.has_work and not self.scheduler.asleep:
             could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
             due.append(self._now_us if could_plan else self._now_us + IDLE_PASS_US)
@@ -232,21 +189,20 @@ class Worker:
         waiting = gauges.waiting if self.giver is None else gauges.waiting + self.giver.queued
         return replace(gauges, waiting=waiting, handovers=handovers)
 
-    def changes(self, now_us: int) -> Changes:
-        """What happened since the last call, as far as `ChangesWanted` asked to keep it. Not more than fits a message."""
+    def changes(self, now_us: int) -> EngineChanges:
+        """What happened since the last call, as far as `ReportChanges` asked to keep it. Not more than fits a message."""
         journal, notes = self.scheduler.pool.prefix.journal, self.scheduler.notes
-        names = NamesChanged() if journal is None else journal.take(KEYS_MAX)
-        return Changes(names, () if notes is None else notes.take(now_us))
+        names = CachedKeysChanged() if journal is None else journal.take(KEYS_MAX)
+        return EngineChanges(names, () if notes is None else notes.take(now_us))
 
     @property
     def is_idle(self) -> bool:
-        if self.scheduler.has_work or (self._tiers is not None and self._tiers.busy):
+        if self.scheduler.has_work or self._tiers.busy:
             return False
         return not (self._peers is not None and self._peers.open())
 
     def _pass(self) -> tuple[list[Effect], bool]:
-        if self._tiers is not None:
-            self._tiers.expire(self._now_us)
+        self._tiers.expire(self._now_us)
         effects = [] if self._peers is None else _effects(self._peers.expire(self._now_us))
         if self.scheduler.in_flight >= self.config.depth:
             return effects, False
@@ -269,8 +225,7 @@ class Worker:
         return [*_effects(self.giver.settled(settled, self._now_us)), Deliver(NOTHING)]
 
     def _hauled(self, event: StorageEvent) -> list[Effect]:
-        if self._tiers is not None:
-            self._tiers.handle(event, self._now_us)
+        self._tiers.handle(event, self._now_us)
         # What was brought from the store may be what an offer waited for.
         return [] if self.giver is None else _effects(self.giver.advance(self._now_us))
 
@@ -297,10 +252,10 @@ class Worker:
     def _keep_changes(self) -> None:
         self.scheduler.pool.prefix.keep_journal()
         if self.giver is None:  # what it prefills has its serial at the peer that asked
-            self.scheduler.notes = PhaseNotes()
+            self.scheduler.keep_notes()
 
     def _stop(self, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
-        if self._queue is None:
+        if not self.config.role.serves:
             return []  # no client has anything here: what is open is its peers'
         if self.taker is not None and self.taker.knows(serial):
             return _effects(self.taker.cancel(serial, reason, self._now_us))
@@ -309,10 +264,10 @@ class Worker:
 
     def _stop_all(self) -> list[Effect]:
         serials = [*(request.serial for request in self.scheduler.requests()), *self.scheduler.departing()]
-        return [effect for serial in serials for effect in self._stop(serial, FinishReason.ABORT, None)]
+        return [effect for serial in serials for effect in self._stop(Serial(serial), FinishReason.ABORT, None)]
 
-    def _submit(self, event: Submitted) -> Accepted | GroupRefused:
-        if self._queue is None:
+    def _submit(self, event: Submit) -> Accepted | GroupRefused:
+        if not self.config.role.serves:
             text = "this instance only prefills for others"
             return GroupRefused(event.ticket, Refusal(RefusalCode.WRONG_ROLE, text))
         refusal = self._refusal(event.group)
@@ -321,7 +276,9 @@ class Worker:
         serials: dict[RequestId, Serial] = {}
         for submission in event.group:
             leader = serials[submission.leader] if submission.leader is not None else None
-            serials[submission.request_id] = self._queue.enqueue(submission, self._limit(submission), self._now_us, leader)
+            serials[submission.request_id] = self.scheduler.enqueue(
+                submission, self._limit(submission), self._now_us, leader
+            )
         return Accepted(event.ticket, tuple(serials.values()))
 
     def _limit(self, submission: Submission) -> int:
@@ -332,57 +289,11 @@ class Worker:
     def _refusal(self, group: tuple[Submission, ...]) -> Refusal | None:
         if self._draining:
             return Refusal(RefusalCode.DRAINING, "this instance is draining and accepts no new requests", RETRY_AFTER_S)
-        seen: list[RequestId] = []
-        for submission in group:
-            refusal = self._impossible(submission) or self._misnamed(submission, seen)
-            if refusal:
-                return refusal
-            seen.append(submission.request_id)
-        if len(group) > self.config.waiting_max:
-            text = f"the body asks for {len(group)} sequences; the queue takes at most {self.config.waiting_max}"
-            return Refusal(RefusalCode.GROUP_TOO_LARGE, text)
+        if refusal := refuse_group(group, self.config):
+            return refusal
         if self.scheduler.waiting + len(group) > self.config.waiting_max:
             text = f"the queue is full: {self.scheduler.waiting} requests wait and at most {self.config.waiting_max} may"
             return Refusal(RefusalCode.QUEUE_FULL, text, RETRY_AFTER_S)
-        return None
-
-    def _misnamed(self, submission: Submission, seen: list[RequestId]) -> Refusal | None:
-        if submission.request_id in seen:
-            return Refusal(RefusalCode.DUPLICATE_ID, f"the request id {submission.request_id!r} is used twice")
-        if submission.leader is not None and submission.leader not in seen:
-            return Refusal(RefusalCode.DUPLICATE_ID, f"the leader {submission.leader!r} does not come before its follower")
-        return None
-
-    def _impossible(self, submission: Submission) -> Refusal | None:
-        """What could never run, however long it waited."""
-        prompt, asked, config = len(submission.prompt), submission.max_tokens, self.config
-        if prompt == 0:
-            return Refusal(RefusalCode.EMPTY_PROMPT, "the prompt is empty")
-        if len(submission.generated) and (refusal := self._is_whole(submission)):
-            return refusal
-        wanted = submission.known_tokens + 1 if asked is None else prompt + asked
-        made_of = f"{prompt} in the prompt" + ("" if asked is None else f" and {asked} to generate (max_tokens)")
-        if wanted > config.context_tokens:
-            text = f"{wanted} tokens ({made_of}) are more than the context length of {config.context_tokens}"
-            return Refusal(RefusalCode.CONTEXT_EXCEEDED, text)
-        if wanted > config.pool_tokens:
-            text = (
-                f"{wanted} tokens ({made_of}) are more than the whole KV pool of {config.pool_tokens} "
-                f"({config.blocks} blocks of {config.block_size})"
-            )
-            return Refusal(RefusalCode.POOL_EXCEEDED, text)
-        return None
-
-    def _is_whole(self, submission: Submission) -> Refusal | None:
-        """Why nothing can follow what was generated elsewhere."""
-        generated, asked, sampling = submission.generated, submission.max_tokens, submission.sampling
-        if asked is not None and len(generated) >= asked:
-            text = f"{len(generated)} tokens were generated elsewhere, and max_tokens is {asked}"
-            return Refusal(RefusalCode.NOTHING_LEFT, text)
-        if int(generated[-1]) in sampling.stop_token_ids and len(generated) > sampling.min_tokens:
-            return Refusal(
-                RefusalCode.NOTHING_LEFT, f"what was generated elsewhere ends with the stop token {generated[-1]}"
-            )
         return None
 
 

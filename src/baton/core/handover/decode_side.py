@@ -6,12 +6,14 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
-from baton.core.config import OnPreempt, WorkerConfig
-from baton.core.engine.decode_scheduler import DecodeScheduler, Lease
-from baton.core.engine.records import HandoverGauges, Request
+from baton.core.config import HandoverConfig, OnPreempt, WorkerConfig
+from baton.core.engine.arriving_rows import ArrivingRows, Lease
+from baton.core.engine.gauges import HandoverGauges
+from baton.core.engine.records import Request
 from baton.core.engine.request import FinishReason, Serial, Submission
+from baton.core.engine.scheduler import Scheduler
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.handover.messages import (
     Adopted,
     Arriving,
@@ -27,9 +29,6 @@ from baton.core.handover.messages import (
     HandoverMade,
     Heard,
     Offer,
-    PdCode,
-    PdFault,
-    PdStage,
     PeerEvent,
     PeerId,
     PeerLost,
@@ -37,22 +36,20 @@ from baton.core.handover.messages import (
     Refuse,
     Release,
     Renew,
-    Spoilt,
     Tell,
+    TransferBroken,
     Verified,
     Verify,
 )
-from baton.core.handover.protocol import DIGEST_BYTES, Acts, gauges_of, next_state, prompt_digest
+from baton.core.handover.prefill_peers import PrefillPeers
+from baton.core.handover.protocol import DIGEST_BYTES, Acts, gauges_of, prompt_digest
+from baton.core.state_machine import StateMachine
 
 ATTEMPTS_MAX = 3
 """After so many asks that nobody took up, or offers for which there was no room, a taker prefills a request itself."""
-BELIEF_HALVES_US = 1_000_000
-"""What a taker knows of a giver's queue counts half after so long: one that was busy once is not avoided for ever."""
-DECLINED_US = 1_000_000
-"""Who did not take what it was asked for (it drains, its queue is full) is asked so long only if there is no other."""
 
 
-class Taking(Enum):
+class DecodeHandoverState(Enum):
     ASKED = "asked"
     GRANTED = "granted"
     ARRIVING = "arriving"
@@ -62,7 +59,7 @@ class Taking(Enum):
     OVER = "over"
 
 
-class TakerMove(Enum):
+class DecodeHandoverMove(Enum):
     GRANT = "offer granted"
     REFUSE = "offer refused"
     ARRIVE = "first bytes"
@@ -73,38 +70,38 @@ class TakerMove(Enum):
     FENCED = "fenced"
 
 
-TAKER: dict[tuple[Taking, TakerMove], Taking] = {
-    (Taking.ASKED, TakerMove.GRANT): Taking.GRANTED,
-    (Taking.ASKED, TakerMove.REFUSE): Taking.OVER,
-    (Taking.ASKED, TakerMove.DROP): Taking.OVER,
-    (Taking.GRANTED, TakerMove.ARRIVE): Taking.ARRIVING,
-    (Taking.GRANTED, TakerMove.COMMIT): Taking.CHECKING,
-    (Taking.GRANTED, TakerMove.GIVE_UP): Taking.FENCING,
-    (Taking.ARRIVING, TakerMove.COMMIT): Taking.CHECKING,
-    (Taking.ARRIVING, TakerMove.GIVE_UP): Taking.FENCING,
-    (Taking.CHECKING, TakerMove.ADOPT): Taking.OVER,
-    (Taking.CHECKING, TakerMove.GIVE_UP): Taking.FENCING,
-    (Taking.FENCING, TakerMove.FENCED): Taking.OVER,
+DECODE_TRANSITIONS: dict[tuple[DecodeHandoverState, DecodeHandoverMove], DecodeHandoverState] = {
+    (DecodeHandoverState.ASKED, DecodeHandoverMove.GRANT): DecodeHandoverState.GRANTED,
+    (DecodeHandoverState.ASKED, DecodeHandoverMove.REFUSE): DecodeHandoverState.OVER,
+    (DecodeHandoverState.ASKED, DecodeHandoverMove.DROP): DecodeHandoverState.OVER,
+    (DecodeHandoverState.GRANTED, DecodeHandoverMove.ARRIVE): DecodeHandoverState.ARRIVING,
+    (DecodeHandoverState.GRANTED, DecodeHandoverMove.COMMIT): DecodeHandoverState.CHECKING,
+    (DecodeHandoverState.GRANTED, DecodeHandoverMove.GIVE_UP): DecodeHandoverState.FENCING,
+    (DecodeHandoverState.ARRIVING, DecodeHandoverMove.COMMIT): DecodeHandoverState.CHECKING,
+    (DecodeHandoverState.ARRIVING, DecodeHandoverMove.GIVE_UP): DecodeHandoverState.FENCING,
+    (DecodeHandoverState.CHECKING, DecodeHandoverMove.ADOPT): DecodeHandoverState.OVER,
+    (DecodeHandoverState.CHECKING, DecodeHandoverMove.GIVE_UP): DecodeHandoverState.FENCING,
+    (DecodeHandoverState.FENCING, DecodeHandoverMove.FENCED): DecodeHandoverState.OVER,
 }
 
 
 LATE = {
-    Taking.ASKED: (PdCode.TIMEOUT, PdStage.OFFER),
-    Taking.GRANTED: (PdCode.TIMEOUT, PdStage.PREFILL),
-    Taking.ARRIVING: (PdCode.TIMEOUT, PdStage.PREFILL),
-    Taking.CHECKING: (PdCode.NOT_DELIVERED, PdStage.TRANSFER),
+    DecodeHandoverState.ASKED: (PdCode.TIMEOUT, PdStage.OFFER),
+    DecodeHandoverState.GRANTED: (PdCode.TIMEOUT, PdStage.PREFILL),
+    DecodeHandoverState.ARRIVING: (PdCode.TIMEOUT, PdStage.PREFILL),
+    DecodeHandoverState.CHECKING: (PdCode.NOT_DELIVERED, PdStage.TRANSFER),
 }
 """What it means that time ran out: the prefill never came, or it did and its bytes are missing."""
 
 
 @dataclass(slots=True)
-class Taken:
+class DecodeHandover:
     """One attempt, as the taker knows it."""
 
     handover: Handover
     submission: Submission
     asked_us: int
-    state: Taking = Taking.ASKED
+    state: DecodeHandoverState = DecodeHandoverState.ASKED
     lease_until_us: int = 0
     grant: Grant | None = None
     commit: Commit | None = None
@@ -114,38 +111,29 @@ class Taken:
         return Serial(self.handover.request)
 
 
-class Believed(NamedTuple):
-    """How much prefill waits at a giver, as a taker last heard or made it."""
-
-    queued_tokens: int
-    at_us: int
-
-
-class Taker:
-    def __init__(self, config: WorkerConfig, scheduler: DecodeScheduler, secret: bytes) -> None:
+class DecodeSide:
+    def __init__(self, config: WorkerConfig, scheduler: Scheduler, rows: ArrivingRows, secret: bytes) -> None:
         self._config = config.handover
         self._resumes = config.on_preempt is OnPreempt.RESUME
         self._scheduler = scheduler
+        self._rows = rows
         self._fingerprint = scheduler.pool.prefix.fingerprint
         self._secret = hashlib.blake2b(secret, digest_size=32).digest()
-        self._peers: dict[PeerId, Believed] = {}
-        """Those that are up, and how much each has to do; the one asked longest ago first."""
-        self._declined_us: dict[PeerId, int] = {}
-        """When each of them last did not take what it was asked for."""
-        self._open: dict[Serial, Taken] = {}
-        self._moves = dict.fromkeys(TAKER, 0)
+        self._peers = PrefillPeers()
+        self._open: dict[Serial, DecodeHandover] = {}
+        self._states = StateMachine(DECODE_TRANSITIONS, "a hand-over")
         self._failed: Counter[PdCode] = Counter()
         self._made = 0
         self._now_us = 0
 
     # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open(self) -> tuple[Taken, ...]:
+    def open(self) -> tuple[DecodeHandover, ...]:
         """For the laws."""
         return tuple(self._open.values())
 
-    def moves(self) -> dict[tuple[Taking, TakerMove], int]:
-        return dict(self._moves)
+    def moves(self) -> dict[tuple[DecodeHandoverState, DecodeHandoverMove], int]:
+        return self._states.moves()
 
     def gauges(self) -> HandoverGauges:
         return gauges_of(len(self._peers), len(self._open), self._made, self._failed)
@@ -155,12 +143,13 @@ class Taker:
 
     def next_deadline(self) -> int | None:
         return min(
-            (self._ends_us(entry) for entry in self._open.values() if entry.state is not Taking.FENCING), default=None
+            (self._ends_us(entry) for entry in self._open.values() if entry.state is not DecodeHandoverState.FENCING),
+            default=None,
         )
 
-    def _ends_us(self, entry: Taken) -> int:
+    def _ends_us(self, entry: DecodeHandover) -> int:
         whole_us = entry.asked_us + self._config.deadline_us
-        return whole_us if entry.state is Taking.ASKED else min(whole_us, entry.lease_until_us)
+        return whole_us if entry.state is DecodeHandoverState.ASKED else min(whole_us, entry.lease_until_us)
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -177,7 +166,7 @@ class Taker:
                 return self._arriving(self._entry(handover))
             case Verified(handover):
                 return self._verified(self._entry(handover))
-            case Spoilt(handover, reason):
+            case TransferBroken(handover, reason):
                 entry = self._entry(handover)
                 return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, reason) if entry else []
             case Fenced(handover):
@@ -188,44 +177,44 @@ class Taker:
     def planned(self, now_us: int) -> Acts:
         """After a pass: ask peers for what it let in to be prefilled elsewhere."""
         self._now_us = now_us
-        return [self._ask(request) for request in self._scheduler.asked()]
+        return [self._ask(request) for request in self._rows.asked()]
 
     def expire(self, now_us: int) -> Acts:
         self._now_us = now_us
         late = [
-            entry for entry in self._open.values() if entry.state is not Taking.FENCING and self._ends_us(entry) <= now_us
+            entry
+            for entry in self._open.values()
+            if entry.state is not DecodeHandoverState.FENCING and self._ends_us(entry) <= now_us
         ]
         acts: Acts = []
         for entry in late:
-            acts += self._fail(entry, *LATE[entry.state], self._lateness(entry))
+            acts += self._fail(entry, *LATE[entry.state], _lateness(entry, self._config, now_us))
         return acts
 
     def cancel(self, serial: Serial, reason: FinishReason, now_us: int) -> Acts:
         """The client is gone, or the instance gives up the request: it reaches both sides."""
         self._now_us = now_us
         entry = self._open[serial]
-        if entry.state is Taking.FENCING:
+        if entry.state is DecodeHandoverState.FENCING:
             self._scheduler.order_stop(serial, reason, now_us)
             return []
-        return [self._release(entry, "it was cancelled"), *self._let_go(entry, reason, None)]
+        return [_release(entry, "it was cancelled"), *self._let_go(entry, reason, None)]
 
     # ── peers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _peer_opened(self, peer: PeerId) -> Acts:
-        self._peers[peer] = Believed(0, self._now_us)
-        self._declined_us.pop(peer, None)
-        self._scheduler.may_ask = True
+        self._peers.add(peer, self._now_us)
+        self._rows.may_ask = True
         return []
 
     def _peer_lost(self, peer: PeerId, reason: str) -> Acts:
-        self._peers.pop(peer, None)
-        self._declined_us.pop(peer, None)
-        self._scheduler.may_ask = bool(self._peers)
+        self._peers.remove(peer)
+        self._rows.may_ask = bool(self._peers)
         acts: Acts = []
         for entry in [entry for entry in self._open.values() if entry.handover.peer == peer]:
-            if entry.state is Taking.ASKED:
+            if entry.state is DecodeHandoverState.ASKED:
                 acts += self._not_taken(entry, PdCode.TIMEOUT, f"the peer is gone: {reason}")
-            elif entry.state is not Taking.FENCING:
+            elif entry.state is not DecodeHandoverState.FENCING:
                 acts += self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, f"the peer is gone: {reason}", tell=False)
         return acts
 
@@ -236,67 +225,45 @@ class Taker:
             case Renew(request, attempt):
                 self._renew(self._entry(Handover(peer, request, attempt)))
             case Commit(request, attempt):
-                self._learn_load(peer, message.queued_tokens)
+                self._peers.learn(peer, message.queued_tokens, self._now_us)
                 return self._committed(self._entry(Handover(peer, request, attempt)), message)
             case Decline(request, attempt, code, reason):
                 entry = self._entry(Handover(peer, request, attempt))
-                if entry is not None and entry.state is Taking.ASKED:
+                if entry is not None and entry.state is DecodeHandoverState.ASKED:
                     return self._not_taken(entry, code, reason)
                 return self._fail(entry, code, PdStage.PREFILL, reason, tell=False) if entry else []
         return []
 
     def _ask(self, request: Request) -> Tell:
-        peer = self._peer_for(request.submission)
-        tokens = self._believed_tokens(peer) + request.submission.known_tokens
-        # Put last: of equals the first one is asked, and all takers would ask the same giver for ever.
-        del self._peers[peer]
-        self._peers[peer] = Believed(tokens, self._now_us)
+        peer = self._peers.choose(request.submission, self._now_us)
         request.bill.attempts += 1
         handover = Handover(peer, request.serial, request.bill.attempts)
-        self._open[request.serial] = Taken(handover, request.submission, self._now_us)
+        self._open[request.serial] = DecodeHandover(handover, request.submission, self._now_us)
         return Tell(peer, Ask(request.serial, handover.attempt, request.submission))
-
-    def _peer_for(self, submission: Submission) -> PeerId:
-        """The one that was named for it, if it is up and takes what it is asked for; else who has least to do."""
-        named = PeerId(submission.prefill_at)
-        if named in self._peers and not self._declines(named):
-            return named
-        return min(self._peers, key=lambda peer: (self._declines(peer), self._believed_tokens(peer)))
 
     # ── one attempt ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _entry(self, handover: Handover) -> Taken | None:
+    def _entry(self, handover: Handover) -> DecodeHandover | None:
         """None for an attempt that is over, or that never was."""
         entry = self._open.get(Serial(handover.request))
         return entry if entry is not None and entry.handover == handover else None
 
-    def _believed_tokens(self, peer: PeerId) -> int:
-        believed = self._peers[peer]
-        return believed.queued_tokens >> ((self._now_us - believed.at_us) // BELIEF_HALVES_US)
-
-    def _declines(self, peer: PeerId) -> bool:
-        return peer in self._declined_us and self._now_us - self._declined_us[peer] < DECLINED_US
-
-    def _learn_load(self, peer: PeerId, queued_tokens: int) -> None:
-        if peer in self._peers:
-            self._peers[peer] = Believed(queued_tokens, self._now_us)
-
     def _offered(self, peer: PeerId, offer: Offer) -> Acts:
-        self._learn_load(peer, offer.queued_tokens)
+        self._peers.learn(peer, offer.queued_tokens, self._now_us)
         entry = self._entry(Handover(peer, offer.request, offer.attempt))
-        if entry is None or entry.state is Taking.FENCING:
+        if entry is None or entry.state is DecodeHandoverState.FENCING:
             return [Tell(peer, Release(offer.request, offer.attempt, "this attempt is over"))]
         if entry.grant is not None:
             return [Tell(peer, entry.grant)]
         if offer.prompt_tokens != entry.submission.known_tokens:
             text = f"{offer.prompt_tokens} tokens were offered for a prompt of {entry.submission.known_tokens}"
             return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.OFFER, text)
-        lease = self._scheduler.lease(entry.serial)
+        lease = self._rows.lease(entry.serial)
         return self._refuse(entry) if lease is None else self._grant(entry, lease)
 
-    def _grant(self, entry: Taken, lease: Lease) -> Acts:
+    def _grant(self, entry: DecodeHandover, lease: Lease) -> Acts:
         handover = entry.handover
-        self._move(entry, TakerMove.GRANT)
+        self._move(entry, DecodeHandoverMove.GRANT)
         token = hashlib.blake2b(
             f"{handover.request}/{handover.attempt}".encode(), key=self._secret, digest_size=DIGEST_BYTES
         ).digest()
@@ -304,123 +271,129 @@ class Taker:
         self._renew(entry)
         return [Expect(handover, token, lease.first, lease.blocks), Tell(handover.peer, entry.grant)]
 
-    def _refuse(self, entry: Taken) -> Acts:
+    def _refuse(self, entry: DecodeHandover) -> Acts:
         """No room now. The peer is told at once; the request asks again when there is room, or ends its attempt."""
         handover, reason = entry.handover, "no slot or too few free blocks beside the reserve"
-        self._move(entry, TakerMove.REFUSE)
+        self._move(entry, DecodeHandoverMove.REFUSE)
         fault = self._note_fault(PdCode.REFUSED, PdStage.OFFER, reason)
         refuse = Refuse(handover.request, handover.attempt, reason, self._config.retry_after_us)
         acts: Acts = [Tell(handover.peer, refuse), AttemptFailed(handover, fault)]
         if self._resumes:
             often = handover.attempt >= ATTEMPTS_MAX
-            self._scheduler.take_back(entry.serial, prefills_here=often, now_us=self._now_us)
+            self._rows.take_back(entry.serial, prefills_here=often, now_us=self._now_us)
             return acts
         return acts + self._end_asked(entry, FinishReason.RESCHEDULE, fault)
 
-    def _not_taken(self, entry: Taken, code: PdCode, reason: str) -> Acts:
+    def _not_taken(self, entry: DecodeHandover, code: PdCode, reason: str) -> Acts:
         """The giver did not even begin (it drains, its queue is full, it is gone). Another is asked, or it is done here."""
         handover = entry.handover
-        if handover.peer in self._peers:
-            self._declined_us[handover.peer] = self._now_us
-        self._move(entry, TakerMove.DROP)
-        alone = all(self._declines(peer) for peer in self._peers)
+        self._peers.declined(handover.peer, self._now_us)
+        self._move(entry, DecodeHandoverMove.DROP)
+        alone = self._peers.all_decline(self._now_us)
         prefills_here = alone or handover.attempt >= ATTEMPTS_MAX
-        self._scheduler.take_back(entry.serial, prefills_here=prefills_here, now_us=self._now_us)
+        self._rows.take_back(entry.serial, prefills_here=prefills_here, now_us=self._now_us)
         return [AttemptFailed(handover, self._note_fault(code, PdStage.OFFER, reason))]
 
-    def _renew(self, entry: Taken | None) -> None:
+    def _renew(self, entry: DecodeHandover | None) -> None:
         if entry is not None and entry.grant is not None:
             entry.lease_until_us = self._now_us + self._config.lease_us
 
-    def _arriving(self, entry: Taken | None) -> Acts:
-        if entry is None or entry.state not in (Taking.GRANTED, Taking.ARRIVING, Taking.CHECKING):
+    def _arriving(self, entry: DecodeHandover | None) -> Acts:
+        if entry is None or entry.state not in (
+            DecodeHandoverState.GRANTED,
+            DecodeHandoverState.ARRIVING,
+            DecodeHandoverState.CHECKING,
+        ):
             return []
-        if entry.state is Taking.GRANTED:
-            self._move(entry, TakerMove.ARRIVE)
-            self._scheduler.arriving(entry.serial)
+        if entry.state is DecodeHandoverState.GRANTED:
+            self._move(entry, DecodeHandoverMove.ARRIVE)
+            self._rows.arriving(entry.serial)
         self._renew(entry)
         return []
 
-    def _committed(self, entry: Taken | None, commit: Commit) -> Acts:
-        if entry is None or entry.state not in (Taking.GRANTED, Taking.ARRIVING):
+    def _committed(self, entry: DecodeHandover | None, commit: Commit) -> Acts:
+        if entry is None or entry.state not in (DecodeHandoverState.GRANTED, DecodeHandoverState.ARRIVING):
             return []  # over, or committed already
-        wrong = self._wrong(entry, commit)
+        wrong = _wrong(entry.submission, commit, self._fingerprint, self._config.vocabulary)
         if wrong is not None:
             return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, wrong)
-        self._move(entry, TakerMove.COMMIT)
+        self._move(entry, DecodeHandoverMove.COMMIT)
         self._renew(entry)
         entry.commit = commit
         return [Verify(entry.handover, commit.checks)]
 
-    def _wrong(self, entry: Taken, commit: Commit) -> str | None:
-        if commit.prompt_digest != prompt_digest(entry.submission, self._fingerprint):
-            return "the KV is of another prompt, tenant or model"
-        if not 0 <= commit.token < self._config.vocabulary:
-            return f"there is no token {commit.token}"
-        if entry.submission.sampling.logprobs is not None and commit.logprobs is None:
-            return "the log-probabilities of its first token are missing"
-        return None
-
-    def _verified(self, entry: Taken | None) -> Acts:
-        if entry is None or entry.state is not Taking.CHECKING or entry.commit is None:
+    def _verified(self, entry: DecodeHandover | None) -> Acts:
+        if entry is None or entry.state is not DecodeHandoverState.CHECKING or entry.commit is None:
             return []
         handover = entry.handover
-        self._move(entry, TakerMove.ADOPT)
+        self._move(entry, DecodeHandoverMove.ADOPT)
         self._made += 1
         took_us = self._now_us - entry.asked_us
         return [
             Tell(handover.peer, Adopted(handover.request, handover.attempt)),
             HandoverMade(handover, entry.serial, took_us),
-            self._scheduler.adopt(entry.serial, entry.commit, self._now_us),
+            self._rows.adopt(entry.serial, entry.commit, self._now_us),
         ]
 
-    def _fail(self, entry: Taken, code: PdCode, stage: PdStage, reason: str, *, tell: bool = True) -> Acts:
+    def _fail(self, entry: DecodeHandover, code: PdCode, stage: PdStage, reason: str, *, tell: bool = True) -> Acts:
         """The attempt is over. With `resume` the request goes on here; else it ends with the fault."""
-        if entry.state is Taking.FENCING:
+        if entry.state is DecodeHandoverState.FENCING:
             return []
         fault = self._note_fault(code, stage, reason)
         acts: Acts = [AttemptFailed(entry.handover, fault)]
         if tell:
-            acts.append(self._release(entry, reason))
+            acts.append(_release(entry, reason))
         return acts + self._let_go(entry, None if self._resumes else FinishReason.RESCHEDULE, fault)
 
-    def _let_go(self, entry: Taken, reason: FinishReason | None, fault: PdFault | None) -> Acts:
+    def _let_go(self, entry: DecodeHandover, reason: FinishReason | None, fault: PdFault | None) -> Acts:
         """Without a reason the request waits in our own queue."""
-        if entry.state is not Taking.ASKED:
-            self._move(entry, TakerMove.GIVE_UP)
-            self._scheduler.order_fence(entry.serial, reason, fault)
+        if entry.state is not DecodeHandoverState.ASKED:
+            self._move(entry, DecodeHandoverMove.GIVE_UP)
+            self._rows.order_fence(entry.serial, reason, fault)
             return [Fence(entry.handover)]
-        self._move(entry, TakerMove.DROP)
+        self._move(entry, DecodeHandoverMove.DROP)
         if reason is not None:
             return self._end_asked(entry, reason, fault)
-        self._scheduler.take_back(entry.serial, prefills_here=True, now_us=self._now_us)
+        self._rows.take_back(entry.serial, prefills_here=True, now_us=self._now_us)
         return []
 
-    def _end_asked(self, entry: Taken, reason: FinishReason, fault: PdFault | None) -> Acts:
+    def _end_asked(self, entry: DecodeHandover, reason: FinishReason, fault: PdFault | None) -> Acts:
         ended = self._scheduler.order_stop(entry.serial, reason, self._now_us, fault=fault)
         return [] if ended is None else [ended]
 
-    def _fenced(self, entry: Taken | None) -> Acts:
-        if entry is None or entry.state is not Taking.FENCING:
+    def _fenced(self, entry: DecodeHandover | None) -> Acts:
+        if entry is None or entry.state is not DecodeHandoverState.FENCING:
             return []
-        self._move(entry, TakerMove.FENCED)
-        ended = self._scheduler.fenced(entry.serial, self._now_us)
+        self._move(entry, DecodeHandoverMove.FENCED)
+        ended = self._rows.fenced(entry.serial, self._now_us)
         return [] if ended is None else [ended]
-
-    def _release(self, entry: Taken, reason: str) -> Tell:
-        return Tell(entry.handover.peer, Release(entry.handover.request, entry.handover.attempt, reason))
 
     def _note_fault(self, code: PdCode, stage: PdStage, reason: str) -> PdFault:
         self._failed[code] += 1
         return PdFault(code, stage, reason)
 
-    def _lateness(self, entry: Taken) -> str:
-        if self._now_us >= entry.asked_us + self._config.deadline_us:
-            return f"it was not done {self._config.deadline_us // 1000} ms after it was asked for"
-        return f"nothing was heard of it for {self._config.lease_us // 1000} ms"
-
-    def _move(self, entry: Taken, move: TakerMove) -> None:
-        before, entry.state = entry.state, next_state(TAKER, entry.state, move)
-        self._moves[before, move] += 1
-        if entry.state is Taking.OVER:
+    def _move(self, entry: DecodeHandover, move: DecodeHandoverMove) -> None:
+        entry.state = self._states.after(entry.state, move)
+        if entry.state is DecodeHandoverState.OVER:
             del self._open[entry.serial]
+
+
+def _release(entry: DecodeHandover, reason: str) -> Tell:
+    return Tell(entry.handover.peer, Release(entry.handover.request, entry.handover.attempt, reason))
+
+
+def _wrong(submission: Submission, commit: Commit, fingerprint: bytes, vocabulary: int) -> str | None:
+    """Why what was committed cannot be adopted."""
+    if commit.prompt_digest != prompt_digest(submission, fingerprint):
+        return "the KV is of another prompt, tenant or model"
+    if not 0 <= commit.token < vocabulary:
+        return f"there is no token {commit.token}"
+    if submission.sampling.logprobs is not None and commit.logprobs is None:
+        return "the log-probabilities of its first token are missing"
+    return None
+
+
+def _lateness(entry: DecodeHandover, config: HandoverConfig, now_us: int) -> str:
+    if now_us >= entry.asked_us + config.deadline_us:
+        return f"it was not done {config.deadline_us // 1000} ms after it was asked for"
+    return f"nothing was heard of it for {config.lease_us // 1000} ms"

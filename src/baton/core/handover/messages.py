@@ -19,11 +19,18 @@ Every message carries (request, attempt): the taker's own number for the request
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
 
+from msgspec import Meta
+
+from baton.core.bounds import DIGEST_BYTES_MAX, Count, Long, Positive, Reason, WireMessage
 from baton.core.engine.plan import Int32s, Logprobs
 from baton.core.engine.request import Serial, Submission
+from baton.core.handover.faults import PdCode, PdFault
+
+TOKEN_BYTES_MAX = 64
+CHECKS_BYTES_MAX = 8 << 20
+"""A million blocks."""
 
 PeerId = NewType("PeerId", str)
 """What this instance calls another one; a driver's business, unique among its peers."""
@@ -40,145 +47,105 @@ class Handover(NamedTuple):
     """From 1."""
 
 
-class PdCode(IntEnum):
-    """How an attempt failed. All of these may be tried again."""
-
-    REFUSED = 500
-    """The taker had no room."""
-    NOT_DELIVERED = 501
-    """The KV did not arrive, or not as it was computed."""
-    PREEMPTED = 502
-    """The taker could not hold it to its end."""
-    TIMEOUT = 408
-    """The prefill never arrived."""
-
-
-class PdStage(StrEnum):
-    OFFER = "offer"
-    PREFILL = "prefill"
-    TRANSFER = "transfer"
-    DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class PdFault:
-    code: PdCode
-    stage: PdStage
-    reason: str
-
-    @property
-    def message(self) -> str:
-        return f"PD Error {int(self.code)} ({self.stage}): {self.reason}"
-
-
 # ── messages between the two ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ask:
+class Ask(WireMessage, tag="ask", frozen=True, eq=False):
     """D → P: prefill this for me. The submission is a leader: its choice 0, or a request without siblings."""
 
-    request: int
-    attempt: int
+    request: Long
+    attempt: Positive
     submission: Submission
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(WireMessage, tag="offer", frozen=True):
     """P → D: I hold my blocks and would compute now; have you room?"""
 
-    request: int
-    attempt: int
-    prompt_tokens: int
+    request: Long
+    attempt: Positive
+    prompt_tokens: Count
     """All that it computes: what was generated after the prompt counts."""
-    queued_tokens: int = 0
+    queued_tokens: Long = 0
     """Of all prompts that P was asked for and has not prefilled: by this a D chooses whom to ask next."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(WireMessage, tag="grant", frozen=True):
     """D → P: slot and blocks are leased to you. Asked for twice, the same grant is given twice."""
 
-    request: int
-    attempt: int
-    cached_tokens: int
+    request: Long
+    attempt: Positive
+    cached_tokens: Count
     """Leading positions that D has already, whole blocks; P sends only what follows."""
-    lease_us: int
+    lease_us: Long
     """How long D waits without hearing of it."""
-    token: bytes
+    token: Annotated[bytes, Meta(min_length=1, max_length=TOKEN_BYTES_MAX)]
     """Opens one data connection, once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    request: int
-    attempt: int
-    reason: str
-    retry_after_us: int
+class Refuse(WireMessage, tag="refuse", frozen=True):
+    request: Long
+    attempt: Positive
+    reason: Reason
+    retry_after_us: Long
 
 
-@dataclass(frozen=True, slots=True)
-class Renew:
+class Renew(WireMessage, tag="renew", frozen=True):
     """P → D: still at it."""
 
-    request: int
-    attempt: int
+    request: Long
+    attempt: Positive
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Commit:
+class Commit(WireMessage, tag="commit", frozen=True, eq=False):
     """P → D: everything was sent. D verifies all of this before the request joins its batch."""
 
-    request: int
-    attempt: int
-    token: int
+    request: Long
+    attempt: Positive
+    token: Count
     """The first output."""
     logprobs: Logprobs | None
     """Of that token, one line; `row` means nothing here."""
-    cached_tokens: int
+    cached_tokens: Count
     """Of the tokens it starts with, those that P did not compute, because its cache or another tier had them."""
-    queue_us: int
-    prefill_us: int
-    prompt_digest: bytes
+    queue_us: Long
+    prefill_us: Long
+    prompt_digest: Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
     """Of the prompt and its outputs so far, the salt and the model's fingerprint, as `handover.prompt_digest` makes it."""
-    checks: bytes
+    checks: Annotated[bytes, Meta(max_length=CHECKS_BYTES_MAX)]
     """One checksum a block that was sent, in order; opaque here, verified by the driver against what arrived."""
-    queued_tokens: int = 0
+    queued_tokens: Long = 0
     """As in an Offer, without this one."""
-    restored_tokens: int = 0
+    restored_tokens: Count = 0
     """Of the cached ones, those that came from host memory or the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
+class Adopted(WireMessage, tag="adopted", frozen=True):
     """D → P: it decodes here now; let go."""
 
-    request: int
-    attempt: int
+    request: Long
+    attempt: Positive
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(WireMessage, tag="release", frozen=True):
     """D → P: I no longer want it (client gone, lease over, KV spoilt); let go."""
 
-    request: int
-    attempt: int
-    reason: str
+    request: Long
+    attempt: Positive
+    reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Decline:
+class Decline(WireMessage, tag="decline", frozen=True):
     """P → D: I cannot, or cannot any more; I have let go."""
 
-    request: int
-    attempt: int
+    request: Long
+    attempt: Positive
     code: PdCode
-    reason: str
+    reason: Reason
 
 
-ToGiver = Ask | Grant | Refuse | Adopted | Release
-ToTaker = Offer | Renew | Commit | Decline
-PeerMessage = ToGiver | ToTaker
+ToPrefillSide = Ask | Grant | Refuse | Adopted | Release
+ToDecodeSide = Offer | Renew | Commit | Decline
+PeerMessage = ToPrefillSide | ToDecodeSide
 
 
 # ── events: what a driver tells the worker ───────────────────────────────────────────────────────────────────────────────
@@ -220,7 +187,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Spoilt:
+class TransferBroken:
     """D: it will not arrive as it should (connection lost, checks differ). Writing stops only with a Fence."""
 
     handover: Handover
@@ -250,7 +217,7 @@ class Fenced:
     handover: Handover
 
 
-PeerEvent = PeerOpened | PeerLost | Heard | Arriving | Verified | Spoilt | Shipped | ShipFailed | Fenced
+PeerEvent = PeerOpened | PeerLost | Heard | Arriving | Verified | TransferBroken | Shipped | ShipFailed | Fenced
 
 
 # ── effects: what the worker orders of its driver ────────────────────────────────────────────────────────────────────────

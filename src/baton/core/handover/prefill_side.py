@@ -8,13 +8,17 @@ from enum import Enum
 from itertools import islice
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.gauges import HandoverGauges
+from baton.core.engine.held_prefills import HeldPrefills
 from baton.core.engine.plan import Chunk, Logprobs, StepPlan
-from baton.core.engine.prefill_scheduler import GeneralPrefillScheduler, PrefillScheduler
 from baton.core.engine.prefix import Key
-from baton.core.engine.records import EndedRequest, HandoverGauges, Settled
+from baton.core.engine.queued_requests import SOUGHT_AHEAD
+from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, Serial, Submission
-from baton.core.engine.scheduler import SOUGHT_AHEAD
+from baton.core.engine.scheduler import Scheduler
 from baton.core.errors import InvariantViolated
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.handover.messages import (
     Adopted,
     Ask,
@@ -28,9 +32,6 @@ from baton.core.handover.messages import (
     Heard,
     Offer,
     OpenShip,
-    PdCode,
-    PdFault,
-    PdStage,
     PeerEvent,
     PeerId,
     PeerLost,
@@ -43,7 +44,8 @@ from baton.core.handover.messages import (
     Shipped,
     Tell,
 )
-from baton.core.handover.protocol import Acts, gauges_of, next_state, prompt_digest
+from baton.core.handover.protocol import Acts, gauges_of, prompt_digest
+from baton.core.state_machine import StateMachine
 
 STEPS_AHEAD = 2
 """A giver offers so many steps' worth of prefill in advance: enough to stay busy, and no more, since it costs room at D."""
@@ -51,7 +53,7 @@ RENEW_US_MIN = 10_000
 """A taker whose leases are short is told that often at most."""
 
 
-class Giving(Enum):
+class PrefillHandoverState(Enum):
     QUEUED = "queued"
     OFFERED = "offered"
     """Slot and blocks are held for it here (on the general path: its place)."""
@@ -65,7 +67,7 @@ class Giving(Enum):
     OVER = "over"
 
 
-class GiverMove(Enum):
+class PrefillHandoverMove(Enum):
     OFFER = "offered"
     GRANTED = "granted"
     PREFILLED = "first token"
@@ -77,35 +79,35 @@ class GiverMove(Enum):
     LEFT = "slot free"
 
 
-GIVER: dict[tuple[Giving, GiverMove], Giving] = {
-    (Giving.QUEUED, GiverMove.OFFER): Giving.OFFERED,
-    (Giving.QUEUED, GiverMove.DROP): Giving.OVER,
-    (Giving.OFFERED, GiverMove.GRANTED): Giving.PREFILLING,
-    (Giving.OFFERED, GiverMove.DROP): Giving.OVER,
-    (Giving.PREFILLING, GiverMove.PREFILLED): Giving.SHIPPING,
-    (Giving.PREFILLING, GiverMove.GIVE_UP): Giving.FENCING,
-    (Giving.SHIPPING, GiverMove.COMMIT): Giving.COMMITTED,
-    (Giving.SHIPPING, GiverMove.GIVE_UP): Giving.FENCING,
-    (Giving.COMMITTED, GiverMove.ADOPTED): Giving.LEAVING,
-    (Giving.COMMITTED, GiverMove.GIVE_UP): Giving.FENCING,
-    (Giving.FENCING, GiverMove.FENCED): Giving.LEAVING,
-    (Giving.LEAVING, GiverMove.LEFT): Giving.OVER,
+PREFILL_TRANSITIONS: dict[tuple[PrefillHandoverState, PrefillHandoverMove], PrefillHandoverState] = {
+    (PrefillHandoverState.QUEUED, PrefillHandoverMove.OFFER): PrefillHandoverState.OFFERED,
+    (PrefillHandoverState.QUEUED, PrefillHandoverMove.DROP): PrefillHandoverState.OVER,
+    (PrefillHandoverState.OFFERED, PrefillHandoverMove.GRANTED): PrefillHandoverState.PREFILLING,
+    (PrefillHandoverState.OFFERED, PrefillHandoverMove.DROP): PrefillHandoverState.OVER,
+    (PrefillHandoverState.PREFILLING, PrefillHandoverMove.PREFILLED): PrefillHandoverState.SHIPPING,
+    (PrefillHandoverState.PREFILLING, PrefillHandoverMove.GIVE_UP): PrefillHandoverState.FENCING,
+    (PrefillHandoverState.SHIPPING, PrefillHandoverMove.COMMIT): PrefillHandoverState.COMMITTED,
+    (PrefillHandoverState.SHIPPING, PrefillHandoverMove.GIVE_UP): PrefillHandoverState.FENCING,
+    (PrefillHandoverState.COMMITTED, PrefillHandoverMove.ADOPTED): PrefillHandoverState.LEAVING,
+    (PrefillHandoverState.COMMITTED, PrefillHandoverMove.GIVE_UP): PrefillHandoverState.FENCING,
+    (PrefillHandoverState.FENCING, PrefillHandoverMove.FENCED): PrefillHandoverState.LEAVING,
+    (PrefillHandoverState.LEAVING, PrefillHandoverMove.LEFT): PrefillHandoverState.OVER,
 }
 
-SOON = (Giving.OFFERED, Giving.PREFILLING)
-AHEAD = (Giving.QUEUED, *SOON)
-AT_WORK = (Giving.PREFILLING, Giving.SHIPPING)
-ENDING = (Giving.FENCING, Giving.LEAVING)
+SOON = (PrefillHandoverState.OFFERED, PrefillHandoverState.PREFILLING)
+AHEAD = (PrefillHandoverState.QUEUED, *SOON)
+AT_WORK = (PrefillHandoverState.PREFILLING, PrefillHandoverState.SHIPPING)
+ENDING = (PrefillHandoverState.FENCING, PrefillHandoverState.LEAVING)
 
 
 @dataclass(slots=True)
-class Given:
+class PrefillHandover:
     """One attempt, as the giver knows it."""
 
     handover: Handover
     submission: Submission
     arrived_us: int
-    state: Giving = Giving.QUEUED
+    state: PrefillHandoverState = PrefillHandoverState.QUEUED
     keys: list[Key] | None = None
     """Names of the blocks of what it starts with; made when its turn comes, and kept while it waits for room."""
     is_sought: bool = False
@@ -124,22 +126,23 @@ class Given:
     checks: bytes | None = None
 
 
-class Giver:
-    def __init__(self, config: WorkerConfig, scheduler: PrefillScheduler | GeneralPrefillScheduler) -> None:
+class PrefillSide:
+    def __init__(self, config: WorkerConfig, scheduler: Scheduler, held: HeldPrefills) -> None:
         self._worker_config = config
         self._config = config.handover
         self._scheduler = scheduler
+        self._held = held
         self._fingerprint = scheduler.pool.prefix.fingerprint
-        self._open: dict[Handover, Given] = {}
-        self._queue: dict[Handover, Given] = {}
+        self._open: dict[Handover, PrefillHandover] = {}
+        self._queue: dict[Handover, PrefillHandover] = {}
         """Those that were not offered yet, in the order of arrival."""
-        self._active: dict[Handover, Given] = {}
+        self._active: dict[Handover, PrefillHandover] = {}
         """The others: as many as have slots, and on the general path those that are soon to have one."""
-        self._by_serial: dict[Serial, Given] = {}
+        self._by_serial: dict[Serial, PrefillHandover] = {}
         self._queued_tokens = 0
         """Of all that are still AHEAD."""
         self._peers: dict[PeerId, None] = {}
-        self._moves = dict.fromkeys(GIVER, 0)
+        self._states = StateMachine(PREFILL_TRANSITIONS, "a hand-over")
         self._failed: Counter[PdCode] = Counter()
         self._made = 0
         self._now_us = 0
@@ -147,12 +150,12 @@ class Giver:
 
     # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open(self) -> tuple[Given, ...]:
+    def open(self) -> tuple[PrefillHandover, ...]:
         """For the laws."""
         return tuple(self._open.values())
 
-    def moves(self) -> dict[tuple[Giving, GiverMove], int]:
-        return dict(self._moves)
+    def moves(self) -> dict[tuple[PrefillHandoverState, PrefillHandoverMove], int]:
+        return self._states.moves()
 
     def gauges(self) -> HandoverGauges:
         return gauges_of(len(self._peers), len(self._open), self._made, self._failed)
@@ -164,11 +167,11 @@ class Giver:
     def next_deadline(self) -> int | None:
         return min((self._due_us(entry) for entry in self._waiting_for_time()), default=None)
 
-    def _waiting_for_time(self) -> list[Given]:
+    def _waiting_for_time(self) -> list[PrefillHandover]:
         """Of the queue the first is due first."""
         return [*islice(self._queue.values(), 1), *(entry for entry in self._active.values() if entry.state not in ENDING)]
 
-    def _due_us(self, entry: Given) -> int:
+    def _due_us(self, entry: PrefillHandover) -> int:
         """A time limit, or the next renewal. After its commit a giver has no say in how long the taker waits for bytes."""
         ends_us = entry.arrived_us + self._config.deadline_us
         return min(ends_us, entry.renew_us) if entry.state in AT_WORK else ends_us
@@ -226,7 +229,7 @@ class Giver:
             acts += [act for entry in late for act in self._late(entry)]
         return acts + self.advance(now_us)
 
-    def _late(self, entry: Given) -> Acts:
+    def _late(self, entry: PrefillHandover) -> Acts:
         if entry.grant is None or self._now_us >= entry.arrived_us + self._config.deadline_us:
             return self._decline(entry, PdCode.TIMEOUT, "it took too long")
         entry.renew_us = self._now_us + self._renews_every_us(entry.grant)
@@ -241,29 +244,27 @@ class Giver:
         ahead = sum(self._unplanned(entry) for entry in self._active.values() if entry.state in SOON)
         most = STEPS_AHEAD * self._worker_config.step_tokens
         while ahead < most and (entry := self._next_to_offer()) is not None:
-            serial = self._scheduler.hold(entry.submission, self._keys_of(entry), entry.submission.known_tokens + 1, now_us)
+            serial = self._held.hold(entry.submission, self._keys_of(entry), entry.submission.known_tokens + 1, now_us)
             if serial is None:
                 break
             entry.serial = serial
             ahead += self._unplanned(entry)
             self._by_serial[serial] = entry
-            self._move(entry, GiverMove.OFFER)
+            self._move(entry, PrefillHandoverMove.OFFER)
             acts.append(Tell(entry.handover.peer, self._offer(entry)))
         return acts
 
-    def _next_to_offer(self) -> Given | None:
+    def _next_to_offer(self) -> PrefillHandover | None:
         """In the order of arrival; one whose KV is being brought from the store lets others pass."""
         tiers = self._scheduler.tiers
-        if tiers is None:
-            return next(iter(self._queue.values()), None)
         for entry in islice(self._queue.values(), SOUGHT_AHEAD):
             if not entry.is_sought:
-                entry.is_sought = self._scheduler.seek(entry.handover, entry.submission, self._keys_of(entry))
+                entry.is_sought = self._held.seek(entry.handover, entry.submission, self._keys_of(entry))
             if not tiers.is_seeking(entry.handover):
                 return entry
         return None
 
-    def _keys_of(self, entry: Given) -> list[Key]:
+    def _keys_of(self, entry: PrefillHandover) -> list[Key]:
         entry.keys = entry.keys or self._scheduler.keys_of(entry.submission, entry.submission.known)
         return entry.keys
 
@@ -297,7 +298,7 @@ class Giver:
             text = "an attempt of the same number is still being given up"
             return [Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, text))]
         if entry is not None:
-            return [Tell(peer, self._offer(entry))] if entry.state is Giving.OFFERED else []
+            return [Tell(peer, self._offer(entry))] if entry.state is PrefillHandoverState.OFFERED else []
         acts: Acts = []
         before = self._open.get(handover._replace(attempt=ask.attempt - 1))
         if before is not None:
@@ -306,7 +307,7 @@ class Giver:
         if reason is not None:
             self._failed[PdCode.TIMEOUT] += 1
             return [*acts, Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, reason))]
-        self._open[handover] = self._queue[handover] = Given(handover, ask.submission, self._now_us)
+        self._open[handover] = self._queue[handover] = PrefillHandover(handover, ask.submission, self._now_us)
         self._queued_tokens += ask.submission.known_tokens
         return acts
 
@@ -329,7 +330,7 @@ class Giver:
         entry = self._open.get(handover)
         if entry is None or entry.state in ENDING:
             return [Tell(handover.peer, Decline(handover.request, handover.attempt, PdCode.NOT_DELIVERED, "it was let go"))]
-        if entry.state is not Giving.OFFERED or entry.serial is None:
+        if entry.state is not PrefillHandoverState.OFFERED or entry.serial is None:
             return []  # the same grant once more
         tokens = entry.submission.known_tokens
         if not 0 <= grant.cached_tokens < tokens or grant.cached_tokens % self._block_size:
@@ -338,15 +339,15 @@ class Giver:
         entry.grant = grant
         entry.renew_us = self._now_us + self._renews_every_us(grant)
         entry.shipped_upto = grant.cached_tokens // self._block_size
-        self._move(entry, GiverMove.GRANTED)
-        self._scheduler.begin(entry.serial)
+        self._move(entry, PrefillHandoverMove.GRANTED)
+        self._held.begin(entry.serial)
         return []
 
-    def _adopted(self, entry: Given | None) -> Acts:
-        if entry is None or entry.state is not Giving.COMMITTED:
+    def _adopted(self, entry: PrefillHandover | None) -> Acts:
+        if entry is None or entry.state is not PrefillHandoverState.COMMITTED:
             return []
         self._made += 1
-        self._move(entry, GiverMove.ADOPTED)
+        self._move(entry, PrefillHandoverMove.ADOPTED)
         return self._order_leave(entry)
 
     def _released(self, handover: Handover, code: PdCode | None) -> Acts:
@@ -359,23 +360,23 @@ class Giver:
 
     # ── computing and sending ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _begun(self, entry: Given, slot: int, computed: int) -> Acts:
+    def _begun(self, entry: PrefillHandover, slot: int, computed: int) -> Acts:
         """Its row is in a plan: what the cache had of it can leave at once. Not if it is being given up meanwhile."""
-        if entry.grant is None or entry.state is not Giving.PREFILLING:
+        if entry.grant is None or entry.state is not PrefillHandoverState.PREFILLING:
             return []
         first, found = entry.shipped_upto, computed // self._block_size
         blocks = self._scheduler.slots.blocks(slot)[first:]
         blocks.setflags(write=False)
-        self._scheduler.lend(self._serial_of(entry))
+        self._scheduler.pin(self._serial_of(entry))
         acts: Acts = [OpenShip(entry.handover, entry.grant.token, first, blocks)]
         if found > first:
             acts.append(Ship(entry.handover, None, first, found, last=False))
             entry.shipped_upto = found
         return acts
 
-    def _ship_chunk(self, entry: Given, chunk: Chunk, step: int) -> Acts:
+    def _ship_chunk(self, entry: PrefillHandover, chunk: Chunk, step: int) -> Acts:
         """Whole blocks only, the last one aside: no block is sent twice."""
-        if entry.state is not Giving.PREFILLING:
+        if entry.state is not PrefillHandoverState.PREFILLING:
             return []
         upto = -(-chunk.end // self._block_size) if chunk.samples else chunk.end // self._block_size
         first = entry.shipped_upto
@@ -384,27 +385,32 @@ class Giver:
         entry.shipped_upto = upto
         return [Ship(entry.handover, step, first, upto, last=chunk.samples)]
 
-    def _prefilled(self, entry: Given, token: int, logprobs: Logprobs | None) -> Acts:
-        if entry.state is not Giving.PREFILLING:
+    def _prefilled(self, entry: PrefillHandover, token: int, logprobs: Logprobs | None) -> Acts:
+        if entry.state is not PrefillHandoverState.PREFILLING:
             return []
         entry.token, entry.logprobs = token, logprobs
-        self._move(entry, GiverMove.PREFILLED)
+        self._move(entry, PrefillHandoverMove.PREFILLED)
         return self._commit_if_ready(entry)
 
-    def _shipped(self, entry: Given | None, checks: bytes) -> Acts:
-        if entry is None or entry.state not in (Giving.PREFILLING, Giving.SHIPPING):
+    def _shipped(self, entry: PrefillHandover | None, checks: bytes) -> Acts:
+        if entry is None or entry.state not in (PrefillHandoverState.PREFILLING, PrefillHandoverState.SHIPPING):
             return []
         entry.checks = checks
         return self._commit_if_ready(entry)
 
-    def _commit_if_ready(self, entry: Given) -> Acts:
+    def _commit_if_ready(self, entry: PrefillHandover) -> Acts:
         """The last piece may leave before the first token is known, or after."""
-        if entry.state is not Giving.SHIPPING or entry.checks is None or entry.token is None or entry.serial is None:
+        if (
+            entry.state is not PrefillHandoverState.SHIPPING
+            or entry.checks is None
+            or entry.token is None
+            or entry.serial is None
+        ):
             return []
         request = self._scheduler.request(entry.serial)
         if request is None:
             return []
-        self._move(entry, GiverMove.COMMIT)
+        self._move(entry, PrefillHandoverMove.COMMIT)
         commit = Commit(
             request=entry.handover.request,
             attempt=entry.handover.attempt,
@@ -422,7 +428,7 @@ class Giver:
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _decline(self, entry: Given, code: PdCode, reason: str) -> Acts:
+    def _decline(self, entry: PrefillHandover, code: PdCode, reason: str) -> Acts:
         if entry.state in ENDING:
             return []
         self._failed[code] += 1
@@ -431,32 +437,32 @@ class Giver:
         decline = Tell(handover.peer, Decline(handover.request, handover.attempt, code, reason))
         return [decline, AttemptFailed(handover, fault), *self._let_go(entry)]
 
-    def _let_go(self, entry: Given) -> Acts:
+    def _let_go(self, entry: PrefillHandover) -> Acts:
         if entry.state in ENDING:
             return []
-        if entry.state is Giving.QUEUED:
-            self._move(entry, GiverMove.DROP)
+        if entry.state is PrefillHandoverState.QUEUED:
+            self._move(entry, PrefillHandoverMove.DROP)
             return []
-        if entry.state is Giving.OFFERED and entry.serial is not None:
-            self._move(entry, GiverMove.DROP)
+        if entry.state is PrefillHandoverState.OFFERED and entry.serial is not None:
+            self._move(entry, PrefillHandoverMove.DROP)
             # Nothing has begun: it ends at once, or when no copy from host memory writes to its blocks any more.
             self._scheduler.order_stop(entry.serial, FinishReason.ABORT, self._now_us)
             return []
-        self._move(entry, GiverMove.GIVE_UP)
+        self._move(entry, PrefillHandoverMove.GIVE_UP)
         return [Fence(entry.handover)]
 
-    def _fenced(self, entry: Given | None) -> Acts:
-        if entry is None or entry.state is not Giving.FENCING:
+    def _fenced(self, entry: PrefillHandover | None) -> Acts:
+        if entry is None or entry.state is not PrefillHandoverState.FENCING:
             return []
-        self._move(entry, GiverMove.FENCED)
+        self._move(entry, PrefillHandoverMove.FENCED)
         return self._order_leave(entry)
 
-    def _order_leave(self, entry: Given) -> Acts:
+    def _order_leave(self, entry: PrefillHandover) -> Acts:
         """Its slot comes back with the executor's acknowledgement, or at once where it has that already or needs none."""
         serial = self._serial_of(entry)
-        self._scheduler.give_back(serial)
+        self._scheduler.unpin(serial)
         if entry.row_has_ended:
-            self._move(entry, GiverMove.LEFT)
+            self._move(entry, PrefillHandoverMove.LEFT)
             return []
         ended = self._scheduler.order_stop(serial, FinishReason.ABORT, self._now_us)
         return [] if ended is None else self.left(ended)
@@ -466,8 +472,8 @@ class Giver:
         entry = self._by_serial.get(ended.serial)
         if entry is None:
             return []
-        if entry.state is Giving.LEAVING:
-            self._move(entry, GiverMove.LEFT)
+        if entry.state is PrefillHandoverState.LEAVING:
+            self._move(entry, PrefillHandoverMove.LEFT)
             return []
         entry.row_has_ended = True
         return self._decline(entry, PdCode.NOT_DELIVERED, f"its prefill ended with {ended.reason}")
@@ -482,33 +488,31 @@ class Giver:
         """As we do, or as often as a lease that ends sooner needs it."""
         return min(self._config.renew_us, max(RENEW_US_MIN, grant.lease_us // 2))
 
-    def _unplanned(self, entry: Given) -> int:
+    def _unplanned(self, entry: PrefillHandover) -> int:
         return 0 if entry.serial is None else self._scheduler.unplanned(entry.serial)
 
-    def _offer(self, entry: Given) -> Offer:
+    def _offer(self, entry: PrefillHandover) -> Offer:
         tokens = entry.submission.known_tokens
         return Offer(entry.handover.request, entry.handover.attempt, tokens, self._queued_tokens)
 
-    def _serial_of(self, entry: Given) -> Serial:
+    def _serial_of(self, entry: PrefillHandover) -> Serial:
         if entry.serial is None:
             raise InvariantViolated(f"{entry.handover} in {entry.state.name} has no row")
         return entry.serial
 
-    def _entry_of_slot(self, slot: int) -> Given:
+    def _entry_of_slot(self, slot: int) -> PrefillHandover:
         return self._by_serial[Serial(int(self._scheduler.slots.serial[slot]))]
 
-    def _move(self, entry: Given, move: GiverMove) -> None:
-        before, entry.state = entry.state, next_state(GIVER, entry.state, move)
-        self._moves[before, move] += 1
-        if before is Giving.QUEUED:
+    def _move(self, entry: PrefillHandover, move: PrefillHandoverMove) -> None:
+        before, entry.state = entry.state, self._states.after(entry.state, move)
+        if before is PrefillHandoverState.QUEUED:
             del self._queue[entry.handover]
-            if self._scheduler.tiers is not None:
-                self._scheduler.tiers.forget_seeker(entry.handover)
+            self._scheduler.tiers.forget_seeker(entry.handover)
         if before in AHEAD and entry.state not in AHEAD:
             self._queued_tokens -= entry.submission.known_tokens
-        if entry.state is Giving.OFFERED:
+        if entry.state is PrefillHandoverState.OFFERED:
             self._active[entry.handover] = entry
-        if entry.state is Giving.OVER:
+        if entry.state is PrefillHandoverState.OVER:
             del self._open[entry.handover]
             self._active.pop(entry.handover, None)
             if entry.serial is not None:

@@ -17,21 +17,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from enum import Enum
-from typing import TypeVar
 
-from baton.core.engine.records import EndedRequest, HandoverGauges, Settled
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.gauges import HandoverGauges
+from baton.core.engine.records import Settled
 from baton.core.engine.request import Submission
-from baton.core.errors import IllegalTransition
-from baton.core.handover.messages import PdCode, PeerEffect
+from baton.core.handover.faults import PdCode
+from baton.core.handover.messages import PeerEffect
 
 Acts = list[PeerEffect | Settled | EndedRequest]
 """Orders for the driver, and news for the front end."""
 
 DIGEST_BYTES = 16
-
-State = TypeVar("State", bound=Enum)
-Move = TypeVar("Move", bound=Enum)
 
 
 def prompt_digest(submission: Submission, fingerprint: bytes) -> bytes:
@@ -40,13 +37,6 @@ def prompt_digest(submission: Submission, fingerprint: bytes) -> bytes:
     for part in (fingerprint, submission.salt, submission.prompt.tobytes(), submission.generated.tobytes()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
-
-
-def next_state(table: dict[tuple[State, Move], State], state: State, move: Move) -> State:
-    try:
-        return table[state, move]
-    except KeyError:
-        raise IllegalTransition(f"a hand-over in {state.name} cannot take the move {move.name}") from None
 
 
 def gauges_of(peers: int, open_now: int, made: int, failed: Counter[PdCode]) -> HandoverGauges:

@@ -1,170 +1,71 @@
 """What a router is told and what it orders: the values that `core.router` decides with. No decisions here.
 
-    body      what a client asked for in one request: one or more choices, each a `Submission`
+    request   what a client asked for in one HTTP request: one or more choices, each a `Submission`
     session   the driver's number for one connection of one life of an instance; never used twice
-    leg       choices of one body that travel to one session together; the router's number for that journey
+    attempt   choices of one request that travel to one session together
 
-A choice is carried from leg to leg until it has ended. Each leg after the first is the original submission with everything
-that was delivered so far in `generated`: the instance goes on after it.
+A choice goes from attempt to attempt until it has ended. Each attempt after the first is the original submission with
+everything that was delivered so far in `generated`: the instance goes on after it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum
-from typing import NamedTuple, NewType
+from enum import Enum
+from typing import Annotated, NamedTuple, NewType
 
-from baton.core.config import BadConfig
-from baton.core.engine.records import Bill
+from msgspec import Meta
+
+from baton.core.bounds import NAME_CHARS_MAX, Address, Count, Fingerprint, Incarnation, Name, Positive, WireMessage
+from baton.core.engine.change_journal import NO_KEYS_CHANGED, CachedKeysChanged
+from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal
-from baton.core.handover.messages import PdFault
+from baton.core.handover.faults import PdFault
+from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
-Body = NewType("Body", int)
+MEMBERSHIP_VERSION = 1
+"""Of the messages between routers and instances."""
+
 Session = NewType("Session", int)
-Leg = NewType("Leg", int)
 Instance = NewType("Instance", str)
 """An instance's name. It outlives its lives: each life has a higher incarnation."""
-
-
-class Policy(StrEnum):
-    """How an instance is chosen for a request."""
-
-    CACHE_AWARE = "cache-aware"
-    POWER_OF_TWO = "power-of-two"
-    ROUND_ROBIN = "round-robin"
-    RANDOM = "random"
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    policy: Policy = Policy.CACHE_AWARE
-    preempt_retry_count: int = 3
-    """How often a choice may go on elsewhere because an instance had no room for it (codes 500 and 502)."""
-    preempt_retry_exclude_decode: bool = True
-    """Avoid the instance that had no room while there is another."""
-    loss_retry_count: int = 8
-    """How often a choice may go on elsewhere because its instance, or the KV on its way to it, was lost."""
-    fruitless_loss_count: int = 4
-    """At so many losses in a row, without a token between them, it ends: it may be what kills whoever computes it."""
-    backoff_us: int = 20_000
-    """Before the first retry of a choice; doubles, less a jitter of up to half. After a loss the first one is at once."""
-    backoff_us_max: int = 1_000_000
-    deadline_us: int = 600_000_000
-    """From arrival. What waits for a place or for its first token then ends with an error; an answer that flows goes on
-    until it would have to move."""
-    absent_us: int = 10_000_000
-    """How long a body that has no token yet waits for an instance while none is there."""
-    waiting_max: int = 1024
-    """Choices that wait for a place; beyond it new bodies are refused."""
-    ahead: float = 2.0
-    """Choices open at an instance, as a multiple of its slots, beyond which newcomers wait here instead of there."""
-    retry_rate: float = 50.0
-    """Retries a second, of all choices together, once `retry_burst` of them are used up; the others wait their turn."""
-    retry_burst: int = 512
-    beat_us: int = 200_000
-    suspect_us: int = 600_000
-    """An instance or its engine that gave no sign of life for so long is taken out."""
-    stuck_us: int = 60_000_000
-    """An engine that computes and finishes no step for so long is taken out."""
-    drain_us: int = 30_000_000
-    """What is still open at a draining instance after so long goes on elsewhere."""
-    orphan_grace_us: int = 10_000_000
-    """How long a request without a client is kept after a router was lost."""
-    key_concurrency: int | None = None
-    """Choices that one tenant may have open."""
-    key_tokens_per_minute: int | None = None
-    """Tokens, prompt and generated, that one tenant may use."""
-    model: str = "the model of this router"
-    """For people."""
-    model_mark: bytes = b""
-    """What the fingerprint of every instance begins with; empty where it is not known."""
-
-    def __post_init__(self) -> None:
-        positive = ("backoff_us", "backoff_us_max", "deadline_us", "waiting_max", "retry_burst", "beat_us", "suspect_us",
-                    "fruitless_loss_count", "stuck_us", "drain_us", "orphan_grace_us", "ahead", "retry_rate")  # fmt: skip
-        for name in positive:
-            if not getattr(self, name) > 0:  # written so that NaN fails too
-                raise BadConfig(f"{name} must be more than 0, not {getattr(self, name)}")
-        for name in ("preempt_retry_count", "loss_retry_count", "absent_us"):
-            if getattr(self, name) < 0:
-                raise BadConfig(f"{name} must not be negative, but is {getattr(self, name)}")
-        for name in ("key_concurrency", "key_tokens_per_minute"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BadConfig(f"{name} must be at least 1, not {value}")
-        if self.suspect_us < 2 * self.beat_us:
-            raise BadConfig(f"suspect_us ({self.suspect_us}) must be at least twice beat_us ({self.beat_us})")
 
 
 # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What an instance says of itself as it joins; true for its whole life."""
+class Join(WireMessage, tag="join", frozen=True):
+    """What an instance says of itself as it joins; true for its whole life. The first frame of a session."""
 
-    name: Instance
-    incarnation: int
-    role: str
-    fingerprint: bytes
+    name: Annotated[Instance, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+    incarnation: Incarnation
+    role: Name
+    fingerprint: Fingerprint
     """Of the model: instances of one router have the same."""
-    url: str
+    url: Address
     """Its own HTTP address, for people."""
-    peer_address: str
-    """Where instances that decode ask it to prefill; empty where nobody can."""
-    slots: int
-    blocks: int
-    block_size: int
-    context_tokens: int
+    peer_address: Address
+    """Where instances that decode ask it to prefill; empty where none can."""
+    slots: Positive
+    blocks: Positive
+    block_size: Positive
+    context_tokens: Positive
     """Longest sequence that could ever run there."""
-    vocabulary: int
-    pid: int = 0
+    vocabulary: Positive
+    pid: Count = 0
     """On its own machine."""
+    draining: bool = False
+    version: int = MEMBERSHIP_VERSION
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
-    """An instance's own gauges, as of its last sign of life."""
-
-    running: int = 0
-    waiting: int = 0
-    free: int = 0
-    evictable: int = 0
-    used: int = 0
-    """Blocks of running requests."""
-    leased: int = 0
-    receiving: int = 0
-    leaving: int = 0
-    """Blocks that are being copied to host memory."""
-    host_blocks: int = 0
-    """Room for so many in host memory."""
-    host_used: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    handovers: int = 0
-    """Made."""
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Changes in which prefixes an instance holds, by block key; each key in one of the two."""
-
-    fresh: bool = False
-    """What was known before is void."""
-    named: tuple[bytes, ...] = ()
-    forgotten: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseNote:
+class PhaseReport:
     """A request entered a phase at an instance. For the timeline; nothing is decided from it."""
 
-    leg: Leg
-    place: int
-    """Which choice of the leg. It may have ended meanwhile."""
+    attempt: ChoiceAttempt
+    """May be over."""
     phase: str
     """As `core.request.Phase` names it."""
     ago_us: int
@@ -172,16 +73,16 @@ class PhaseNote:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Heartbeat:
     """A sign of life. Sent every `beat_us`, whether or not anything has changed."""
 
-    ledger: Ledger
+    ledger: SchedulerGauges
     engine_silent_us: int
     """How long ago the engine process last gave a sign of life to its front end."""
     computing: bool
     """Steps are in flight, so `ledger.steps` must grow."""
-    names: Names = Names()
-    notes: tuple[PhaseNote, ...] = ()
+    names: CachedKeysChanged = NO_KEYS_CHANGED
+    notes: tuple[PhaseReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,7 +103,7 @@ class HeldChoice:
     extras: tuple[object, ...]
     """One for each of `tokens` where log-probabilities were asked for, else empty."""
     cached_tokens: int | None
-    end: ChoiceEnd | None
+    end: EndedRequest | None
     """How it ended there meanwhile."""
 
 
@@ -210,21 +111,21 @@ class HeldChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class InstanceJoined:
     session: Session
-    facts: Facts
+    facts: Join
     draining: bool = False
     held: tuple[HeldChoice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Beaten:
+class HeartbeatCame:
     session: Session
-    sign: Sign
+    sign: Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
+class InstanceLost:
     """The connection is over."""
 
     session: Session
@@ -232,109 +133,107 @@ class Parted:
 
 
 @dataclass(frozen=True, slots=True)
-class Drains:
+class InstanceDrains:
     """The instance takes nothing new: it was told to stop, or somebody asked the router to drain it."""
 
     name: Instance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrived:
-    """A body of a client. All of its choices share one prompt or each has its own; `leader` says which."""
+class RequestArrived:
+    """A request of a client. All of its choices share one prompt or each has its own; `leader` says which."""
 
-    body: Body
+    request: RequestNumber
     tenant: str
     group: tuple[Submission, ...]
     origin: bytes
-    """Opaque; travels with every leg, so that it survives this router."""
+    """Opaque; travels with every attempt, so that it survives this router."""
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """The client is gone, or took the body back."""
+class ClientLeft:
+    """The client is gone, or took the request back."""
 
-    body: Body
+    request: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StopStringFound:
     """A stop string was found: the choice ends after `keep` tokens."""
 
-    body: Body
+    request: RequestNumber
     choice: int
     keep: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Claimed:
-    """A client has come for an orphaned body."""
+class RequestClaimed:
+    """A client has come for an orphaned request."""
 
-    body: Body
+    request: RequestNumber
     group: tuple[Submission, ...] = ()
     """All of its choices as they were asked for, where that is known: those that no instance holds begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class LegTaken:
+class AttemptAccepted:
     session: Session
-    leg: Leg
+    attempt: AttemptId
 
 
 @dataclass(frozen=True, slots=True)
-class LegRefused:
+class AttemptRefused:
     session: Session
-    leg: Leg
+    attempt: AttemptId
     refusal: Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceEnd:
-    """How an instance says that a choice ended there."""
-
-    reason: FinishReason
-    generated_tokens: int
-    bill: Bill
-    fault: PdFault | None = None
-
-
-class Came(NamedTuple):
+class TokensCame(NamedTuple):
     """Tokens of a choice, or its end, or both. A tuple: one is made for each row of each step."""
 
     session: Session
-    leg: Leg
-    place: int
-    """Which choice of the leg."""
+    attempt: ChoiceAttempt
     tokens: list[int]
     extras: object = None
     """Travels to the client with the tokens (their log-probabilities); not looked at."""
     cached_tokens: int | None = None
-    end: ChoiceEnd | None = None
+    end: EndedRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DeadlineCame:
     """`next_deadline` has come."""
 
 
-RouterEvent = Joined | Beaten | Parted | Drains | Arrived | Left | Cut | Claimed | LegTaken | LegRefused | Came | Due
+RouterEvent = (
+    InstanceJoined
+    | HeartbeatCame
+    | InstanceLost
+    | InstanceDrains
+    | RequestArrived
+    | ClientLeft
+    | StopStringFound
+    | RequestClaimed
+    | AttemptAccepted
+    | AttemptRefused
+    | TokensCame
+    | DeadlineCame
+)
 
 
 # ── effects ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
-    """The instance belongs to the fleet. Serials of `keep` are the router's from now on, each as (leg, place).
-
-    Whatever else it held nobody wants.
-    """
+class AdmitInstance:
+    """The instance belongs to the fleet. It goes on with the serials of `keep`, each as that attempt, and drops the rest."""
 
     session: Session
-    keep: tuple[tuple[int, Leg, int], ...] = ()
+    keep: tuple[tuple[int, ChoiceAttempt], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class TurnAway:
+class RejectInstance:
     session: Session
     reason: str
     fenced: bool
@@ -342,7 +241,7 @@ class TurnAway:
 
 
 @dataclass(frozen=True, slots=True)
-class HangUp:
+class CloseSession:
     """The session is given up; nothing of it is heard any more."""
 
     session: Session
@@ -350,7 +249,7 @@ class HangUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
+class TellPrefillPeers:
     """Tell an instance that decodes who prefills for it now."""
 
     session: Session
@@ -363,102 +262,101 @@ class OrderDrain:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Send:
-    """Submit these choices there; answer LegTaken or LegRefused."""
+class SendAttempt:
+    """Submit these choices there; answer AttemptAccepted or AttemptRefused."""
 
     session: Session
-    leg: Leg
+    attempt: AttemptId
     group: tuple[Submission, ...]
     choices: tuple[int, ...]
-    """Which choices of their body these are."""
+    """Which choices of their request these are."""
     body_choices: int
     origin: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class CallBack:
-    """Nobody waits for these choices of a leg any more; whatever the instance made of them."""
+class CancelChoices:
+    """These choices of an attempt are not wanted any more, whatever the instance made of them."""
 
     session: Session
-    leg: Leg
-    places: tuple[int, ...]
+    attempt: AttemptId
+    choices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CutShort:
+class StopChoice:
     session: Session
-    leg: Leg
-    place: int
+    attempt: ChoiceAttempt
     keep: int
-    """Of the outputs, those of earlier legs included."""
+    """Of the outputs, those of earlier attempts included."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """A body is over: the instance need not keep what it knows of these choices."""
+class ForgetChoices:
+    """A request is over: the instance need not keep what it knows of these choices."""
 
     session: Session
-    leg: Leg
+    attempt: AttemptId
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """To the client: the body was accepted by an instance, for the first time."""
+class RequestOpened:
+    """To the client: the request was accepted by an instance, for the first time."""
 
-    body: Body
+    request: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
-class Declined:
-    """To the client: the body was not accepted. Nothing of it was delivered."""
+class RequestDeclined:
+    """To the client: the request was not accepted. Nothing of it was delivered."""
 
-    body: Body
+    request: RequestNumber
     refusal: Refusal
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a choice ended, over all of its legs."""
+class ChoiceOutcome:
+    """How a choice ended, over all of its attempts."""
 
     reason: FinishReason
     """RESCHEDULE where it could not be carried on; `fault` says why then."""
     generated_tokens: int
     bill: Bill
-    """Summed over its legs; `attempts` counts legs."""
+    """Summed over its attempts."""
     fault: PdFault | None = None
 
 
-class Delivered(NamedTuple):
+class DeliverTokens(NamedTuple):
     """To the client: tokens in order, none twice, none missing; and the end, once. A tuple, as Came is."""
 
-    body: Body
+    request: RequestNumber
     choice: int
     tokens: list[int]
     extras: object
     cached_tokens: int | None
-    outcome: Outcome | None
+    outcome: ChoiceOutcome | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Orphan:
-    """A body of a router that was lost has been found: everything that is known of it. A client may claim it."""
+class UnclaimedFound:
+    """A request of a router that was lost has been found: everything that is known of it. A client may claim it."""
 
-    body: Body
+    request: RequestNumber
     origin: bytes
     delivered: tuple[tuple[int, ...] | None, ...]
     """By choice: all of its tokens so far. None: nothing is known of it."""
     extras: tuple[tuple[object, ...], ...]
     """By choice, for its last tokens: what came before a move is not known any more."""
     cached_tokens: tuple[int | None, ...]
-    outcomes: tuple[Outcome | None, ...]
+    outcomes: tuple[ChoiceOutcome | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OrphanDropped:
-    body: Body
+class UnclaimedDropped:
+    request: RequestNumber
 
 
-class Stage(Enum):
+class TimelineStage(Enum):
     """What the timeline shows of a choice."""
 
     QUEUED = "queued"
@@ -473,12 +371,12 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class TimelineNoted:
     """For the log, the metrics and the timeline: something happened to a choice."""
 
-    body: Body
+    request: RequestNumber
     choice: int
-    stage: Stage
+    stage: TimelineStage
     where: Instance | None
     at_us: int
     why: str = ""
@@ -496,6 +394,16 @@ class FleetChanged:
 
 
 RouterEffect = (
-    Admit | TurnAway | HangUp | Neighbours | OrderDrain | Send | CallBack | CutShort | Forget | Opened | Declined
-    | Delivered | Orphan | OrphanDropped | Noted | FleetChanged
+    AdmitInstance
+    | RejectInstance
+    | CloseSession
+    | TellPrefillPeers
+    | OrderDrain
+    | SendAttempt
+    | CancelChoices
+    | StopChoice
+    | ForgetChoices
+    | RequestOpened
+    | RequestDeclined
+    | DeliverTokens | UnclaimedFound | UnclaimedDropped | TimelineNoted | FleetChanged
 )  # fmt: skip

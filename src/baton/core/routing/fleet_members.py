@@ -17,11 +17,13 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from baton.core.config import ROLES, Role
-from baton.core.errors import IllegalTransition
-from baton.core.routing.events import Facts, Instance, Ledger, RouterConfig, Session, Sign
+from baton.core.engine.gauges import SchedulerGauges
+from baton.core.routing.config import RouterConfig
+from baton.core.routing.events import Heartbeat, Instance, Join, Session
+from baton.core.state_machine import StateMachine
 
 if TYPE_CHECKING:
-    from baton.core.routing.routed_request import Choice
+    from baton.core.routing.routed_request import RoutedChoice
 
 NAMES_MAX = 4096
 """Names whose last life is remembered."""
@@ -55,18 +57,18 @@ TRANSITIONS: dict[tuple[MemberState, MemberMove], MemberState] = {
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class FleetMember:
     session: Session
-    facts: Facts
+    facts: Join
     role: Role
     state: MemberState
     heard_us: int
     """When it last gave a sign of life, as far as the router was awake to hear it."""
     progress_us: int
     """When its engine last finished a step, or had none to compute."""
-    ledger: Ledger = field(default_factory=Ledger)
-    aboard: dict[tuple[int, int], Choice] = field(default_factory=dict)
-    """Choices that are there, by (body, choice)."""
+    ledger: SchedulerGauges = field(default_factory=SchedulerGauges)
+    aboard: dict[tuple[int, int], RoutedChoice] = field(default_factory=dict)
+    """Choices that are there, by (request, choice)."""
     prefill_tokens: int = 0
     """Placed there to be prefilled, of which no token has come yet."""
     promised_blocks: int = 0
@@ -100,7 +102,7 @@ class _Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Objection:
+class JoinRejection:
     """Why an instance cannot join."""
 
     reason: str
@@ -109,7 +111,7 @@ class Objection:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    member: Member
+    member: FleetMember
     what: str
     """As `FleetChanged` names it."""
     why: str
@@ -119,10 +121,10 @@ class Suspicion:
 class InstanceView:
     """An instance, for people."""
 
-    facts: Facts
+    facts: Join
     state: str
     """ready or draining"""
-    ledger: Ledger
+    ledger: SchedulerGauges
     open: int
     """Choices that are there."""
     prefill_tokens: int
@@ -130,39 +132,39 @@ class InstanceView:
     heard_ago_us: int
 
 
-class Fleet:
+class FleetMembers:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self.members: dict[Session, Member] = {}
-        self.by_name: dict[Instance, Member] = {}
-        self.servers: list[Member] = []
+        self.members: dict[Session, FleetMember] = {}
+        self.by_name: dict[Instance, FleetMember] = {}
+        self.servers: list[FleetMember] = []
         """Those who take requests now, by name."""
-        self.givers: list[Member] = []
+        self.givers: list[FleetMember] = []
         """Those who prefill for others now, by name."""
-        self.known_givers: list[Member] = []
+        self.known_givers: list[FleetMember] = []
         """The same, and those who drain: they still hand over what they were asked for."""
-        self.model: Facts | None = None
+        self.model: Join | None = None
         """Whose fingerprint, vocabulary and block size all others must have."""
         self._lives: dict[Instance, _Life] = {}
-        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        self._states = StateMachine(TRANSITIONS, "an instance")
 
     def moves(self) -> dict[tuple[MemberState, MemberMove], int]:
-        return dict(self._moves)
+        return self._states.moves()
 
     # ── coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def objection(self, facts: Facts, now_us: int) -> Objection | None:
+    def objection(self, facts: Join, now_us: int) -> JoinRejection | None:
         life = self._lives.get(facts.name)
         if life is not None and facts.incarnation < life.incarnation and self._is_fresh(facts.name, life, now_us):
             newer = f"incarnation {life.incarnation} has joined"
-            return Objection(f"{facts.name} of incarnation {facts.incarnation} is outlived: {newer}", fenced=True)
+            return JoinRejection(f"{facts.name} of incarnation {facts.incarnation} is outlived: {newer}", fenced=True)
         if facts.role not in ROLES:
-            return Objection(f"its role is {facts.role!r}, and roles are {', '.join(ROLES)}")
+            return JoinRejection(f"its role is {facts.role!r}, and roles are {', '.join(ROLES)}")
         if (holder := self._living_holder(facts, now_us)) is not None:
-            return Objection(f"{facts.name} is there already, at {holder.facts.url}; give another --name")
+            return JoinRejection(f"{facts.name} is there already, at {holder.facts.url}; give another --name")
         if not facts.fingerprint.startswith(self._config.model_mark):
             its, ours = facts.fingerprint.hex(), self._config.model_mark.hex()
-            return Objection(
+            return JoinRejection(
                 f"its model is not {self._config.model}: the fingerprint of its model is {its}, "
                 f"and that of {self._config.model} begins with {ours}"
             )
@@ -171,20 +173,20 @@ class Fleet:
             return None
         if facts.fingerprint != model.fingerprint:
             ours, its = model.fingerprint.hex(), facts.fingerprint.hex()
-            return Objection(
+            return JoinRejection(
                 f"it has another model, number format or attention than {model.name} at {model.url}: the fingerprint of its "
                 f"model is {its}, and that of this fleet {ours}"
             )
         if facts.vocabulary != model.vocabulary:
-            return Objection(f"its vocabulary has {facts.vocabulary} tokens, and that of this fleet {model.vocabulary}")
+            return JoinRejection(f"its vocabulary has {facts.vocabulary} tokens, and that of this fleet {model.vocabulary}")
         if facts.block_size != model.block_size:
-            return Objection(f"its blocks have {facts.block_size} tokens, and those of this fleet {model.block_size}")
+            return JoinRejection(f"its blocks have {facts.block_size} tokens, and those of this fleet {model.block_size}")
         return None
 
     def _is_fresh(self, name: Instance, life: _Life, now_us: int) -> bool:
         return name in self.by_name or now_us < life.heard_us + FENCE_US
 
-    def _living_holder(self, facts: Facts, now_us: int) -> Member | None:
+    def _living_holder(self, facts: Join, now_us: int) -> FleetMember | None:
         """Another process that has this name and was heard lately: rather a mistake than an earlier life.
 
         An earlier life is found to be gone soon, and the newcomer calls again.
@@ -199,7 +201,7 @@ class Fleet:
         if not self.members:
             self.model = None
 
-    def admit(self, session: Session, facts: Facts, draining: bool, now_us: int) -> Member:
+    def admit(self, session: Session, facts: Join, draining: bool, now_us: int) -> FleetMember:
         life = self._lives.pop(facts.name, None)
         if life is None or life.incarnation != facts.incarnation:
             life = _Life(facts.incarnation, now_us)
@@ -207,7 +209,7 @@ class Fleet:
         if draining and life.drain_by_us is None:
             life.drain_by_us = now_us + self._config.drain_us
         state = MemberState.JOINED if life.drain_by_us is None else MemberState.DRAINING
-        member = Member(session, facts, ROLES[facts.role], state, now_us, now_us, drain_by_us=life.drain_by_us)
+        member = FleetMember(session, facts, ROLES[facts.role], state, now_us, now_us, drain_by_us=life.drain_by_us)
         self.model = self.model or facts
         self.members[session] = self.by_name[facts.name] = member
         if len(self._lives) > NAMES_MAX:
@@ -215,12 +217,12 @@ class Fleet:
         self._list()
         return member
 
-    def drain(self, member: Member, now_us: int) -> None:
+    def drain(self, member: FleetMember, now_us: int) -> None:
         self._move(member, MemberMove.DRAIN)
         member.drain_by_us = self._lives[member.name].drain_by_us = now_us + self._config.drain_us
         self._list()
 
-    def remove(self, member: Member, move: MemberMove) -> None:
+    def remove(self, member: FleetMember, move: MemberMove) -> None:
         self._move(member, move)
         del self.members[member.session]
         if self.by_name.get(member.name) is member:
@@ -239,12 +241,8 @@ class Fleet:
         self.known_givers = [member for member in here if member.role.gives and member.facts.peer_address]
         self.givers = [member for member in self.known_givers if member.state is MemberState.JOINED]
 
-    def _move(self, member: Member, move: MemberMove) -> None:
-        edge = (member.state, move)
-        if edge not in TRANSITIONS:
-            raise IllegalTransition(f"{member.name}, {member.state.name}, cannot take the move {move.name}")
-        self._moves[edge] += 1
-        member.state = TRANSITIONS[edge]
+    def _move(self, member: FleetMember, move: MemberMove) -> None:
+        member.state = self._states.after(member.state, move)
 
     # ── signs of life ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -254,7 +252,7 @@ class Fleet:
             member.heard_us += late_us
             member.progress_us += late_us
 
-    def beaten(self, member: Member, sign: Sign, now_us: int) -> Suspicion | None:
+    def beaten(self, member: FleetMember, sign: Heartbeat, now_us: int) -> Suspicion | None:
         if not sign.computing or sign.ledger.steps != member.ledger.steps:
             member.progress_us = now_us
         member.heard_us = now_us
@@ -275,7 +273,7 @@ class Fleet:
             if now_us - member.heard_us >= limit_us
         ]
 
-    def drained_too_long(self, now_us: int) -> list[Member]:
+    def drained_too_long(self, now_us: int) -> list[FleetMember]:
         """Whose requests should be elsewhere by now."""
         return [m for m in self.members.values() if m.drain_by_us is not None and m.drain_by_us <= now_us and m.aboard]
 

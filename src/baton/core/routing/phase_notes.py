@@ -1,77 +1,83 @@
 """Makes notes for the timeline of what instances say of the phases of their requests. Nothing is decided from them.
 
-Notes come with beats, so a leg may be over by then: the last ones are remembered.
+Notes come with beats, so an attempt may be over by then: the last ones are remembered.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.core.engine.request import Phase
-from baton.core.routing.events import Body, Instance, Leg, Noted, PhaseNote, Session, Stage
-from baton.core.routing.fleet_members import Member
-from baton.core.routing.routed_request import Journey
+from baton.core.routing.events import Instance, PhaseReport, Session, TimelineNoted, TimelineStage
+from baton.core.routing.fleet_members import FleetMember
+from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
+from baton.core.routing.routed_request import Attempt, RoutedRequest
 
 RECENT_MAX = 1024
 STAGES = {
-    Phase.RUNNING_PREFILL.name: Stage.PREFILL,
-    Phase.RECEIVING.name: Stage.HANDOVER,
-    Phase.RESTORING.name: Stage.PREFILL,
-    Phase.HANDING_OVER.name: Stage.HANDOVER,
-    Phase.RUNNING_DECODE.name: Stage.DECODE,
+    Phase.RUNNING_PREFILL.name: TimelineStage.PREFILL,
+    Phase.RECEIVING.name: TimelineStage.HANDOVER,
+    Phase.RESTORING.name: TimelineStage.PREFILL,
+    Phase.HANDING_OVER.name: TimelineStage.HANDOVER,
+    Phase.RUNNING_DECODE.name: TimelineStage.DECODE,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """What is remembered of a leg."""
+    """The part of an attempt that notes are made from."""
 
     session: Session
-    body: Body
     choices: tuple[int, ...]
     began: list[int]
-    """Places that the instance has begun with."""
+    """Choices that the instance has begun with."""
     givers: dict[int, Instance]
-    """By place: who was chosen to prefill it."""
+    """By choice: the instance chosen to prefill it."""
 
 
-class Phases:
+class PhaseTimeline:
     def __init__(self) -> None:
-        self._traces: OrderedDict[Leg, _Trace] = OrderedDict()
-        """Of legs that are over."""
+        self._traces: OrderedDict[AttemptId, _Trace] = OrderedDict()
+        """Of attempts that are over."""
 
-    def over(self, legs: Sequence[Journey]) -> None:
-        for journey in legs:
-            self._traces[journey.leg] = _trace(journey)
+    def over(self, attempts: Iterable[Attempt]) -> None:
+        for attempt in attempts:
+            self._traces[attempt.id] = _trace(attempt)
         while len(self._traces) > RECENT_MAX:
             self._traces.popitem(last=False)
 
-    def noted(self, member: Member, notes: Sequence[PhaseNote], legs: dict[Leg, Journey], now_us: int) -> list[Noted]:
+    def noted(
+        self, member: FleetMember, notes: Sequence[PhaseReport], requests: Mapping[RequestNumber, RoutedRequest], now_us: int
+    ) -> list[TimelineNoted]:
         made = []
         for note in notes:
-            journey = legs.get(note.leg)
-            trace = self._traces.get(note.leg) if journey is None else _trace(journey)
-            if trace is None or trace.session != member.session or not 0 <= note.place < len(trace.choices):
+            number, choice, _ = note.attempt
+            trace = self._trace_of(note.attempt, requests.get(number))
+            if trace is None or trace.session != member.session or choice not in trace.choices:
                 continue
-            stage = _stage(trace, note)
+            stage = _stage(trace, choice, note.phase)
             if stage is not None:
-                at_us, giver = now_us - note.ago_us, trace.givers.get(note.place)
-                why = f"from {giver}" if stage is Stage.HANDOVER and giver is not None else ""
-                made.append(Noted(trace.body, trace.choices[note.place], stage, member.name, at_us, why))
+                at_us, giver = now_us - note.ago_us, trace.givers.get(choice)
+                why = f"from {giver}" if stage is TimelineStage.HANDOVER and giver is not None else ""
+                made.append(TimelineNoted(number, choice, stage, member.name, at_us, why))
         return made
 
+    def _trace_of(self, which: ChoiceAttempt, request: RoutedRequest | None) -> _Trace | None:
+        attempt = None if request is None else request.attempts.get(which.attempt)
+        return self._traces.get(which.group) if attempt is None else _trace(attempt)
 
-def _trace(journey: Journey) -> _Trace:
-    choices = tuple(choice.index for choice in journey.choices)
-    return _Trace(journey.member.session, journey.body.body, choices, journey.began, journey.givers)
+
+def _trace(attempt: Attempt) -> _Trace:
+    choices = tuple(choice.index for choice in attempt.choices)
+    return _Trace(attempt.member.session, choices, attempt.began, attempt.givers)
 
 
-def _stage(trace: _Trace, note: PhaseNote) -> Stage | None:
-    stage = STAGES.get(note.phase)
+def _stage(trace: _Trace, choice: int, phase: str) -> TimelineStage | None:
+    stage = STAGES.get(phase)
     if stage is not None:
-        if note.place not in trace.began:
-            trace.began.append(note.place)
+        if choice not in trace.began:
+            trace.began.append(choice)
         return stage
-    return Stage.PREEMPTED if note.phase == Phase.WAITING.name and note.place in trace.began else None
+    return TimelineStage.PREEMPTED if phase == Phase.WAITING.name and choice in trace.began else None

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.engine.request import RequestId
-from baton.core.routing.events import Instance, Policy, RouterConfig, Session
-from baton.core.routing.fleet_members import Member
-from baton.core.routing.prefix_directory import Holdings
+from baton.core.routing.config import RouterConfig, RoutingPolicy
+from baton.core.routing.events import Instance, Session
+from baton.core.routing.fleet_members import FleetMember
+from baton.core.routing.prefix_directory import PrefixDirectory
 
 MISSING = 2
 """What a token weighs that has to be prefilled because it goes there: others will wait for it too."""
@@ -27,7 +28,7 @@ POOL_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptToPlace:
     """Tokens that are known, to be prefilled once for all choices that share them."""
 
     leader: RequestId
@@ -37,8 +38,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    prompts: tuple[Prompt, ...]
+class PlacementDemand:
+    prompts: tuple[PromptToPlace, ...]
     longest: int
     """Tokens of the longest sequence it may become."""
     avoid: tuple[Instance, ...]
@@ -48,9 +49,9 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
-    member: Member
-    prefills: tuple[tuple[Member, int], ...]
+class ChosenPlacement:
+    member: FleetMember
+    prefills: tuple[tuple[FleetMember, int], ...]
     """For each prompt: who prefills it, and how many tokens that are not there yet."""
 
 
@@ -59,7 +60,7 @@ Known = list[dict[Session, int]]
 
 
 class Placement:
-    def __init__(self, config: RouterConfig, holdings: Holdings, seed: int) -> None:
+    def __init__(self, config: RouterConfig, holdings: PrefixDirectory, seed: int) -> None:
         self._config = config
         self._holdings = holdings
         self._seed = seed
@@ -68,12 +69,14 @@ class Placement:
 
     @property
     def reads_keys(self) -> bool:
-        return self._config.policy is Policy.CACHE_AWARE
+        return self._config.policy is RoutingPolicy.CACHE_AWARE
 
-    def has_room(self, member: Member) -> bool:
+    def has_room(self, member: FleetMember) -> bool:
         return len(member.aboard) < self._config.ahead * member.facts.slots
 
-    def choose(self, wanted: Wanted, holders: list[Member], givers: Sequence[Member]) -> Spot | None:
+    def choose(
+        self, wanted: PlacementDemand, holders: list[FleetMember], givers: Sequence[FleetMember]
+    ) -> ChosenPlacement | None:
         """One of those who can hold it. None: whoever it may go to has too much before it already."""
         able = [member for member in _avoiding(holders, wanted.avoid) if self.has_room(member)]
         if not able:
@@ -87,9 +90,9 @@ class Placement:
         self._choosings += 1
         for chosen in (member, *(giver for giver, _ in prefills)):
             chosen.used = self._choosings
-        return Spot(member, tuple(prefills))
+        return ChosenPlacement(member, tuple(prefills))
 
-    def _known(self, wanted: Wanted, block_size: int) -> Known:
+    def _known(self, wanted: PlacementDemand, block_size: int) -> Known:
         found = []
         for prompt in wanted.prompts:
             blocks = self._holdings.longest(prompt.keys) if self.reads_keys else {}
@@ -99,19 +102,21 @@ class Placement:
 
     # ── the policies ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _pick(self, wanted: Wanted, able: list[Member], givers: Sequence[Member], known: Known) -> Member:
+    def _pick(
+        self, wanted: PlacementDemand, able: list[FleetMember], givers: Sequence[FleetMember], known: Known
+    ) -> FleetMember:
         match self._config.policy:
-            case Policy.CACHE_AWARE:
+            case RoutingPolicy.CACHE_AWARE:
                 return min(able, key=lambda m: (self._cost(wanted, m, givers, known), m.used, m.name))
-            case Policy.POWER_OF_TWO:
+            case RoutingPolicy.POWER_OF_TWO:
                 two = [self._drawn(able), self._drawn(able)]
                 return min(two, key=lambda m: (len(m.aboard) / m.facts.slots, m.used, m.name))
-            case Policy.ROUND_ROBIN:
+            case RoutingPolicy.ROUND_ROBIN:
                 return min(able, key=lambda m: (m.used, m.name))
-            case Policy.RANDOM:
+            case RoutingPolicy.RANDOM:
                 return self._drawn(able)
 
-    def _cost(self, wanted: Wanted, member: Member, givers: Sequence[Member], known: Known) -> int:
+    def _cost(self, wanted: PlacementDemand, member: FleetMember, givers: Sequence[FleetMember], known: Known) -> int:
         prefill = missing_here = 0
         for prompt, found in zip(wanted.prompts, known, strict=True):
             giver = self._giver(prompt, member, givers, found)
@@ -120,31 +125,33 @@ class Placement:
         beyond = max(0, len(member.aboard) + 1 - member.facts.slots)
         return prefill + len(member.aboard) * OPEN_TOKENS + beyond * QUEUED_TOKENS + _short(member, missing_here)
 
-    def _giver(self, prompt: Prompt, member: Member, givers: Sequence[Member], found: dict[Session, int]) -> Member:
+    def _giver(
+        self, prompt: PromptToPlace, member: FleetMember, givers: Sequence[FleetMember], found: dict[Session, int]
+    ) -> FleetMember:
         """Who prefills: itself, unless others do that for it."""
         if not (member.role.takes and givers):
             return member
         return min(givers, key=lambda g: (g.prefill_tokens + MISSING * _missing(prompt, member, g, found), g.used, g.name))
 
-    def _drawn(self, able: list[Member]) -> Member:
+    def _drawn(self, able: list[FleetMember]) -> FleetMember:
         self._draws += 1
         digest = hashlib.blake2b(f"{self._seed}/{self._draws}".encode(), digest_size=8).digest()
         return able[int.from_bytes(digest, "little") % len(able)]
 
 
-def _missing(prompt: Prompt, member: Member, giver: Member, found: dict[Session, int]) -> int:
+def _missing(prompt: PromptToPlace, member: FleetMember, giver: FleetMember, found: dict[Session, int]) -> int:
     return prompt.tokens - max(found.get(member.session, 0), found.get(giver.session, 0))
 
 
-def _short(member: Member, missing_tokens: int) -> int:
+def _short(member: FleetMember, missing_tokens: int) -> int:
     size, ledger = member.facts.block_size, member.ledger
-    if not (ledger.free or ledger.evictable or ledger.used or ledger.leased or ledger.receiving or ledger.leaving):
+    if not ledger.total_blocks:
         return 0  # it has said nothing of its pool yet
-    short = -(-missing_tokens // size) + member.promised_blocks - ledger.free - ledger.evictable
+    short = -(-missing_tokens // size) + member.promised_blocks - ledger.free_blocks - ledger.evictable_blocks
     return POOL_TOKENS + short * size if short > 0 else 0
 
 
-def holding(servers: Sequence[Member], wanted: Wanted) -> list[Member]:
+def holding(servers: Sequence[FleetMember], wanted: PlacementDemand) -> list[FleetMember]:
     """Those where it fits at all. If there is none, those with the longest context, who will say what is wrong with it;
     but for what has begun there is nothing wrong with it."""
     fits = [m for m in servers if min(m.facts.context_tokens, m.facts.blocks * m.facts.block_size) >= wanted.longest]
@@ -154,6 +161,6 @@ def holding(servers: Sequence[Member], wanted: Wanted) -> list[Member]:
     return [member for member in servers if member.facts.context_tokens == most]
 
 
-def _avoiding(members: list[Member], avoid: tuple[Instance, ...]) -> list[Member]:
+def _avoiding(members: list[FleetMember], avoid: tuple[Instance, ...]) -> list[FleetMember]:
     others = [member for member in members if member.name not in avoid]
     return others or [member for member in members if member.name != avoid[-1]] or members if avoid else members

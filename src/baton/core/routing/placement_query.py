@@ -6,28 +6,28 @@ Also settles what the client left open, once, so that it is the same wherever a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Submission, frozen_tokens
 from baton.core.errors import InvariantViolated
 from baton.core.routing.events import Instance
-from baton.core.routing.fleet_members import Fleet
-from baton.core.routing.placement import Prompt, Wanted
-from baton.core.routing.routed_request import Choice, leads
+from baton.core.routing.fleet_members import FleetMembers
+from baton.core.routing.placement import PlacementDemand, PromptToPlace
+from baton.core.routing.routed_request import RoutedChoice, leads
 
 
-class Wants:
-    def __init__(self, fleet: Fleet, prefix_secret: bytes, reads_keys: bool) -> None:
+class PlacementQuery:
+    def __init__(self, fleet: FleetMembers, prefix_secret: bytes, reads_keys: bool) -> None:
         self._fleet = fleet
         self._secret = prefix_secret
         self._reads_keys = reads_keys
         self._prefix: PrefixIndex | None = None
 
-    def of(self, party: Sequence[Choice]) -> Wanted:
-        first: dict[RequestId, tuple[Choice, Submission]] = {}
+    def of(self, party: Sequence[RoutedChoice]) -> PlacementDemand:
+        first: dict[RequestId, tuple[RoutedChoice, Submission]] = {}
         tokens: dict[RequestId, int] = {}
         longest, avoid = 0, list[Instance]()
         for choice in party:
@@ -39,23 +39,23 @@ class Wants:
             avoid += choice.avoid
             if choice.turned_down_by is not None:
                 avoid.append(choice.turned_down_by)
-        prompts = [Prompt(name, tokens[name], self._keys(name, *first[name])) for name in first]
-        return Wanted(tuple(prompts), longest, tuple(avoid), begun=party[0].body.opened)
+        prompts = [PromptToPlace(name, tokens[name], self._keys(name, *first[name])) for name in first]
+        return PlacementDemand(tuple(prompts), longest, tuple(avoid), begun=party[0].request.opened)
 
-    def settled(self, choice: Choice) -> Submission:
-        """Its submission with a limit, the same for all legs: where the client gave none, as much as fits anywhere."""
+    def settled(self, choice: RoutedChoice) -> Submission:
+        """Its submission with a limit, the same for all attempts: where the client gave none, as much as fits anywhere."""
         submission = choice.submission
         if submission is None:
-            raise InvariantViolated(f"choice {choice.index} of body {choice.body.body} waits without a submission")
+            raise InvariantViolated(f"choice {choice.index} of request {choice.request.number} waits without a submission")
         if submission.max_tokens is None:
             prompt = len(submission.prompt)
             contexts = [m.facts.context_tokens for m in self._fleet.servers if m.facts.context_tokens > prompt]
             submission = choice.submission = replace(submission, max_tokens=max(1, min(contexts, default=0) - prompt))
         return submission
 
-    def _keys(self, name: RequestId, choice: Choice, submission: Submission) -> Sequence[bytes]:
-        """Of its full blocks. Those of a prompt are remembered: a body may wait for long and be tried often."""
-        model, remembered = self._fleet.model, choice.body.keys
+    def _keys(self, name: RequestId, choice: RoutedChoice, submission: Submission) -> Sequence[bytes]:
+        """Of its full blocks. Those of a prompt are remembered: a request may wait for long and be tried often."""
+        model, remembered = self._fleet.model, choice.request.keys
         if not self._reads_keys or model is None:
             return ()
         if self._prefix is None or self._prefix.fingerprint != model.fingerprint:

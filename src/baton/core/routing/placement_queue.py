@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import heapq
 
-from baton.core.routing.routed_request import Choice
+from baton.core.routing.routed_request import RoutedChoice
 
 VOID_MIN = 64
 
 
-class WaitingRoom:
+class PlacementQueue:
     def __init__(self) -> None:
-        self._later: list[tuple[int, int, Choice]] = []
+        self._later: list[tuple[int, int, RoutedChoice]] = []
         """By (due, entry)."""
-        self._ready: list[tuple[int, int, int, int, Choice]] = []
-        """By (priority, order of arrival of its body, choice, entry)."""
+        self._ready: list[tuple[int, int, int, int, RoutedChoice]] = []
+        """By (priority, order of arrival of its request, choice, entry)."""
         self._entries = 0
         self.count = 0
 
-    def enter(self, choice: Choice, due_us: int) -> None:
+    def enter(self, choice: RoutedChoice, due_us: int) -> None:
         self._entries += 1
         choice.entry, choice.due_us = self._entries, due_us
         heapq.heappush(self._later, (due_us, choice.entry, choice))
         self.count += 1
 
-    def leave(self, choice: Choice) -> None:
+    def leave(self, choice: RoutedChoice) -> None:
         """It waits no longer."""
         choice.entry = 0
         self.count -= 1
@@ -49,36 +49,36 @@ class WaitingRoom:
             heapq.heappop(later)
         return later[0][0] if later else None
 
-    def party(self) -> list[Choice]:
-        """Takes the first in line out, with everybody of its body who is in line too. Empty: nobody is."""
-        ready, found = self._ready, list[Choice]()
+    def party(self) -> list[RoutedChoice]:
+        """Takes the first in line out, with everybody of its request who is in line too. Empty: nobody is."""
+        ready, found = self._ready, list[RoutedChoice]()
         while ready:
             _, order, _, entry, choice = ready[0]
-            if found and order != found[0].body.order:
+            if found and order != found[0].request.order:
                 break
             heapq.heappop(ready)
             if choice.entry == entry:
                 found.append(choice)
         return found
 
-    def put_back(self, party: list[Choice]) -> None:
+    def put_back(self, party: list[RoutedChoice]) -> None:
         for choice in party:
             self._line_up(choice)
 
-    def put_off(self, party: list[Choice], due_us: int) -> None:
+    def put_off(self, party: list[RoutedChoice], due_us: int) -> None:
         """They are out of the line until then."""
         for choice in party:
             choice.due_us = due_us
             heapq.heappush(self._later, (due_us, choice.entry, choice))
 
-    def everybody(self) -> list[Choice]:
+    def everybody(self) -> list[RoutedChoice]:
         """In order of arrival."""
-        entries = [(c.body.order, c.index, c) for _, entry, c in self._later if c.entry == entry]
-        entries += [(c.body.order, c.index, c) for *_, entry, c in self._ready if c.entry == entry]
+        entries = [(c.request.order, c.index, c) for _, entry, c in self._later if c.entry == entry]
+        entries += [(c.request.order, c.index, c) for *_, entry, c in self._ready if c.entry == entry]
         return [choice for _, _, choice in sorted(entries, key=lambda item: item[:2])]
 
-    def _line_up(self, choice: Choice) -> None:
-        heapq.heappush(self._ready, (choice.body.priority, choice.body.order, choice.index, choice.entry, choice))
+    def _line_up(self, choice: RoutedChoice) -> None:
+        heapq.heappush(self._ready, (choice.request.priority, choice.request.order, choice.index, choice.entry, choice))
 
     def _sweep(self) -> None:
         self._later = [item for item in self._later if item[2].entry == item[1]]

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.routing.events import Names, Session
+from baton.core.engine.change_journal import CachedKeysChanged
+from baton.core.routing.events import Session
 
 ASSUMED_US = 10_000_000
 """How long a prompt that was placed somewhere is taken to be there before the instance has said so."""
@@ -26,7 +27,7 @@ class _Holder:
     """Key → until when."""
 
 
-class Holdings:
+class PrefixDirectory:
     def __init__(self) -> None:
         self._holders: dict[Session, _Holder] = {}
         self._by_bit: dict[int, Session] = {}
@@ -52,7 +53,7 @@ class Holdings:
         _clear(self._said, holder.said, holder.bit)
         _clear(self._assumed, holder.assumed, holder.bit)
 
-    def hear(self, session: Session, names: Names) -> None:
+    def hear(self, session: Session, names: CachedKeysChanged) -> None:
         holder = self._holders[session]
         bit, said = holder.bit, holder.said
         if names.fresh:

@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass, field
 
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.routing.events import RouterConfig
+from baton.core.routing.config import RouterConfig
 
 SECOND_US = 1_000_000
 TENANTS_MAX = 4096
 """Beyond so many, those who owe nothing and have nothing open are forgotten."""
 
 
-class Bucket:
+class TokenBucket:
     """Fills at a steady rate up to its size."""
 
     def __init__(self, size: float, per_second: float, now_us: int) -> None:
@@ -51,7 +51,7 @@ class RetryBudget:
     """Retries of all choices together: beyond the burst they wait their turn, so that a loss is no stampede."""
 
     def __init__(self, config: RouterConfig) -> None:
-        self._bucket = Bucket(config.retry_burst, config.retry_rate, 0)
+        self._bucket = TokenBucket(config.retry_burst, config.retry_rate, 0)
 
     def delay_us(self, now_us: int) -> int:
         self._bucket.take(1, now_us)
@@ -60,11 +60,11 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class _Tenant:
-    tokens: Bucket | None
+    tokens: TokenBucket | None
     open: int = field(default=0)
 
 
-class Quota:
+class RateLimits:
     def __init__(self, config: RouterConfig) -> None:
         self._concurrency = config.key_concurrency
         self._per_minute = config.key_tokens_per_minute
@@ -114,7 +114,7 @@ class Quota:
         if account is None:
             if len(self._tenants) >= TENANTS_MAX:
                 self._forget_idle(now_us)
-            bucket = None if self._per_minute is None else Bucket(self._per_minute, self._per_minute / 60, now_us)
+            bucket = None if self._per_minute is None else TokenBucket(self._per_minute, self._per_minute / 60, now_us)
             account = self._tenants[tenant] = _Tenant(bucket)
         return account
 

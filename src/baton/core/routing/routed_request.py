@@ -1,4 +1,4 @@
-"""The life of a choice at a router: from leg to leg until it has ended, once.
+"""The life of a choice at a router: from attempt to attempt until it has ended, once.
 
               ┌───────── refused, lost ─────────┐
               ▼                                 │
@@ -7,32 +7,36 @@
                └───────── lost, yields, moves ─────────┘        │
     every one of them ──end──▶ ENDED ◀──────────────────────────┘
 
-    ABSENT   of a body of an earlier router: no instance has told of it yet
+    ABSENT   of a request of an earlier router: no instance has told of it yet
     WAITING  for a place, or until its next try is due
     SENT     on its way; the instance has not answered
     OPEN     an instance works on it
     CUT      the client has everything it will get; only the instance's bill is missing
 
-What a choice has been given is `delivered`: every leg after the first goes on after it. Owns the table, the records and what
-follows from one record alone. Where a choice goes, and who hears of it, is decided elsewhere.
+Every attempt after the first goes on after the tokens in `delivered`. Owns the table, the records and what follows from one
+record alone; where a choice goes, and what the client hears of it, is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.core.engine.records import Bill
+from msgspec.structs import replace
+
+from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.request import FinishReason, RequestId, Submission, frozen_tokens
-from baton.core.errors import IllegalTransition, Refusal, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
-from baton.core.routing.events import Body, ChoiceEnd, Instance, Leg, Outcome, RouterConfig
-from baton.core.routing.fleet_members import Member
+from baton.core.errors import Refusal, RefusalCode
+from baton.core.handover.faults import PdCode, PdFault, PdStage
+from baton.core.routing.config import RouterConfig
+from baton.core.routing.events import ChoiceOutcome, Instance
+from baton.core.routing.fleet_members import FleetMember
+from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
 
-class Carry(Enum):
+class ChoiceState(Enum):
     ABSENT = "absent"
     WAITING = "waiting"
     SENT = "sent"
@@ -41,7 +45,7 @@ class Carry(Enum):
     ENDED = "ended"
 
 
-class CarryMove(Enum):
+class ChoiceMove(Enum):
     FIND = "an instance has told of it"
     PLACE = "place"
     TAKE = "taken"
@@ -54,22 +58,22 @@ class CarryMove(Enum):
     END = "end"
 
 
-TRANSITIONS: dict[tuple[Carry, CarryMove], Carry] = {
-    (Carry.ABSENT, CarryMove.FIND): Carry.WAITING,
-    (Carry.ABSENT, CarryMove.END): Carry.ENDED,
-    (Carry.WAITING, CarryMove.PLACE): Carry.SENT,
-    (Carry.WAITING, CarryMove.RESUME): Carry.OPEN,
-    (Carry.WAITING, CarryMove.END): Carry.ENDED,
-    (Carry.SENT, CarryMove.TAKE): Carry.OPEN,
-    (Carry.SENT, CarryMove.REFUSE): Carry.WAITING,
-    (Carry.SENT, CarryMove.LOSE): Carry.WAITING,
-    (Carry.SENT, CarryMove.END): Carry.ENDED,
-    (Carry.OPEN, CarryMove.LOSE): Carry.WAITING,
-    (Carry.OPEN, CarryMove.YIELD): Carry.WAITING,
-    (Carry.OPEN, CarryMove.MOVE): Carry.WAITING,
-    (Carry.OPEN, CarryMove.CUT): Carry.CUT,
-    (Carry.OPEN, CarryMove.END): Carry.ENDED,
-    (Carry.CUT, CarryMove.END): Carry.ENDED,
+TRANSITIONS: dict[tuple[ChoiceState, ChoiceMove], ChoiceState] = {
+    (ChoiceState.ABSENT, ChoiceMove.FIND): ChoiceState.WAITING,
+    (ChoiceState.ABSENT, ChoiceMove.END): ChoiceState.ENDED,
+    (ChoiceState.WAITING, ChoiceMove.PLACE): ChoiceState.SENT,
+    (ChoiceState.WAITING, ChoiceMove.RESUME): ChoiceState.OPEN,
+    (ChoiceState.WAITING, ChoiceMove.END): ChoiceState.ENDED,
+    (ChoiceState.SENT, ChoiceMove.TAKE): ChoiceState.OPEN,
+    (ChoiceState.SENT, ChoiceMove.REFUSE): ChoiceState.WAITING,
+    (ChoiceState.SENT, ChoiceMove.LOSE): ChoiceState.WAITING,
+    (ChoiceState.SENT, ChoiceMove.END): ChoiceState.ENDED,
+    (ChoiceState.OPEN, ChoiceMove.LOSE): ChoiceState.WAITING,
+    (ChoiceState.OPEN, ChoiceMove.YIELD): ChoiceState.WAITING,
+    (ChoiceState.OPEN, ChoiceMove.MOVE): ChoiceState.WAITING,
+    (ChoiceState.OPEN, ChoiceMove.CUT): ChoiceState.CUT,
+    (ChoiceState.OPEN, ChoiceMove.END): ChoiceState.ENDED,
+    (ChoiceState.CUT, ChoiceMove.END): ChoiceState.ENDED,
 }
 
 ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
@@ -77,32 +81,24 @@ ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.
 NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
 
 
-def next_carry(state: Carry, move: CarryMove) -> Carry:
-    try:
-        return TRANSITIONS[state, move]
-    except KeyError:
-        raise IllegalTransition(f"a choice that is {state.name} cannot take the move {move.name}") from None
-
-
 # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
-    body: Carried
+class RoutedChoice:
+    request: RoutedRequest
     index: int
     submission: Submission | None
     """As the client asked; None while ABSENT."""
-    state: Carry = Carry.WAITING
+    state: ChoiceState = ChoiceState.WAITING
     delivered: list[int] = field(default_factory=list)
-    """Everything that the client was given."""
-    leg: Journey | None = None
-    """Where it is: while SENT, OPEN or CUT."""
-    place: int = 0
+    """Every token that the client was given."""
+    attempt: Attempt | None = None
+    """The one it is in, while SENT, OPEN or CUT."""
     due_us: int = 0
     """While WAITING: not before."""
     entry: int = 0
-    """While WAITING: its number in the waiting room."""
+    """While WAITING: its number in the placement queue."""
     losses: int = 0
     fruitless: int = 0
     """Of the losses, the last ones between which no token came."""
@@ -112,45 +108,59 @@ class Choice:
     refusals: int = 0
     """In a row."""
     attempts: int = 0
+    """How many it has had, for the bill."""
     avoid: list[Instance] = field(default_factory=list)
-    """Those who had no room for it."""
+    """Instances that had no room for it."""
     turned_down_by: Instance | None = None
-    """Who refused it last, or was lost with it."""
+    """The instance that refused it last, or was lost with it."""
     keep: int | None = None
     """While CUT: how many tokens count."""
     cached_tokens: int | None = None
     bill: Bill = field(default_factory=Bill)
     began_with: int = 0
-    """Tokens that its last leg started with."""
+    """Tokens that its last attempt started with."""
     keys: list[bytes] | None = None
     """While WAITING with tokens: the block keys of all that is known."""
-    outcome: Outcome | None = None
-    prefill: tuple[Member, int] | None = None
-    """Who was chosen to prefill it and how many tokens, until the first token comes."""
+    outcome: ChoiceOutcome | None = None
+    prefill: tuple[FleetMember, int] | None = None
+    """The instance chosen to prefill it and how many tokens, until the first token comes."""
+
+    @property
+    def where(self) -> Instance | None:
+        """The instance it is at."""
+        return None if self.attempt is None else self.attempt.member.name
 
 
 @dataclass(slots=True, eq=False)
-class Journey:
-    """A leg."""
+class Attempt:
+    """Choices of one request at one instance, from their sending until the request is over."""
 
-    leg: Leg
-    member: Member
-    body: Carried
-    choices: list[Choice]
-    taken: bool = False
+    id: AttemptId
+    member: FleetMember
+    request: RoutedRequest
+    choices: list[RoutedChoice]
+    accepted: bool = False
     began: list[int] = field(default_factory=list)
-    """Places that the instance has begun with."""
+    """Choices that the instance has begun with."""
     givers: dict[int, Instance] = field(default_factory=dict)
-    """By place: who was chosen to prefill it."""
+    """By choice: the instance chosen to prefill it, where it is another."""
+
+    def of(self, choice: RoutedChoice) -> ChoiceAttempt:
+        return ChoiceAttempt(self.id.request, choice.index, self.id.attempt)
+
+    def board(self, choice: RoutedChoice) -> None:
+        """The choice is at the instance of this attempt from now on."""
+        choice.attempt = self
+        self.member.aboard[choice.request.number, choice.index] = choice
 
 
 @dataclass(slots=True, eq=False)
-class Carried:
-    """A body, until all of its choices have ended."""
+class RoutedRequest:
+    """What a client asked for in one HTTP request, until all of its choices have ended."""
 
-    body: Body
+    number: RequestNumber
     tenant: str | None
-    """None: nobody's limits apply."""
+    """None: no tenant's limits apply."""
     digest: bytes
     """Of its origin."""
     origin: bytes
@@ -159,12 +169,14 @@ class Carried:
     arrived_us: int
     deadline_us: int
     priority: int = 0
-    choices: list[Choice] = field(default_factory=list)
-    legs: list[Journey] = field(default_factory=list)
+    choices: list[RoutedChoice] = field(default_factory=list)
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    """By number, in order. Without those that were refused: there is nothing to call back or to forget."""
+    attempts_made: int = 0
     opened: bool = False
     """An instance has taken it, and the client was told."""
     orphan: bool = False
-    """Of an earlier router, and nobody has claimed it."""
+    """Of an earlier router, and not claimed by a client."""
     grace_us: int | None = None
     """Of an earlier router: by when it must be claimed, and all of its choices found."""
     open_choices: int = 0
@@ -172,11 +184,24 @@ class Carried:
     keys: dict[RequestId, list[bytes]] = field(default_factory=dict)
     """By the choice that leads: the block keys of its prompt."""
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt counted once, however many choices share it."""
+        prompts = {leads(c.submission): len(c.submission.prompt) for c in self.choices if c.submission is not None}
+        return sum(prompts.values())
+
+    def attempt_at(self, member: FleetMember, choices: list[RoutedChoice]) -> Attempt:
+        """The next attempt, which these choices are about to make."""
+        self.attempts_made += 1
+        attempt = Attempt(AttemptId(self.number, self.attempts_made), member, self, choices)
+        self.attempts[self.attempts_made] = attempt
+        return attempt
+
 
 # ── what follows from one record ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def finished_as(choice: Choice) -> FinishReason | None:
+def finished_as(choice: RoutedChoice) -> FinishReason | None:
     """How it has ended although nobody said so: the last token came, and its instance was lost before the end did."""
     submission, count = choice.submission, len(choice.delivered)
     if choice.keep is not None:
@@ -189,24 +214,24 @@ def finished_as(choice: Choice) -> FinishReason | None:
     return FinishReason.LENGTH if submission.max_tokens is not None and count >= submission.max_tokens else None
 
 
-def jittered_us(config: RouterConfig, seed: int, body: Body, nth: int) -> int:
-    """The nth back-off. All choices of a body have the same, so that what left together goes on together."""
+def jittered_us(config: RouterConfig, seed: int, request: RequestNumber, nth: int) -> int:
+    """The nth back-off. All choices of a request have the same, so that what left together goes on together."""
     full_us = min(config.backoff_us << min(nth - 1, 32), config.backoff_us_max)
-    digest = hashlib.blake2b(f"{seed}/{body}/{nth}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{seed}/{request}/{nth}".encode(), digest_size=4).digest()
     return full_us - full_us * int.from_bytes(digest, "little") // (2 << 32)
 
 
-def is_preemption(end: ChoiceEnd) -> bool:
+def is_preemption(end: EndedRequest) -> bool:
     return end.fault is not None and end.fault.code in NO_ROOM
 
 
-def fault_of(end: ChoiceEnd, where: Instance) -> PdFault:
+def fault_of(end: EndedRequest, where: Instance) -> PdFault:
     if end.fault is not None:
         return end.fault
     return PdFault(PdCode.NOT_DELIVERED, PdStage.DECODE, f"{where} ended it with {end.reason.value!r}")
 
 
-def loss_of(choice: Choice, why: str) -> PdFault:
+def loss_of(choice: RoutedChoice, why: str) -> PdFault:
     stage = PdStage.DECODE if choice.delivered else PdStage.PREFILL
     return PdFault(PdCode.NOT_DELIVERED, stage, why)
 
@@ -215,8 +240,8 @@ def fault_of_refusal(refusal: Refusal) -> PdFault:
     return PdFault(PdCode.REFUSED, PdStage.OFFER, refusal.message)
 
 
-def add_bill(choice: Choice, bill: Bill) -> None:
-    """A leg's bill onto that of the whole. What a later leg computes of what was known before it is computed again."""
+def add_bill(choice: RoutedChoice, bill: Bill) -> None:
+    """Add an attempt's bill. What a later attempt computes of what was known before it is computed again."""
     sum_, first = choice.bill, choice.attempts <= 1
     again = 0 if first else min(bill.computed_tokens, max(0, choice.began_with - bill.cached_tokens))
     choice.bill = Bill(
@@ -232,22 +257,22 @@ def add_bill(choice: Choice, bill: Bill) -> None:
     )
 
 
-def outcome_of(choice: Choice, reason: FinishReason, fault: PdFault | None) -> Outcome:
+def outcome_of(choice: RoutedChoice, reason: FinishReason, fault: PdFault | None) -> ChoiceOutcome:
     generated = len(choice.delivered) if choice.keep is None else choice.keep
-    # What the client was told with its first token, whatever a leg before that had found.
+    # What the client was told with its first token, whatever an attempt before that had found.
     cached = choice.bill.cached_tokens if choice.cached_tokens is None else choice.cached_tokens
-    return Outcome(reason, generated, replace(choice.bill, attempts=choice.attempts, cached_tokens=cached), fault)
+    return ChoiceOutcome(reason, generated, replace(choice.bill, attempts=choice.attempts, cached_tokens=cached), fault)
 
 
 def leads(submission: Submission) -> RequestId:
-    """Who of its body has the same prompt and came first."""
+    """The first choice of its request with the same prompt."""
     return submission.leader if submission.leader is not None else submission.request_id
 
 
-def group_of(choices: Sequence[tuple[Choice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
-    """The choices of one body as one group that goes on where each of them stopped.
+def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
+    """The choices of one request as one group that goes on where each of them stopped.
 
-    Who led them at first may have ended or be elsewhere: the first one here that has its prompt leads the others.
+    Their former leader may have ended or be elsewhere: the first one here that has its prompt leads the others.
     """
     leaders: dict[RequestId, RequestId] = {}
     group = []

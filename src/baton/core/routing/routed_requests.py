@@ -1,7 +1,7 @@
-"""Carries the choices of all bodies: opens and ends them, moves them on, and gives them places.
+"""Opens and ends the requests of clients at a router, and says in `effects` what becomes of each choice.
 
-Owns the bodies, the legs and the waiting room; everything that befalls a choice goes through here and is said in `effects`.
-Who belongs to the fleet, and what an earlier router has left behind, is decided elsewhere.
+Owns the requests that are open, the placement queue and what the parts of a router share while one event is handled: the
+time, the effects and the counts. `attempts` decides what follows from what instances say, `dispatch` where choices go.
 """
 
 from __future__ import annotations
@@ -13,69 +13,46 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.engine.request import FinishReason
-from baton.core.errors import InvariantViolated, Refusal, RefusalCode
-from baton.core.handover.messages import PdCode, PdFault, PdStage
+from baton.core.errors import Refusal, RefusalCode
+from baton.core.handover.faults import PdCode, PdFault, PdStage
+from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
-    Arrived,
-    Body,
-    CallBack,
-    Came,
-    ChoiceEnd,
-    Cut,
-    CutShort,
-    Declined,
-    Delivered,
-    Forget,
+    CancelChoices,
+    DeliverTokens,
+    ForgetChoices,
     Instance,
-    Leg,
-    LegRefused,
-    LegTaken,
-    Noted,
-    Opened,
-    OrphanDropped,
-    PhaseNote,
-    RouterConfig,
+    RequestDeclined,
+    RequestOpened,
     RouterEffect,
-    Send,
-    Session,
-    Stage,
-)  # fmt: skip
-from baton.core.routing.fleet_members import Fleet, Member
-from baton.core.routing.phase_notes import Phases
-from baton.core.routing.placement import Placement, Prompt, Spot, Wanted, holding
-from baton.core.routing.placement_query import Wants
-from baton.core.routing.placement_queue import WaitingRoom
-from baton.core.routing.prefix_directory import Holdings
-from baton.core.routing.rate_limits import Quota, RetryBudget
+    StopChoice,
+    StopStringFound,
+    TimelineNoted,
+    TimelineStage,
+    UnclaimedDropped,
+)
+from baton.core.routing.fleet_members import FleetMembers
+from baton.core.routing.identity import RequestNumber
+from baton.core.routing.phase_notes import PhaseTimeline
+from baton.core.routing.placement_queue import PlacementQueue
+from baton.core.routing.rate_limits import RateLimits
 from baton.core.routing.routed_request import (
-    ABOUT_THE_INSTANCE,
     TRANSITIONS,
-    Carried,
-    Carry,
-    CarryMove,
-    Choice,
-    Journey,
-    add_bill,
-    fault_of,
-    fault_of_refusal,
+    Attempt,
+    ChoiceMove,
+    ChoiceState,
+    RoutedChoice,
+    RoutedRequest,
     finished_as,
-    group_of,
-    is_preemption,
-    jittered_us,
-    leads,
-    loss_of,
-    next_carry,
     outcome_of,
-)  # fmt: skip
+)
+from baton.core.state_machine import StateMachine
 
-PASSED_OVER_MAX = 16
-"""Bodies at the head of the line that find no room, before those behind them are not tried any more."""
 RETRY_AFTER_S = 1
 OVER_MAX = 16_384
-"""Bodies whose end is remembered."""
+"""Requests whose end is remembered."""
 
 
-class Cause(Enum):
+class MoveCause(Enum):
     """Why a choice goes on elsewhere."""
 
     PREEMPTED = "preempted"
@@ -87,22 +64,13 @@ class Cause(Enum):
     """Refused for a reason of its own, after it had run elsewhere."""
 
 
-MOVE_OF = {
-    Cause.PREEMPTED: CarryMove.YIELD,
-    Cause.LOST: CarryMove.LOSE,
-    Cause.DRAINED: CarryMove.MOVE,
-    Cause.REFUSED: CarryMove.REFUSE,
-    Cause.UNFIT: CarryMove.REFUSE,
-}
-
-
 @dataclass(slots=True)
 class RouterCounts:
     """Since the start."""
 
     late: int = 0
-    """Events of sessions, legs and bodies that were over."""
-    retries: dict[str, int] = field(default_factory=lambda: {cause.value: 0 for cause in Cause})
+    """Events of sessions, attempts and requests that were over."""
+    retries: dict[str, int] = field(default_factory=lambda: {cause.value: 0 for cause in MoveCause})
     moved_tokens: int = 0
     """Generated tokens that travelled with a choice to another instance."""
     suspicions: dict[str, int] = field(default_factory=lambda: {"suspected": 0, "stuck": 0})
@@ -112,489 +80,198 @@ class RouterCounts:
     orphans_dropped: int = 0
 
 
-class Carrier:
-    def __init__(self, config: RouterConfig, fleet: Fleet, prefix_secret: bytes, seed: int) -> None:
+class RoutedRequests:
+    def __init__(self, config: RouterConfig, fleet: FleetMembers) -> None:
         self.config = config
         self.fleet = fleet
-        self.holdings = Holdings()
-        self.quota = Quota(config)
+        self.limits = RateLimits(config)
         self.counts = RouterCounts()
-        self.room = WaitingRoom()
+        self.queue = PlacementQueue()
+        self.timeline = PhaseTimeline()
         self.now_us = 0
         self.effects: list[RouterEffect] = []
         """Of the event that is being handled."""
-        self.bodies: dict[Body, Carried] = {}
-        self._in_time: dict[Body, Carried] = {}
-        """Those whose deadline is to come, in order of it: all have the same time."""
-        self.by_origin: dict[bytes, Carried] = {}
+        self.stirred = False
+        """Something has changed that may let a waiting choice be placed."""
+        self.by_number: dict[RequestNumber, RoutedRequest] = {}
+        self.by_origin: dict[bytes, RoutedRequest] = {}
         """By digest."""
         self.over: OrderedDict[bytes, None] = OrderedDict()
-        """Digests of origins whose bodies are over: an instance that comes back with one of them need not keep it."""
-        self.stirred = False
-        """Something has changed that may give somebody a place."""
-        self._placement = Placement(config, self.holdings, seed)
-        self._phases = Phases()
-        self._wants = Wants(fleet, prefix_secret, self._placement.reads_keys)
-        self._budget = RetryBudget(config)
-        self._seed = seed
-        self._legs: dict[Leg, Journey] = {}
-        self._moves = dict.fromkeys(TRANSITIONS, 0)
+        """Digests of origins whose requests are over: an instance that comes back with one of them need not keep it."""
+        self._in_time: dict[RequestNumber, RoutedRequest] = {}
+        """Those whose deadline is to come, in order of it: all have the same time."""
+        self._states = StateMachine(TRANSITIONS, "a choice")
         self._arrivals = 0
-        self._legs_made = 0
-        self._absent_since_us: int | None = None
-        """Since when nobody serves."""
-        self._absent_due_us: int | None = None
-        """When the first who waits for somebody to serve has waited long enough."""
 
-    def moves(self) -> dict[tuple[Carry, CarryMove], int]:
-        return dict(self._moves)
+    def moves(self) -> dict[tuple[ChoiceState, ChoiceMove], int]:
+        return self._states.moves()
 
-    def next_deadline(self) -> int | None:
-        due_us = sooner(self.room.next_due(), self._absent_due_us)
-        return sooner(due_us, next(iter(self._in_time.values())).deadline_us) if self._in_time else due_us
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def expire(self) -> None:
-        self._end_overdue()
-        self._give_up_absent()
-        self.holdings.expire(self.now_us)
-        self.stirred = True
-
-    # ── bodies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def arrived(self, event: Arrived) -> None:
-        if event.body in self.bodies or not event.group:
-            raise InvariantViolated(f"body {event.body} arrived twice, or without a choice")
-        prompts = {leads(submission): len(submission.prompt) for submission in event.group}
-        refusal = self.quota.admit(event.tenant, len(event.group), sum(prompts.values()), self.now_us)
-        if refusal is not None:
-            self._say_declined(event.body, refusal)
-            return
-        body = self.open_body(event.body, event.tenant, event.origin, len(event.group))
-        body.priority = min(submission.priority for submission in event.group)
-        for choice, submission in zip(body.choices, event.group, strict=True):
-            choice.submission = submission
-            self.room.enter(choice, self.now_us)
-            self.note(choice, Stage.QUEUED, None)
-        self.place()
-        if self.room.count > self.config.waiting_max and body.choices[0].state is Carry.WAITING:
-            text = (
-                f"{self.room.count - len(body.choices)} choices wait for a place and at most {self.config.waiting_max} may"
-            )
-            self._decline(body, Refusal(RefusalCode.QUEUE_FULL, text, RETRY_AFTER_S))
-        self._wait_for_somebody()
-
-    def open_body(self, number: Body, tenant: str | None, origin: bytes, choices: int) -> Carried:
+    def open(self, number: RequestNumber, tenant: str | None, origin: bytes, choices: int) -> RoutedRequest:
         self._arrivals += 1
-        body = Carried(number, tenant, digest_of(origin), origin, self._arrivals, self.now_us,
-                       self.now_us + self.config.deadline_us, open_choices=choices)  # fmt: skip
-        body.choices = [Choice(body, index, None) for index in range(choices)]
-        self.bodies[number] = self._in_time[number] = body
+        request = RoutedRequest(number, tenant, digest_of(origin), origin, self._arrivals, self.now_us,
+                                self.now_us + self.config.deadline_us, open_choices=choices)  # fmt: skip
+        request.choices = [RoutedChoice(request, index, None) for index in range(choices)]
+        self.by_number[number] = self._in_time[number] = request
         if origin:
-            self.by_origin[body.digest] = body
-        return body
+            self.by_origin[request.digest] = request
+        return request
 
-    def left(self, number: Body) -> None:
-        body = self.bodies.get(number)
-        if body is None:
+    def opened(self, request: RoutedRequest) -> None:
+        """An instance has taken it: its client is told, once."""
+        if not request.opened:
+            request.opened = True
+            self.effects.append(RequestOpened(request.number))
+
+    def left(self, number: RequestNumber) -> None:
+        request = self.by_number.get(number)
+        if request is None:
             self.counts.late += 1
             return
-        body.orphan = False
-        self.end_all(body, FinishReason.ABORT, None)
+        request.orphan = False
+        self.end_all(request, FinishReason.ABORT, None)
 
-    def cut(self, event: Cut) -> None:
-        body = self.bodies.get(event.body)
-        choice = body.choices[event.choice] if body is not None and event.choice < len(body.choices) else None
-        if choice is None or not choice.body.opened or choice.state not in (Carry.OPEN, Carry.SENT, Carry.WAITING):
-            self.counts.late += 1
-            return
-        choice.keep = min(event.keep, len(choice.delivered))
-        if choice.state is Carry.OPEN and choice.leg is not None:
-            self.move(choice, CarryMove.CUT)
-            leg = choice.leg
-            self.effects.append(CutShort(leg.member.session, leg.leg, choice.place, choice.keep))
-        else:
-            self.call_back([choice])
-            self.end(choice, FinishReason.STOP)
+    def decline(self, request: RoutedRequest, code: RefusalCode, text: str) -> None:
+        """No instance has taken it, and none will; it may be asked for again."""
+        self.refuse(request, Refusal(code, text, RETRY_AFTER_S))
 
-    def _decline(self, body: Carried, refusal: Refusal) -> None:
-        """No instance has taken it, and none will."""
-        self.quota.give_back(body.tenant, _prompt_tokens(body))
-        self._say_declined(body.body, refusal)
-        self.end_all(body, FinishReason.ERROR, None)
+    def refuse(self, request: RoutedRequest, refusal: Refusal) -> None:
+        self.limits.give_back(request.tenant, request.prompt_tokens)
+        self.say_declined(request.number, refusal)
+        self.end_all(request, FinishReason.ERROR, None)
 
-    def _say_declined(self, body: Body, refusal: Refusal) -> None:
+    def say_declined(self, number: RequestNumber, refusal: Refusal) -> None:
         self.counts.declined[refusal.code.value] = self.counts.declined.get(refusal.code.value, 0) + 1
-        self.effects.append(Declined(body, refusal))
+        self.effects.append(RequestDeclined(number, refusal))
 
-    def drop(self, body: Carried) -> None:
-        """An orphan that nobody came for: nobody hears how it ends."""
-        body.orphan = body.opened = False
+    def drop(self, request: RoutedRequest) -> None:
+        """End an orphan that no client claimed; no client is told how it ends."""
+        request.orphan = request.opened = False
         self.counts.orphans_dropped += 1
-        self.end_all(body, FinishReason.ABORT, None)
-        self.effects.append(OrphanDropped(body.body))
+        self.end_all(request, FinishReason.ABORT, None)
+        self.effects.append(UnclaimedDropped(request.number))
 
-    def end_all(self, body: Carried, reason: FinishReason, fault: PdFault | None, but: Sequence[Choice] = ()) -> None:
-        still = [choice for choice in body.choices if choice.state is not Carry.ENDED and choice not in but]
+    def end_all(
+        self, request: RoutedRequest, reason: FinishReason, fault: PdFault | None, but: Sequence[RoutedChoice] = ()
+    ) -> None:
+        still = [choice for choice in request.choices if choice.state is not ChoiceState.ENDED and choice not in but]
         self.call_back(still)
         for choice in still:
             done = None if reason is FinishReason.ABORT else finished_as(choice)
             self.end(choice, reason if done is None else done, fault if done is None else None)
-        if not still and not body.open_choices:
-            self.close_body(body)
+        if not still and not request.open_choices:
+            self.close(request)
 
-    def close_body(self, body: Carried) -> None:
-        """All of it has ended and somebody has heard of that: nobody needs to keep anything of it."""
-        if body.orphan:
+    def close(self, request: RoutedRequest) -> None:
+        """All of it has ended, and its client was told: instances need not keep anything of it."""
+        if request.orphan:
             return
-        self._phases.over(body.legs)
-        for leg in body.legs:
-            del self._legs[leg.leg]
-            if leg.member.session in self.fleet.members:
-                self.effects.append(Forget(leg.member.session, leg.leg))
-        del self.bodies[body.body]
-        self._in_time.pop(body.body, None)
-        if self.by_origin.get(body.digest) is body:
-            del self.by_origin[body.digest]
-            self.over[body.digest] = None
+        self.timeline.over(request.attempts.values())
+        for attempt in request.attempts.values():
+            if attempt.member.session in self.fleet.members:
+                self.effects.append(ForgetChoices(attempt.member.session, attempt.id))
+        request.attempts.clear()
+        del self.by_number[request.number]
+        self._in_time.pop(request.number, None)
+        if self.by_origin.get(request.digest) is request:
+            del self.by_origin[request.digest]
+            self.over[request.digest] = None
             if len(self.over) > OVER_MAX:
                 self.over.popitem(last=False)
 
     # ── choices ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def came(self, event: Came) -> None:
-        choice = self._at(event.session, event.leg, event.place)
-        if choice is None or choice.leg is None:
+    def cut(self, event: StopStringFound) -> None:
+        request = self.by_number.get(event.request)
+        choice = request.choices[event.choice] if request is not None and event.choice < len(request.choices) else None
+        running = (ChoiceState.OPEN, ChoiceState.SENT, ChoiceState.WAITING)
+        if choice is None or not choice.request.opened or choice.state not in running:
             self.counts.late += 1
             return
-        choice.leg.member.heard_us = self.now_us
-        if choice.state is not Carry.OPEN:
-            self._came_after_cut(choice, event.end)
-            return
-        tokens, cached, end = event.tokens, None, event.end
-        if choice.prefill is not None and tokens:
-            self._prefilled(choice)
-        if event.cached_tokens is not None and choice.cached_tokens is None:
-            choice.cached_tokens = cached = event.cached_tokens
-        choice.delivered += tokens
-        if end is None:
-            self.effects.append(Delivered(choice.body.body, choice.index, tokens, event.extras, cached, None))
-            return
-        add_bill(choice, end.bill)
-        if end.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            if end.generated_tokens < len(choice.delivered):
-                choice.keep = end.generated_tokens  # its client had cut it, and then its router was lost
-            self.end(choice, end.reason, None, tokens, event.extras, cached)
-            return
-        if tokens:
-            self.effects.append(Delivered(choice.body.body, choice.index, tokens, event.extras, cached, None))
-        cause = Cause.PREEMPTED if is_preemption(end) else Cause.LOST
-        self.carry_on(choice, cause, fault_of(end, choice.leg.member.name))
-
-    def noted(self, member: Member, notes: Sequence[PhaseNote]) -> None:
-        self.effects += self._phases.noted(member, notes, self._legs, self.now_us)
-
-    def _came_after_cut(self, choice: Choice, end: ChoiceEnd | None) -> None:
-        """Tokens mean nothing any more; the end brings the bill."""
-        if choice.state is Carry.CUT and end is not None:
-            add_bill(choice, end.bill)
+        choice.keep = min(event.keep, len(choice.delivered))
+        if choice.state is ChoiceState.OPEN and choice.attempt is not None:
+            self.move(choice, ChoiceMove.CUT)
+            attempt = choice.attempt
+            self.effects.append(StopChoice(attempt.member.session, attempt.of(choice), choice.keep))
+        else:
+            self.call_back([choice])
             self.end(choice, FinishReason.STOP)
-        else:
-            self.counts.late += 1
-
-    def taken(self, event: LegTaken) -> None:
-        sent = self._sent(event.session, event.leg)
-        for choice in sent:
-            self.move(choice, CarryMove.TAKE)
-            self._legs[event.leg].taken = True
-            choice.refusals, choice.turned_down_by = 0, None
-            self.opened(choice.body)
-            if choice.attempts > 1 and choice.leg is not None:
-                self.note(choice, Stage.RESUMED, choice.leg.member.name)
-        if not sent:
-            self.counts.late += 1
-
-    def opened(self, body: Carried) -> None:
-        if not body.opened:
-            body.opened = True
-            self.effects.append(Opened(body.body))
-
-    def refused(self, event: LegRefused) -> None:
-        sent = self._sent(event.session, event.leg)
-        journey = self._legs.get(event.leg)
-        if journey is not None and journey.member.session == event.session and not journey.taken:
-            del self._legs[event.leg]
-            journey.body.legs.remove(journey)  # there is nothing to call back or to forget
-        if journey is None or not sent:
-            self.counts.late += 1
-            return
-        about_instance = event.refusal.code in ABOUT_THE_INSTANCE
-        if not (about_instance or journey.body.opened):
-            self._decline(journey.body, event.refusal)
-            return
-        for choice in sent:
-            self.carry_on(choice, Cause.REFUSED if about_instance else Cause.UNFIT, fault_of_refusal(event.refusal))
-
-    def _at(self, session: Session, leg: Leg, place: int) -> Choice | None:
-        """The choice that is at that place of a leg, if the leg still has it."""
-        journey = self._legs.get(leg)
-        if journey is None or journey.member.session != session or not 0 <= place < len(journey.choices):
-            return None
-        choice = journey.choices[place]
-        return choice if choice.leg is journey else None
-
-    def _sent(self, session: Session, leg: Leg) -> list[Choice]:
-        """Those of a leg that wait for its answer."""
-        journey = self._legs.get(leg)
-        if journey is None or journey.member.session != session:
-            return []
-        return [choice for choice in journey.choices if choice.leg is journey and choice.state is Carry.SENT]
-
-    def carry_on(self, choice: Choice, cause: Cause, fault: PdFault) -> None:
-        """It cannot stay where it is. Goes on elsewhere, unless it had its last token or was carried often enough."""
-        reason, where = finished_as(choice), self._where(choice)
-        if reason is not None:
-            self.end(choice, reason)
-            return
-        if not self._may_go_on(choice, cause, where):
-            self._give_up(choice, fault)
-            return
-        if choice.body.deadline_us <= self.now_us:
-            self._give_up(choice, self._overdue(fault.reason))
-            return
-        self.leave(choice)
-        self.move(choice, MOVE_OF[cause])
-        self.room.enter(choice, self.now_us + self._delay_us(choice, cause))
-        self._wait_for_somebody()
-        self.counts.retries[cause.value] += 1
-        stage = Stage.PREEMPTED if cause is Cause.PREEMPTED else Stage.MOVED
-        self.note(choice, stage, where, f"{cause.value}: {fault.reason}")
-
-    def lose(self, member: Member, why: str) -> None:
-        """Nothing more will be heard of an instance: what it had goes on elsewhere."""
-        for choice in list(member.aboard.values()):
-            if choice.leg is not None:  # else its body was given up with one before it
-                self.carry_on(choice, Cause.LOST, loss_of(choice, f"{member.name} was lost: {why}"))
-
-    def clear_out(self, member: Member) -> None:
-        """It drains for too long: what is still open there goes on elsewhere, if anybody else is there."""
-        if not self.fleet.servers:
-            return
-        moving = [choice for choice in member.aboard.values() if choice.state is Carry.OPEN]
-        self.call_back(moving)
-        for choice in moving:
-            self.carry_on(choice, Cause.DRAINED, loss_of(choice, f"{member.name} drains"))
-
-    def _may_go_on(self, choice: Choice, cause: Cause, where: Instance | None) -> bool:
-        match cause:
-            case Cause.PREEMPTED | Cause.UNFIT:
-                choice.preemptions += 1
-                if where is not None and (self.config.preempt_retry_exclude_decode or cause is Cause.UNFIT):
-                    choice.avoid = [name for name in choice.avoid if name != where] + [where]
-                return choice.preemptions <= self.config.preempt_retry_count
-            case Cause.LOST:
-                choice.losses += 1
-                choice.fruitless = choice.fruitless + 1 if choice.lost_with == len(choice.delivered) else 1
-                choice.lost_with = len(choice.delivered)
-                choice.turned_down_by = where
-                is_deadly = choice.fruitless >= self.config.fruitless_loss_count
-                return choice.losses <= self.config.loss_retry_count and not is_deadly
-            case Cause.REFUSED:
-                choice.refusals += 1
-                choice.turned_down_by = where
-                return True
-            case Cause.DRAINED:
-                return True
-
-    def _delay_us(self, choice: Choice, cause: Cause) -> int:
-        match cause:
-            case Cause.PREEMPTED | Cause.UNFIT:
-                nth = choice.preemptions
-            case Cause.LOST:
-                nth = choice.losses - 1
-            case Cause.REFUSED:
-                nth = choice.refusals
-            case Cause.DRAINED:
-                nth = 0
-        delay_us = jittered_us(self.config, self._seed, choice.body.body, nth) if nth else 0
-        return delay_us if cause in (Cause.REFUSED, Cause.DRAINED) else delay_us + self._budget.delay_us(self.now_us)
-
-    def _give_up(self, choice: Choice, fault: PdFault) -> None:
-        if choice.body.opened:
-            self.end(choice, FinishReason.RESCHEDULE, fault)
-        else:
-            text = f"no instance could take the request: {fault.reason}"
-            self._decline(choice.body, Refusal(RefusalCode.NO_INSTANCE, text, RETRY_AFTER_S))
 
     def end(
-        self, choice: Choice, reason: FinishReason, fault: PdFault | None = None,
+        self, choice: RoutedChoice, reason: FinishReason, fault: PdFault | None = None,
         tokens: list[int] | None = None, extras: object = None, cached: int | None = None,
     ) -> None:  # fmt: skip
-        body, where = choice.body, self._where(choice)
+        request, where = choice.request, choice.where
         self.leave(choice)
-        self.move(choice, CarryMove.END)
+        self.move(choice, ChoiceMove.END)
         choice.outcome = outcome = outcome_of(choice, reason, fault)
-        if body.opened:
-            self.effects.append(Delivered(body.body, choice.index, tokens or [], extras, cached, outcome))
-        self.note(choice, Stage.ENDED, where, reason.value if fault is None else f"{reason.value}: {fault.message}")
-        self.quota.close(body.tenant, len(choice.delivered), self.now_us)
-        body.open_choices -= 1
-        if not body.open_choices:
-            self.close_body(body)
+        if request.opened:
+            self.effects.append(DeliverTokens(request.number, choice.index, tokens or [], extras, cached, outcome))
+        self.note(choice, TimelineStage.ENDED, where, reason.value if fault is None else f"{reason.value}: {fault.message}")
+        self.limits.close(request.tenant, len(choice.delivered), self.now_us)
+        request.open_choices -= 1
+        if not request.open_choices:
+            self.close(request)
 
-    def leave(self, choice: Choice) -> None:
+    def leave(self, choice: RoutedChoice) -> None:
         """It is not at its instance any more."""
-        if choice.leg is None:
+        if choice.attempt is None:
             return
-        if choice.prefill is not None:
-            self._prefilled(choice)
-        del choice.leg.member.aboard[choice.body.body, choice.index]
-        choice.leg = None
+        self.prefilled(choice)
+        del choice.attempt.member.aboard[choice.request.number, choice.index]
+        choice.attempt = None
         self.stirred = True
 
-    def _prefilled(self, choice: Choice) -> None:
+    def prefilled(self, choice: RoutedChoice) -> None:
+        """Its prefill is over, or given up: it does not count any more where it was."""
         if choice.prefill is not None:
             giver, tokens = choice.prefill
             giver.prefill_tokens -= tokens
             choice.prefill = None
 
-    def call_back(self, choices: Iterable[Choice]) -> None:
+    def call_back(self, choices: Iterable[RoutedChoice]) -> None:
         """Instances that are still there need not go on with these."""
-        places: dict[Leg, list[int]] = {}
+        called: dict[Attempt, list[int]] = {}
         for choice in choices:
-            if choice.leg is not None and choice.leg.leg in self._legs:
-                places.setdefault(choice.leg.leg, []).append(choice.place)
-        for leg, numbers in places.items():
-            session = self._legs[leg].member.session
-            if session in self.fleet.members:
-                self.effects.append(CallBack(session, leg, tuple(numbers)))
+            if choice.attempt is not None and choice.attempt.id.attempt in choice.request.attempts:
+                called.setdefault(choice.attempt, []).append(choice.index)
+        for attempt, indices in called.items():
+            if attempt.member.session in self.fleet.members:
+                self.effects.append(CancelChoices(attempt.member.session, attempt.id, tuple(indices)))
 
-    def _where(self, choice: Choice) -> Instance | None:
-        return None if choice.leg is None else choice.leg.member.name
-
-    def move(self, choice: Choice, move: CarryMove) -> None:
+    def move(self, choice: RoutedChoice, move: ChoiceMove) -> None:
         before = choice.state
-        choice.state = next_carry(before, move)
-        self._moves[before, move] += 1
-        if before is Carry.WAITING:
-            self.room.leave(choice)
+        choice.state = self._states.after(before, move)
+        if before is ChoiceState.WAITING:
+            self.queue.leave(choice)
             choice.keys = None
 
-    def note(self, choice: Choice, stage: Stage, where: Instance | None, why: str = "") -> None:
-        self.effects.append(Noted(choice.body.body, choice.index, stage, where, self.now_us, why))
-
-    # ── places ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def place(self) -> None:
-        """Whoever is due and finds room goes, in the order of the line."""
-        self.stirred = False
-        servers, passed_over = self.fleet.servers, list[list[Choice]]()
-        if not self.room.ripen(self.now_us) or not servers:
-            return
-        while len(passed_over) < PASSED_OVER_MAX and any(map(self._placement.has_room, servers)):
-            party = self.room.party()
-            if not party:
-                break
-            wanted = self._wants.of(party)
-            holders = holding(servers, wanted)
-            spot = self._placement.choose(wanted, holders, self.fleet.givers)
-            if not holders:
-                self.room.put_off(party, self.now_us + self.config.beat_us)  # and not in the way of those behind it
-            elif spot is None:
-                passed_over.append(party)
-            else:
-                self._send(party, wanted, spot)
-        for party in passed_over:
-            self.room.put_back(party)
-
-    def _send(self, party: Sequence[Choice], wanted: Wanted, spot: Spot) -> None:
-        member, body = spot.member, party[0].body
-        prefills = {p.leader: (p, *given) for p, given in zip(wanted.prompts, spot.prefills, strict=True)}
-        prefill_at = {name: giver.facts.peer_address for name, (_, giver, _) in prefills.items() if giver is not member}
-        pairs = [(choice, self._wants.settled(choice)) for choice in party]
-        group = group_of(pairs, prefill_at)
-        journey = self.journey(member, body, list(party))
-        for place, (choice, submission) in enumerate(pairs):
-            self.move(choice, CarryMove.PLACE)
-            self.board(choice, journey, place)
-            choice.attempts += 1
-            choice.began_with = len(submission.prompt) + len(choice.delivered)
-            self.counts.moved_tokens += len(choice.delivered)
-            if leads(submission) in prefills:
-                prompt, giver, tokens = prefills.pop(leads(submission))
-                self._expect_prefill(choice, member, giver, tokens, prompt)
-                if giver is not member:
-                    journey.givers[place] = giver.name
-        choices = tuple(choice.index for choice in party)
-        self.effects.append(Send(member.session, journey.leg, group, choices, len(body.choices), body.origin))
-        for choice in party:
-            self.note(choice, Stage.PLACED, member.name)
-
-    def journey(self, member: Member, body: Carried, choices: list[Choice]) -> Journey:
-        self._legs_made += 1
-        journey = Journey(Leg(self._legs_made), member, body, choices)
-        self._legs[journey.leg] = journey
-        body.legs.append(journey)
-        return journey
-
-    def board(self, choice: Choice, journey: Journey, place: int) -> None:
-        choice.leg, choice.place = journey, place
-        journey.member.aboard[choice.body.body, choice.index] = choice
-
-    def _expect_prefill(self, choice: Choice, member: Member, giver: Member, tokens: int, prompt: Prompt) -> None:
-        choice.prefill = (giver, tokens)
-        giver.prefill_tokens += tokens
-        member.promised_blocks += -(-tokens // member.facts.block_size)
-        for holder in (member, giver) if giver is not member else (member,):
-            self.holdings.assume(holder.session, prompt.keys, self.now_us)
+    def note(self, choice: RoutedChoice, stage: TimelineStage, where: Instance | None, why: str = "") -> None:
+        self.effects.append(TimelineNoted(choice.request.number, choice.index, stage, where, self.now_us, why))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _end_overdue(self) -> None:
+    def next_deadline(self) -> int | None:
+        return next((request.deadline_us for request in self._in_time.values()), None)
+
+    def end_overdue(self) -> None:
         while self._in_time:
-            number, body = next(iter(self._in_time.items()))
-            if body.deadline_us > self.now_us:
+            number, request = next(iter(self._in_time.items()))
+            if request.deadline_us > self.now_us:
                 return
             del self._in_time[number]
-            if body.orphan:
-                self.drop(body)
-            elif body.opened:
-                flows = [choice for choice in body.choices if choice.state is Carry.OPEN and choice.delivered]
-                self.end_all(body, FinishReason.RESCHEDULE, self._overdue(), but=flows)
+            if request.orphan:
+                self.drop(request)
+            elif request.opened:
+                flows = [c for c in request.choices if c.state is ChoiceState.OPEN and c.delivered]
+                self.end_all(request, FinishReason.RESCHEDULE, self.overdue(), but=flows)
             else:
-                self._decline(body, Refusal(RefusalCode.NO_INSTANCE, self._overdue().reason, RETRY_AFTER_S))
+                self.decline(request, RefusalCode.NO_INSTANCE, self.overdue().reason)
 
-    def _overdue(self, why: str = "") -> PdFault:
+    def overdue(self, why: str = "") -> PdFault:
         text = f"it has not ended within {self.config.deadline_us // 1_000_000} s"
         return PdFault(PdCode.TIMEOUT, PdStage.DECODE, f"{text}: {why}" if why else text)
-
-    def watch_absence(self) -> None:
-        if self.fleet.servers:
-            self._absent_since_us = self._absent_due_us = None
-        elif self._absent_since_us is None:
-            self._absent_since_us = self.now_us
-            self._absent_due_us = self.now_us + self.config.absent_us if self.room.count else None
-
-    def _wait_for_somebody(self) -> None:
-        if self._absent_since_us is not None and self._absent_due_us is None:
-            self._absent_due_us = self.now_us + self.config.absent_us
-
-    def _give_up_absent(self) -> None:
-        """Nobody serves: who has nothing yet does not wait for ever."""
-        since_us, due_us = self._absent_since_us, self._absent_due_us
-        if since_us is None or due_us is None or due_us > self.now_us:
-            return
-        waits = [c.body for c in self.room.everybody() if not any(other.delivered for other in c.body.choices)]
-        times = []
-        text = f"no instance has served for {self.config.absent_us // 1000} ms"
-        for body in dict.fromkeys(waits):
-            patience_us = max(since_us, body.arrived_us) + self.config.absent_us
-            if patience_us > self.now_us:
-                times.append(patience_us)
-            elif body.opened:
-                self.end_all(body, FinishReason.RESCHEDULE, PdFault(PdCode.NOT_DELIVERED, PdStage.PREFILL, text))
-            else:
-                self._decline(body, Refusal(RefusalCode.NO_INSTANCE, text, RETRY_AFTER_S))
-        self._absent_due_us = min(times, default=None)
 
 
 def sooner(one_us: int | None, other_us: int | None) -> int | None:
@@ -605,8 +282,3 @@ def sooner(one_us: int | None, other_us: int | None) -> int | None:
 
 def digest_of(origin: bytes) -> bytes:
     return hashlib.blake2b(origin, digest_size=16).digest()
-
-
-def _prompt_tokens(body: Carried) -> int:
-    prompts = {leads(c.submission): len(c.submission.prompt) for c in body.choices if c.submission is not None}
-    return sum(prompts.values())

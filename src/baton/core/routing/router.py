@@ -3,45 +3,54 @@
     effects  = router.handle(event, now_us)
     deadline = router.next_deadline()          # when a Due is due; None when there is nothing to wait for
 
-Bodies of clients come in, and each of their choices is carried from instance to instance until it has ended: the client gets
-every token once and in order, and one end. What is late (of sessions, legs and bodies that are over) is counted and means
-nothing. A body that is left before an instance has taken it gets no answer; every other one is Opened or Declined, once.
+Requests of clients come in, and each of their choices goes from instance to instance until it has ended: the client gets
+every token once and in order, and one end. What is late (of sessions, attempts and requests that are over) is counted and
+means nothing. A request that is left before an instance has taken it gets no answer; every other one is Opened or Declined,
+once.
 
-Has no clock, socket or random source: the real node and a simulator drive this same object. Who belongs to the fleet is
-`fleet`'s business, what becomes of choices `carrier`'s, what an earlier router left behind `adopting`'s.
+Has no clock, socket or random source: the real node and a simulator drive this same object. Its parts:
+
+    fleet_members    which instances belong to it, drain, or are taken out
+    routed_requests  requests that are open, and how they end
+    dispatch         takes requests in, and places what waits
+    attempts         what instances say of what was placed there, and retries
+    adoption         what an earlier router left behind
 """
 
 from __future__ import annotations
 
 from baton.core.routing.adoption import Adoption
+from baton.core.routing.attempts import Attempts
+from baton.core.routing.config import RouterConfig
+from baton.core.routing.dispatch import Dispatcher
 from baton.core.routing.events import (
-    Admit,
-    Arrived,
-    Beaten,
-    Came,
-    Claimed,
-    Cut,
-    Drains,
-    Due,
+    AdmitInstance,
+    AttemptAccepted,
+    AttemptRefused,
+    ClientLeft,
+    CloseSession,
+    DeadlineCame,
     FleetChanged,
-    HangUp,
+    HeartbeatCame,
     Instance,
-    Joined,
-    Left,
-    LegRefused,
-    LegTaken,
-    Neighbours,
+    InstanceDrains,
+    InstanceJoined,
+    InstanceLost,
     OrderDrain,
-    Parted,
-    RouterConfig,
+    RejectInstance,
+    RequestArrived,
+    RequestClaimed,
     RouterEffect,
     RouterEvent,
     Session,
-    TurnAway,
-)  # fmt: skip
-from baton.core.routing.fleet_members import Fleet, InstanceView, Member, MemberMove, MemberState
-from baton.core.routing.routed_request import Carried, Carry, CarryMove
-from baton.core.routing.routed_requests import Carrier, RouterCounts, sooner
+    StopStringFound,
+    TellPrefillPeers,
+    TokensCame,
+)
+from baton.core.routing.fleet_members import FleetMember, FleetMembers, InstanceView, MemberMove, MemberState
+from baton.core.routing.routed_request import ChoiceMove, ChoiceState, RoutedRequest
+from baton.core.routing.routed_requests import RoutedRequests, RouterCounts, sooner
+from baton.core.routing.server_absence import ServerAbsence
 
 ADDRESSES_MAX = 256
 """Givers that a taker is told of."""
@@ -52,9 +61,12 @@ SETTLE_US = 3_000_000
 class Router:
     def __init__(self, config: RouterConfig, prefix_secret: bytes, seed: int) -> None:
         self.config = config
-        self.fleet = Fleet(config)
-        self._carrier = Carrier(config, self.fleet, prefix_secret, seed)
-        self._adoption = Adoption(self._carrier)
+        self.fleet = FleetMembers(config)
+        self._requests = RoutedRequests(config, self.fleet)
+        self._absence = ServerAbsence(self._requests)
+        self._dispatcher = Dispatcher(self._requests, self._absence, prefix_secret, seed)
+        self._attempts = Attempts(self._requests, self._absence, seed)
+        self._adoption = Adoption(self._requests)
         self._tick_us = 0
         self._settles_us: int | None = None
 
@@ -63,125 +75,129 @@ class Router:
     @property
     def waiting(self) -> int:
         """Choices that wait for a place."""
-        return self._carrier.room.count
+        return self._requests.queue.count
 
     @property
-    def open_bodies(self) -> int:
-        return len(self._carrier.bodies)
+    def open_requests(self) -> int:
+        return len(self._requests.by_number)
 
     @property
     def counts(self) -> RouterCounts:
-        return self._carrier.counts
+        return self._requests.counts
 
     def views(self, now_us: int | None = None) -> list[InstanceView]:
-        return self.fleet.views(self._carrier.now_us if now_us is None else now_us)
+        return self.fleet.views(self._requests.now_us if now_us is None else now_us)
 
-    def moves(self) -> dict[tuple[Carry, CarryMove], int]:
+    def moves(self) -> dict[tuple[ChoiceState, ChoiceMove], int]:
         """How often each transition of a choice was taken; those of instances are the fleet's."""
-        return self._carrier.moves()
+        return self._requests.moves()
 
     def holders(self, key: bytes) -> tuple[Session, ...]:
-        """Who is believed to have this prefix cached; for the laws."""
-        return tuple(self._carrier.holdings.longest([key]))
+        """The sessions whose instances are believed to have this prefix cached; for the laws."""
+        return tuple(self._dispatcher.prefixes.longest([key]))
 
-    def carried(self) -> tuple[Carried, ...]:
+    def requests(self) -> tuple[RoutedRequest, ...]:
         """For the laws."""
-        return tuple(self._carrier.bodies.values())
+        return tuple(self._requests.by_number.values())
 
     # ── the door ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: RouterEvent, now_us: int) -> list[RouterEffect]:
-        carrier = self._carrier
+        requests = self._requests
         effects: list[RouterEffect] = []
-        carrier.effects = effects
+        requests.effects = effects
         self._wake(now_us)
         match event:
-            case Came():
-                carrier.came(event)
-            case Beaten():
+            case TokensCame():
+                self._attempts.came(event)
+            case HeartbeatCame():
                 self._beaten(event)
-            case LegTaken():
-                carrier.taken(event)
-            case LegRefused():
-                carrier.refused(event)
-            case Arrived():
-                carrier.arrived(event)
-            case Left(body):
-                carrier.left(body)
-            case Cut():
-                carrier.cut(event)
-            case Joined():
+            case AttemptAccepted():
+                self._attempts.accepted(event)
+            case AttemptRefused():
+                self._attempts.refused(event)
+            case RequestArrived():
+                self._dispatcher.arrived(event)
+            case ClientLeft(number):
+                requests.left(number)
+            case StopStringFound():
+                requests.cut(event)
+            case InstanceJoined():
                 self._joined(event)
-            case Parted(session, reason):
+            case InstanceLost(session, reason):
                 self._parted(session, reason)
-            case Drains(name):
+            case InstanceDrains(name):
                 self._drains(name)
-            case Claimed():
+            case RequestClaimed():
                 self._adoption.claimed(event)
-            case Due():
+            case DeadlineCame():
                 self._due()
-        if carrier.stirred:
-            carrier.place()
+        if requests.stirred:
+            self._dispatcher.place()
         return effects
 
     def next_deadline(self) -> int | None:
-        due_us = sooner(self._carrier.next_deadline(), self._adoption.next_deadline())
+        due_us = sooner(self._requests.queue.next_due(), self._absence.due_us)
+        due_us = sooner(sooner(due_us, self._requests.next_deadline()), self._adoption.next_deadline())
         return sooner(due_us, self._tick_us) if self.fleet.members else due_us
 
     def _wake(self, now_us: int) -> None:
         """While it is awake something happens at least every beat: after a longer gap, it was not there to listen."""
-        gap_us, beat_us = now_us - self._carrier.now_us, self.config.beat_us
-        self._carrier.now_us = now_us
+        gap_us, beat_us = now_us - self._requests.now_us, self.config.beat_us
+        self._requests.now_us = now_us
         if self._settles_us is None:
             self._settles_us = now_us + SETTLE_US
-            self._carrier.watch_absence()
+            self._absence.watch()
         elif gap_us > 2 * beat_us and self.fleet.members:
             self.fleet.excuse(gap_us - beat_us)
 
     def _due(self) -> None:
-        now_us = self._carrier.now_us
+        now_us = self._requests.now_us
         self._tick_us = now_us + self.config.beat_us
         for suspicion in self.fleet.silent(now_us):
             self._suspect(suspicion.member, suspicion.what, suspicion.why)
         for member in self.fleet.drained_too_long(now_us):
-            self._carrier.clear_out(member)
+            self._attempts.clear_out(member)
         self._tell_takers()
         self._adoption.expire()
-        self._carrier.expire()
+        self._requests.end_overdue()
+        self._absence.expire()
+        self._dispatcher.prefixes.expire(now_us)
+        self._requests.stirred = True
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _joined(self, event: Joined) -> None:
-        facts, fleet, now_us = event.facts, self.fleet, self._carrier.now_us
+    def _joined(self, event: InstanceJoined) -> None:
+        facts, fleet, now_us = event.facts, self.fleet, self._requests.now_us
         if event.session in fleet.members:
             self.counts.late += 1
             return
-        if not self._carrier.bodies:
+        if not self._requests.by_number:
             fleet.forget_model()
         objection = fleet.objection(facts, now_us)
         if objection is not None:
-            self._carrier.effects.append(TurnAway(event.session, objection.reason, objection.fenced))
+            self._requests.effects.append(RejectInstance(event.session, objection.reason, objection.fenced))
             what = "fenced" if objection.fenced else "refused"
-            self._carrier.effects.append(FleetChanged(facts.name, facts.incarnation, what, objection.reason))
+            self._requests.effects.append(FleetChanged(facts.name, facts.incarnation, what, objection.reason))
             return
         old = fleet.by_name.get(facts.name)
         if old is not None:
             same = old.facts.incarnation == facts.incarnation
             why = "it has connected again" if same else f"incarnation {facts.incarnation} has joined"
-            self._carrier.effects.append(HangUp(old.session, why))
+            self._requests.effects.append(CloseSession(old.session, why))
             self._lose(old, MemberMove.SUCCEED, "lost", why)
         if not fleet.members:
             self._tick_us = now_us + self.config.beat_us
         member = fleet.admit(event.session, facts, event.draining, now_us)
-        self._carrier.holdings.open(event.session, facts.blocks)
-        at = len(self._carrier.effects)
+        self._dispatcher.prefixes.open(event.session, facts.blocks)
+        at = len(self._requests.effects)
         keep = self._adoption.adopt(member, event.held)
-        self._carrier.effects.insert(at, Admit(event.session, keep))  # before anything that names its legs
-        self._carrier.effects.append(FleetChanged(facts.name, facts.incarnation, "joined", facts.role))
+        self._requests.effects.insert(at, AdmitInstance(event.session, keep))  # before anything that names its attempts
+        self._requests.effects.append(FleetChanged(facts.name, facts.incarnation, "joined", facts.role))
         if member.state is MemberState.DRAINING:
             if not event.draining:
-                self._carrier.effects.append(OrderDrain(event.session))  # its connection broke before it could hear that
-            self._carrier.effects.append(
+                self._requests.effects.append(OrderDrain(event.session))  # its connection broke before it could hear that
+            self._requests.effects.append(
                 FleetChanged(facts.name, facts.incarnation, "draining", "it was draining when it joined")
             )
         member.has_kept = bool(event.held)
@@ -195,56 +211,56 @@ class Router:
             in_order = member.state is MemberState.DRAINING and not member.aboard
             self._lose(member, MemberMove.PART, "left" if in_order else "lost", reason)
 
-    def _beaten(self, event: Beaten) -> None:
+    def _beaten(self, event: HeartbeatCame) -> None:
         member = self.fleet.members.get(event.session)
         if member is None:
             self.counts.late += 1
             return
-        suspicion = self.fleet.beaten(member, event.sign, self._carrier.now_us)
+        suspicion = self.fleet.beaten(member, event.sign, self._requests.now_us)
         if suspicion is not None:
             self._suspect(member, suspicion.what, suspicion.why)
             return
         if event.sign.notes:
-            self._carrier.noted(member, event.sign.notes)
+            self._attempts.noted(member, event.sign.notes)
         names = event.sign.names
         if names.fresh or names.named or names.forgotten:
-            self._carrier.holdings.hear(event.session, names)
+            self._dispatcher.prefixes.hear(event.session, names)
 
     def _drains(self, name: Instance) -> None:
         member = self.fleet.by_name.get(name)
         if member is None or member.state is not MemberState.JOINED:
             self.counts.late += 1
             return
-        self.fleet.drain(member, self._carrier.now_us)
-        self._carrier.effects.append(OrderDrain(member.session))
+        self.fleet.drain(member, self._requests.now_us)
+        self._requests.effects.append(OrderDrain(member.session))
         why = "it takes nothing new" if self.fleet.servers else "it takes nothing new, and nobody else serves"
-        self._carrier.effects.append(FleetChanged(name, member.facts.incarnation, "draining", why))
+        self._requests.effects.append(FleetChanged(name, member.facts.incarnation, "draining", why))
         self._regroup()
 
-    def _suspect(self, member: Member, what: str, why: str) -> None:
+    def _suspect(self, member: FleetMember, what: str, why: str) -> None:
         self.counts.suspicions[what] += 1
-        self._carrier.effects.append(HangUp(member.session, why))
+        self._requests.effects.append(CloseSession(member.session, why))
         self._lose(member, MemberMove.SUSPECT, what, why)
 
-    def _lose(self, member: Member, move: MemberMove, what: str, why: str) -> None:
+    def _lose(self, member: FleetMember, move: MemberMove, what: str, why: str) -> None:
         """Nothing more will be heard of it: what it had goes on elsewhere."""
         self.fleet.remove(member, move)
-        self._carrier.holdings.close(member.session)
-        self._carrier.effects.append(FleetChanged(member.name, member.facts.incarnation, what, why))
-        self._carrier.lose(member, why)
+        self._dispatcher.prefixes.close(member.session)
+        self._requests.effects.append(FleetChanged(member.name, member.facts.incarnation, what, why))
+        self._attempts.lose(member, why)
         self._regroup()
 
     def _regroup(self) -> None:
         """Whoever takes is told of a change among those who give; it may be that somebody serves again, or nobody does."""
         self._tell_takers()
-        self._carrier.watch_absence()
-        self._carrier.stirred = True
+        self._absence.watch()
+        self._requests.stirred = True
 
     def _tell_takers(self) -> None:
         """A taker hangs up on givers that it is not told of. So nobody is told too early of too few."""
         addresses = tuple(giver.facts.peer_address for giver in self.fleet.known_givers)[:ADDRESSES_MAX]
-        settling = self._settles_us is not None and self._carrier.now_us < self._settles_us
+        settling = self._settles_us is not None and self._requests.now_us < self._settles_us
         for member in self.fleet.members.values():
             if member.role.takes and member.told != addresses and not (settling and (member.has_kept or not addresses)):
                 member.told = addresses
-                self._carrier.effects.append(Neighbours(member.session, addresses))
+                self._requests.effects.append(TellPrefillPeers(member.session, addresses))

@@ -1,4 +1,4 @@
-"""Leaves a store alone that has failed several times in a row, and tries it again with one question after a while.
+"""Leaves a store alone that has failed several times in a row, and tries it again with one order after a while.
 
 closed ──failures──▶ open ──time──▶ trying (one order only) ──success──▶ closed
                       ▲──────────── failure, twice the time ──┘
@@ -7,7 +7,7 @@ closed ──failures──▶ open ──time──▶ trying (one order only) 
 from __future__ import annotations
 
 
-class Breaker:
+class CircuitBreaker:
     def __init__(self, failures_max: int, retry_us: int, retry_us_max: int) -> None:
         self._failures_max = failures_max
         self._retry_us_min, self._retry_us_max = retry_us, retry_us_max

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from baton.core.engine.plan import Int32s
+from baton.core.engine.plan import NO_INT32S, Int32s
 from baton.core.engine.prefix import Key
 from baton.core.errors import InvariantViolated
 
@@ -38,6 +38,8 @@ class HostRows:
 
     def run(self, keys: Sequence[Key]) -> Int32s:
         """The rows of the longest leading run of keys that are ready."""
+        if not self._ready:
+            return NO_INT32S
         rows = []
         for key in keys:
             row = self._ready.get(key)

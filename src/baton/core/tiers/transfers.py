@@ -3,10 +3,10 @@
     CopyOut   blocks → rows      Put   rows → store
     CopyIn    rows → blocks      Get   store → rows      Look   which of these has the store?
 
-Each order is a *haul* with a number of its own. It ends in exactly one of three ways, each an event: Hauled, HaulFailed, or,
-where the core would wait no longer and ordered FenceHaul, HaulFenced. Whichever it is, the driver has let go: nothing of the
-haul reads or writes a block or a row any more. Fences are answered soon and always, whatever the store does; a haul that
-ended meanwhile may be answered twice, and what comes second means nothing.
+Each order is a transfer with a number of its own. It ends in exactly one of three ways, each an event: TransferDone,
+TransferFailed, or, after the core ordered FenceTransfer, TransferFenced. Then the driver has let go: nothing of the transfer
+reads or writes a block or a row any more. Fences are always answered soon, whatever the store does. A transfer that ended
+meanwhile may be answered twice; the second answer is ignored.
 
 The store is behind the host's rows and never meets a block: one that hangs can hold up rows, and no step.
 """
@@ -19,7 +19,7 @@ from typing import NewType
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 
-Haul = NewType("Haul", int)
+TransferId = NewType("TransferId", int)
 """Never reused while the worker lives."""
 
 
@@ -30,7 +30,7 @@ Haul = NewType("Haul", int)
 class CopyOut:
     """Copy device block `blocks[i]` to host row `rows[i]`."""
 
-    haul: Haul
+    haul: TransferId
     blocks: Int32s
     rows: Int32s
 
@@ -39,7 +39,7 @@ class CopyOut:
 class CopyIn:
     """Copy host row `rows[i]` to device block `blocks[i]`."""
 
-    haul: Haul
+    haul: TransferId
     rows: Int32s
     blocks: Int32s
 
@@ -48,7 +48,7 @@ class CopyIn:
 class Look:
     """Which of these does the store have?"""
 
-    haul: Haul
+    haul: TransferId
     keys: tuple[Key, ...]
 
 
@@ -56,7 +56,7 @@ class Look:
 class Get:
     """Fetch what is stored under `keys[i]` into row `rows[i]`, if it is sound."""
 
-    haul: Haul
+    haul: TransferId
     keys: tuple[Key, ...]
     rows: Int32s
 
@@ -65,42 +65,42 @@ class Get:
 class Put:
     """Store row `rows[i]` under `keys[i]`."""
 
-    haul: Haul
+    haul: TransferId
     keys: tuple[Key, ...]
     rows: Int32s
 
 
 @dataclass(frozen=True, slots=True)
-class FenceHaul:
-    """Let go of whatever this haul reads and writes, and answer HaulFenced."""
+class FenceTransfer:
+    """Let go of whatever this haul reads and writes, and answer TransferFenced."""
 
-    haul: Haul
+    haul: TransferId
 
 
-StorageEffect = CopyOut | CopyIn | Look | Get | Put | FenceHaul
+StorageEffect = CopyOut | CopyIn | Look | Get | Put | FenceTransfer
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class Hauled:
-    haul: Haul
+class TransferDone:
+    haul: TransferId
     came: tuple[bool, ...]
     """One for each key or row: the store has it; it arrived sound; it was stored; it was copied."""
 
 
 @dataclass(frozen=True, slots=True)
-class HaulFailed:
+class TransferFailed:
     """The store or the copy itself failed, as opposed to having nothing or no room."""
 
-    haul: Haul
+    haul: TransferId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class HaulFenced:
-    haul: Haul
+class TransferFenced:
+    haul: TransferId
 
 
-StorageEvent = Hauled | HaulFailed | HaulFenced
+StorageEvent = TransferDone | TransferFailed | TransferFenced

@@ -16,14 +16,15 @@ import sys
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
-from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPlan, StepResult
+from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, RowOutcome, StepPlan, StepResult
 from baton.core.engine.request import NO_TOKENS, Tokens
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
@@ -200,7 +201,7 @@ class TorchCpuExecutor:
     def _change_slots(self, plan: StepPlan, answer: ResultRows) -> None:
         for row, stop in enumerate(plan.stops):
             if self._slots.holds(stop.slot, stop.epoch):
-                answer.outcomes[row] = Outcome.PREEMPTED
+                answer.outcomes[row] = RowOutcome.PREEMPTED
                 answer.known[row] = self._slots.stop(stop.slot)
                 self._sampler.stop(stop.slot)
         for copy in plan.copies:
@@ -218,7 +219,7 @@ class TorchCpuExecutor:
                 continue
             outcome = self._slots.judge(chunk)
             answer.outcomes[row] = outcome
-            if outcome is Outcome.NOTHING_OUT_OF_BLOCKS:
+            if outcome is RowOutcome.NOTHING_OUT_OF_BLOCKS:
                 continue
             samples = chunk.samples and bool(self._slots.known[chunk.slot] < self._slots.limits[chunk.slot])
             chunks.append(FeedRange(chunk.slot, chunk.begin, chunk.end, samples))
@@ -240,7 +241,7 @@ class TorchCpuExecutor:
         if bool((gap & ~table.starved[slots]).any()):
             raise InvariantViolated(f"step {plan.step} decodes a slot whose prefill is not finished")
         dry = gap | (table.table[slots, position // self.shape.block_size] == NO_BLOCK)
-        answer.outcomes[rows] = np.where(dry, Outcome.NOTHING_OUT_OF_BLOCKS, Outcome.TOKENS)
+        answer.outcomes[rows] = np.where(dry, RowOutcome.NOTHING_OUT_OF_BLOCKS, RowOutcome.TOKENS)
         table.starved[slots[dry]] = True
         runs = ~dry & (table.known[slots] < table.limits[slots])
         return slots[runs], rows[runs]
@@ -277,7 +278,9 @@ class TorchCpuExecutor:
         counts = np.ones(len(draws), dtype=np.int32)
         counts[work.first_decode :] += accepted_drafts(sampled.tokens[work.first_decode :], work.drafts)
         stands = nth < counts[sequences]
-        lines = [replace(line, row=int(sequences[line.row])) for line in sampled.logprobs if stands[line.row]]
+        lines = [
+            msgspec.structs.replace(line, row=int(sequences[line.row])) for line in sampled.logprobs if stands[line.row]
+        ]
         return _Yield(sampled.tokens[stands], counts, joined_logprobs(lines))
 
     def _attention(self, step: int, batch: PackedBatch) -> AttentionContext:
@@ -295,7 +298,7 @@ class TorchCpuExecutor:
     def _finish_answer(self, plan: StepPlan, answer: ResultRows, work: _Work, yielded: _Yield) -> StepResult:
         counts = np.zeros(len(answer.slots), dtype=np.int32)
         counts[work.rows] = yielded.counts
-        present = answer.outcomes != Outcome.NOTHING_EMPTY_SLOT
+        present = answer.outcomes != RowOutcome.NOTHING_EMPTY_SLOT
         present[: len(plan.stops)] = False
         answer.known[present] = self._slots.known[answer.slots[present]]
         return StepResult(
@@ -306,7 +309,7 @@ class TorchCpuExecutor:
             counts=counts,
             tokens=yielded.tokens,
             known=answer.known,
-            logprobs=tuple(replace(line, row=int(work.rows[line.row])) for line in yielded.logprobs),
+            logprobs=tuple(msgspec.structs.replace(line, row=int(work.rows[line.row])) for line in yielded.logprobs),
             drafted=self._drafted(answer, work),
         )
 

@@ -11,14 +11,15 @@ yields is in the report.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 import triton
 
-from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, Outcome, StepPlan, StepResult
+from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, RowOutcome, StepPlan, StepResult
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import ExecutorShape, KvView
 from baton.executor.cuda.attention import chunk_queries
@@ -149,7 +150,7 @@ class StepRunner:
         """Read the known tokens of stopped slots before the slots are reused."""
         for row, stop in enumerate(plan.stops):
             if self._host.holds(stop.slot, stop.epoch):
-                rows.outcomes[row] = Outcome.PREEMPTED
+                rows.outcomes[row] = RowOutcome.PREEMPTED
                 self._host.stop(stop.slot)
                 self._shaping.stop(stop.slot)
         (named,) = self._uploads.send([np.clip(rows.slots[: len(plan.stops)], 0, self._shape.slots)])
@@ -163,7 +164,7 @@ class StepRunner:
             outcome = self._host.judge(chunk)
             rows.outcomes[row] = outcome
             rows.known[row] = self._host.known[chunk.slot]
-            if outcome is Outcome.NOTHING_OUT_OF_BLOCKS:
+            if outcome is RowOutcome.NOTHING_OUT_OF_BLOCKS:
                 continue
             samples = chunk.samples and bool(self._host.known[chunk.slot] < self._host.limits[chunk.slot])
             work.feeds.append(FeedRange(chunk.slot, chunk.begin, chunk.end, samples))
@@ -185,7 +186,7 @@ class StepRunner:
         gap = work.held & (table.known[slots] - 1 > table.computed[slots])
         if bool((gap & ~table.starved[slots]).any()):
             raise InvariantViolated(f"step {plan.step} decodes a slot whose prefill is not finished")
-        rows.outcomes[work.decode_rows[gap]] = Outcome.NOTHING_OUT_OF_BLOCKS
+        rows.outcomes[work.decode_rows[gap]] = RowOutcome.NOTHING_OUT_OF_BLOCKS
         rows.known[work.decode_rows[gap]] = table.known[slots[gap]]
         work.held &= ~gap
         work.decode_slots = slots if work.held.all() else np.where(work.held, slots, self._slots.spare).astype(np.int32)
@@ -247,7 +248,7 @@ class StepRunner:
         sampled = self._shaping.sample(drawn.logits.index_select(0, rows).float(), slots[real], positions[real])
         out[rows] = torch.from_numpy(sampled.tokens).to(out.device)
         unfilled = np.concatenate([chunks, sampled_chunks + decodes])
-        return [replace(line, row=int(unfilled[line.row])) for line in sampled.logprobs]
+        return [msgspec.structs.replace(line, row=int(unfilled[line.row])) for line in sampled.logprobs]
 
     def _advance(self, work: _Work, sequences: int, chunk_rows: int, told: torch.Tensor, used: int) -> int:
         """Write the drawn tokens into the slots and the report; returns the number of words reported."""
@@ -281,7 +282,7 @@ class StepRunner:
         used: int,
         logprobs: list[Logprobs],
     ) -> StepResult:
-        stopped = rows.outcomes[:used] == Outcome.PREEMPTED
+        stopped = rows.outcomes[:used] == RowOutcome.PREEMPTED
         rows.known[:used][stopped] = words[:used][stopped]
         counts = np.zeros(len(rows.slots), dtype=np.int32)
         drafted = np.zeros(len(rows.slots), dtype=np.int32)
@@ -297,7 +298,7 @@ class StepRunner:
             held = work.held
             mine = work.decode_rows[held]
             code, count, known, fed = (column[held] for column in told)
-            rows.outcomes[mine] = np.where(code == DRY, Outcome.NOTHING_OUT_OF_BLOCKS, Outcome.TOKENS)
+            rows.outcomes[mine] = np.where(code == DRY, RowOutcome.NOTHING_OUT_OF_BLOCKS, RowOutcome.TOKENS)
             rows.known[mine] = known
             counts[mine] = count
             drafted[mine] = np.maximum(fed - 1, 0)
@@ -322,7 +323,7 @@ class StepRunner:
 def _placed(lines: list[Logprobs], sources: list[tuple[int, int, int]]) -> tuple[Logprobs, ...]:
     """`sources`: (row of the result, its first drawn row, how many of those are accepted)."""
     row_of = {first + nth: row for row, first, count in sources for nth in range(count)}
-    return joined_logprobs([replace(line, row=row_of[line.row]) for line in lines if line.row in row_of])
+    return joined_logprobs([msgspec.structs.replace(line, row=row_of[line.row]) for line in lines if line.row in row_of])
 
 
 def _launch_advance(

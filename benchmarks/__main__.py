@@ -1,0 +1,44 @@
+"""`python -m benchmarks`: the experiments of the repository, one module each, imported when it is called.
+
+Run from the root of a checkout. Exit codes: 0 all went well, 1 a measurement failed, 2 the command was wrong.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from baton.cli.lazily import loading
+
+COMMANDS = {
+    "compare": "benchmarks.compare:compare",
+    "pressure": "benchmarks.pressure:pressure",
+    "tiers": "benchmarks.tiers:tiers",
+    "chat-tiers": "benchmarks.chat_tiers:chat_tiers",
+    "passes": "benchmarks.passes:passes",
+    "policies": "benchmarks.policies:policies",
+    "scheduler": "benchmarks.scheduler:scheduler",
+    "predict": "benchmarks.predict:predict",
+    "handover": "benchmarks.handover:handover",
+    "store": "benchmarks.store:store",
+    "split": "benchmarks.split:split",
+    "prefill-path": "benchmarks.prefill_path:prefill_path",
+    "router": "benchmarks.router:router",
+    "routing": "benchmarks.routing:routing",
+}
+
+app = typer.Typer(
+    cls=loading(COMMANDS),
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.callback()
+def benchmarks() -> None:
+    """Experiments on Baton, beside another system where there is one."""
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks")

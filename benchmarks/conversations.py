@@ -1,0 +1,131 @@
+"""Conversations of a trace of lengths: tokens asked and answered in each round, and sessions drawn from them.
+
+Owns how rows become rounds. The ShareGPT lengths have one row a turn, with all that was said before it as its prompt; rows
+of one conversation follow each other. So a row whose prompt is longer than everything in the row before goes on with that
+conversation, and adds what is more; any other row begins one. A conversation that happens to begin with a longer text than
+the whole one before it is taken for its continuation: rounds are a little too many, never out of order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from baton.bench.traces import TracedRequest, read_trace
+from baton.bench.workload import BenchSession, Round
+from baton.sim.cluster import PlannedRequest
+from baton.sim.workload import BadWorkload
+from benchmarks.runner import find_trace
+
+T = TypeVar("T")
+
+TRACE_GLOB = "*sharegpt*.csv*"
+_CALLS, _SESSIONS = 3, 5
+"""Purposes of random streams: two uses of one seed never draw the same stream."""
+
+
+class Turn(NamedTuple):
+    """One round."""
+
+    asked: int
+    """Tokens that the client adds to what was said before."""
+    answered: int
+
+
+Talk = tuple[Turn, ...]
+
+
+def find_talks(trace: Path | None, folder: Path | None) -> Path:
+    """The file that was named, or the ShareGPT lengths among the traces of a folder."""
+    return find_trace(trace, folder, TRACE_GLOB, "the ShareGPT lengths")
+
+
+def read_talks(path: Path) -> list[Talk]:
+    return talks_of(read_trace(path))
+
+
+def talks_of(rows: Iterable[TracedRequest]) -> list[Talk]:
+    talks: list[list[Turn]] = []
+    said = 0
+    for row in rows:
+        if talks and row.input_tokens > said:
+            talks[-1].append(Turn(row.input_tokens - said, row.output_tokens))
+        else:
+            talks.append([Turn(row.input_tokens, row.output_tokens)])
+        said = row.input_tokens + row.output_tokens
+    return [tuple(talk) for talk in talks]
+
+
+def _drawn(several: Sequence[T], count: int, seed: Sequence[int]) -> list[T]:
+    """`count` different ones, in random order."""
+    if len(several) < count:
+        raise BadWorkload(f"{count} sessions were asked for, and the trace has {len(several)} of several rounds")
+    chosen = np.random.default_rng(seed).choice(len(several), size=count, replace=False)
+    return [several[place] for place in chosen.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """How many conversations are drawn, and what is made of their lengths."""
+
+    count: int
+    input_scale: float
+    """Factor on the length of what clients add; answers stay as long as in the file."""
+    context_tokens: int
+    """A session ends before the round that would not fit."""
+    max_tokens: int
+    """Declared by clients, unless the answer is longer."""
+    think_us: int = 0
+
+    def drawn(self, talks: Sequence[Talk], seed: int) -> list[PlannedRequest]:
+        """Calls of `count` different conversations of more than one round, session after session."""
+        chosen = _drawn([talk for talk in talks if len(talk) > 1], self.count, [seed, _CALLS])
+        return [call for number, talk in enumerate(chosen) for call in self._calls(number, talk)]
+
+    def _calls(self, session: int, talk: Talk) -> list[PlannedRequest]:
+        calls: list[PlannedRequest] = []
+        said = 0
+        for turn in talk:
+            asked = max(1, round(turn.asked * self.input_scale))
+            answered = max(1, turn.answered)
+            declared = max(answered, self.max_tokens)
+            if said + asked + declared > self.context_tokens:
+                break
+            calls.append(
+                PlannedRequest(None, asked, answered, declared, session=session, think_us=self.think_us if calls else 0)
+            )
+            said += asked + answered
+        return calls
+
+
+@dataclass(frozen=True, slots=True)
+class Talks:
+    """Which conversations a real server is sent, and how they are cut to what a CPU can do."""
+
+    count: int = 78
+    concurrency: int = 12
+    input_scale: float = 0.5
+    output_tokens_max: int = 16
+    context_tokens: int = 1536
+    seed: int = 0
+
+    def drawn(self, talks: Sequence[Talk]) -> list[BenchSession]:
+        several = [rounds for talk in talks if len(rounds := self._rounds(talk)) > 1]
+        chosen = _drawn(several, self.count, [self.seed, _SESSIONS])
+        return [BenchSession(number, rounds) for number, rounds in enumerate(chosen)]
+
+    def _rounds(self, talk: Talk) -> tuple[Round, ...]:
+        rounds: list[Round] = []
+        said = 0
+        for turn in talk:
+            asked = max(1, round(turn.asked * self.input_scale))
+            answered = max(1, min(turn.answered, self.output_tokens_max))
+            said += asked + answered
+            if said > self.context_tokens:
+                break
+            rounds.append(Round(asked, answered))
+        return tuple(rounds)

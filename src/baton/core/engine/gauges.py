@@ -1,0 +1,139 @@
+"""Gauges and counters of an engine, as they travel to the front end and the router and as `/metrics` shows them."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from baton.core.bounds import Long, NotNegative
+from baton.core.engine.blocks import BlockGauges
+
+
+class HandoverGauges(Struct, array_like=True, frozen=True):
+    """Hand-overs of one instance, in either role. All but the first two only grow."""
+
+    peers: Long = 0
+    """Sessions that are up."""
+    open: Long = 0
+    """Under way."""
+    made: Long = 0
+    """Adopted by the taker."""
+    refused: Long = 0
+    not_delivered: Long = 0
+    preempted: Long = 0
+    timed_out: Long = 0
+
+
+class StorageGauges(Struct, array_like=True, frozen=True):
+    """KV outside the pool, in blocks. All but the first three and `breaker_open` only grow."""
+
+    host_rows: Long = 0
+    """Room in host memory."""
+    host_used: Long = 0
+    hauls: Long = 0
+    """Transfers that are open."""
+    saved: Long = 0
+    """Copied from the pool to host memory."""
+    unsaved: Long = 0
+    """Not copied: no room, too many under way, or the copy failed."""
+    loaded: Long = 0
+    """Copied back from host memory."""
+    fetched: Long = 0
+    """Brought from the store to host memory."""
+    stored: Long = 0
+    """Written from host memory to the store."""
+    unstored: Long = 0
+    recompute_cheaper: Long = 0
+    """Neither saved nor brought back, because computing them again is quicker."""
+    failed: Long = 0
+    """Transfers that failed."""
+    late: Long = 0
+    """Transfers that took too long, and were fenced."""
+    breaker_open: Long = 0
+    """1 while the store is left alone."""
+    breaker_opened: Long = 0
+
+
+class SchedulerGauges(Struct, array_like=True, frozen=True):
+    """What an engine tells of itself with each step and each pulse. The order of the fields is their order on the wire."""
+
+    running: Long = 0
+    waiting: Long = 0
+    free_blocks: Long = 0
+    evictable_blocks: Long = 0
+    running_blocks: Long = 0
+    leased_blocks: Long = 0
+    receiving_blocks: Long = 0
+    prefix_queries: Long = 0
+    """Prompt tokens looked up."""
+    prefix_hits: Long = 0
+    """Prompt tokens found."""
+    stale_results: Long = 0
+    steps: Long = 0
+    preemptions_for_others: Long = 0
+    """Requests that yielded so that another could grow."""
+    preemptions_of_self: Long = 0
+    """Requests that yielded because they themselves could not grow."""
+    recomputed_tokens: Long = 0
+    chunk_prefill_unsatisfied: Long = 0
+    """Passes in which the next chunk of a started prefill did not fit."""
+    reserve_ratio: NotNegative = 0.0
+    handovers: HandoverGauges = HandoverGauges()
+    leaving_blocks: Long = 0
+    storage: StorageGauges = StorageGauges()
+
+    @property
+    def blocks(self) -> BlockGauges:
+        """Blocks by state; they sum to the pool."""
+        return BlockGauges(
+            self.free_blocks,
+            self.evictable_blocks,
+            self.running_blocks,
+            self.leased_blocks,
+            self.receiving_blocks,
+            self.leaving_blocks,
+        )
+
+    @property
+    def total_blocks(self) -> int:
+        """The pool; 0 where nothing was told of it yet."""
+        used = self.running_blocks + self.leased_blocks + self.receiving_blocks + self.leaving_blocks
+        return self.free_blocks + self.evictable_blocks + used
+
+    @property
+    def preemptions(self) -> int:
+        return self.preemptions_for_others + self.preemptions_of_self
+
+
+class DraftGauges(Struct, frozen=True):
+    """Guessed tokens of all steps since the start."""
+
+    fed: Long = 0
+    """Computed along with decodes; 0 where nothing guesses."""
+    accepted: Long = 0
+    """Those that proved right."""
+
+
+class PeerTraffic(Struct, tag="peer_traffic", frozen=True):
+    """What came of connections with peers since the start; sent when it has changed."""
+
+    refused: dict[str, int] = {}
+    """Connections and frames, by reason."""
+    arrived_bytes: int = 0
+    """Of KV."""
+
+
+class StoreTraffic(Struct, tag="store_traffic", frozen=True):
+    """What moved between the pool, host memory and the store since the start; sent when it has changed."""
+
+    saved_bytes: int = 0
+    """From the pool to host memory."""
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    """From host memory to the store."""
+    fetched_bytes: int = 0
+    missing_blocks: int = 0
+    """That the store was asked for and did not have."""
+    errors: int = 0
+    """Calls of the store that failed."""
+    bad_blocks: dict[str, int] = {}
+    """Found in the store and not used, by what was wrong with them."""

@@ -1,0 +1,122 @@
+"""Growth of decodes, and who yields when blocks run out.
+
+A decode that finds no block waits out the step, and enough victims are ordered to yield for it. With nobody to yield, it
+waits for what is coming back. A request that yielded `max_preemptions` times is protected: it comes back only with its whole
+need promised, and no growth of others may touch what is promised. So protected requests always finish.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.core.engine.plan import Int64s
+from baton.core.engine.request import Move
+from baton.core.engine.reserve import BlockPromises
+from baton.core.engine.running_set import RunningSet
+from baton.core.engine.slots import DECODING, NO_REQUEST, PREEMPTING
+from baton.core.engine.step_builder import StepBuilder
+from baton.core.engine.step_rows import StepRows
+from baton.core.engine.victims import RecoveryRates, choose_victim, computing_us, copying_us
+from baton.core.tiers.offload import AnyTiers
+
+
+class BlockPressure:
+    def __init__(self, running: RunningSet, promises: BlockPromises, tiers: AnyTiers, rates: RecoveryRates) -> None:
+        self._running = running
+        self._config = running.config
+        self._slots = running.slots
+        self._pool = running.pool
+        self._promises = promises
+        self._tiers = tiers
+        self._rates = rates
+        self.preemptions_for_others = 0
+        self.preemptions_of_self = 0
+
+    def continue_decodes(self, step: StepBuilder) -> None:
+        slots, config, rows = self._slots, self._config, step.decodes.slots
+        reach, limit = slots.known[rows] + slots.pending[rows], slots.limit[rows]
+        open_rows = reach < limit
+        if np.count_nonzero(open_rows) < len(rows):
+            rows, reach, limit = rows[open_rows], reach[open_rows], limit[open_rows]
+        ends = np.minimum(reach + (config.burst - 1), limit)
+        short = ends > slots.held[rows] * config.block_size
+        if np.count_nonzero(short):
+            rows = self._grow_or_wait(step, rows, rows[short])
+        slots.pending[rows] += config.burst
+        step.budget -= len(rows) * config.burst
+        if len(rows) < len(step.decodes.slots):
+            step.decodes = StepRows.of_decodes(slots, rows, config.burst)
+
+    def _grow_or_wait(self, step: StepBuilder, rows: Int64s, short: Int64s) -> Int64s:
+        """One more block for each row that needs it, the most important first. Answers the rows that can decode."""
+        slots = self._slots
+        free_for_all = self._pool.available - self._promises.promised(slots)
+        sure = slots.protected[short]
+        if np.count_nonzero(~sure) > free_for_all:
+            asking = short[~sure]
+            asking = asking[np.lexsort((slots.serial[asking], slots.priority[asking]))]
+            fed, starved = asking[: max(0, free_for_all)], asking[max(0, free_for_all) :]
+            self._relieve(step, starved)
+            short = np.concatenate((short[sure], fed))
+            rows = rows[~np.isin(rows, starved)]
+            rows = rows[slots.phase[rows] == DECODING]
+            short = short[slots.phase[short] == DECODING]
+        if len(short):
+            self._grow_by_one(step, short)
+        return rows
+
+    def _grow_by_one(self, step: StepBuilder, rows: Int64s) -> None:
+        """`burst` never exceeds a block, so one block a row is always enough."""
+        slots = self._slots
+        blocks, at = self._pool.take(len(rows)), slots.held[rows]
+        slots.table[rows, at] = blocks
+        slots.held[rows] += 1
+        step.grow(rows.astype(np.int32), at.astype(np.int32), blocks)
+
+    def _relieve(self, step: StepBuilder, starved: Int64s) -> None:
+        """Order victims to yield until what comes back is enough for those who found no block."""
+        coming = self._coming_back()
+        for asker in starved.tolist():
+            if self._slots.phase[asker] != DECODING:
+                continue  # it was itself the victim for somebody before it
+            while coming < 1:
+                victim = choose_victim(self._config.victims, self._slots, asker, self.bring_back_us)
+                if victim is None:
+                    return
+                coming += self._pool.exclusive(self._slots.blocks(victim))
+                self._preempt(step, victim, asker)
+                if victim == asker:
+                    break
+            else:
+                coming -= 1
+
+    def _coming_back(self) -> int:
+        """Blocks that will be free once the slots that are being let go of are; those shared by two of them do not count."""
+        slots = self._slots
+        stopping = np.flatnonzero((slots.serial != NO_REQUEST) & (slots.phase >= PREEMPTING))
+        return self._pool.leaving + sum(self._pool.exclusive(slots.blocks(slot)) for slot in stopping.tolist())
+
+    def _preempt(self, step: StepBuilder, victim: int, asker: int) -> None:
+        request = self._running.occupant(victim)
+        step.preempted = True
+        request.bill.preemptions += 1
+        if victim == asker:
+            self.preemptions_of_self += 1
+        else:
+            self.preemptions_for_others += 1
+        self._running.order_stop(request, Move.PREEMPT)
+        self._promises.policy.after_preemption(self._slots)
+
+    def bring_back_us(self, rows: Int64s) -> Int64s:
+        """By computing it again or, where it would be kept, by a copy: whichever is quicker."""
+        lost = self._lost_tokens(rows)
+        computing = computing_us(lost, self._rates)
+        if not self._tiers.saves_preempted:
+            return computing
+        return np.minimum(computing, copying_us(lost, self._config.block_size, self._rates))
+
+    def _lost_tokens(self, rows: Int64s) -> Int64s:
+        """How many tokens of each row would be gone: what others hold too is still there when it resumes."""
+        slots, size = self._slots, self._config.block_size
+        kept = [slots.held[slot] - self._pool.exclusive(slots.blocks(slot)) for slot in rows.tolist()]
+        return np.asarray(np.maximum(0, slots.known[rows] - np.array(kept, dtype=np.int64) * size))

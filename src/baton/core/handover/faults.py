@@ -1,0 +1,40 @@
+"""How an attempt to hand a prefill over failed: a code, the stage that it failed in, and a reason."""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+from msgspec import Struct
+
+
+class PdCode(IntEnum):
+    """How an attempt failed. All of these may be tried again."""
+
+    REFUSED = 500
+    """The taker had no room."""
+    NOT_DELIVERED = 501
+    """The KV did not arrive, or not as it was computed."""
+    PREEMPTED = 502
+    """The taker could not hold it to its end."""
+    TIMEOUT = 408
+    """The prefill never arrived."""
+
+
+class PdStage(StrEnum):
+    OFFER = "offer"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+
+
+class PdFault(Struct, array_like=True, frozen=True):
+    """Why an attempt in which one instance prefills and another decodes ended early."""
+
+    code: PdCode
+    stage: PdStage
+    reason: str
+
+    @property
+    def message(self) -> str:
+        """Shown to the client."""
+        return f"PD Error {int(self.code)} ({self.stage}): {self.reason}"

@@ -1,0 +1,235 @@
+"""What follows from what instances say of attempts: tokens are delivered, and what cannot stay goes on elsewhere.
+
+A choice goes on after a refusal, a preemption, a loss or a drain, up to the limits of `RouterConfig`; each retry waits in
+the placement queue for its back-off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.request import FinishReason
+from baton.core.errors import RefusalCode
+from baton.core.handover.faults import PdFault
+from baton.core.routing.events import (
+    AttemptAccepted,
+    AttemptRefused,
+    DeliverTokens,
+    Instance,
+    PhaseReport,
+    Session,
+    TimelineStage,
+    TokensCame,
+)
+from baton.core.routing.fleet_members import FleetMember
+from baton.core.routing.identity import AttemptId, ChoiceAttempt
+from baton.core.routing.rate_limits import RetryBudget
+from baton.core.routing.routed_request import (
+    ABOUT_THE_INSTANCE,
+    Attempt,
+    ChoiceMove,
+    ChoiceState,
+    RoutedChoice,
+    add_bill,
+    fault_of,
+    fault_of_refusal,
+    finished_as,
+    is_preemption,
+    jittered_us,
+    loss_of,
+)
+from baton.core.routing.routed_requests import MoveCause, RoutedRequests
+from baton.core.routing.server_absence import ServerAbsence
+
+MOVE_OF = {
+    MoveCause.PREEMPTED: ChoiceMove.YIELD,
+    MoveCause.LOST: ChoiceMove.LOSE,
+    MoveCause.DRAINED: ChoiceMove.MOVE,
+    MoveCause.REFUSED: ChoiceMove.REFUSE,
+    MoveCause.UNFIT: ChoiceMove.REFUSE,
+}
+
+
+class Attempts:
+    def __init__(self, requests: RoutedRequests, absence: ServerAbsence, seed: int) -> None:
+        self._config = requests.config
+        self._requests = requests
+        self._absence = absence
+        self._budget = RetryBudget(requests.config)
+        self._seed = seed
+
+    # ── what an instance says ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def came(self, event: TokensCame) -> None:
+        requests, choice = self._requests, self._choice_of(event.session, event.attempt)
+        if choice is None or choice.attempt is None:
+            requests.counts.late += 1
+            return
+        choice.attempt.member.heard_us = requests.now_us
+        if choice.state is not ChoiceState.OPEN:
+            self._came_after_cut(choice, event.end)
+            return
+        tokens, cached, end = event.tokens, None, event.end
+        if choice.prefill is not None and tokens:
+            requests.prefilled(choice)
+        if event.cached_tokens is not None and choice.cached_tokens is None:
+            choice.cached_tokens = cached = event.cached_tokens
+        choice.delivered += tokens
+        if end is None:
+            requests.effects.append(DeliverTokens(event.attempt.request, choice.index, tokens, event.extras, cached, None))
+            return
+        add_bill(choice, end.bill)
+        if end.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if end.generated_tokens < len(choice.delivered):
+                choice.keep = end.generated_tokens  # its client had cut it, and then its router was lost
+            requests.end(choice, end.reason, None, tokens, event.extras, cached)
+            return
+        if tokens:
+            requests.effects.append(DeliverTokens(event.attempt.request, choice.index, tokens, event.extras, cached, None))
+        cause = MoveCause.PREEMPTED if is_preemption(end) else MoveCause.LOST
+        self.go_on_elsewhere(choice, cause, fault_of(end, choice.attempt.member.name))
+
+    def _came_after_cut(self, choice: RoutedChoice, end: EndedRequest | None) -> None:
+        """Tokens mean nothing any more; the end brings the bill."""
+        if choice.state is ChoiceState.CUT and end is not None:
+            add_bill(choice, end.bill)
+            self._requests.end(choice, FinishReason.STOP)
+        else:
+            self._requests.counts.late += 1
+
+    def noted(self, member: FleetMember, notes: Sequence[PhaseReport]) -> None:
+        requests = self._requests
+        requests.effects += requests.timeline.noted(member, notes, requests.by_number, requests.now_us)
+
+    def accepted(self, event: AttemptAccepted) -> None:
+        requests, attempt = self._requests, self._attempt(event.session, event.attempt)
+        sent = _unanswered(attempt)
+        if attempt is None or not sent:
+            requests.counts.late += 1
+            return
+        attempt.accepted = True
+        for choice in sent:
+            requests.move(choice, ChoiceMove.TAKE)
+            choice.refusals, choice.turned_down_by = 0, None
+            requests.opened(choice.request)
+            if choice.attempts > 1:
+                requests.note(choice, TimelineStage.RESUMED, attempt.member.name)
+
+    def refused(self, event: AttemptRefused) -> None:
+        attempt = self._attempt(event.session, event.attempt)
+        sent = _unanswered(attempt)
+        if attempt is not None and not attempt.accepted:
+            del attempt.request.attempts[attempt.id.attempt]  # there is nothing to call back or to forget
+        if attempt is None or not sent:
+            self._requests.counts.late += 1
+            return
+        about_instance = event.refusal.code in ABOUT_THE_INSTANCE
+        if not (about_instance or attempt.request.opened):
+            self._requests.refuse(attempt.request, event.refusal)
+            return
+        for choice in sent:
+            cause = MoveCause.REFUSED if about_instance else MoveCause.UNFIT
+            self.go_on_elsewhere(choice, cause, fault_of_refusal(event.refusal))
+
+    def _attempt(self, session: Session, which: AttemptId | ChoiceAttempt) -> Attempt | None:
+        """None for one that is over, or that is not this session's."""
+        request = self._requests.by_number.get(which.request)
+        attempt = None if request is None else request.attempts.get(which.attempt)
+        return attempt if attempt is not None and attempt.member.session == session else None
+
+    def _choice_of(self, session: Session, which: ChoiceAttempt) -> RoutedChoice | None:
+        """The choice of an attempt, if it is still in it."""
+        attempt = self._attempt(session, which)
+        if attempt is None or not 0 <= which.choice < len(attempt.request.choices):
+            return None
+        choice = attempt.request.choices[which.choice]
+        return choice if choice.attempt is attempt else None
+
+    # ── going on elsewhere ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def lose(self, member: FleetMember, why: str) -> None:
+        """Nothing more will be heard of an instance: what it had goes on elsewhere."""
+        for choice in list(member.aboard.values()):
+            if choice.attempt is not None:  # else its request was given up with one before it
+                self.go_on_elsewhere(choice, MoveCause.LOST, loss_of(choice, f"{member.name} was lost: {why}"))
+
+    def clear_out(self, member: FleetMember) -> None:
+        """It drains for too long: what is still open there goes on elsewhere, if another instance serves."""
+        requests = self._requests
+        if not requests.fleet.servers:
+            return
+        moving = [choice for choice in member.aboard.values() if choice.state is ChoiceState.OPEN]
+        requests.call_back(moving)
+        for choice in moving:
+            self.go_on_elsewhere(choice, MoveCause.DRAINED, loss_of(choice, f"{member.name} drains"))
+
+    def go_on_elsewhere(self, choice: RoutedChoice, cause: MoveCause, fault: PdFault) -> None:
+        """Put it back into the placement queue, unless it had its last token or has moved often enough."""
+        requests, reason, where = self._requests, finished_as(choice), choice.where
+        if reason is not None:
+            requests.end(choice, reason)
+            return
+        if not self._may_go_on(choice, cause, where):
+            self._give_up(choice, fault)
+            return
+        if choice.request.deadline_us <= requests.now_us:
+            self._give_up(choice, requests.overdue(fault.reason))
+            return
+        requests.leave(choice)
+        requests.move(choice, MOVE_OF[cause])
+        requests.queue.enter(choice, requests.now_us + self._delay_us(choice, cause))
+        self._absence.wait()
+        requests.counts.retries[cause.value] += 1
+        stage = TimelineStage.PREEMPTED if cause is MoveCause.PREEMPTED else TimelineStage.MOVED
+        requests.note(choice, stage, where, f"{cause.value}: {fault.reason}")
+
+    def _may_go_on(self, choice: RoutedChoice, cause: MoveCause, where: Instance | None) -> bool:
+        match cause:
+            case MoveCause.PREEMPTED | MoveCause.UNFIT:
+                choice.preemptions += 1
+                if where is not None and (self._config.preempt_retry_exclude_decode or cause is MoveCause.UNFIT):
+                    choice.avoid = [name for name in choice.avoid if name != where] + [where]
+                return choice.preemptions <= self._config.preempt_retry_count
+            case MoveCause.LOST:
+                choice.losses += 1
+                choice.fruitless = choice.fruitless + 1 if choice.lost_with == len(choice.delivered) else 1
+                choice.lost_with = len(choice.delivered)
+                choice.turned_down_by = where
+                is_deadly = choice.fruitless >= self._config.fruitless_loss_count
+                return choice.losses <= self._config.loss_retry_count and not is_deadly
+            case MoveCause.REFUSED:
+                choice.refusals += 1
+                choice.turned_down_by = where
+                return True
+            case MoveCause.DRAINED:
+                return True
+
+    def _delay_us(self, choice: RoutedChoice, cause: MoveCause) -> int:
+        match cause:
+            case MoveCause.PREEMPTED | MoveCause.UNFIT:
+                nth = choice.preemptions
+            case MoveCause.LOST:
+                nth = choice.losses - 1
+            case MoveCause.REFUSED:
+                nth = choice.refusals
+            case MoveCause.DRAINED:
+                nth = 0
+        delay_us = jittered_us(self._config, self._seed, choice.request.number, nth) if nth else 0
+        if cause in (MoveCause.REFUSED, MoveCause.DRAINED):
+            return delay_us
+        return delay_us + self._budget.delay_us(self._requests.now_us)
+
+    def _give_up(self, choice: RoutedChoice, fault: PdFault) -> None:
+        if choice.request.opened:
+            self._requests.end(choice, FinishReason.RESCHEDULE, fault)
+        else:
+            text = f"no instance could take the request: {fault.reason}"
+            self._requests.decline(choice.request, RefusalCode.NO_INSTANCE, text)
+
+
+def _unanswered(attempt: Attempt | None) -> list[RoutedChoice]:
+    """The choices of an attempt that wait for its answer."""
+    if attempt is None:
+        return []
+    return [choice for choice in attempt.choices if choice.attempt is attempt and choice.state is ChoiceState.SENT]

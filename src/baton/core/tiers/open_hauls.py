@@ -1,0 +1,134 @@
+"""Orders to the driver that are under way, in numbers that are never reused.
+
+An order has a time limit. One that is late is fenced, and only when that is answered are its blocks and rows used for
+something else: a slow copy and a dead one take the same path. Orders to the store are bounded for each kind, and a store
+that fails or is late several times in a row is left alone for a while.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.core.config import TierConfig
+from baton.core.engine.plan import NO_INT32S, Int32s
+from baton.core.engine.prefix import Key
+from baton.core.engine.request import Serial
+from baton.core.tiers.circuit_breaker import CircuitBreaker
+from baton.core.tiers.host_rows import HostRows
+from baton.core.tiers.transfers import FenceTransfer, StorageEffect, TransferId
+
+
+class TransferKind(Enum):
+    OUT = "copy to host"
+    IN = "copy to device"
+    LOOK = "look"
+    GET = "get"
+    PUT = "put"
+
+
+OF_STORE = (TransferKind.LOOK, TransferKind.GET, TransferKind.PUT)
+FILLS = (TransferKind.OUT, TransferKind.GET)
+"""Hauls that write rows."""
+READS = (TransferKind.IN, TransferKind.PUT)
+"""Hauls that read rows."""
+
+
+@dataclass(slots=True)
+class OpenTransfer:
+    haul: TransferId
+    kind: TransferKind
+    keys: tuple[Key, ...]
+    began_us: int
+    deadline_us: int
+    blocks: Int32s = field(default_factory=lambda: NO_INT32S)
+    serial: Serial | None = None
+    """IN: whose."""
+    seeker: Hashable = None
+    """LOOK: who wants to know."""
+    fencing: bool = False
+
+
+class OpenTransfers:
+    def __init__(self, config: TierConfig) -> None:
+        self.config = config
+        self.host = HostRows(config.host_rows)
+        self.now_us = 0
+        self.counts: Counter[str] = Counter()
+        """By names of `StorageGauges`."""
+        limits = config.failures_max, config.retry_us, config.retry_us_max
+        self.breakers = {kind: CircuitBreaker(*limits) for kind in OF_STORE}
+        """One for each kind of order: a store may answer looks and hang in everything else."""
+        self.filling: dict[Key, TransferId] = {}
+        """Which haul brings a key into host memory."""
+        self._open: dict[TransferId, OpenTransfer] = {}
+        self._at_store = dict.fromkeys(OF_STORE, 0)
+        """Orders to the store that are open, of each kind."""
+        self._orders: list[StorageEffect] = []
+        self._next_haul = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenTransfer]:
+        return iter(self._open.values())
+
+    def get(self, haul: TransferId) -> OpenTransfer | None:
+        return self._open.get(haul)
+
+    def late(self) -> list[OpenTransfer]:
+        return [haul for haul in self if not haul.fencing and haul.deadline_us <= self.now_us]
+
+    def may_ask(self, kind: TransferKind) -> bool:
+        """Whether one more order of this kind may go to the store now."""
+        return self._at_store[kind] < self.config.hauls_max and self.breakers[kind].allows(self.now_us)
+
+    def begin(
+        self,
+        kind: TransferKind,
+        keys: tuple[Key, ...],
+        limit_us: int,
+        blocks: Int32s = NO_INT32S,
+        serial: Serial | None = None,
+        seeker: Hashable = None,
+    ) -> TransferId:
+        haul = TransferId(self._next_haul)
+        self._next_haul += 1
+        self._open[haul] = OpenTransfer(haul, kind, keys, self.now_us, self.now_us + limit_us, blocks, serial, seeker)
+        if kind in FILLS:
+            self.filling.update(dict.fromkeys(keys, haul))
+        if kind in OF_STORE:
+            self._at_store[kind] += 1
+            self.breakers[kind].asked()
+        return haul
+
+    def order(self, effect: StorageEffect) -> None:
+        self._orders.append(effect)
+
+    def take_orders(self) -> list[StorageEffect]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def fence(self, haul: OpenTransfer) -> None:
+        haul.fencing = True
+        self.order(FenceTransfer(haul.haul))
+
+    def close(self, haul: OpenTransfer) -> None:
+        """The driver has let go of it."""
+        del self._open[haul.haul]
+        if haul.kind in OF_STORE:
+            self._at_store[haul.kind] -= 1
+
+    def fill(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
+        """The rows that it was to fill hold what they should, as far as that came."""
+        for key in haul.keys:
+            del self.filling[key]
+        self.host.filled([key for key, is_there in zip(haul.keys, came, strict=True) if is_there])
+        self.host.spoilt([key for key, is_there in zip(haul.keys, came, strict=True) if not is_there])
+
+
+def leading(came: Sequence[bool]) -> int:
+    """How many came before the first that did not."""
+    return came.index(False) if False in came else len(came)

@@ -1,0 +1,129 @@
+"""One fuzzed world from its beginning to the verdict.
+
+Owns the two phases:
+
+    chaos    requests arrive, faults happen; safety laws after each event
+    heal     no fault any more; every open request must end within a bound, every instance must serve again (each is
+             asked one more question), and then nothing may be held
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.sim.faults import Fault
+from baton.sim.fuzzed_world import HEALED_WITHIN_US, FuzzedWorld
+from baton.sim.judge import as_law
+from baton.sim.laws import LIVENESS, LawBroken
+from baton.sim.recovery import Recovery
+from baton.sim.scenario import Scenario, ScenarioTrim, draw_scenario
+from baton.sim.seats import FRONT
+
+BOOTED_US = 30_000
+"""Nobody asks before the instances had time to start."""
+RECOVERED_WITHIN_US = 10_000_000
+QUIET_WITHIN_US = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class WorldVerdict:
+    seed: int
+    broken: LawBroken | None
+    digest: str
+    events: int
+    virtual_us: int
+    asks: int
+    fired: Counter[str]
+    moves: Counter[str]
+    ends: Counter[str]
+    story: tuple[str, ...]
+    scenario: Scenario
+
+
+class FuzzedRun:
+    """A scenario under way."""
+
+    def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
+        self.scenario = scenario
+        self.site = FuzzedWorld(scenario, tell_story=tell_story, always_audit=always_audit)
+        self.when_healed: Callable[[], None] | None = None
+        self._recovery = Recovery(self.site)
+
+    def verdict(self) -> WorldVerdict:
+        site = self.site
+        broken = self._broken_law()
+        self._gather_moves()
+        if "overload" in site.scenario.classes:
+            site.world.fire(Fault.OVERLOAD, FRONT)
+        return WorldVerdict(
+            seed=site.scenario.seed,
+            broken=broken,
+            digest=site.world.digest(),
+            events=site.world.events,
+            virtual_us=site.world.now_us,
+            asks=sum(user.made for user in site.users),
+            fired=site.world.fired,
+            moves=site.judge.moves,
+            ends=site.judge.ends,
+            story=tuple(site.world.story),
+            scenario=site.scenario,
+        )
+
+    def _gather_moves(self) -> None:
+        site = self.site
+        for seat in site.seats:
+            if seat.instance is not None:
+                site.judge.buried(seat.instance)
+            for end in (*seat.lines, *seat.peer_lines):
+                site.judge.took_moves("link", end.moves())
+            if seat.counter is not None:
+                for desk in (seat.counter.desk, *seat.counter.former_desks):
+                    site.judge.took_moves("desk", desk.moves())
+        for line in site.lines:
+            site.judge.took_moves("link", line.moves())
+        if site.fleet is not None:
+            site.fleet.gather_moves(site.judge)
+
+    def _broken_law(self) -> LawBroken | None:
+        try:
+            as_law(self._live)
+        except LawBroken as broken:
+            return broken
+        return None
+
+    def _live(self) -> None:
+        site = self.site
+        if site.fleet is None:
+            for seat in site.seats:
+                seat.boot()
+        else:
+            site.fleet.boot()
+        for line in site.lines:
+            line.open()
+        for user, plan in zip(site.users, site.scenario.users, strict=True):
+            user.start(plan.at_us + BOOTED_US)
+        site.chaos.unleash()
+        site.until(site.scenario.span_us)
+        if self.when_healed is not None:
+            self.when_healed()
+        site.world.note("world", "heals")
+        site.chaos.heal()
+        if site.fleet is not None:
+            site.fleet.heal()
+        for seat in site.seats:
+            site.look_for_what_is_held(seat)
+        site.audit_all()
+        site.until_all_have_ended(site.users, HEALED_WITHIN_US, LIVENESS)
+        patience_us = site.noticed_us if site.fleet is None else site.fleet.noticed_us
+        site.until(site.world.now_us + patience_us)  # whoever has not noticed a loss yet does now
+        self._recovery.until_all_serve(site.world.now_us + RECOVERED_WITHIN_US)
+        self._recovery.ask_each_instance()
+        self._recovery.until_nothing_is_held(site.world.now_us + QUIET_WITHIN_US)
+
+
+def run_seed(
+    seed: int, trim: ScenarioTrim | None = None, *, tell_story: bool = False, always_audit: bool = False
+) -> WorldVerdict:
+    return FuzzedRun(draw_scenario(seed, trim), tell_story=tell_story, always_audit=always_audit).verdict()

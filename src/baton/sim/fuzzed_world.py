@@ -1,0 +1,223 @@
+"""A scenario built: hosts, lines, instances, router, clients and whoever makes faults happen.
+
+Owns how they are put together, how time passes among them, and what has happened to whom, as the cause of what clients see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from baton.core.routing.config import RouterConfig
+from baton.core.tiers.transfers import TransferId
+from baton.executor.contract import ExecutorShape
+from baton.executor.scripted import ScriptedExecutor
+from baton.sim.asks import VOCABULARY, ClientRequest
+from baton.sim.chaos import FaultInjector
+from baton.sim.clients import Entrance, SimulatedUser
+from baton.sim.faults import Fault
+from baton.sim.fleets import FleetChecks
+from baton.sim.front import FrontEnd, InstanceTable
+from baton.sim.gate import RouterHost
+from baton.sim.instance import InstanceSpec, SimulatedInstance
+from baton.sim.judge import LawChecker
+from baton.sim.laws import DEADLOCK, LawBroken
+from baton.sim.legs import AttemptBook
+from baton.sim.lines import LineEndpoint, Links
+from baton.sim.network import SimulatedNetwork
+from baton.sim.porters import StorageModel
+from baton.sim.scenario import Scenario
+from baton.sim.seats import FRONT, InstanceHost
+from baton.sim.store import SimulatedStore
+from baton.sim.transfer import FaultyTransfers
+from baton.sim.upheaval import RouterFaults
+from baton.sim.world import Host, World
+
+EVENTS_MAX = 200_000
+HEALED_WITHIN_US = 20_000_000
+STANDSTILL_US = 3_000_000
+"""Nothing but signs of life for so long, while somebody waits, is a deadlock."""
+PEER_DEAD_US = 3_000_000
+"""So long after an instance died nothing may be held for it."""
+UNBOUNDED = 1 << 30
+SUSPECTED_WITHIN_US = 200_000
+"""Beyond the time that a router waits for a sign of life: what was under way arrives late."""
+
+
+class FuzzedWorld:
+    def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
+        self.scenario = scenario
+        self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
+        line_max = scenario.link.window + scenario.link.backlog_max + (0 if scenario.router is None else UNBOUNDED)
+        self.judge = LawChecker(self.world, self, VOCABULARY, line_max, always_audit)
+        self.network = SimulatedNetwork(self.world, scenario.rates.network)
+        self._connections = Links(self.network, scenario.link)
+        self._front_host = Host(self.world, FRONT)
+        self.fabric = FaultyTransfers(self.world, scenario.rates.kv, scenario.kv)
+        serving = [number for number, role in enumerate(scenario.roles) if role.serves]
+        self.front = FrontEnd([InstanceTable(number) for number in range(scenario.instances)], serving)
+        self.depot = self._make_depot()
+        self.lines: list[LineEndpoint] = []
+        self._secret = self.world.stream("key of the fleet").randbytes(32)
+        self.seats = [self._seat(number) for number in range(scenario.instances)]
+        self.fleet = None if scenario.router is None else self._fleet(scenario.router)
+        self.chaos = FaultInjector(
+            self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us, self.fabric, self.depot
+        )
+        self.depot.when_hasty = self._lose_patience
+        entrance = self.front if self.fleet is None else self.fleet.gate
+        self.users = [self.user(plan.asks, entrance, plan.converses) for plan in scenario.users]
+
+    def may_be_lost(self, instance: int, accepted: bool) -> bool:
+        now_us = self.world.now_us
+        noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + self.noticed_us
+        if noisy or instance >= len(self.seats):  # some are strangers
+            return True
+        return now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + self.noticed_us
+
+    def may_be_suspected(self, instance: int) -> bool:
+        router = self.scenario.router
+        if router is None or instance >= len(self.seats):  # some are strangers
+            return True
+        now_us, noticed_us = self.world.now_us, router.suspect_us + 2 * router.beat_us + SUSPECTED_WITHIN_US
+        noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + noticed_us
+        return noisy or now_us <= self.seats[instance].hurt_until_us() + noticed_us
+
+    def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
+        return self.fleet is None or self.fleet.may_be_forgotten(origin, lost_us)
+
+    def fire(self, fault: Fault, where: str) -> None:
+        self.world.fire(fault, where)
+
+    @property
+    def noticed_us(self) -> int:
+        """After so long both sides know of a loss: each may need its whole patience, and packets may come late."""
+        return self.scenario.link.silent_us + self.scenario.link.acceptor_silent_us + 500_000
+
+    def until(self, until_us: int) -> None:
+        while (next_us := self.world.next_us) is not None and next_us < until_us:
+            self.world.step()
+        self.world.now_us = until_us
+
+    def until_all_have_ended(self, users: Sequence[SimulatedUser], within_us: int, law: str) -> None:
+        bound_us = self.world.now_us + within_us
+        self.world.progressed()
+        while waiting := [user for user in users if not user.done]:
+            client = next((user.client for user in waiting if user.client is not None), None)
+            who = f"{len(waiting)} users wait, {client.name if client else 'between two asks'} first"
+            if self.world.next_us is None or self.world.now_us - self.world.progress_us > STANDSTILL_US:
+                raise LawBroken(DEADLOCK, who)
+            if self.world.now_us > bound_us:
+                raise LawBroken(law, who)
+            for _ in range(32):  # asking everybody after each event would take longer than the event
+                if self.world.next_us is not None:
+                    self.world.step()
+
+    def look_for_what_is_held(self, seat: InstanceHost) -> None:
+        """It has just died, or everything has healed: three seconds later nobody holds what was held for it then."""
+        if seat.peers:
+            self.world.after(PEER_DEAD_US, self._nothing_held_for, seat, self.world.now_us)
+
+    def _nothing_held_for(self, seat: InstanceHost, since_us: int) -> None:
+        for other in self.seats:
+            life = other.instance
+            if other.name not in seat.peers or life is None or life.worker is None:
+                continue
+            if other.host.paused or life.hindered_us > since_us:
+                self.world.after(PEER_DEAD_US, self._nothing_held_for, seat, since_us)
+                return
+        for other in self.seats:
+            if other.name in seat.peers and other.instance is not None and other.instance.worker is not None:
+                self.judge.nothing_held_for(other.instance, seat.name, since_us)
+
+    def audit_all(self) -> None:
+        for seat in self.seats:
+            if seat.instance is not None and seat.instance.worker is not None:
+                self.judge.audit(seat.instance.worker)
+
+    def serves(self, seat: InstanceHost) -> bool:
+        return _serves(seat, self.lines[seat.number]) if self.fleet is None else self.fleet.serves(seat)
+
+    def door_of(self, seat: InstanceHost) -> Entrance:
+        """Where a question must be asked so that this one answers it; behind a router, somebody does."""
+        if self.fleet is not None:
+            return self.fleet.gate
+        if seat.counter is None:
+            raise RuntimeError(f"{seat.name} has no front end and no router")
+        return FrontEnd([seat.counter])
+
+    def user(self, asks: tuple[ClientRequest, ...], front: Entrance, converses: bool) -> SimulatedUser:
+        config = self.scenario.config
+        return SimulatedUser(
+            self._front_host,
+            front,
+            self.judge,
+            asks,
+            converses=converses,
+            tokens_max=config.sequence_tokens_max,
+            preemptions_max=config.max_preemptions,
+        )
+
+    def _seat(self, number: int) -> InstanceHost:
+        scenario = self.scenario
+        router = scenario.router
+        spec = InstanceSpec(
+            number,
+            scenario.config_of(number),
+            partial(_scripted, scenario.layers),
+            scenario.times,
+            None if router is None and not scenario.has_store else self._secret,
+        )
+        counter = self.front.counters[number] if router is None else None
+        seat = InstanceHost(
+            self.world,
+            self._connections,
+            spec,
+            counter,
+            scenario.rates.disk,
+            self.judge,
+            self.fabric,
+            scenario.peers_of(number),
+            0 if router is None else router.orphan_grace_us,
+            self.depot,
+        )
+        seat.when_dead = self.look_for_what_is_held
+        if counter is not None:
+            counter.line = line = self._connections.initiator(self._front_host, f"{FRONT} {number}", seat.name, counter)
+            self.lines.append(line)
+        return seat
+
+    def _make_depot(self) -> StorageModel:
+        scenario = self.scenario
+        store = SimulatedStore(self.world, scenario.rates.store, scenario.store) if scenario.has_store else None
+        self.judge.peers_share_a_store = store is not None and any(role.takes for role in scenario.roles)
+        return StorageModel(self.world, scenario.rates.copies, scenario.copies, store, self.judge.names_of)
+
+    def _lose_patience(self, instance: SimulatedInstance, haul: TransferId, delay_us: int) -> None:
+        """Whose KV is being brought back leaves about then."""
+        waiting = self.judge.waits_for(instance, haul)
+        index = None if waiting is None else int(waiting.partition(".")[0])
+        for user in self.users:
+            client = user.client
+            if client is not None and client.ask.index == index:
+                self.world.fire(Fault.HASTY, client.name)
+                self._front_host.after(delay_us, client.leave)
+
+    def _fleet(self, router: RouterConfig) -> FleetChecks:
+        scenario = self.scenario
+        self.judge.behind_router = True
+        doors = scenario.instances + scenario.rates.old_lives
+        gate = RouterHost(self.world, self._connections, router, doors, self._secret, AttemptBook(router, self))
+        upheaval = RouterFaults(self.world, self._connections, gate, self.seats, scenario.rates, scenario.span_us)
+        return FleetChecks(gate, upheaval, self.seats)
+
+
+def _serves(seat: InstanceHost, line: LineEndpoint) -> bool:
+    """Both ends are in the same session, and the instance has said in it that it is ready."""
+    if seat.instance is None or seat.instance.is_leaving or seat.line is None or seat.counter is None:
+        return False
+    return seat.line.session == line.session and seat.counter.serves and not line.undelivered
+
+
+def _scripted(layers: int, shape: ExecutorShape) -> ScriptedExecutor:
+    return ScriptedExecutor(shape, VOCABULARY, layers)

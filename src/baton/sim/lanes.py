@@ -1,0 +1,212 @@
+"""KV between instances where nothing goes wrong: no bytes, only how long they are on their way.
+
+The other kind of data connections beside `transfer`, for runs that measure: it costs one event a layer, not one a piece.
+
+    one lane out of and one into each instance, first come first served, `lane_bytes_per_s` each way
+    a step's KV leaves as the step computes it: layer l of L is ready when (l + 1) / L of the step's time is over
+    a piece takes the sender's lane, then the receiver's, then `delay_us`; blocks travel whole
+    opening a connection, checksums and fences take no time
+
+So with lanes that are faster than KV is computed, about one layer of the last chunk is left when a prefill ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.engine.plan import Int32s
+from baton.core.handover.messages import Arriving, Fenced, Handover, PeerId, Shipped, Verified
+from baton.executor.contract import KvView
+from baton.sim.transfer import Report
+from baton.sim.world import Host
+
+ARRIVING_EVERY_US = 200_000
+"""How often a receiver is told that bytes still come."""
+NO_CHECKS = b""
+"""Nothing is flipped here, and nothing is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLinkModel:
+    """What KV is like, and how it travels."""
+
+    layers: int
+    block_bytes: int
+    """All layers."""
+    lane_bytes_per_s: float
+    delay_us: int
+
+
+class NetworkCard:
+    """One direction of an instance's network card."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._us_a_byte = 1e6 / bytes_per_s
+        self._free_us = 0.0
+        self.bytes = 0.0
+        self.busy_us = 0.0
+
+    def carry(self, from_us: float, size: float) -> float:
+        """When a piece that is there at `from_us` has passed."""
+        took_us = size * self._us_a_byte
+        self._free_us = max(from_us, self._free_us) + took_us
+        self.bytes += size
+        self.busy_us += took_us
+        return self._free_us
+
+
+class TimedTransfers:
+    """All lanes of a world: which instance has which."""
+
+    echo = 0.0
+
+    def __init__(self, road: KvLinkModel) -> None:
+        self.road = road
+        self._receivers: dict[str, TimedReceiver] = {}
+        self._senders: dict[str, TimedSender] = {}
+
+    def connect(self, name: str, host: Host, kv: KvView, report: Report) -> tuple[TimedReceiver, TimedSender]:  # noqa: ARG002
+        self._receivers[name] = receiver = TimedReceiver(host, self.road, report)
+        self._senders[name] = sender = TimedSender(self, name, host, report)
+        return receiver, sender
+
+    def leave(self, name: str) -> None:
+        del self._receivers[name], self._senders[name]
+
+    def of(self, name: str) -> tuple[NetworkCard, NetworkCard]:
+        """Out of an instance, and into it."""
+        return self._senders[name].lane, self._receivers[name].lane
+
+    def receiver(self, name: str) -> TimedReceiver:
+        return self._receivers[name]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """What one hand-over still lacks at the instance that decodes it."""
+
+    missing: int
+    """Blocks."""
+    asked: bool = False
+    told_us: int = -ARRIVING_EVERY_US
+
+
+class TimedReceiver:
+    def __init__(self, host: Host, road: KvLinkModel, report: Report) -> None:
+        self.host = host
+        self.lane = NetworkCard(road.lane_bytes_per_s)
+        self._report = report
+        self._arrivals: dict[Handover, _Arrival] = {}
+
+    @property
+    def open(self) -> int:
+        return len(self._arrivals)
+
+    def expect(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None:  # noqa: ARG002
+        self._arrivals[handover] = _Arrival(len(blocks))
+
+    def verify(self, handover: Handover, checks: bytes) -> None:  # noqa: ARG002
+        self._arrivals[handover].asked = True
+        self._look_at(handover)
+
+    def fence(self, handover: Handover) -> None:
+        self._arrivals.pop(handover, None)
+        self.host.after(0, self._report, Fenced(handover))
+
+    def coming(self, handover: Handover) -> None:
+        arrival, now_us = self._arrivals.get(handover), self.host.world.now_us
+        if arrival is not None and now_us - arrival.told_us >= ARRIVING_EVERY_US:
+            arrival.told_us = now_us
+            self._report(Arriving(handover))
+
+    def landed(self, handover: Handover, blocks: int) -> None:
+        arrival = self._arrivals.get(handover)
+        if arrival is not None:
+            arrival.missing -= blocks
+            self._look_at(handover)
+
+    def _look_at(self, handover: Handover) -> None:
+        arrival = self._arrivals[handover]
+        if arrival.asked and not arrival.missing:
+            del self._arrivals[handover]
+            self.host.after(0, self._report, Verified(handover))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some blocks of one hand-over, as they were ordered."""
+
+    handover: Handover
+    blocks: int
+    last: bool
+
+
+class TimedSender:
+    def __init__(self, lanes: TimedTransfers, name: str, host: Host, report: Report) -> None:
+        self.lane = NetworkCard(lanes.road.lane_bytes_per_s)
+        self._lanes = lanes
+        self._road = lanes.road
+        self._name = PeerId(name)
+        self._host = host
+        self._report = report
+        self._open: set[Handover] = set()
+        self._parts: dict[int, list[_Part]] = defaultdict(list)
+        """By the step that will compute them."""
+
+    @property
+    def open(self) -> int:
+        return len(self._open)
+
+    def open_ship(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None:  # noqa: ARG002
+        self._open.add(handover)
+
+    def ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None:
+        part = _Part(handover, upto - first, last)
+        if step is None:
+            self._send(part, self._road.layers, begins=True, ends=True)
+        else:
+            self._parts[step].append(part)
+
+    def fence(self, handover: Handover) -> None:
+        self._open.discard(handover)
+        self._host.after(0, self._report, Fenced(handover))
+
+    # ── layers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def awaits(self, step: int) -> bool:
+        return step in self._parts
+
+    def layers_us(self, takes_us: int) -> Sequence[int]:
+        layers = self._road.layers
+        return [takes_us * (layer + 1) // layers for layer in range(layers)]
+
+    def layer_done(self, step: int, layer: int) -> None:
+        for part in self._parts[step]:
+            self._send(part, 1, begins=layer == 0, ends=layer == self._road.layers - 1)
+
+    def step_done(self, step: int) -> None:
+        self._parts.pop(step, None)
+
+    def _send(self, part: _Part, layers: int, *, begins: bool, ends: bool) -> None:
+        """So many layers of it, the first or last ones among them or not."""
+        handover, road = part.handover, self._road
+        if handover not in self._open:
+            return
+        receiver = self._lanes.receiver(handover.peer)
+        size = part.blocks * road.block_bytes * layers / road.layers
+        left_us = self.lane.carry(self._host.world.now_us, size)
+        landed_us = receiver.lane.carry(left_us - size * 1e6 / road.lane_bytes_per_s, size) + road.delay_us
+        theirs = handover._replace(peer=self._name)
+        if begins and part.blocks:
+            receiver.host.at(round(landed_us), receiver.coming, theirs)
+        if ends:
+            receiver.host.at(round(landed_us), receiver.landed, theirs, part.blocks)
+            if part.last:
+                self._host.at(round(left_us), self._shipped, handover)
+
+    def _shipped(self, handover: Handover) -> None:
+        if handover in self._open:
+            self._open.remove(handover)
+            self._report(Shipped(handover, NO_CHECKS))

@@ -1,0 +1,174 @@
+"""What was promised about requests that a router carries, checked on what is known of its present life."""
+
+from __future__ import annotations
+
+from baton.core.engine.request import FinishReason, Submission
+from baton.core.routing.config import RouterConfig
+from baton.core.routing.events import ChoiceOutcome
+from baton.sim.gate_watcher import RouterView
+from baton.sim.laws import (
+    BACK_OFF,
+    DESERVED_END,
+    DRAINS_IN_TIME,
+    ENDS_AT_ONCE,
+    ENDS_ONCE,
+    FORGOTTEN,
+    GOES_ON,
+    ONE_PLACE,
+    OPEN_COUNTS,
+    RIGHT_PLACE,
+    SUSPECTED_IN_TIME,
+    TRUE_BILL,
+    TRUE_NAMES,
+    WAITS_IN_TIME,
+    LawBroken,
+)
+from baton.sim.leg_records import ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
+
+SLACK_US = 5_000
+"""Beyond the beat within which silence is noticed."""
+KEYS_LOOKED_AT = 8
+TIMES = ("queue_us", "prefill_us", "transfer_us", "decode_us", "preemptions")
+
+
+class AttemptLaws:
+    def __init__(self, config: RouterConfig, life: RouterLifeSeen) -> None:
+        self._config = config
+        self._life = life
+
+    def may_be_placed(self, body: RequestSeen, choice: ChoiceSeen, session: SessionSeen, now_us: int) -> None:
+        config, hop = self._config, choice.hop
+        if body.over or choice.outcome is not None:
+            raise LawBroken(ENDS_ONCE, f"{choice.name} has ended, and a leg of it goes to {session.name}")
+        if hop is not None and hop.ended is None and not hop.called_back:
+            raise LawBroken(ONE_PLACE, f"{choice.name} is open at {hop.session.name} and goes to {session.name}")
+        if choice.yields > config.preempt_retry_count or choice.losses > config.loss_retry_count:
+            raise LawBroken(
+                DESERVED_END, f"{choice.name}: {choice.yields} times no room, {choice.losses} losses, and goes on"
+            )
+        if choice.no_room_us is not None and now_us < choice.no_room_us + config.backoff_us // 2:
+            raise LawBroken(
+                BACK_OFF, f"{choice.name} goes to {session.name} {now_us - choice.no_room_us} µs after a refusal"
+            )
+        choice.no_room_us = None
+
+    def avoids(self, choice: ChoiceSeen, session: SessionSeen) -> None:
+        if not self._config.preempt_retry_exclude_decode or session.name not in choice.yielded_at:
+            return
+        avoided = {*choice.yielded_at, choice.turned_down_by}
+        others = [other.name for other in self._life.sessions.values() if other.serves and other.name not in avoided]
+        if others:
+            raise LawBroken(RIGHT_PLACE, f"{choice.name} goes back to {session.name}, though {others} are there")
+
+    def gave_out(self, body: RequestSeen, choice: ChoiceSeen, now_us: int) -> bool:
+        """Whether it was tried as often and as long as it may be."""
+        config, life = self._config, self._life
+        losses_max = min(config.loss_retry_count, config.fruitless_loss_count - 1)
+        ran_out = choice.yields > config.preempt_retry_count or choice.losses > losses_max
+        nobody = now_us >= life.served_us + config.absent_us and not any(s.serves for s in life.sessions.values())
+        return ran_out or nobody or now_us >= body.arrived_us + config.deadline_us
+
+    def deserved(self, body: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome, now_us: int) -> None:
+        if outcome.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        if outcome.reason is FinishReason.ABORT and not body.claimed and body.found:
+            return  # nobody came for it
+        if not (self.gave_out(body, choice, now_us) or body.found):
+            counts = f"{choice.yields} times no room, {choice.losses} losses, open for {now_us - body.arrived_us} µs"
+            raise LawBroken(DESERVED_END, f"{choice.name} is given up after {counts}: {outcome}")
+
+    def counted(self, view: RouterView) -> None:
+        ours = {session.number: 0 for session in self._life.sessions.values() if session.welcomed}
+        for body in self._life.bodies.values():
+            for choice in body.choices:
+                if choice.hop is not None and choice.hop.is_open:
+                    ours[choice.hop.session.number] += 1
+        theirs = view.open_at()
+        if ours != theirs:
+            raise LawBroken(OPEN_COUNTS, f"the router counts {theirs}, and it is {ours}")
+
+    def waits_in_time(self, now_us: int) -> None:
+        config, late_us = self._config, self._config.beat_us + SLACK_US
+        serves = any(session.serves for session in self._life.sessions.values())
+        for body in self._life.bodies.values():
+            if body.over or (body.found and not body.claimed):
+                continue
+            old_us = now_us - max(body.arrived_us, self._life.woke_us)
+            waits = any(
+                c.outcome is None and not (c.delivered and c.hop is not None and c.hop.is_open) for c in body.choices
+            )
+            if waits and old_us > config.deadline_us + late_us:
+                raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} is {old_us} µs old")
+            alone_us = now_us - max(body.arrived_us, self._life.served_us, self._life.woke_us)
+            begun = body.found or any(c.delivered or (c.hop is not None and c.hop.is_open) for c in body.choices)
+            if not serves and not begun and alone_us > config.absent_us + SLACK_US:
+                raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} has waited for {alone_us} µs, and nobody serves")
+        for session in self._life.sessions.values():
+            due_us = max(session.drains_us + config.drain_us, self._life.woke_us, self._life.served_us_before)
+            if not (session.welcomed and session.drains and serves):
+                continue
+            for hop in session.open_hops():
+                if hop.serial is not None and not hop.stopped and now_us > max(due_us, hop.opened_us) + late_us:
+                    raise LawBroken(
+                        DRAINS_IN_TIME, f"{hop.choice.name} is still at {session.name} since {session.drains_us}"
+                    )
+
+    def forgets_names(self, dead: SessionSeen, view: RouterView) -> None:
+        for key in sorted(dead.said)[:KEYS_LOOKED_AT]:
+            for number in view.holders(key):
+                holder = self._life.sessions.get(number)
+                if holder is None or (key not in holder.said and not holder.legs):
+                    raise LawBroken(
+                        TRUE_NAMES, f"{dead.name} is gone, and what it had cached is credited to session {number}"
+                    )
+
+    def in_time(self, session: SessionSeen, now_us: int) -> None:
+        quiet_us = now_us - session.sign_us
+        if session.doomed or quiet_us > self._config.suspect_us + self._config.beat_us + SLACK_US:
+            raise LawBroken(
+                SUSPECTED_IN_TIME, f"{session.name} is still a member, {quiet_us} µs after its last sign of life"
+            )
+
+
+def same_request(choice: ChoiceSeen, item: Submission) -> None:
+    generated = item.generated.tolist()
+    if generated != choice.delivered:
+        raise LawBroken(GOES_ON, f"{choice.name} had {choice.delivered}, and its leg goes on after {generated}")
+    asked = choice.asked
+    if asked is None:
+        return
+    if item.prompt.tobytes() != choice.prompt or (asked.request_id, asked.sampling, asked.salt, asked.priority) != (
+        item.request_id, item.sampling, item.salt, item.priority,
+    ):  # fmt: skip
+        raise LawBroken(GOES_ON, f"{choice.name} asked for {asked}, and its leg for {item}")
+    if choice.max_tokens is None:
+        choice.max_tokens = item.max_tokens
+    if item.max_tokens != choice.max_tokens:
+        raise LawBroken(GOES_ON, f"{choice.name} asked for {choice.max_tokens} tokens, its leg for {item.max_tokens}")
+
+
+def billed(body: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome) -> None:
+    bill = outcome.bill
+    if body.found:
+        return
+    for name in TIMES:
+        if getattr(bill, name) != sum(getattr(item, name) for item in choice.bills):
+            raise LawBroken(TRUE_BILL, f"{choice.name}: {name} of {choice.bills} is not that of {bill}")
+    fed = sum(item.computed_tokens + item.recomputed_tokens for item in choice.bills)
+    if bill.computed_tokens + bill.recomputed_tokens != fed or bill.attempts != choice.legs:
+        raise LawBroken(TRUE_BILL, f"{choice.name} had {choice.legs} legs with {choice.bills}, and is billed {bill}")
+    least = len(choice.prompt) // 4 + outcome.generated_tokens - 1
+    whole = choice.legs == len(choice.bills) == 1 and outcome.reason is FinishReason.LENGTH
+    if whole and bill.cached_tokens + bill.computed_tokens != least:
+        raise LawBroken(TRUE_BILL, f"{choice.name}: {least} tokens had to be fed: {bill}")
+
+
+def let_go(body: RequestSeen) -> None:
+    """Of a body that is over: what is open is ended, and what has ended is not kept."""
+    for hop in body.hops:
+        if hop.session.over or not hop.session.welcomed or hop.serial is None or hop.called_back:
+            continue
+        if hop.ended is None and not hop.stopped and not hop.forgotten:
+            raise LawBroken(ENDS_AT_ONCE, f"{hop.choice.name} is over, and {hop.session.name} still computes it")
+        if not hop.forgotten and all(other.ended is not None for other in hop.leg.hops):
+            raise LawBroken(FORGOTTEN, f"{hop.choice.name} is over, and {hop.session.name} keeps it")

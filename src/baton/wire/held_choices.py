@@ -1,0 +1,350 @@
+"""An instance's record of the choices that a router has placed here: their state, their history, how long they are kept.
+
+    ASKED ──── accepted ───▶ OPEN ───── ended ─────▶ ENDED ──┐
+      │  └── refused ──▶ gone  │ dropped                     │ dropped
+      │ dropped                ▼                             ▼
+      └──▶ DROPPED ──acc.──▶ UNWANTED ─── ended ──────────▶ gone
+
+Dropped is what the router cancelled or told us to forget, what it has placed here again under the same request id (the later
+attempt counts), what it could not be told of, and everything once the grace after a lost session is over. What is dropped
+and open is cancelled.
+
+Memory is bounded: choices that are open by CHOICES_MAX and their own limits, what has ended by count and bytes, oldest out
+first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+import numpy as np
+
+from baton.core.engine.ended import EndedRequest
+from baton.core.engine.orders import Cancel, Submit
+from baton.core.engine.plan import Logprobs
+from baton.core.engine.request import Submission
+from baton.core.state_machine import StateMachine
+from baton.wire.engine_messages import StepOutput, ToEngine, WireError
+from baton.wire.router_messages import (
+    HELD_BYTES_MAX,
+    HeldChoiceMessage,
+    HeldGroup,
+    PlaceAttempt,
+    held_bytes,
+    logprob_bytes,
+    prompt_bytes,
+)
+from baton.wire.step_parts import part_of
+
+FIRST_ROUTED_TICKET = 1 << 40
+"""Tickets of routed requests start here; those of the front end's own request table are below."""
+CHOICES_MAX = 1 << 14
+"""That a router may have open here; the engine's own queue is shorter."""
+ENDED_CHOICES_MAX = 4096
+ENDED_BYTES_MAX = 64 << 20
+"""Of the choices that have ended and that the router has not told us to forget."""
+GROUP_BYTES_MAX = 32 << 20
+"""A held group must travel as one frame."""
+
+
+class HeldState(Enum):
+    """Of a choice."""
+
+    ASKED = "asked"
+    DROPPED = "dropped"
+    """Not answered, and not wanted any more."""
+    OPEN = "open"
+    UNWANTED = "unwanted"
+    """Cancelled; nothing is kept of it."""
+    ENDED = "ended"
+    GONE = "gone"
+
+
+class HeldMove(Enum):
+    ACCEPT = "accepted"
+    REFUSE = "refused"
+    END = "ended"
+    DROP = "dropped"
+
+
+TRANSITIONS: dict[tuple[HeldState, HeldMove], HeldState] = {
+    (HeldState.ASKED, HeldMove.ACCEPT): HeldState.OPEN,
+    (HeldState.ASKED, HeldMove.REFUSE): HeldState.GONE,
+    (HeldState.ASKED, HeldMove.DROP): HeldState.DROPPED,
+    (HeldState.DROPPED, HeldMove.ACCEPT): HeldState.UNWANTED,
+    (HeldState.DROPPED, HeldMove.REFUSE): HeldState.GONE,
+    (HeldState.OPEN, HeldMove.END): HeldState.ENDED,
+    (HeldState.OPEN, HeldMove.DROP): HeldState.UNWANTED,
+    (HeldState.UNWANTED, HeldMove.END): HeldState.GONE,
+    (HeldState.ENDED, HeldMove.DROP): HeldState.GONE,
+}
+
+KEPT = (HeldState.OPEN, HeldState.ENDED)
+
+
+@dataclass(slots=True, eq=False)
+class PlacedGroup:
+    """One Place of a router."""
+
+    order: int
+    """Our ticket at the engine."""
+    place: PlaceAttempt
+    session: int
+    """The one in which it was placed; the ticket of `place` is the router's in that session."""
+    choices: list[PlacedChoice] = field(default_factory=list)
+    left: int = 0
+    """Choices that are not gone."""
+
+
+@dataclass(slots=True, eq=False)
+class PlacedChoice:
+    """One choice and its history."""
+
+    group: PlacedGroup
+    at: int
+    """Its index in the group."""
+    session: int
+    """The last one in which the router knew of it."""
+    state: HeldState = HeldState.ASKED
+    serial: int = -1
+    """The engine's, once it is accepted."""
+    tokens: bytearray = field(default_factory=bytearray)
+    counts: array[int] | None = None
+    """Of each row; kept only where log-probabilities were asked for: they come by row."""
+    logprobs: list[Logprobs] = field(default_factory=list)
+    cached_tokens: int | None = None
+    ended: EndedRequest | None = None
+
+    @property
+    def asked(self) -> Submission:
+        return self.group.place.group[self.at]
+
+    @property
+    def weight(self) -> int:
+        """Bytes that keeping it costs."""
+        logprobs = sum(map(logprob_bytes, self.logprobs))
+        return len(self.tokens) + logprobs + _place_bytes(self.group.place)
+
+    def note(self, item: Logprobs) -> None:
+        if self.counts is not None:
+            self.logprobs.append(msgspec.structs.replace(item, row=len(self.counts) - 1))
+
+    def held(self) -> HeldChoiceMessage:
+        count = len(self.tokens) // 4
+        counts = array("i", [count] if count else []) if self.counts is None else self.counts
+        return HeldChoiceMessage(
+            self.at, self.serial, counts.tobytes(), bytes(self.tokens), tuple(self.logprobs), self.cached_tokens, self.ended
+        )
+
+
+def _place_bytes(place: PlaceAttempt) -> int:
+    prompts = sum(map(prompt_bytes, place.group))
+    return len(place.origin) + prompts + 512 * len(place.group)
+
+
+def _held_group(place: PlaceAttempt, kept: list[PlacedChoice]) -> HeldGroup:
+    return HeldGroup(place.group, place.choices, place.body_choices, place.origin, tuple(item.held() for item in kept))
+
+
+class HeldChoices:
+    def __init__(self) -> None:
+        self.session = 0
+        """The latest session with a router, by our count."""
+        self.asked: dict[int, PlacedGroup] = {}
+        """By our ticket: what the engine has not answered."""
+        self.open: dict[int, PlacedChoice] = {}
+        """By serial: what the engine has not ended, unwanted ones included."""
+        self._groups: dict[int, PlacedGroup] = {}
+        """By our ticket: everything of which something is not gone."""
+        self._ended: dict[int, PlacedChoice] = {}
+        """By serial, in the order in which they ended."""
+        self._ended_bytes = 0
+        self._by_request_id: dict[str, PlacedChoice] = {}
+        """The last attempt of each."""
+        self._unknown = 0
+        """How many of `open` the router of this session does not know of."""
+        self._next_ticket = FIRST_ROUTED_TICKET
+        self._states = StateMachine(TRANSITIONS, "a choice")
+
+    def moves(self) -> dict[tuple[HeldState, HeldMove], int]:
+        """How often each transition was taken."""
+        return self._states.moves()
+
+    @property
+    def open_requests(self) -> int:
+        """Choices that the engine has not ended, or not answered."""
+        return len(self.open) + sum(len(group.choices) for group in self.asked.values())
+
+    @property
+    def kept(self) -> int:
+        """Choices of which a router will be told when it is there again."""
+        return sum(choice.state in KEPT for choice in self._all())
+
+    @property
+    def held(self) -> int:
+        """Choices of which something is kept."""
+        return len(self._all())
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._groups
+
+    def has(self, serial: int) -> bool:
+        return serial in self.open or serial in self._ended
+
+    def is_wanted(self, serial: int) -> bool:
+        choice = self.open.get(serial)
+        return choice is not None and choice.state is HeldState.OPEN
+
+    def _all(self) -> list[PlacedChoice]:
+        return [choice for group in self._groups.values() for choice in group.choices]
+
+    # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def next_session(self) -> tuple[list[HeldGroup], list[ToEngine]]:
+        """What a router is told of as a session opens, and orders for what it cannot be told of."""
+        self.session += 1
+        for group in self.asked.values():
+            self.drop_all(group.choices)
+        held, total, orders = list[HeldGroup](), 0, list[ToEngine]()
+        for group in list(self._groups.values()):
+            kept = [choice for choice in group.choices if choice.state in KEPT]
+            if not kept:
+                continue
+            message = _held_group(group.place, kept)
+            size = held_bytes(message)
+            if size > GROUP_BYTES_MAX or total + size > HELD_BYTES_MAX:
+                orders += self.drop_all(kept)
+                continue
+            total += size
+            held.append(message)
+            for choice in kept:
+                choice.session = self.session
+        self._unknown = sum(choice.session != self.session for choice in self.open.values())
+        return held, orders
+
+    # ── what the router wants ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def waits(self, ticket: int) -> bool:
+        """Whether a ticket of this session's router waits for its answer."""
+        return any(group.place.ticket == ticket and group.session == self.session for group in self.asked.values())
+
+    def place(self, place: PlaceAttempt) -> list[ToEngine]:
+        older = [choice for item in place.group if (choice := self._by_request_id.get(item.request_id)) is not None]
+        orders = self.drop_all(older)
+        group = PlacedGroup(self._next_ticket, place, self.session, left=len(place.group))
+        self._next_ticket += 1
+        for at, item in enumerate(place.group):
+            counts = None if item.sampling.logprobs is None else array("i")
+            choice = self._by_request_id[item.request_id] = PlacedChoice(group, at, self.session, counts=counts)
+            group.choices.append(choice)
+        self.asked[group.order] = self._groups[group.order] = group
+        return [*orders, Submit(group.order, place.group)]
+
+    def drop(self, serials: Iterable[int]) -> list[ToEngine]:
+        """Of serials that are not here any more, or never were a router's, nothing comes."""
+        choices = (self.open.get(serial) or self._ended.get(serial) for serial in serials)
+        return self.drop_all([choice for choice in choices if choice is not None])
+
+    def drop_everything(self) -> list[ToEngine]:
+        return self.drop_all(self._all())
+
+    def drop_all(self, choices: Sequence[PlacedChoice]) -> list[ToEngine]:
+        """The orders that end what is open of them."""
+        orders: list[ToEngine] = []
+        for choice in choices:
+            before = choice.state
+            if not self._states.allows(before, HeldMove.DROP):
+                continue  # it is on its way out already
+            after = self._move(choice, HeldMove.DROP)
+            self._unname(choice)
+            if after is HeldState.UNWANTED:
+                orders.append(Cancel(choice.serial))
+            if before is HeldState.ENDED:
+                self._ended_bytes -= self._ended.pop(choice.serial).weight
+            if after is HeldState.GONE:
+                self._gone(choice)
+        return orders
+
+    # ── what the engine says ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def answered(self, ticket: int) -> PlacedGroup:
+        group = self.asked.pop(ticket, None)
+        if group is None:
+            raise WireError(f"the engine answered ticket {ticket}, which waits for no answer")
+        return group
+
+    def accept(self, group: PlacedGroup, serials: tuple[int, ...]) -> list[ToEngine]:
+        if len(serials) != len(group.choices):
+            raise WireError(f"{len(group.choices)} choices were accepted as {len(serials)} requests")
+        orders: list[ToEngine] = []
+        for choice, serial in zip(group.choices, serials, strict=True):
+            choice.serial = serial
+            self.open[serial] = choice
+            if self._move(choice, HeldMove.ACCEPT) is HeldState.UNWANTED:
+                orders.append(Cancel(serial))
+        if group.session != self.session:
+            self._unknown += len(group.choices)
+        return orders
+
+    def refuse(self, group: PlacedGroup) -> None:
+        for choice in group.choices:
+            self._move(choice, HeldMove.REFUSE)
+            self._unname(choice)
+            self._gone(choice)
+
+    def known_of(self, output: StepOutput, serials: list[int]) -> StepOutput | None:
+        """The part of a step's output that is of choices which the router of this session knows of."""
+        if not self._unknown:
+            return output
+        choices, session = self.open, self.session
+        rows = [choices[serial].session == session for serial in serials]
+        ended = [end for end in output.ended if choices[end.serial].session == session]
+        return part_of(output, serials, rows, ended) if any(rows) or ended else None
+
+    def write_down(self, output: StepOutput, serials: list[int]) -> None:
+        choices, tokens, at = self.open, output.tokens, 0
+        counts: list[int] = np.frombuffer(output.counts, dtype="<i4").tolist()
+        for serial, count in zip(serials, counts, strict=True):
+            choice, upto = choices[serial], at + 4 * count
+            choice.tokens += tokens[at:upto]
+            at = upto
+            if choice.counts is not None:
+                choice.counts.append(count)
+        for item in output.logprobs:
+            choices[serials[item.row]].note(item)
+        for start in output.started:
+            if start.serial in choices:
+                choices[start.serial].cached_tokens = start.cached_tokens
+        for end in output.ended:
+            self._end(choices.pop(end.serial), end)
+
+    def _end(self, choice: PlacedChoice, end: EndedRequest) -> None:
+        if choice.session != self.session:
+            self._unknown -= 1
+        if self._move(choice, HeldMove.END) is HeldState.GONE:
+            self._gone(choice)
+            return
+        choice.ended = end
+        self._ended[choice.serial] = choice
+        self._ended_bytes += choice.weight
+        while len(self._ended) > ENDED_CHOICES_MAX or self._ended_bytes > ENDED_BYTES_MAX:
+            self.drop_all([next(iter(self._ended.values()))])
+
+    def _move(self, choice: PlacedChoice, move: HeldMove) -> HeldState:
+        choice.state = self._states.after(choice.state, move)
+        return choice.state
+
+    def _unname(self, choice: PlacedChoice) -> None:
+        if self._by_request_id.get(choice.asked.request_id) is choice:
+            del self._by_request_id[choice.asked.request_id]
+
+    def _gone(self, choice: PlacedChoice) -> None:
+        group = choice.group
+        group.left -= 1
+        if not group.left:
+            del self._groups[group.order]
