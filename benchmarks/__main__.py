@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from baton.cli.lazily import loading
+from baton.cli.lazy_commands import loading
 
 COMMANDS = {
     "compare": "benchmarks.compare:compare",

@@ -22,7 +22,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.children import ChildFailed
+from baton.bench.child_processes import ChildFailed
 from baton.bench.load import RunResult
 from baton.bench.stats import describe, median
 from baton.bench.workload import BenchSession

@@ -22,7 +22,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.children import ChildFailed, run_to_end
+from baton.bench.child_processes import ChildFailed, run_to_end
 from baton.bench.client import RequestRecord
 from baton.bench.report import summarise
 from baton.bench.traces import TraceMalformed, read_trace

@@ -19,7 +19,7 @@ from time import perf_counter
 import aiohttp
 import msgspec
 
-from baton.bench.children import Child, ChildFailed, free_port, started
+from baton.bench.child_processes import Child, ChildFailed, free_port, started
 from baton.bench.client import open_http
 
 START_LIMIT_S = 180.0

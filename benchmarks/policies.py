@@ -18,15 +18,15 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from baton.bench.calls import TraceLoad, read_load
 from baton.bench.plot import BLUE, ORANGE, require_matplotlib
-from baton.bench.simulated import POLICIES, ReserveAndVictims
+from baton.bench.sim_run import POLICIES, ReserveAndVictims
 from baton.bench.stats import describe
+from baton.bench.trace_calls import TraceLoad, read_load
 from baton.bench.traces import TracedRequest
 from baton.core.config import WorkerConfig
 from baton.sim.cluster import PlannedRequest, RunFailed, RunSpec, simulate
-from baton.sim.records import InstanceSample, RequestOutcome, RequestRecord, RunRecord
-from baton.sim.steptime import load_step_times
+from baton.sim.run_records import InstanceSample, RequestOutcome, RequestRecord, RunRecord
+from baton.sim.step_times import load_step_times
 from benchmarks.options import JsonIfGiven
 from benchmarks.runner import Columns, Voice, Work, conduct, find_trace, table_of
 

@@ -36,7 +36,7 @@ from baton.bench.calibrate import (
     make_grid,
     model_sizes,
 )
-from baton.bench.children import ChildFailed
+from baton.bench.child_processes import ChildFailed
 from baton.bench.machine import OtherLoad, other_load
 from baton.bench.report import summarise
 from baton.core.config import WorkerConfig
@@ -44,8 +44,8 @@ from baton.executor.contract import ExecutorShape
 from baton.node.engine_setup import worker_config
 from baton.node.settings import EngineSettings
 from baton.sim.cluster import PlannedRequest, RunSpec, simulate
-from baton.sim.records import RunRecord
-from baton.sim.steptime import StepTimes, load_step_times
+from baton.sim.run_records import RunRecord
+from baton.sim.step_times import StepTimes, load_step_times
 from benchmarks.compare import SERVING_LOADS
 from benchmarks.options import JsonIfGiven, ModelArgument, Seed
 from benchmarks.runner import (

@@ -37,13 +37,13 @@ from rich.console import Console
 from rich.table import Table
 
 from baton import __version__
-from baton.bench.simulated import LANE_GBYTES_PER_S, blocks_of, road_of
+from baton.bench.sim_run import LANE_GBYTES_PER_S, blocks_of, road_of
 from baton.core.config import HandoverConfig, PrefillPath, WorkerConfig
 from baton.sim.cluster import PrefillDecodeSplit, RunFailed, RunSpec, simulate
 from baton.sim.device import StepTimeModel
-from baton.sim.records import RunRecord
 from baton.sim.report import FINISHED, ValueDistribution, busy_shares, describe
-from baton.sim.steptime import load_step_times
+from baton.sim.run_records import RunRecord
+from baton.sim.step_times import load_step_times
 from benchmarks.conversations import Sessions, find_talks, read_talks
 from benchmarks.jobs import cores, run_jobs
 from benchmarks.options import ConversationFile, JsonIfGiven, LinkGbytes, Processes, ShareGptFolder

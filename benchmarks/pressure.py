@@ -18,7 +18,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.children import ChildFailed
+from baton.bench.child_processes import ChildFailed
 from baton.bench.report import summarise
 from benchmarks.compare import Row
 from benchmarks.options import JsonFile, ModelArgument, OurArgs, Pairs, PeerArgs, PeerOption, Seed

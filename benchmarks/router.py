@@ -21,7 +21,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.children import Child, ChildFailed, free_port, started
+from baton.bench.child_processes import Child, ChildFailed, free_port, started
 from baton.bench.client import BenchRequest, ServerUnreachable, TargetServer, first_model, open_http
 from baton.bench.load import Closed, Plan, RunResult, run_load
 from baton.bench.machine import OtherLoad

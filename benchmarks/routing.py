@@ -19,15 +19,15 @@ from rich.console import Console
 
 from baton.bench.client import BenchRequest, TargetServer, first_model, open_http
 from baton.bench.load import Closed, Plan, run_load
-from baton.bench.simulated import blocks_of
+from baton.bench.sim_run import blocks_of
 from baton.bench.stats import describe
 from baton.bench.workload import BenchSession, Recipe
 from baton.core.config import WorkerConfig
 from baton.core.routing.config import RoutingPolicy
 from baton.sim.cluster import RunSpec, simulate
-from baton.sim.records import RunRecord
 from baton.sim.report import FINISHED
-from baton.sim.steptime import load_step_times
+from baton.sim.run_records import RunRecord
+from baton.sim.step_times import load_step_times
 from benchmarks.conversations import Sessions, Talk, Talks, find_talks, read_talks
 from benchmarks.fleet import fleet
 from benchmarks.options import ConversationFile, JsonFile, ShareGptFolder

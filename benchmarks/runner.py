@@ -22,18 +22,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.children import ChildFailed
+from baton.bench.child_processes import ChildFailed
 from baton.bench.machine import OtherLoad, describe_machine, other_load
 from baton.bench.plot import PlotUnavailable
 from baton.bench.report import write_json
-from baton.bench.simulated import BadSimOptions
+from baton.bench.sim_run import BadSimOptions
 from baton.bench.stats import median
 from baton.bench.traces import TraceMalformed
 from baton.cli.bench_screen import progress_bar, stop_servers_on_sigterm, wide_console
 from baton.core.errors import BatonError
 from baton.kv.store import BadStore
 from baton.node.models import ModelUnavailable, resolve_model
-from baton.sim.steptime import BadStepTimes
+from baton.sim.step_times import BadStepTimes
 from baton.sim.workload import BadWorkload
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import __version__
-from baton.bench.children import Child, ChildFailed, free_port, run_to_end, started
+from baton.bench.child_processes import Child, ChildFailed, free_port, run_to_end, started
 from baton.bench.client import (
     BenchRequest,
     RequestRecord,

@@ -25,15 +25,15 @@ from rich.console import Console
 from rich.table import Table
 
 from baton import __version__
-from baton.bench.calls import TraceLoad, read_load
 from baton.bench.plot import require_matplotlib
-from baton.bench.simulated import LANE_GBYTES_PER_S, BadSimOptions, blocks_of, road_of
+from baton.bench.sim_run import LANE_GBYTES_PER_S, BadSimOptions, blocks_of, road_of
+from baton.bench.trace_calls import TraceLoad, read_load
 from baton.core.config import WorkerConfig
 from baton.sim.cluster import PrefillDecodeSplit, RunFailed, RunSpec, simulate
 from baton.sim.plots import POLICY_COLOURS, POLICY_STYLES
-from baton.sim.records import RequestRecord, RunRecord
 from baton.sim.report import FINISHED, LatencyTargets, ValueDistribution, busy_shares, describe
-from baton.sim.steptime import StepTimes, load_step_times
+from baton.sim.run_records import RequestRecord, RunRecord
+from baton.sim.step_times import StepTimes, load_step_times
 from benchmarks.jobs import cores, run_jobs
 from benchmarks.options import JsonIfGiven, LinkGbytes, Processes
 from benchmarks.runner import ABSENT, Columns, Voice, Work, conduct, find_trace, table_of

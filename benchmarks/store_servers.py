@@ -15,7 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from baton.bench.children import Child, ChildFailed, free_port, started
+from baton.bench.child_processes import Child, ChildFailed, free_port, started
 from baton.kv.mooncake_engine import LIBRARIES
 
 READY_S = 20.0

@@ -26,7 +26,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.children import ChildFailed
+from baton.bench.child_processes import ChildFailed
 from baton.bench.report import summarise
 from benchmarks.options import JsonFile, ModelOrScripted, OurArgs, Pairs, Seed, StoreFolder
 from benchmarks.runner import (

@@ -27,7 +27,7 @@ from baton.cli.main import app
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
-from baton.sim.steptime import load_step_times
+from baton.sim.step_times import load_step_times
 from tests.support.tiny import family_config, save_random
 
 SHAPE = ExecutorShape(slots=64, blocks=5000, block_size=16, context_tokens=4096)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.calls import read_load
+from baton.bench.trace_calls import read_load
 from baton.sim.workload import BadWorkload
 
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from baton.bench.chaos_ask import SeenAnswer, ask, differences
 from baton.bench.chaos_cases import ChaosCase, draw_cases
 from baton.bench.chaos_faults import FaultChooser, FaultKind, SeenInstance, SeenSuspicion
+from baton.bench.chaos_request import SeenAnswer, ask, differences
 from baton.bench.client import open_http
 
 

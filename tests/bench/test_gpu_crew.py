@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.gpu_crew import OVER, Command, PartLimits, do_parts
+from baton.bench.gpu_part_processes import OVER, Command, PartLimits, do_parts
 from baton.bench.gpu_report import GpuRow, PartResult
 
 CHILD = """

@@ -15,7 +15,7 @@ from baton.bench.gpu_parts import Scale
 from baton.bench.gpu_report import GpuReport, GpuRow, PartResult, StepPoint, write_report
 from baton.cli.main import app
 from baton.executor.model_shapes import SHAPES
-from baton.sim.steptime import StepTimes, load_step_times
+from baton.sim.step_times import StepTimes, load_step_times
 
 RATES = GpuRates(4.34e12, 790e12)
 QWEN = sizes_of(SHAPES["qwen3-8b"])

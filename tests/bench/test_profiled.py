@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from baton.bench.profiled import ELSEWHERE, LAYERS, profiled
+from baton.bench.profile_by_layer import ELSEWHERE, LAYERS, profiled
 from baton.sim.fuzzed_run import run_seed
 
 

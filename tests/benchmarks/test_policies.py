@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.bench.simulated import POLICIES, ReserveAndVictims
+from baton.bench.sim_run import POLICIES, ReserveAndVictims
 from baton.core.config import ReservePolicy, VictimPolicy
 from baton.sim.cluster import RunFailed
-from baton.sim.steptime import load_step_times
+from baton.sim.step_times import load_step_times
 from benchmarks.__main__ import app
 from benchmarks.policies import NETWORK_US, Policies, PolicyOptions, PolicyReport
 from benchmarks.runner import Voice

@@ -26,7 +26,7 @@ from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.engine_setup import worker_config
 from baton.node.settings import EngineSettings
-from baton.sim.steptime import StepTimes, load_step_times
+from baton.sim.step_times import StepTimes, load_step_times
 from benchmarks import predict as predict_module
 from benchmarks import servers as servers_module
 from benchmarks.__main__ import app

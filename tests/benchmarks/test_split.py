@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.bench.simulated import BadSimOptions
+from baton.bench.sim_run import BadSimOptions
 from benchmarks.__main__ import app
 from benchmarks.split import (
     SplitJob,

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from baton.cli.declared import GivenOptions, parse_bytes, taking_settings
+from baton.cli.declared_options import GivenOptions, parse_bytes, taking_settings
 from baton.cli.options import config_file
 from baton.core.setting import Bounds, Panel, Setting, Unit
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from baton.cli.passing import given_for, taking_options_of
+from baton.cli.option_forwarding import given_for, taking_options_of
 
 
 class Colour(StrEnum):

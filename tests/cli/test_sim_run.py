@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.bench import simulated
+from baton.bench import sim_run as simulated
 from baton.bench.sim_options import SimOptions
-from baton.bench.simulated import COMPARE_SYNTAX, Simulation, parse_policies
+from baton.bench.sim_run import COMPARE_SYNTAX, Simulation, parse_policies
 from baton.cli.main import app
 from baton.core.config import ReservePolicy, VictimPolicy
 from baton.sim.cluster import RunSpec
-from baton.sim.records import RequestOutcome, RequestRecord, RunRecord
+from baton.sim.run_records import RequestOutcome, RequestRecord, RunRecord
 from tests.sim.made_records import journey
 
 SMALL = ["--requests", "20", "--input-tokens", "64", "--output-tokens", "8", "--concurrency", "4"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.tiny import make_tiny
+from baton.bench.tiny_model import make_tiny
 from tests.support.cluster import Body, all_at_once, cluster, complete, handed_over, tokens
 from tests.support.server import ServerProcess, baton_serve
 

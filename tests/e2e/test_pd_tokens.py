@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.tiny import make_tiny
+from baton.bench.tiny_model import make_tiny
 from baton.kv.transfer_contract import available
 from tests.support.cluster import (
     Body,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.children import free_port
-from baton.bench.tiny import make_tiny
+from baton.bench.child_processes import free_port
+from baton.bench.tiny_model import make_tiny
 from tests.support.cluster import handed_over, in_session, tokens_of
 from tests.support.fleet import FleetProcess, baton_up
 from tests.support.server import ServerProcess, baton_serve

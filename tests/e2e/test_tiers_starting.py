@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.children import free_port
+from baton.bench.child_processes import free_port
 from benchmarks.store_servers import valkey_why_not
 from tests.support.server import baton_serve
 from tests.support.storing import TIGHT, bills, mixture

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from baton.bench.children import free_port
+from baton.bench.child_processes import free_port
 from baton.kv import mooncake_client as mooncake_link
 from baton.kv.mooncake_client import address_of, client_class
 from baton.kv.store import MISSING, BadStore, Store, StoreFailed, open_store

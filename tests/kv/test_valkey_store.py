@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from baton.bench.children import free_port
+from baton.bench.child_processes import free_port
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, open_store
 from benchmarks.store_servers import StoreServer, valkey_server, valkey_why_not
 from tests.support.stores import Arena, got, hanging, put, sample, samples

@@ -22,12 +22,12 @@ from baton.core.config import (
 )
 from baton.core.engine.request import Sampling
 from baton.core.routing.config import RouterConfig, RoutingPolicy
-from baton.sim.asks import ClientRequest
+from baton.sim.client_requests import ClientRequest
 from baton.sim.faults import CopyRates, DiskRates, FaultRates, KvRates, NetworkRates, StoreRates
-from baton.sim.porters import CopyTimes
+from baton.sim.faulty_transfers import KvTimes
 from baton.sim.scenario import FlatTimes, Scenario, UserPlan
+from baton.sim.storage_copies import CopyTimes
 from baton.sim.store import StoreTimes
-from baton.sim.transfer import KvTimes
 from baton.wire.link import LinkConfig
 
 # fmt: off

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.sim.records import InstanceSample, RequestOutcome, RequestRecord, RunRecord, StepSpan
+from baton.sim.run_records import InstanceSample, RequestOutcome, RequestRecord, RunRecord, StepSpan
 
 
 def journey(index: int, arrived_us: int, ttft_us: int, tpot_us: int, outputs: int = 11, inputs: int = 100) -> RequestRecord:

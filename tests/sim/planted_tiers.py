@@ -29,7 +29,7 @@ from baton.core.tiers.departures import Departures
 from baton.core.tiers.fetching import KvFetching
 from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.offload import Tiers
-from baton.core.tiers.open_hauls import FILLS, OpenTransfer, OpenTransfers, TransferKind
+from baton.core.tiers.open_transfers import FILLS, OpenTransfer, OpenTransfers, TransferKind
 from baton.core.tiers.saving import KvSaving
 from baton.core.tiers.transfers import (
     CopyIn,

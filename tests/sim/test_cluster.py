@@ -10,9 +10,9 @@ import pytest
 from baton.core.config import PrefillPath, WorkerConfig
 from baton.core.routing.config import RoutingPolicy
 from baton.sim.cluster import PREFIX_ID_TOKENS, PlannedRequest, PrefillDecodeSplit, RunFailed, RunSpec, simulate
-from baton.sim.lanes import KvLinkModel
-from baton.sim.records import RequestOutcome, RunRecord
+from baton.sim.run_records import RequestOutcome, RunRecord
 from baton.sim.scenario import FlatTimes
+from baton.sim.timed_transfers import KvLinkModel
 
 CONFIG = WorkerConfig(slots=8, blocks=1000, block_size=16, context_tokens=4096, step_tokens=2048)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.sim.fuzzed_run import FuzzedRun
-from baton.sim.laws import DRAINS_IN_TIME, WAITS_IN_TIME, LawBroken
+from baton.sim.law_names import DRAINS_IN_TIME, WAITS_IN_TIME, LawBroken
 from baton.sim.scenario import Scenario
 from tests.sim.known_failures import STAYS_AT_A_DRAINING_INSTANCE, WAITS_TOO_LONG
 

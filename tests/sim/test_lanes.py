@@ -7,7 +7,7 @@ import pytest
 
 from baton.core.handover.messages import Arriving, Fenced, Handover, PeerEvent, PeerId, Shipped, Verified
 from baton.executor.contract import NO_KV
-from baton.sim.lanes import KvLinkModel, NetworkCard, TimedReceiver, TimedSender, TimedTransfers
+from baton.sim.timed_transfers import KvLinkModel, NetworkCard, TimedReceiver, TimedSender, TimedTransfers
 from baton.sim.world import Host, World
 
 LAYERS, BLOCK_BYTES, DELAY_US = 10, 1_000_000, 50

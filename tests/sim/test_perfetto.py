@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.sim.perfetto import timeline, write_timeline
-from baton.sim.records import RequestOutcome, RequestRecord, RunRecord, StepSpan
+from baton.sim.run_records import RequestOutcome, RequestRecord, RunRecord, StepSpan
 from tests.sim.made_records import busy_hour, journey, look, record
 
 

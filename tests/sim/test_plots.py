@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from baton.sim.plots import RUNS_MAX, draw
-from baton.sim.records import RunRecord
 from baton.sim.report import LatencyTargets
+from baton.sim.run_records import RunRecord
 from tests.sim.made_records import busy_hour, journey, record
 
 pytest.importorskip("matplotlib")

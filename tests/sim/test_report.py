@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from baton.sim.records import HandoverTotals, InstanceSample, RequestOutcome, RequestRecord, RunRecord, StepSpan
 from baton.sim.report import (
     SCHEMA,
     BadRecord,
@@ -21,7 +20,8 @@ from baton.sim.report import (
     span_of,
     summarise,
 )
-from baton.sim.tables import show
+from baton.sim.report_tables import show
+from baton.sim.run_records import HandoverTotals, InstanceSample, RequestOutcome, RequestRecord, RunRecord, StepSpan
 from tests.sim.made_records import busy_hour, journey, look, record
 
 TARGETS = LatencyTargets(ttft_s=1.0, tpot_ms=50.0)

@@ -32,9 +32,9 @@ from baton.executor.scripted import ScriptedExecutor
 from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import CopyRates, DiskRates, Fault, StoreRates
 from baton.sim.instance import InstanceSpec, SimulatedInstance
-from baton.sim.laws import TRUE_NAME, UNTOUCHED, LawBroken
-from baton.sim.porters import NONSENSE, CopyTimes, StorageCopies, StorageModel
+from baton.sim.law_names import TRUE_NAME, UNTOUCHED, LawBroken
 from baton.sim.scenario import FlatTimes
+from baton.sim.storage_copies import NONSENSE, CopyTimes, StorageCopies, StorageModel
 from baton.sim.store import SimulatedStore, StoreTimes
 from baton.sim.world import Host, World
 

@@ -17,7 +17,7 @@ from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason
 from baton.core.errors import RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
-from baton.kv import file_store
+from baton.kv.object_folder import ObjectFolder
 from baton.kv.store import parse_url
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
@@ -133,7 +133,7 @@ def _store() -> Iterator[str]:
     yield f"store: name of a block: {envelope.object_name(layout, key)}"
     yield f"store: envelope of a block: {bytes(whole).hex()}"
     yield from (f"store: flaw: {flaw.value}" for flaw in envelope.EnvelopeFlaw)
-    yield f"store: path of a block: {file_store.FileStore('DIR', 1.0, None)._path(envelope.object_name(layout, key))}"
+    yield f"store: path of a block: {ObjectFolder('DIR').path(envelope.object_name(layout, key))}"
     for url in ("file:/kv?limit=1G", "valkey://:secret@host:6379/0", "mooncake://host:50051"):
         yield f"store: address {url}: {sorted(dataclasses.asdict(parse_url(url)).items(), key=str)}"
     yield f"store: key file: {keyfile.write_key(bytes(keyfile.KEY_BYTES)).hex()}"

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from baton.bench.children import Child, ChildFailed, free_port, started
+from baton.bench.child_processes import Child, ChildFailed, free_port, started
 from baton.bench.client import RequestRecord, ServerUnreachable, TargetServer, first_model, open_http
 from baton.bench.load import Closed, Plan, run_load
 from baton.bench.scheduler import time_scheduler
@@ -38,7 +38,7 @@ from baton.core.engine.plan import Chunk, Copy, Int32s, RowOutcome, Start, StepP
 from baton.core.engine.request import Sampling, frozen_tokens
 from baton.core.errors import BatonError
 from baton.executor.contract import Executor
-from baton.sim.steptime import MeasuredStep, Roofline, StepTimes, StepTimesFile
+from baton.sim.step_times import MeasuredStep, Roofline, StepTimes, StepTimesFile
 
 IN_FLIGHT = 2
 """As in service: the next step waits in the executor while one computes."""

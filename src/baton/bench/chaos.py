@@ -23,14 +23,14 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from baton.bench.chaos_ask import SeenAnswer, ask, differences
 from baton.bench.chaos_cases import ChaosCase, draw_cases
 from baton.bench.chaos_faults import HELD_AGAINST, PASSING, FaultChooser, FaultKind, InjectedFault, SeenSuspicion
 from baton.bench.chaos_fleet import LOOK_EVERY_S, ChaosFleet, FleetLost, running_fleet
-from baton.bench.chaos_hands import NoSuchVictim, can_cut, hurt, wake
+from baton.bench.chaos_request import SeenAnswer, ask, differences
+from baton.bench.chaos_signals import NoSuchVictim, can_cut, hurt, wake
 from baton.bench.client import first_model, open_http
 from baton.bench.stats import Distribution, describe
-from baton.bench.tiny import make_tiny
+from baton.bench.tiny_model import make_tiny
 
 TINY = "tiny"
 ANSWER_S_MAX = 120.0

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from baton.bench.chaos_faults import READY, SeenInstance, SeenSuspicion
-from baton.bench.children import Child, ChildFailed, started
+from baton.bench.child_processes import Child, ChildFailed, started
 
 LOOK_EVERY_S = 0.1
 START_S_MAX = 300.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from baton.bench.gpu_crew import ALL_S, PartLimits, do_parts, own_command
+from baton.bench.gpu_part_processes import ALL_S, PartLimits, do_parts, own_command
 from baton.bench.gpu_report import GpuReport, markdown_of, merged, read_report, table_of, write_report
 from baton.core.errors import BatonError
 
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     only = tuple(name for name in given.only.split(",") if name)
     if given.work is not None:
         from baton.bench.gpu_parts import Scale
-        from baton.bench.gpu_work import work
+        from baton.bench.gpu_worker import work
 
         work(only, given.work, Scale(shape=given.shape, attention=given.attention, block_size=given.block_size))
         return DONE

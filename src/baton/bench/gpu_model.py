@@ -13,7 +13,7 @@ from baton.bench.gpu_report import GpuReport, StepPoint
 from baton.bench.report import write_json
 from baton.core.errors import BatonError
 from baton.executor.model_shapes import shape_fields
-from baton.sim.steptime import StepTimes, StepTimesFile
+from baton.sim.step_times import StepTimes, StepTimesFile
 
 
 class TooFewPoints(BatonError):

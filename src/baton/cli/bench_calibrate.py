@@ -24,11 +24,11 @@ from baton.bench.calibrate import (
     model_sizes,
 )
 from baton.bench.calibrate import calibrate as make_model
-from baton.bench.children import ChildFailed
+from baton.bench.child_processes import ChildFailed
 from baton.bench.machine import OtherLoad, describe_machine, other_load
 from baton.bench.report import write_json
 from baton.cli.bench_screen import model_folder, progress_bar, refuse, wide_console
-from baton.cli.declared import option_of, parse_bytes
+from baton.cli.declared_options import option_of, parse_bytes
 from baton.core.errors import BatonError
 from baton.node.settings import Dtype, EngineSettings
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.bench.gpu import ATTENTION, BLOCK_SIZE, SHAPE, GpuOptions, exit_code, run
-from baton.bench.gpu_crew import ALL_S
+from baton.bench.gpu_part_processes import ALL_S
 from baton.bench.gpu_report import table_of
 from baton.cli.bench_screen import refuse, wide_console
 from baton.core.errors import BatonError

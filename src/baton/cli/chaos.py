@@ -10,7 +10,7 @@ import typer
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from baton.cli.bench_screen import refuse, stop_servers_on_sigterm, wide_console
-from baton.cli.passing import given_for, taking_options_of
+from baton.cli.option_forwarding import given_for, taking_options_of
 from baton.cli.up import up
 from baton.node.settings import ExecutorKind
 
@@ -67,7 +67,7 @@ def _chaos(
     # Imported late: `baton --help` must not wait for them.
     from baton.bench.chaos import ChaosFailed, ChaosOptions, ChaosVoice, run_chaos
     from baton.bench.chaos_table import show
-    from baton.bench.children import ChildFailed
+    from baton.bench.child_processes import ChildFailed
     from baton.bench.client import ServerUnreachable
 
     console = wide_console()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from baton import __version__
-from baton.cli.lazily import loading
+from baton.cli.lazy_commands import loading
 
 COMMANDS = {
     "serve": "baton.cli.serve:serve",

@@ -8,8 +8,8 @@ from typing import Any
 
 import typer
 
-from baton.cli.config import NOTHING, Command, read_options
-from baton.cli.declared import variable
+from baton.cli.declared_options import variable
+from baton.cli.toml_options import NOTHING, Command, read_options
 
 
 def option(name: str, panel: str, text: str) -> Any:

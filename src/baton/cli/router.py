@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.declared import GivenOptions, taking_settings
+from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.options import config_file
 from baton.cli.serve import console, log_to_stderr, process_fields
 from baton.core.errors import BatonError

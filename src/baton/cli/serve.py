@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from baton.cli.declared import GivenOptions, taking_settings
+from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.options import config_file
 from baton.core.config import OnPreempt
 from baton.core.errors import BatonError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from baton.cli.lazily import loading
+from baton.cli.lazy_commands import loading
 
 COMMANDS = {
     "run": "baton.cli.sim_run:run",

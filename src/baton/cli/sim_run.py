@@ -1,6 +1,6 @@
 """`baton sim run`: a load on a cluster that is only modelled, and what it would see there.
 
-Owns option names, help and exit codes; the work is in `baton.bench.simulated` and `baton.sim`. Exit codes: 0 all went well,
+Owns option names, help and exit codes; the work is in `baton.bench.sim_run` and `baton.sim`. Exit codes: 0 all went well,
 1 requests ended as they never should without faults, 2 the command was wrong.
 """
 
@@ -14,20 +14,20 @@ import typer
 from rich.console import Console
 
 from baton.bench.plot import PlotUnavailable, require_matplotlib
-from baton.bench.profiled import Share, profiled, show_shares
+from baton.bench.profile_by_layer import Share, profiled, show_shares
 from baton.bench.report import write_json
 from baton.bench.sim_options import SimOptions
-from baton.bench.simulated import BadSimOptions, Simulation
+from baton.bench.sim_run import BadSimOptions, Simulation
 from baton.bench.traces import TraceMalformed
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
-from baton.cli.declared import GivenOptions, taking_settings
+from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.core.setting import BadConfig, Panel
 from baton.sim.perfetto import write_timeline
 from baton.sim.plots import draw
-from baton.sim.records import RunRecord
 from baton.sim.report import SimReport
-from baton.sim.steptime import BadStepTimes
-from baton.sim.tables import show
+from baton.sim.report_tables import show
+from baton.sim.run_records import RunRecord
+from baton.sim.step_times import BadStepTimes
 from baton.sim.workload import BadWorkload
 
 

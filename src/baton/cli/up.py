@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from baton.cli.declared import GivenOptions, taking_settings
+from baton.cli.declared_options import GivenOptions, taking_settings
+from baton.cli.option_forwarding import given_for, source_of, taking_options_of
 from baton.cli.options import config_file
-from baton.cli.passing import given_for, source_of, taking_options_of
 from baton.cli.router import router
 from baton.cli.serve import serve
 from baton.core.errors import BatonError

@@ -2,7 +2,7 @@
 
     slots: Annotated[int, Setting("max-num-seqs", Panel.KV, "Most requests that run at once.", least=1)] = 64
 
-The field has the default and the type. `baton.cli.declared` makes the command-line option, the BATON_ variable and the TOML
+The field has the default and the type. `baton.cli.declared_options` makes the option, the BATON_ variable and the TOML
 key of it; `docs/reference/options.md` lists it; `check_bounds` checks it where a configuration is made in code.
 """
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.sim.asks import ClientRequest
+from baton.sim.client_requests import ClientRequest
 from baton.sim.faults import Fault
-from baton.sim.front import FrontEnd, SubmittedGroup
-from baton.sim.gate import RouterHost, RouterRequest, UnclaimedAnswer
-from baton.sim.judge import Ended, LawChecker
-from baton.sim.laws import ENDS_ONCE, SAME_TOKENS, LawBroken
+from baton.sim.front_end import FrontEnd, SubmittedGroup
+from baton.sim.law_checker import Ended, LawChecker
+from baton.sim.law_names import ENDS_ONCE, SAME_TOKENS, LawBroken
+from baton.sim.router_host import RouterHost, RouterRequest, UnclaimedAnswer
 from baton.sim.world import Host
 from baton.wire.request_table import LostEntry
 

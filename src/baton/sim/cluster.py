@@ -25,13 +25,21 @@ from baton.executor.contract import ExecutorShape
 from baton.executor.counting import FILLER_TOKEN, STOP_TOKEN, CountingExecutor
 from baton.sim.device import StepTimeModel
 from baton.sim.faults import DiskRates
-from baton.sim.front import FrontEnd, InstanceTable
-from baton.sim.gate import RouterHost
+from baton.sim.front_end import FrontEnd, InstanceTable
 from baton.sim.instance import InstanceSpec, SimulatedInstance
-from baton.sim.lanes import KvLinkModel, TimedTransfers
+from baton.sim.instance_host import FRONT, InstanceHost, seat_name
 from baton.sim.lines import Pipes
-from baton.sim.records import HandoverTotals, InstanceSample, PassMeter, RequestOutcome, RequestRecord, RunRecord, StepSpan
-from baton.sim.seats import FRONT, InstanceHost, seat_name
+from baton.sim.router_host import RouterHost
+from baton.sim.run_records import (
+    HandoverTotals,
+    InstanceSample,
+    PassMeter,
+    RequestOutcome,
+    RequestRecord,
+    RunRecord,
+    StepSpan,
+)
+from baton.sim.timed_transfers import KvLinkModel, TimedTransfers
 from baton.sim.world import Host, World
 from baton.wire.request_table import LostEntry
 

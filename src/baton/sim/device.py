@@ -17,7 +17,7 @@ import numpy as np
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.executor.contract import Executor
 from baton.sim.faults import Fault
-from baton.sim.records import StepSpan
+from baton.sim.run_records import StepSpan
 from baton.sim.world import Host
 
 

@@ -25,13 +25,13 @@ from baton.core.config import (
 )
 from baton.core.engine.request import Sampling
 from baton.core.routing.config import RouterConfig
-from baton.sim.asks import ClientRequest
+from baton.sim.client_requests import ClientRequest
 from baton.sim.faults import DiskRates, Fault, FaultRates, NetworkRates
+from baton.sim.faulty_transfers import KvTimes
 from baton.sim.fuzzed_run import FuzzedRun, WorldVerdict
-from baton.sim.porters import CopyTimes
 from baton.sim.scenario import FlatTimes, Scenario, UserPlan
+from baton.sim.storage_copies import CopyTimes
 from baton.sim.store import StoreTimes
-from baton.sim.transfer import KvTimes
 from baton.wire.link import LinkConfig
 
 DOWN_US = 15_000

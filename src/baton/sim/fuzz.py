@@ -24,8 +24,8 @@ from baton.core.routing.fleet_members import TRANSITIONS as MEMBER_MOVES
 from baton.core.routing.routed_request import TRANSITIONS as CARRY_MOVES
 from baton.sim.faults import Fault
 from baton.sim.fuzzed_run import WorldVerdict, run_seed
-from baton.sim.judge import haul_table, move_name, peer_tables
-from baton.sim.laws import OWN_CHECKS, LawBroken
+from baton.sim.law_checker import haul_table, move_name, peer_tables
+from baton.sim.law_names import OWN_CHECKS, LawBroken
 from baton.sim.scenario import ScenarioTrim
 from baton.sim.shard import SeedReport
 from baton.wire.held_choices import TRANSITIONS as RELAY_MOVES

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from baton.sim.faults import Fault
 from baton.sim.fuzzed_world import HEALED_WITHIN_US, FuzzedWorld
-from baton.sim.judge import as_law
-from baton.sim.laws import LIVENESS, LawBroken
+from baton.sim.instance_host import FRONT
+from baton.sim.law_checker import as_law
+from baton.sim.law_names import LIVENESS, LawBroken
 from baton.sim.recovery import Recovery
 from baton.sim.scenario import Scenario, ScenarioTrim, draw_scenario
-from baton.sim.seats import FRONT
 
 BOOTED_US = 30_000
 """Nobody asks before the instances had time to start."""

@@ -12,25 +12,25 @@ from baton.core.routing.config import RouterConfig
 from baton.core.tiers.transfers import TransferId
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
-from baton.sim.asks import VOCABULARY, ClientRequest
-from baton.sim.chaos import FaultInjector
+from baton.sim.attempt_book import AttemptBook
+from baton.sim.client_requests import VOCABULARY, ClientRequest
 from baton.sim.clients import Entrance, SimulatedUser
+from baton.sim.fault_injector import FaultInjector
 from baton.sim.faults import Fault
-from baton.sim.fleets import FleetChecks
-from baton.sim.front import FrontEnd, InstanceTable
-from baton.sim.gate import RouterHost
+from baton.sim.faulty_transfers import FaultyTransfers
+from baton.sim.fleet_checks import FleetChecks
+from baton.sim.front_end import FrontEnd, InstanceTable
 from baton.sim.instance import InstanceSpec, SimulatedInstance
-from baton.sim.judge import LawChecker
-from baton.sim.laws import DEADLOCK, LawBroken
-from baton.sim.legs import AttemptBook
+from baton.sim.instance_host import FRONT, InstanceHost
+from baton.sim.law_checker import LawChecker
+from baton.sim.law_names import DEADLOCK, LawBroken
 from baton.sim.lines import LineEndpoint, Links
 from baton.sim.network import SimulatedNetwork
-from baton.sim.porters import StorageModel
+from baton.sim.router_faults import RouterFaults
+from baton.sim.router_host import RouterHost
 from baton.sim.scenario import Scenario
-from baton.sim.seats import FRONT, InstanceHost
+from baton.sim.storage_copies import StorageModel
 from baton.sim.store import SimulatedStore
-from baton.sim.transfer import FaultyTransfers
-from baton.sim.upheaval import RouterFaults
 from baton.sim.world import Host, World
 
 EVENTS_MAX = 200_000

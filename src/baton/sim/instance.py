@@ -35,8 +35,8 @@ from baton.executor.contract import Executor, ExecutorShape
 from baton.sim.device import SimulatedDevice, StepTimeModel
 from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import Fault
-from baton.sim.meter import MeteredWorker
-from baton.sim.records import PassMeter
+from baton.sim.metered_worker import MeteredWorker
+from baton.sim.run_records import PassMeter
 from baton.sim.story import tell_steps, words_of
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile

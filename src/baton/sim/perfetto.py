@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.sim.records import InstanceSample, RequestRecord, RunRecord, StepSpan
+from baton.sim.run_records import InstanceSample, RequestRecord, RunRecord, StepSpan
 
 STEPS_MAX = 200_000
 REQUESTS_MAX = 20_000

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from baton.sim.records import RunRecord
 from baton.sim.report import FINISHED, LatencyTargets, busy_shares
+from baton.sim.run_records import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

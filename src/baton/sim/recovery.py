@@ -6,12 +6,12 @@ Owns the questions that are asked to find out.
 from __future__ import annotations
 
 from baton.core.config import MIXED
-from baton.sim.asks import VOCABULARY, probe_ask
+from baton.sim.client_requests import VOCABULARY, probe_ask
 from baton.sim.clients import SimulatedUser
 from baton.sim.fuzzed_world import HEALED_WITHIN_US, FuzzedWorld
-from baton.sim.laws import LIVENESS, RECOVERY, LawBroken
+from baton.sim.instance_host import InstanceHost
+from baton.sim.law_names import LIVENESS, RECOVERY, LawBroken
 from baton.sim.scenario import HANDED_OVER_TOKENS
-from baton.sim.seats import InstanceHost
 from baton.sim.world import stream_of
 
 SAID_WITHIN_US = 350_000

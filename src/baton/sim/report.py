@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import BatonError
-from baton.sim.records import InstanceSample, RequestOutcome, RequestRecord, RunRecord
+from baton.sim.run_records import InstanceSample, RequestOutcome, RequestRecord, RunRecord
 
 SCHEMA = 1
 FINISHED = (RequestOutcome.STOP, RequestOutcome.LENGTH)

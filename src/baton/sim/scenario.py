@@ -25,12 +25,12 @@ from baton.core.config import (
     WorkerConfig,
 )
 from baton.core.routing.config import RouterConfig, RoutingPolicy
-from baton.sim.asks import VOCABULARY, ClientRequest, draw_ask
+from baton.sim.client_requests import VOCABULARY, ClientRequest, draw_ask
 from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, FaultRates, draw_classes, draw_rates
-from baton.sim.porters import CopyTimes
-from baton.sim.seats import seat_name
+from baton.sim.faulty_transfers import KvTimes
+from baton.sim.instance_host import seat_name
+from baton.sim.storage_copies import CopyTimes
 from baton.sim.store import StoreTimes
-from baton.sim.transfer import KvTimes
 from baton.sim.world import stream_of
 from baton.wire.link import LinkConfig
 

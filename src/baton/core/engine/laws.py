@@ -15,7 +15,7 @@ from baton.core.engine.request import Phase
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.slots import NO_REQUEST
 from baton.core.errors import InvariantViolated
-from baton.core.tiers.open_hauls import READS, TransferKind
+from baton.core.tiers.open_transfers import READS, TransferKind
 
 
 def audit(scheduler: Scheduler) -> None:

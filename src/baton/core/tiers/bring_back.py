@@ -6,7 +6,7 @@ from collections import Counter
 
 from baton.core.config import BringBack, WorkerConfig
 from baton.core.engine.victims import RecoveryRates
-from baton.core.tiers.open_hauls import OpenTransfer, TransferKind
+from baton.core.tiers.open_transfers import OpenTransfer, TransferKind
 
 FADING = 0.98
 """A rate that keeps us from trying is believed a little less each time, so that one bad measurement is not for ever."""

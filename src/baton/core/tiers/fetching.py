@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from baton.core.engine.prefix import Key
 from baton.core.tiers.bring_back import BringBackRule
 from baton.core.tiers.departures import Departures
-from baton.core.tiers.open_hauls import OpenTransfer, OpenTransfers, TransferKind, leading
+from baton.core.tiers.open_transfers import OpenTransfer, OpenTransfers, TransferKind, leading
 from baton.core.tiers.saving import KvSaving
 from baton.core.tiers.stored_keys import StoredKeys
 from baton.core.tiers.transfers import Get, Look, TransferId

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 from baton.core.engine.request import Serial
-from baton.core.tiers.open_hauls import OpenTransfer, OpenTransfers, TransferKind, leading
+from baton.core.tiers.open_transfers import OpenTransfer, OpenTransfers, TransferKind, leading
 from baton.core.tiers.outcomes import Loaded, Outcome
 from baton.core.tiers.transfers import CopyIn
 

@@ -25,7 +25,7 @@ from baton.core.tiers.departures import Departures
 from baton.core.tiers.fetching import KvFetching
 from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.loading import KvLoading
-from baton.core.tiers.open_hauls import OF_STORE, OpenTransfer, OpenTransfers, TransferKind
+from baton.core.tiers.open_transfers import OF_STORE, OpenTransfer, OpenTransfers, TransferKind
 from baton.core.tiers.outcomes import Outcome
 from baton.core.tiers.saving import KvSaving
 from baton.core.tiers.stored_keys import StoredKeys

@@ -12,7 +12,7 @@ from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 from baton.core.tiers.bring_back import BringBackRule
 from baton.core.tiers.departures import Departures
-from baton.core.tiers.open_hauls import OpenTransfer, OpenTransfers, TransferKind
+from baton.core.tiers.open_transfers import OpenTransfer, OpenTransfers, TransferKind
 from baton.core.tiers.stored_keys import StoredKeys
 from baton.core.tiers.transfers import CopyOut, Put
 

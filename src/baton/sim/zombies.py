@@ -15,10 +15,10 @@ from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial,
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import Instance, Join
 from baton.sim.faults import Fault
-from baton.sim.gate import RouterHost
-from baton.sim.laws import FENCED, LawBroken
+from baton.sim.instance_front_end import line_names
+from baton.sim.law_names import FENCED, LawBroken
 from baton.sim.lines import Lines
-from baton.sim.member import line_names
+from baton.sim.router_host import RouterHost
 from baton.sim.world import Host, World
 from baton.wire.engine_messages import RefusedMessage, StepOutput, refused
 from baton.wire.heartbeats import NO_GAUGES

@@ -31,9 +31,9 @@ from baton.core.routing.events import ChoiceOutcome
 from baton.core.tiers.transfers import TransferId
 from baton.executor.scripted import undisturbed
 from baton.sim.faults import Fault
-from baton.sim.hauls import HAUL_ENDS, TransferLaws
+from baton.sim.handover_laws import HandoverLaws
 from baton.sim.instance import SimulatedInstance
-from baton.sim.laws import (
+from baton.sim.law_names import (
     CAN_RESUME,
     DEADLOCK,
     DESERVED_ERROR,
@@ -55,7 +55,7 @@ from baton.sim.laws import (
     WHOLE_KEY,
     LawBroken,
 )
-from baton.sim.leases import HandoverLaws
+from baton.sim.transfer_laws import HAUL_ENDS, TransferLaws
 from baton.sim.world import World
 from baton.wire.request_table import LostEntry
 

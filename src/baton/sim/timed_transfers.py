@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from baton.core.engine.plan import Int32s
 from baton.core.handover.messages import Arriving, Fenced, Handover, PeerId, Shipped, Verified
 from baton.executor.contract import KvView
-from baton.sim.transfer import Report
+from baton.sim.faulty_transfers import Report
 from baton.sim.world import Host
 
 ARRIVING_EVERY_US = 200_000

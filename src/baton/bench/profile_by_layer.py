@@ -27,7 +27,7 @@ LAYERS = {
     "executor": "counting executor",
     "sim/world.py": "event loop: heap, hosts, alarms",
     "sim/device.py": "devices",
-    "sim/steptime.py": "step times",
+    "sim/step_times.py": "step times",
     "sim": "instances, front end, clients, records",
     ELSEWHERE: "reading the trace, progress, the rest",
 }

@@ -15,7 +15,7 @@ from baton.core.routing.events import Instance as InstanceName
 from baton.core.routing.events import Join
 from baton.sim.faults import Fault
 from baton.sim.instance import SimulatedInstance
-from baton.sim.laws import ENDS_AT_ONCE, FORGOTTEN, LINE_BOUND, LawBroken
+from baton.sim.law_names import ENDS_AT_ONCE, FORGOTTEN, LINE_BOUND, LawBroken
 from baton.sim.lines import Lines
 from baton.sim.world import Alarm, Host
 from baton.wire.engine_messages import (

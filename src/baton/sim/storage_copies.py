@@ -36,7 +36,7 @@ from baton.core.tiers.transfers import (
 )
 from baton.sim.faults import CopyRates, Fault, log_uniform_us
 from baton.sim.instance import SimulatedInstance
-from baton.sim.laws import TRUE_NAME, UNTOUCHED, LawBroken
+from baton.sim.law_names import TRUE_NAME, UNTOUCHED, LawBroken
 from baton.sim.store import SimulatedStore
 from baton.sim.world import World
 from baton.wire.envelope import HEADER_BYTES, LAYOUT_BYTES, EnvelopeFlaw, object_name, seal, unseal

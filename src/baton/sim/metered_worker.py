@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from baton.core.engine.worker import Effect, Event, Launch, StepDone, Tick, Worker
-from baton.sim.records import PassMeter
+from baton.sim.run_records import PassMeter
 
 
 class MeteredWorker:

@@ -30,8 +30,8 @@ from baton.core.tiers.transfers import (
     TransferFenced,
     TransferId,
 )
-from baton.sim.laws import DEPARTS_IN_TIME, ENDS_AT_ONCE, HAULS_BOUND, HAULS_END, LEFT_ALONE, UNTOUCHED, LawBroken
-from baton.sim.leases import PASS_US
+from baton.sim.handover_laws import PASS_US
+from baton.sim.law_names import DEPARTS_IN_TIME, ENDS_AT_ONCE, HAULS_BOUND, HAULS_END, LEFT_ALONE, UNTOUCHED, LawBroken
 
 NOTHING: frozenset[int] = frozenset()
 

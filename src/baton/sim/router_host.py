@@ -29,10 +29,10 @@ from baton.core.routing.events import (
 )
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
-from baton.sim.gate_watcher import RouterWatcher
-from baton.sim.laws import LINE_BOUND, STRANGERS, LawBroken
+from baton.sim.instance_front_end import ROUTER, line_names
+from baton.sim.law_names import LINE_BOUND, STRANGERS, LawBroken
 from baton.sim.lines import LineEndpoint, Lines
-from baton.sim.member import ROUTER, line_names
+from baton.sim.router_watcher import RouterWatcher
 from baton.sim.world import Alarm, Host, World
 from baton.wire.engine_messages import WireError
 from baton.wire.router_messages import FromRouter, decode_from_instance, encode_membership

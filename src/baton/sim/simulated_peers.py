@@ -33,10 +33,10 @@ from baton.core.handover.messages import (
 from baton.executor.contract import KvView
 from baton.sim.device import LayerListener
 from baton.sim.faults import Fault
+from baton.sim.faulty_transfers import Report
 from baton.sim.instance import SimulatedInstance
-from baton.sim.laws import LINE_BOUND, SAME_LAYOUT, LawBroken
+from baton.sim.law_names import LINE_BOUND, SAME_LAYOUT, LawBroken
 from baton.sim.lines import LineEndpoint, Lines
-from baton.sim.transfer import Report
 from baton.sim.world import Host
 from baton.wire.peer_messages import (
     Register,

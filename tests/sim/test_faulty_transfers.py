@@ -8,8 +8,8 @@ import pytest
 from baton.core.handover.messages import Fenced, Handover, PeerEvent, PeerId, ShipFailed, Shipped, TransferBroken, Verified
 from baton.executor.contract import KvView
 from baton.sim.faults import Fault, KvRates
-from baton.sim.laws import ALIEN_BYTES, WHOLE_KV, LawBroken
-from baton.sim.transfer import FENCED_WITHIN_US, FaultyReceiver, FaultySender, FaultyTransfers, KvTimes
+from baton.sim.faulty_transfers import FENCED_WITHIN_US, FaultyReceiver, FaultySender, FaultyTransfers, KvTimes
+from baton.sim.law_names import ALIEN_BYTES, WHOLE_KV, LawBroken
 from baton.sim.world import Host, World
 
 LAYERS, BYTES, BLOCKS = 2, 8, 6

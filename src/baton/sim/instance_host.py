@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import DiskRates, Fault
-from baton.sim.front import InstanceTable
+from baton.sim.front_end import InstanceTable
 from baton.sim.instance import InstanceSpec, InstanceWatcher, SimulatedInstance
+from baton.sim.instance_front_end import InstanceFrontEnd, line_names
 from baton.sim.lines import LineEndpoint, Lines
-from baton.sim.member import InstanceFrontEnd, line_names
-from baton.sim.neighbours import DataConnections, SimulatedPeers
-from baton.sim.porters import StorageCopies, StorageModel
+from baton.sim.simulated_peers import DataConnections, SimulatedPeers
+from baton.sim.storage_copies import StorageCopies, StorageModel
 from baton.sim.world import Host, World
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 

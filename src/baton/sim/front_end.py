@@ -14,7 +14,7 @@ from baton.core.engine.ended import EndedRequest
 from baton.core.engine.orders import Accepted, Cancel, Drain
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.sim.laws import ENDS_AT_ONCE, LawBroken
+from baton.sim.law_names import ENDS_AT_ONCE, LawBroken
 from baton.sim.lines import LineEndpoint
 from baton.wire.engine_messages import FromEngine, ToEngine, decode_from_engine, encode_to_engine
 from baton.wire.request_table import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.children import ChildFailed, free_port, run_to_end, started
+from baton.bench.child_processes import ChildFailed, free_port, run_to_end, started
 from baton.bench.machine import describe_machine, other_load
 from tests.support.waiting import wait_until
 
@@ -37,7 +37,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_a_child_that_ignores_the_request_to_stop_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("baton.bench.children.STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("baton.bench.child_processes.STOP_GRACE_S", 0.2)
     deaf = tmp_path / "deaf"
     code = (
         f"import pathlib, signal, time; signal.signal({int(signal.SIGTERM)}, signal.SIG_IGN);"

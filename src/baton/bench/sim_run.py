@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton import __version__
-from baton.bench.calls import JITTER_GAPS, TraceLoad, read_load
 from baton.bench.sim_options import BLOCKS_MAX, SimOptions
+from baton.bench.trace_calls import JITTER_GAPS, TraceLoad, read_load
 from baton.core.config import PrefillPath, ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.errors import BatonError
 from baton.sim.cluster import PlannedRequest, PrefillDecodeSplit, RunSpec, simulate
-from baton.sim.lanes import KvLinkModel
-from baton.sim.records import RunRecord
 from baton.sim.report import SCHEMA, LatencyTargets, RunSummary, Setting, SimReport, summarise
-from baton.sim.steptime import StepTimes, load_step_times
+from baton.sim.run_records import RunRecord
+from baton.sim.step_times import StepTimes, load_step_times
+from baton.sim.timed_transfers import KvLinkModel
 from baton.sim.workload import BadWorkload, SyntheticLoad
 
 CLIENTS_AN_INSTANCE = 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import ChoiceOutcome
-from baton.sim.gate_watcher import RouterView
-from baton.sim.laws import (
+from baton.sim.attempt_records import ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
+from baton.sim.law_names import (
     BACK_OFF,
     DESERVED_END,
     DRAINS_IN_TIME,
@@ -23,7 +23,7 @@ from baton.sim.laws import (
     WAITS_IN_TIME,
     LawBroken,
 )
-from baton.sim.leg_records import ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
+from baton.sim.router_watcher import RouterView
 
 SLACK_US = 5_000
 """Beyond the beat within which silence is noticed."""

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.sim.faults import Fault, FaultRates, log_uniform_us
+from baton.sim.faulty_transfers import FaultyTransfers
 from baton.sim.instance import SimulatedInstance
-from baton.sim.neighbours import end_name
+from baton.sim.instance_host import FRONT, InstanceHost
 from baton.sim.network import SimulatedNetwork
-from baton.sim.porters import StorageModel
-from baton.sim.seats import FRONT, InstanceHost
+from baton.sim.simulated_peers import end_name
+from baton.sim.storage_copies import StorageModel
 from baton.sim.store import SimulatedStore
 from baton.sim.story import PEER_STEPS
-from baton.sim.transfer import FaultyTransfers
 from baton.sim.world import Host, World
 
 MOMENT_EVERY_US = 300

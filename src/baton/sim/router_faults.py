@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 from baton.core.routing.events import Join
 from baton.sim.faults import Fault, FaultRates, log_uniform_us
-from baton.sim.gate import RouterHost
-from baton.sim.laws import FENCED, LawBroken
+from baton.sim.instance_front_end import ROUTER, join_of
+from baton.sim.instance_host import InstanceHost
+from baton.sim.law_names import FENCED, LawBroken
 from baton.sim.lines import Lines
-from baton.sim.member import ROUTER, join_of
-from baton.sim.seats import InstanceHost
-from baton.sim.strangers import ZombieInstance, forged, forged_by_a_member
+from baton.sim.router_host import RouterHost
 from baton.sim.world import World
+from baton.sim.zombies import ZombieInstance, forged, forged_by_a_member
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 BY_MEMBER_SHARE = 0.3

@@ -45,7 +45,7 @@ from baton.core.handover.messages import (
     Verified,
     Verify,
 )
-from baton.sim.laws import (
+from baton.sim.law_names import (
     ALIEN_BYTES,
     ANSWERED_AT_ONCE,
     ENDS_AT_ONCE,

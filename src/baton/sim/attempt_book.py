@@ -28,9 +28,10 @@ from baton.core.routing.events import (
     UnclaimedFound,
 )
 from baton.core.routing.identity import RequestNumber
+from baton.sim.attempt_laws import AttemptLaws, billed, let_go, same_request
+from baton.sim.attempt_records import AttemptSeen, ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
 from baton.sim.faults import Fault
-from baton.sim.gate_watcher import RouterView, RouterWatcher
-from baton.sim.laws import (
+from baton.sim.law_names import (
     DESERVED_END,
     DESERVED_LOSS,
     DESERVED_SUSPICION,
@@ -41,8 +42,7 @@ from baton.sim.laws import (
     RIGHT_PLACE,
     LawBroken,
 )
-from baton.sim.leg_laws import AttemptLaws, billed, let_go, same_request
-from baton.sim.leg_records import AttemptSeen, ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
+from baton.sim.router_watcher import RouterView, RouterWatcher
 from baton.wire.engine_messages import RefusedMessage, StepOutput
 from baton.wire.router_messages import (
     AllHeldSaid,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from baton.bench.gpu_crew import note, note_done
+from baton.bench.gpu_part_processes import note, note_done
 from baton.bench.gpu_parts import PARTS, GpuBench, Scale, measured_rates
 
 LIBRARIES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "flash-attn")

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.sim.gate import RouterHost
-from baton.sim.judge import LawChecker
-from baton.sim.laws import FORGOTTEN, LIVENESS, TRUE_NAMES, LawBroken
-from baton.sim.seats import InstanceHost
-from baton.sim.upheaval import RouterFaults
+from baton.sim.instance_host import InstanceHost
+from baton.sim.law_checker import LawChecker
+from baton.sim.law_names import FORGOTTEN, LIVENESS, TRUE_NAMES, LawBroken
+from baton.sim.router_faults import RouterFaults
+from baton.sim.router_host import RouterHost
 
 RESUMED_WITHIN_US = 5_000_000
 CLAIMED_WITHIN_US = 500_000

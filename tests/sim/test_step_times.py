@@ -12,7 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import BatonError
-from baton.sim.steptime import BadStepTimes, MeasuredStep, Roofline, StepTimes, StepTimesFile, load_step_times, shipped_names
+from baton.sim.step_times import (
+    BadStepTimes,
+    MeasuredStep,
+    Roofline,
+    StepTimes,
+    StepTimesFile,
+    load_step_times,
+    shipped_names,
+)
 
 ROOFLINE = Roofline(
     launch_us=1000.0,

@@ -24,7 +24,7 @@ from baton.core.engine.plan import Int32s
 from baton.core.handover.messages import Arriving, Fenced, Handover, PeerEvent, ShipFailed, Shipped, TransferBroken, Verified
 from baton.executor.contract import KvView
 from baton.sim.faults import Fault, KvRates, log_uniform_us
-from baton.sim.laws import ALIEN_BYTES, WHOLE_KV, LawBroken
+from baton.sim.law_names import ALIEN_BYTES, WHOLE_KV, LawBroken
 from baton.sim.world import Host, World
 
 ARRIVING_EVERY_US = 20_000
