@@ -8,7 +8,7 @@ venv=$1
 target=$venv/lib/baton-mooncake
 packages="libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1"
 
-why_not() { "$venv/bin/python" -c 'from baton.kv.contract import available; print(available("mooncake") or "")'; }
+why_not() { "$venv/bin/python" -c 'from baton.kv.transfer_contract import available; print(available("mooncake") or "")'; }
 
 give_up() {
     echo "mooncake is not available: $1" >&2

@@ -387,7 +387,7 @@ def test_the_front_end_hears_of_the_end_before_the_store_is_closed(
             super().close()
 
     monkeypatch.setattr(engine, "Storage", Closing)
-    monkeypatch.setattr(engine, "spare_what_is_there", lambda: None)
+    monkeypatch.setattr(engine, "freeze_gc", lambda: None)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # whatever it becomes, it is put back
     settings = EngineSettings("", None, b"x" * 32, blocks=8, host_memory_bytes=1 << 20, kv_store=f"file:{tmp_path}/kv")
     ours.send(b"no message")
