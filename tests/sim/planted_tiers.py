@@ -500,11 +500,11 @@ def store_rows_that_are_filling(patch: Patch) -> None:
 
 @core("a giver does not look up when what it waited for has come from the store")
 def offer_nothing_after_a_fetch(patch: Patch) -> None:
-    def hauled(self: Worker, event: StorageEvent) -> list[Effect]:
+    def transferred(self: Worker, event: StorageEvent) -> list[Effect]:
         self._tiers.handle(event, self._now_us)
         return []
 
-    patch.set("_hauled", hauled)
+    patch.set("_transferred", transferred)
 
 
 # ── what is stored ───────────────────────────────────────────────────────────────────────────────────────────────────────

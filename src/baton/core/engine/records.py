@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
-from baton.core.engine.plan import Int32s, Int64s, Logprobs
+from baton.core.engine.plan import NO_INT32S, NO_INT64S, Int32s, Int64s, Logprobs
 from baton.core.engine.prefix import Key
 from baton.core.engine.request import NO_TOKENS, FinishReason, Phase, Serial, Submission, Tokens
 from baton.core.handover.faults import PdFault
@@ -86,3 +86,6 @@ class Settled:
     """Their `row` indexes this object's rows, and they have as many lines as the row has tokens."""
     started: tuple[StartedRequest, ...]
     ended: tuple[EndedRequest, ...]
+
+
+NOTHING_SETTLED = Settled(NO_INT64S, NO_INT32S, NO_INT32S, (), (), ())

@@ -19,7 +19,7 @@ from baton.core.engine.change_journal import KEYS_MAX, CachedKeysChanged, Engine
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
-from baton.core.engine.plan import NO_INT32S, NO_INT64S, StepPlan, StepResult
+from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, RequestId, Serial, Submission
@@ -28,12 +28,9 @@ from baton.core.engine.submission_checks import refuse_group
 from baton.core.engine.victims import RecoveryRates
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.decode_side import DecodeSide
-from baton.core.handover.messages import (
-    PeerEffect,
-    PeerEvent,
-)
+from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.core.handover.prefill_side import PrefillSide
-from baton.core.handover.protocol import Acts
+from baton.core.handover.protocol import Acts, HandoverSide
 from baton.core.tiers.outcomes import Departed, Loaded, Outcome
 from baton.core.tiers.transfers import StorageEffect, StorageEvent, TransferDone, TransferFailed, TransferFenced
 
@@ -93,9 +90,6 @@ class Withdrawn:
 Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn | PeerEffect | StorageEffect
 
 
-NOTHING = Settled(NO_INT64S, NO_INT32S, NO_INT32S, (), (), ())
-
-
 class PrefillMeter:
     """Learns from finished steps what a token of prefill costs. A step counts from its launch or its predecessor's end."""
 
@@ -122,17 +116,17 @@ class Worker:
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex, handover_secret: bytes = b"") -> None:
         self.config = config
         self.scheduler: Scheduler
-        self.giver: PrefillSide | None = None
-        self.taker: DecodeSide | None = None
+        self.prefill_side: PrefillSide | None = None
+        self.decode_side: DecodeSide | None = None
         if config.role.gives:
             self.scheduler, held = prefill_scheduler(config, prefix)
-            self.giver = PrefillSide(config, self.scheduler, held)
+            self.prefill_side = PrefillSide(config, self.scheduler, held)
         elif config.role.takes:
             self.scheduler, arriving = decode_scheduler(config, prefix)
-            self.taker = DecodeSide(config, self.scheduler, arriving, handover_secret)
+            self.decode_side = DecodeSide(config, self.scheduler, arriving, handover_secret)
         else:
             self.scheduler = mixed_scheduler(config, prefix)
-        self._peers = self.giver or self.taker
+        self._side = self.prefill_side or self.decode_side or HandoverSide()
         self._tiers = self.scheduler.tiers
         self._draining = False
         self._meter = PrefillMeter()
@@ -163,9 +157,9 @@ class Worker:
             case FrontEndLost():
                 effects = self._stop_all()
             case TransferDone() | TransferFailed() | TransferFenced():
-                effects = self._hauled(event)
+                effects = self._transferred(event)
             case _:
-                effects = self._hear(event)
+                effects = _effects(self._side.handle(event, now_us))
         self._planned_out = idle_pass
         effects += self._outcomes(self._tiers.take_outcomes())
         effects += self._tiers.take_orders()
@@ -173,9 +167,7 @@ class Worker:
 
     def next_deadline(self) -> int | None:
         """A pass is due at once whenever it could plan something, and soon in any case while anything is open."""
-        due = [self._tiers.next_deadline()]
-        if self._peers is not None:
-            due.append(self._peers.next_deadline())
+        due = [self._tiers.next_deadline(), self._side.next_deadline()]
         if self.scheduler.has_work and not self.scheduler.asleep:
             could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
             due.append(self._now_us if could_plan else self._now_us + IDLE_PASS_US)
@@ -183,11 +175,8 @@ class Worker:
 
     def gauges(self) -> SchedulerGauges:
         gauges = self.scheduler.gauges()
-        if self._peers is None:
-            return gauges
-        handovers = replace(self._peers.gauges(), preempted=gauges.handovers.preempted)
-        waiting = gauges.waiting if self.giver is None else gauges.waiting + self.giver.queued
-        return replace(gauges, waiting=waiting, handovers=handovers)
+        handovers = replace(self._side.gauges(), preempted=gauges.handovers.preempted)
+        return replace(gauges, waiting=gauges.waiting + self._side.queued, handovers=handovers)
 
     def changes(self, now_us: int) -> EngineChanges:
         """What happened since the last call, as far as `ReportChanges` asked to keep it. Not more than fits a message."""
@@ -197,37 +186,28 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        if self.scheduler.has_work or self._tiers.busy:
-            return False
-        return not (self._peers is not None and self._peers.open())
+        return not (self.scheduler.has_work or self._tiers.busy or self._side.open())
 
     def _pass(self) -> tuple[list[Effect], bool]:
         self._tiers.expire(self._now_us)
-        effects = [] if self._peers is None else _effects(self._peers.expire(self._now_us))
+        effects = _effects(self._side.expire(self._now_us))
         if self.scheduler.in_flight >= self.config.depth:
             return effects, False
         plan = self.scheduler.plan(self._now_us)
-        if self.taker is not None:
-            effects += _effects(self.taker.planned(self._now_us))
+        effects += _effects(self._side.planned(plan, self._now_us))
         if plan is None:
             return effects, True
-        if self.giver is not None:
-            effects += _effects(self.giver.planned(plan))
         self._meter.launched(plan, self._now_us)
         return [*effects, Launch(plan)], False
 
     def _settle(self, result: StepResult) -> list[Effect]:
         self._meter.done(self.scheduler.rates, result.drafts, self._now_us)
         settled = self.scheduler.settle(result, self._now_us)
-        if self.giver is None:
-            return [Deliver(settled)]
-        # The front end of an instance that prefills for others has nobody who waits for tokens; it learns the gauges.
-        return [*_effects(self.giver.settled(settled, self._now_us)), Deliver(NOTHING)]
+        return _effects(self._side.settled(settled, self._now_us))
 
-    def _hauled(self, event: StorageEvent) -> list[Effect]:
+    def _transferred(self, event: StorageEvent) -> list[Effect]:
         self._tiers.handle(event, self._now_us)
-        # What was brought from the store may be what an offer waited for.
-        return [] if self.giver is None else _effects(self.giver.advance(self._now_us))
+        return _effects(self._side.advance(self._now_us))
 
     def _outcomes(self, outcomes: list[Outcome]) -> list[Effect]:
         effects: list[Effect] = []
@@ -238,27 +218,23 @@ class Worker:
                 case Departed(serial):
                     ended = self.scheduler.departed(serial)
             if ended is not None:
-                effects += [Withdrawn(ended)] if self.giver is None else _effects(self.giver.left(ended))
+                effects += _effects(self._side.left(ended))
         return effects
-
-    def _hear(self, event: PeerEvent) -> list[Effect]:
-        return [] if self._peers is None else _effects(self._peers.handle(event, self._now_us))
 
     def _drain(self) -> None:
         self._draining = True
-        if self.giver is not None:
-            self.giver.draining = True
+        self._side.draining = True
 
     def _keep_changes(self) -> None:
         self.scheduler.pool.prefix.keep_journal()
-        if self.giver is None:  # what it prefills has its serial at the peer that asked
+        if self.prefill_side is None:  # a prefill for a peer is known by the peer's serial, not by ours
             self.scheduler.keep_notes()
 
     def _stop(self, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
         if not self.config.role.serves:
-            return []  # no client has anything here: what is open is its peers'
-        if self.taker is not None and self.taker.knows(serial):
-            return _effects(self.taker.cancel(serial, reason, self._now_us))
+            return []  # all open requests are its peers'
+        if self.decode_side is not None and self.decode_side.knows(serial):
+            return _effects(self.decode_side.cancel(serial, reason, self._now_us))
         ended = self.scheduler.order_stop(serial, reason, self._now_us, keep)
         return [Withdrawn(ended)] if ended else []
 
@@ -298,7 +274,7 @@ class Worker:
 
 
 def _effects(acts: Acts) -> list[Effect]:
-    """Orders of a hand-over as they are; what it brought or ended as the front end hears of any other."""
+    """Orders of a hand-over unchanged; results and ends as the front end gets those of any other request."""
     effects: list[Effect] = []
     for act in acts:
         match act:

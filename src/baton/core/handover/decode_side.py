@@ -10,6 +10,7 @@ from enum import Enum
 from baton.core.config import HandoverConfig, OnPreempt, WorkerConfig
 from baton.core.engine.arriving_rows import ArrivingRows, Lease
 from baton.core.engine.gauges import HandoverGauges
+from baton.core.engine.plan import StepPlan
 from baton.core.engine.records import Request
 from baton.core.engine.request import FinishReason, Serial, Submission
 from baton.core.engine.scheduler import Scheduler
@@ -42,7 +43,7 @@ from baton.core.handover.messages import (
     Verify,
 )
 from baton.core.handover.prefill_peers import PrefillPeers
-from baton.core.handover.protocol import DIGEST_BYTES, Acts, gauges_of, prompt_digest
+from baton.core.handover.protocol import DIGEST_BYTES, Acts, HandoverSide, gauges_of, prompt_digest
 from baton.core.state_machine import StateMachine
 
 ATTEMPTS_MAX = 3
@@ -111,7 +112,7 @@ class DecodeHandover:
         return Serial(self.handover.request)
 
 
-class DecodeSide:
+class DecodeSide(HandoverSide):
     def __init__(self, config: WorkerConfig, scheduler: Scheduler, rows: ArrivingRows, secret: bytes) -> None:
         self._config = config.handover
         self._resumes = config.on_preempt is OnPreempt.RESUME
@@ -174,8 +175,9 @@ class DecodeSide:
             case _:
                 return []  # what a giver's driver would say
 
-    def planned(self, now_us: int) -> Acts:
-        """After a pass: ask peers for what it let in to be prefilled elsewhere."""
+    def planned(self, plan: StepPlan | None, now_us: int) -> Acts:
+        """Ask peers to prefill the requests that the pass admitted for them."""
+        del plan
         self._now_us = now_us
         return [self._ask(request) for request in self._rows.asked()]
 
