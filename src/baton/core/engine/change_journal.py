@@ -1,8 +1,8 @@
-"""What has changed at an engine since somebody was last told: names in the prefix cache, phases of requests.
+"""Changes at an engine since they were last taken: keys in the prefix cache, phases of requests.
 
-Owns the difference between what was told and what is, and no history: a block that was named and forgotten meanwhile is not
-mentioned. Bounded: names never exceed a few times the pool, and what cannot be kept is told anew from the beginning; of
-phases the oldest notes go, since nothing is decided from them. Costs nothing while nobody wants to be told.
+Keeps the difference between the keys last reported and those cached now, not the history: a block that was cached and
+evicted in between is not mentioned. Bounded: beyond a few times the pool, all keys are reported anew; of phases the oldest
+notes are dropped, since nothing is decided from them. Nothing is kept before `ReportChanges` asks for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.core.engine.request import Phase, Serial
 
 NOTES_MAX = 1024
 KEYS_MAX = 4096
-"""That are told at a time."""
+"""Keys in one report at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class CachedKeysChanged:
     """Changes in which prefixes an instance holds, by block key; each key is in one of the two."""
 
     fresh: bool = False
-    """What was told before is void."""
+    """Keys reported before are void."""
     named: tuple[bytes, ...] = ()
     forgotten: tuple[bytes, ...] = ()
 
@@ -36,7 +36,7 @@ NO_KEYS_CHANGED = CachedKeysChanged()
 class EnteredPhase:
     serial: Serial
     phase: Phase
-    """Which it entered."""
+    """The phase it entered."""
     ago_us: int
 
 
@@ -48,11 +48,11 @@ class EngineChanges:
 
 class PrefixJournal:
     def __init__(self, names: Callable[[], Iterable[bytes]], changes_max: int) -> None:
-        """`names` answers all that are there now."""
+        """`names` returns all keys that are cached now."""
         self._names = names
         self._changes_max = changes_max
         self._untold: dict[bytes, bool] = {}
-        """Key → whether it is named now, where that is not what was told."""
+        """Key → whether it is cached now, where that differs from what was reported."""
         self._fresh = True
         self.restart()
 
@@ -60,12 +60,12 @@ class PrefixJournal:
         return len(self._untold)
 
     def restart(self) -> None:
-        """What was told is forgotten: all names are told again, as many at a time as are taken."""
+        """Report all keys anew, as many at a time as are taken."""
         self._fresh = True
         self._untold = dict.fromkeys(self._names(), True)
 
     def changed(self, key: bytes, named: bool) -> None:
-        # A name comes and goes in turns. So a second change takes it back to what was told, and is no change at all.
+        # A key alternates between cached and not. A second change restores what was reported: nothing to report.
         if self._untold.pop(key, None) is not None:
             return
         self._untold[key] = named

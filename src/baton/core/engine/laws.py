@@ -19,7 +19,7 @@ from baton.core.tiers.open_transfers import READS, TransferKind
 
 
 def audit(scheduler: Scheduler) -> None:
-    """Every law. Costs O(pool): for tests, simulation and replay, not for serving."""
+    """Check every law. Costs O(pool): for tests, simulation and replay, not for serving."""
     for law in LAWS.values():
         law(scheduler)
 
@@ -55,7 +55,7 @@ def blocks_are_conserved(scheduler: Scheduler) -> None:
 
 
 def references_equal_tables(scheduler: Scheduler) -> None:
-    """A block has as many references as tables that name it and copies that read it."""
+    """A block has as many references as tables that contain it and copies that read it."""
     slots = scheduler.slots
     counted = scheduler.pool.lent()
     for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
@@ -69,14 +69,14 @@ def references_equal_tables(scheduler: Scheduler) -> None:
 
 
 def names_belong_to_blocks(scheduler: Scheduler) -> None:
-    """A name stands for one block, and the block for that name."""
+    """A key belongs to one block, and the block to that key."""
     names = scheduler.pool.prefix.names()
     _require(len(set(names.values())) == len(names), "two blocks carry one name")
     _require(len(names) == len(scheduler.pool.prefix), "the two directions of the prefix index differ in size")
 
 
 def rows_match_requests(scheduler: Scheduler) -> None:
-    """One request a slot and one slot a request, and the phase column is a true copy."""
+    """One request per slot and one slot per request, and the phase column agrees with the requests."""
     slots = scheduler.slots
     requests: dict[int, Request] = {request.serial: request for request in scheduler.requests()}
     occupied = np.flatnonzero(slots.serial != NO_REQUEST).tolist()
@@ -97,7 +97,7 @@ def rows_match_requests(scheduler: Scheduler) -> None:
 
 
 def lengths_are_ordered(scheduler: Scheduler) -> None:
-    """KV exists only for known tokens, never for the last sampled one, and only computed blocks are named."""
+    """KV exists only for known tokens, never for the last sampled one, and only computed blocks are published."""
     slots, size = scheduler.slots, scheduler.config.block_size
     rows = np.flatnonzero(slots.serial != NO_REQUEST)
     _require(bool((slots.known[rows] <= slots.limit[rows]).all()), "a request grew past its limit")
@@ -109,13 +109,13 @@ def lengths_are_ordered(scheduler: Scheduler) -> None:
 
 
 def promises_are_covered(scheduler: Scheduler) -> None:
-    """What protected requests will still take is there to be taken."""
+    """The blocks promised to protected requests are available."""
     promised = scheduler.promised()
     _require(promised <= scheduler.pool.available, f"{promised} blocks are promised, {scheduler.pool.available} available")
 
 
 def prefills_fit_together(scheduler: Scheduler) -> None:
-    """When everything else is gone, the started prefills have room to finish: none can wait for another for ever."""
+    """The started prefills could all finish if everything else were gone, so none can wait for another for ever."""
     slots, size = scheduler.slots, scheduler.config.block_size
     prefilling = slots.phase == Phase.RUNNING_PREFILL
     lacking = int(np.sum(np.maximum(0, -(-slots.known // size) - slots.held), where=prefilling))
@@ -128,7 +128,7 @@ def prefills_fit_together(scheduler: Scheduler) -> None:
 
 
 def pins_belong_to_leases(scheduler: Scheduler) -> None:
-    """A block is pinned exactly as long as its row waits for KV from outside, and then none of it has a name."""
+    """A block is pinned exactly while its row waits for KV from outside, and is not published then."""
     slots, pins = scheduler.slots, scheduler.pool.pins()
     if not pins.any():
         return
@@ -145,7 +145,7 @@ def pins_belong_to_leases(scheduler: Scheduler) -> None:
 
 
 def copies_have_what_they_touch(scheduler: Scheduler) -> None:
-    """Each copy out has lent blocks, each copy in a row that waits for it in pinned blocks, and no others have either."""
+    """Each copy out holds its blocks, each copy in has a row that waits for it in pinned blocks, and there are no others."""
     tiers = scheduler.tiers
     lent = np.zeros(scheduler.pool.blocks, dtype=np.int32)
     loading, pins = set(), scheduler.pool.pins()
@@ -163,7 +163,7 @@ def copies_have_what_they_touch(scheduler: Scheduler) -> None:
 
 
 def the_decodes_are_current(scheduler: Scheduler) -> None:
-    """The decodes that the scheduler remembers from one plan to the next are those that the table has."""
+    """The decodes that the scheduler remembers from one plan to the next are those in the table."""
     slots, kept, rows = scheduler.slots, scheduler.running.remembered_decodes(), scheduler.slots.decoding()
     if kept is None:
         return

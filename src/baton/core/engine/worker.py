@@ -1,10 +1,10 @@
-"""One engine's decisions behind one door: facts go in, orders come out.
+"""One engine's decisions as one object: events go in, effects come out.
 
     effects  = worker.handle(event, now_us)
     deadline = worker.next_deadline()          # when a Tick is due; None when there is nothing to wait for
 
-The worker has no clock, thread or socket. The real node and a simulator drive this same object. Planning happens on Tick
-rather than on arrival, so that a driver can hand in everything that has arrived before a step is planned from it.
+The worker has no clock, thread or socket. The real engine process and the simulator drive this same object. Planning happens
+on Tick rather than on arrival, so that a driver can hand in everything that has arrived before a step is planned.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from baton.core.tiers.outcomes import Departed, Loaded, Outcome
 from baton.core.tiers.transfers import StorageEffect, StorageEvent, TransferDone, TransferFailed, TransferFenced
 
 IDLE_PASS_US = 1000
-"""How long after a pass that could plan nothing the next one is due, while requests are open."""
+"""Time until the next pass after one that planned nothing, while requests are open."""
 METERED_TOKENS = 32
-"""Steps with a smaller prefill say little about its cost."""
+"""Steps with fewer prefill tokens are not used to measure its cost."""
 RETRY_AFTER_S = 1
-"""What a refused client is told to wait when the queue is full: one second is about one queue position on a busy GPU."""
+"""Retry-After of a refusal because of a full queue: one second is about one queue position on a busy GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class FrontEndLost:
-    """The front end is gone, and with it every client: what is open ends."""
+    """The front end is gone, and all clients with it: every open request ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """`next_deadline` has come."""
+    """`next_deadline` has passed."""
 
 
 Event = Submit | Cancel | StopAt | StepDone | Drain | ReportChanges | FrontEndLost | Tick | PeerEvent | StorageEvent
@@ -75,14 +75,14 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """What a step brought, for the front end."""
+    """The result of a step, for the front end."""
 
     settled: Settled
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """A request ended while it waited."""
+    """A request ended outside a step."""
 
     ended: EndedRequest
 
@@ -91,7 +91,7 @@ Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn | PeerEffect | S
 
 
 class PrefillMeter:
-    """Learns from finished steps what a token of prefill costs. A step counts from its launch or its predecessor's end."""
+    """Measures the cost of a prefill token from finished steps. A step counts from its launch or its predecessor's end."""
 
     def __init__(self) -> None:
         self._launched: deque[tuple[int, StepPlan]] = deque()
@@ -101,7 +101,7 @@ class PrefillMeter:
         self._launched.append((now_us, plan))
 
     def done(self, rates: RecoveryRates, drafts: int, now_us: int) -> None:
-        """`drafts`: tokens that the step has fed besides those of its plan."""
+        """`drafts`: tokens that the step has fed in addition to its plan."""
         launched_us, plan = self._launched.popleft()
         spent_us = now_us - max(launched_us, self._last_done_us)
         self._last_done_us = now_us
@@ -132,7 +132,7 @@ class Worker:
         self._meter = PrefillMeter()
         self._now_us = 0
         self._planned_out = False
-        """The last pass found nothing to do, and nothing has happened since."""
+        """The last pass planned nothing, and no event has come since."""
 
     def handle(self, event: Event, now_us: int) -> list[Effect]:
         self._now_us = now_us
@@ -166,7 +166,7 @@ class Worker:
         return effects
 
     def next_deadline(self) -> int | None:
-        """A pass is due at once whenever it could plan something, and soon in any case while anything is open."""
+        """A pass is due at once if it could plan something, and after IDLE_PASS_US in any case while a request is open."""
         due = [self._tiers.next_deadline(), self._side.next_deadline()]
         if self.scheduler.has_work and not self.scheduler.asleep:
             could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
@@ -179,7 +179,7 @@ class Worker:
         return replace(gauges, waiting=gauges.waiting + self._side.queued, handovers=handovers)
 
     def changes(self, now_us: int) -> EngineChanges:
-        """What happened since the last call, as far as `ReportChanges` asked to keep it. Not more than fits a message."""
+        """Changes since the last call, if `ReportChanges` asked to keep them; at most KEYS_MAX keys."""
         journal, notes = self.scheduler.pool.prefix.journal, self.scheduler.notes
         names = CachedKeysChanged() if journal is None else journal.take(KEYS_MAX)
         return EngineChanges(names, () if notes is None else notes.take(now_us))
@@ -258,7 +258,7 @@ class Worker:
         return Accepted(event.ticket, tuple(serials.values()))
 
     def _limit(self, submission: Submission) -> int:
-        """How long the sequence may become; an absent `max_tokens` is cut to what fits."""
+        """The longest that the sequence may become; a `max_tokens` beyond that is cut."""
         longest = self.config.sequence_tokens_max
         return longest if submission.max_tokens is None else min(longest, len(submission.prompt) + submission.max_tokens)
 

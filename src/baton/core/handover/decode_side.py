@@ -1,4 +1,4 @@
-"""The taker's side of a hand-over (D): asks peers to prefill, grants them room, adopts what arrives. See `handover`."""
+"""The decode side of a hand-over (D): asks peers to prefill, grants them room, adopts what arrives. See `protocol`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from baton.core.handover.protocol import DIGEST_BYTES, Acts, HandoverSide, gauge
 from baton.core.state_machine import StateMachine
 
 ATTEMPTS_MAX = 3
-"""After so many asks that nobody took up, or offers for which there was no room, a taker prefills a request itself."""
+"""After this many asks that were declined, or offers without room, the decode side prefills a request itself."""
 
 
 class DecodeHandoverState(Enum):
@@ -55,7 +55,7 @@ class DecodeHandoverState(Enum):
     GRANTED = "granted"
     ARRIVING = "arriving"
     CHECKING = "checking"
-    """Committed; the driver compares what arrived with the checks."""
+    """Committed; the driver compares the received bytes with the checks."""
     FENCING = "fencing"
     OVER = "over"
 
@@ -92,12 +92,12 @@ LATE = {
     DecodeHandoverState.ARRIVING: (PdCode.TIMEOUT, PdStage.PREFILL),
     DecodeHandoverState.CHECKING: (PdCode.NOT_DELIVERED, PdStage.TRANSFER),
 }
-"""What it means that time ran out: the prefill never came, or it did and its bytes are missing."""
+"""The fault of an attempt whose time ran out, by its state: the prefill never came, or its bytes are missing."""
 
 
 @dataclass(slots=True)
 class DecodeHandover:
-    """One attempt, as the taker knows it."""
+    """One attempt, as the decode side knows it."""
 
     handover: Handover
     submission: Submission
@@ -173,7 +173,7 @@ class DecodeSide(HandoverSide):
             case Fenced(handover):
                 return self._fenced(self._entry(handover))
             case _:
-                return []  # what a giver's driver would say
+                return []  # events of a prefill side's driver
 
     def planned(self, plan: StepPlan | None, now_us: int) -> Acts:
         """Ask peers to prefill the requests that the pass admitted for them."""
@@ -194,7 +194,7 @@ class DecodeSide(HandoverSide):
         return acts
 
     def cancel(self, serial: Serial, reason: FinishReason, now_us: int) -> Acts:
-        """The client is gone, or the instance gives up the request: it reaches both sides."""
+        """The client is gone, or the instance gives the request up: end it on both sides."""
         self._now_us = now_us
         entry = self._open[serial]
         if entry.state is DecodeHandoverState.FENCING:
@@ -246,7 +246,7 @@ class DecodeSide(HandoverSide):
     # ── one attempt ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _entry(self, handover: Handover) -> DecodeHandover | None:
-        """None for an attempt that is over, or that never was."""
+        """None for an attempt that has ended or never existed."""
         entry = self._open.get(Serial(handover.request))
         return entry if entry is not None and entry.handover == handover else None
 
@@ -274,7 +274,7 @@ class DecodeSide(HandoverSide):
         return [Expect(handover, token, lease.first, lease.blocks), Tell(handover.peer, entry.grant)]
 
     def _refuse(self, entry: DecodeHandover) -> Acts:
-        """No room now. The peer is told at once; the request asks again when there is room, or ends its attempt."""
+        """No room now: refuse at once. The request is asked for again when there is room, or ends its attempt."""
         handover, reason = entry.handover, "no slot or too few free blocks beside the reserve"
         self._move(entry, DecodeHandoverMove.REFUSE)
         fault = self._note_fault(PdCode.REFUSED, PdStage.OFFER, reason)
@@ -287,7 +287,7 @@ class DecodeSide(HandoverSide):
         return acts + self._end_asked(entry, FinishReason.RESCHEDULE, fault)
 
     def _not_taken(self, entry: DecodeHandover, code: PdCode, reason: str) -> Acts:
-        """The giver did not even begin (it drains, its queue is full, it is gone). Another is asked, or it is done here."""
+        """The peer did not begin (it drains, its queue is full, it is gone): ask another one, or prefill here."""
         handover = entry.handover
         self._peers.declined(handover.peer, self._now_us)
         self._move(entry, DecodeHandoverMove.DROP)
@@ -315,7 +315,7 @@ class DecodeSide(HandoverSide):
 
     def _committed(self, entry: DecodeHandover | None, commit: Commit) -> Acts:
         if entry is None or entry.state not in (DecodeHandoverState.GRANTED, DecodeHandoverState.ARRIVING):
-            return []  # over, or committed already
+            return []  # ended, or committed already
         wrong = _wrong(entry.submission, commit, self._fingerprint, self._config.vocabulary)
         if wrong is not None:
             return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, wrong)
@@ -338,7 +338,7 @@ class DecodeSide(HandoverSide):
         ]
 
     def _fail(self, entry: DecodeHandover, code: PdCode, stage: PdStage, reason: str, *, tell: bool = True) -> Acts:
-        """The attempt is over. With `resume` the request goes on here; else it ends with the fault."""
+        """The attempt failed. With on_preempt=resume the request continues here; else it ends with the fault."""
         if entry.state is DecodeHandoverState.FENCING:
             return []
         fault = self._note_fault(code, stage, reason)
@@ -348,7 +348,7 @@ class DecodeSide(HandoverSide):
         return acts + self._let_go(entry, None if self._resumes else FinishReason.RESCHEDULE, fault)
 
     def _let_go(self, entry: DecodeHandover, reason: FinishReason | None, fault: PdFault | None) -> Acts:
-        """Without a reason the request waits in our own queue."""
+        """Without a reason the request goes back into this instance's own queue."""
         if entry.state is not DecodeHandoverState.ASKED:
             self._move(entry, DecodeHandoverMove.GIVE_UP)
             self._rows.order_fence(entry.serial, reason, fault)
@@ -385,7 +385,7 @@ def _release(entry: DecodeHandover, reason: str) -> Tell:
 
 
 def _wrong(submission: Submission, commit: Commit, fingerprint: bytes, vocabulary: int) -> str | None:
-    """Why what was committed cannot be adopted."""
+    """Why a commit cannot be adopted."""
     if commit.prompt_digest != prompt_digest(submission, fingerprint):
         return "the KV is of another prompt, tenant or model"
     if not 0 <= commit.token < vocabulary:

@@ -1,4 +1,4 @@
-"""Takes requests in, and sends the choices that wait to instances that have room for them."""
+"""Accepts requests, and sends waiting choices to instances that have room for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.core.routing.routed_requests import RoutedRequests
 from baton.core.routing.server_absence import ServerAbsence
 
 PASSED_OVER_MAX = 16
-"""Requests at the head of the queue that find no room, before those behind them are not tried any more."""
+"""Requests at the head of the queue that find no room, before later ones are not tried any more."""
 
 
 class Dispatcher:
@@ -65,7 +65,7 @@ class Dispatcher:
             holders = holding(servers, wanted)
             spot = placement.choose(wanted, holders, self._fleet.givers)
             if not holders:
-                queue.put_off(party, requests.now_us + self._config.beat_us)  # and not in the way of those behind it
+                queue.put_off(party, requests.now_us + self._config.beat_us)  # and does not block later requests
             elif spot is None:
                 passed_over.append(party)
             else:

@@ -1,6 +1,6 @@
-"""Makes notes for the timeline of what instances say of the phases of their requests. Nothing is decided from them.
+"""Timeline notes of the phases that instances report of their requests. Nothing is decided from them.
 
-Notes come with beats, so an attempt may be over by then: the last ones are remembered.
+Notes come with beats, when the attempt may have ended: the last ended attempts are remembered.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class _Trace:
     session: Session
     choices: tuple[int, ...]
     began: list[int]
-    """Choices that the instance has begun with."""
+    """Choices that the instance has started."""
     givers: dict[int, Instance]
-    """By choice: the instance chosen to prefill it."""
+    """Choice → the instance chosen to prefill it."""
 
 
 class PhaseTimeline:
     def __init__(self) -> None:
         self._traces: OrderedDict[AttemptId, _Trace] = OrderedDict()
-        """Of attempts that are over."""
+        """Attempts that have ended."""
 
     def over(self, attempts: Iterable[Attempt]) -> None:
         for attempt in attempts:

@@ -1,6 +1,6 @@
-"""What choices that travel together ask of a place: their prompts by block key, how long they may become, whom to avoid.
+"""The demand of choices that are placed together: prompts by block key, longest length, instances to avoid.
 
-Also settles what the client left open, once, so that it is the same wherever a choice goes on.
+Also sets the defaults that the client left open, once, so that they are the same wherever a choice continues.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PlacementQuery:
         return PlacementDemand(tuple(prompts), longest, tuple(avoid), begun=party[0].request.opened)
 
     def settled(self, choice: RoutedChoice) -> Submission:
-        """Its submission with a limit, the same for all attempts: where the client gave none, as much as fits anywhere."""
+        """Its submission with a limit, the same for all attempts: without one by the client, as much as fits anywhere."""
         submission = choice.submission
         if submission is None:
             raise InvariantViolated(f"choice {choice.index} of request {choice.request.number} waits without a submission")
@@ -54,7 +54,7 @@ class PlacementQuery:
         return submission
 
     def _keys(self, name: RequestId, choice: RoutedChoice, submission: Submission) -> Sequence[bytes]:
-        """Of its full blocks. Those of a prompt are remembered: a request may wait for long and be tried often."""
+        """Keys of its full blocks. Those of a prompt are remembered: a request may wait long and be tried often."""
         model, remembered = self._fleet.model, choice.request.keys
         if not self._reads_keys or model is None:
             return ()

@@ -1,4 +1,4 @@
-"""How long requests wait while no instance serves: those without a token end after `absent_us`."""
+"""Time limit of requests while no instance serves: those without a token end after `absent_us`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ServerAbsence:
         self._requests = requests
         self._absent_us = requests.config.absent_us
         self._since_us: int | None = None
-        """Since when no instance serves."""
+        """Time since which no instance serves."""
         self.due_us: int | None = None
-        """When the first waiting request has waited long enough for one."""
+        """Time at which the first waiting request has waited long enough."""
 
     def watch(self) -> None:
         """The fleet has changed."""

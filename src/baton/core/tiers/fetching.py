@@ -1,4 +1,4 @@
-"""Brings KV from the store: store ──Look, Get──▶ host, while a request waits in the queue. No block is held for it."""
+"""Fetches KV from the store: store ──Look, Get──▶ host, while a request waits in the queue. Holds no device block."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from baton.core.tiers.transfers import Get, Look, TransferId
 
 @dataclass(slots=True)
 class _Seek:
-    """What is brought from the store for a request that waits."""
+    """A fetch from the store for a waiting request."""
 
     waits_for: set[TransferId]
     until_us: int
     wanted: deque[Key] = field(default_factory=deque)
-    """Which the store has, and no order fetches yet."""
+    """Keys that the store has and no order fetches yet."""
 
 
 class KvFetching:
@@ -44,11 +44,11 @@ class KvFetching:
         return (seek.until_us for seek in self._seeks.values())
 
     def seek(self, seeker: Hashable, keys: Sequence[Key]) -> bool:
-        """Bring what the store has of these keys, which continue what is here, into host memory. False: not now."""
+        """Fetch into host memory what the store has of these keys, which follow the prefix that is here. False: not now."""
         hauls, config = self._hauls, self._config
         if not keys or seeker in self._seeks:
             return True
-        # Where getting is tried with one order only, so is looking: it would have to wait for that one.
+        # While one GET is being tried, no look-up is made either: its result would have to wait for that one.
         if not (hauls.may_ask(TransferKind.LOOK) and hauls.breakers[TransferKind.GET].allows(hauls.now_us)):
             return False
         if not self._bring_back.fetches(len(keys)):
@@ -62,7 +62,7 @@ class KvFetching:
         return seeker in self._seeks
 
     def forget(self, seeker: Hashable) -> None:
-        """It does not wait any more; what is under way goes on, and is there for others."""
+        """The request does not wait any more; orders in progress go on, for others."""
         self._seeks.pop(seeker, None)
 
     def looked(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
@@ -77,13 +77,13 @@ class KvFetching:
         self.get_some()
 
     def get_some(self) -> None:
-        """Order what is wanted, as far as the store may be asked."""
+        """Order GETs for wanted keys, as far as the store may be asked."""
         for seek in self._seeks.values():
             while seek.wanted and self._hauls.may_ask(TransferKind.GET):
                 self._get(seek)
 
     def _get(self, seek: _Seek) -> None:
-        """The next few that are wanted; those that are on their way already are only waited for."""
+        """Order the next few wanted keys; those already being fetched are only waited for."""
         hauls, keys = self._hauls, list[Key]()
         while seek.wanted and len(keys) < self._config.haul_blocks:
             key = seek.wanted.popleft()
@@ -93,7 +93,7 @@ class KvFetching:
                 keys.append(key)
         rows = hauls.host.take(keys)
         if len(rows) < len(keys):
-            seek.wanted.clear()  # no room: what would come after a gap is of no use
+            seek.wanted.clear()  # no room: blocks after a gap are of no use
         if len(rows):
             taken = tuple(keys[: len(rows)])
             haul = hauls.begin(TransferKind.GET, taken, self._config.get_us)
@@ -112,10 +112,10 @@ class KvFetching:
         if False in came:
             for seek in self._seeks.values():
                 if haul.haul in seek.waits_for:
-                    seek.wanted.clear()  # what comes after a gap is of no use
+                    seek.wanted.clear()  # blocks after a gap are of no use
 
     def over(self, haul: OpenTransfer) -> None:
-        """Those who waited for this haul wait for it no more."""
+        """This transfer has ended: no fetch waits for it any more."""
         for seek in self._seeks.values():
             seek.waits_for.discard(haul.haul)
 
@@ -124,7 +124,7 @@ class KvFetching:
             del self._seeks[seeker]
 
     def end_seeks(self) -> None:
-        """Let those go on for whom nothing is under way, and nothing more can be fetched."""
+        """End fetches that have no transfer in progress and cannot order any more."""
         gone = not self._hauls.breakers[TransferKind.GET].allows(self._hauls.now_us)
         for seeker in [seeker for seeker, seek in self._seeks.items() if not seek.waits_for and (gone or not seek.wanted)]:
             del self._seeks[seeker]

@@ -18,14 +18,14 @@ class KvLoading:
         self._outcomes = outcomes
 
     def load(self, serial: Serial, keys: Sequence[Key], rows: Int32s, blocks: Int32s) -> None:
-        """Copy these rows, which hold what the keys name, into blocks of its own. Loaded comes when it is over."""
+        """Copy these rows, which hold the blocks of `keys`, into the request's blocks. Loaded follows at its end."""
         hauls = self._hauls
         haul = hauls.begin(TransferKind.IN, tuple(keys), hauls.config.copy_us, blocks, serial=serial)
         hauls.host.read(keys)
         hauls.order(CopyIn(haul, rows, blocks))
 
     def give_up(self, serial: Serial) -> None:
-        """Fence its copy. Loaded still comes, when nothing writes to the blocks."""
+        """Fence its copy. Loaded still follows, once nothing writes to the blocks."""
         for haul in self._hauls:
             if haul.serial == serial and not haul.fencing:
                 self._hauls.fence(haul)

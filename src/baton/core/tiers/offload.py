@@ -1,11 +1,11 @@
-"""KV outside the pool: what is saved, what is looked for, what is brought back, and until when each of it may take.
+"""KV outside the pool: saving, prefetching and loading it, each within a time limit.
 
     save    device ──CopyOut──▶ host ──Put──▶ store     when a request leaves its slot; `saving`, `departures`
     seek    store ──Look, Get──▶ host                   while a request waits in the queue; `fetching`
     load    host ──CopyIn──▶ device                     when it is admitted, into blocks of its own; `loading`
 
-`Tiers` composes these parts and leads answers and time to them. Nothing here waits, and nothing evicts while it looks. Bytes
-are the driver's: `transfers` has what it is told and answers.
+`Tiers` composes these parts and passes answers and time to them. Nothing here blocks, and look-ups evict nothing. The driver
+moves the bytes: `transfers` has the orders to it and its answers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tiers:
         self._loading = KvLoading(self._hauls, self._outcomes)
         self.host = self._hauls.host
         self.saves_preempted = config.tiers.save_preempted
-        """Whether the KV of a preempted request is kept."""
+        """Whether the KV of a preempted request is saved."""
 
     # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -67,12 +67,12 @@ class Tiers:
 
     @property
     def busy(self) -> bool:
-        """Whether something is being saved. What waits for its turn waits for one of these, or for a store that is gone."""
+        """Whether KV is being saved. What is still to be stored waits for one of these, or for the store to return."""
         return any(haul.kind in (TransferKind.OUT, TransferKind.PUT) for haul in self._hauls)
 
     def next_deadline(self) -> int | None:
         if not (self._hauls or self._fetching or self._departures):
-            return None  # as most of the time, and this is asked several times an event
+            return None  # the usual case, and this is called several times an event
         hauls = (haul.deadline_us for haul in self._hauls if not haul.fencing)
         return min((*hauls, *self._fetching.deadlines(), *self._departures.deadlines()), default=None)
 
@@ -80,7 +80,7 @@ class Tiers:
         return self._hauls.take_orders()
 
     def take_outcomes(self) -> list[Outcome]:
-        """What has happened since the last call; to be asked for after whatever may have had an effect here."""
+        """Outcomes since the last call; call it after every call that may have caused one."""
         outcomes = self._outcomes.copy()
         self._outcomes.clear()
         return outcomes
@@ -88,16 +88,16 @@ class Tiers:
     # ── what the scheduler asks for ──────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, blocks: Int32s, preempted: bool, now_us: int) -> list[Key]:
-        """Save these blocks, given in sequence order. Answers the keys that the store is to have and has not yet."""
+        """Save these blocks, given in sequence order. Returns the keys that the store will get and lacks."""
         self._hauls.now_us = now_us
         return self._saving.save(blocks, preempted)
 
     def depart(self, serial: Serial, keys: Sequence[Key], now_us: int) -> None:
-        """Say when the store has these, or will not get them: Departed comes in any case, within the time limit."""
+        """Emit Departed when the store has these keys or will not get them, at the latest after the time limit."""
         self._departures.depart(serial, keys, now_us)
 
     def forget_departure(self, serial: Serial) -> None:
-        """Departed does not come."""
+        """Emit no Departed for it."""
         self._departures.forget(serial)
 
     def brings_back(self, blocks: int) -> bool:
@@ -105,7 +105,7 @@ class Tiers:
         return self._bring_back.copies(blocks)
 
     def seek(self, seeker: Hashable, keys: Sequence[Key], now_us: int) -> bool:
-        """Bring what the store has of these keys, which continue what is here, into host memory. False: not now."""
+        """Fetch into host memory what the store has of these keys, which follow the prefix that is here. False: not now."""
         self._hauls.now_us = now_us
         return self._fetching.seek(seeker, keys)
 
@@ -113,19 +113,19 @@ class Tiers:
         return self._fetching.is_seeking(seeker)
 
     def forget_seeker(self, seeker: Hashable) -> None:
-        """It does not wait any more; what is under way goes on, and is there for others."""
+        """The request does not wait any more; orders in progress go on, for others."""
         self._fetching.forget(seeker)
 
     def is_known_stored(self, key: Key) -> bool:
         return self._stored.has(key, self._hauls.now_us)
 
     def load(self, serial: Serial, keys: Sequence[Key], rows: Int32s, blocks: Int32s, now_us: int) -> None:
-        """Copy these rows, which hold what the keys name, into blocks of its own. Loaded comes when it is over."""
+        """Copy these rows, which hold the blocks of `keys`, into the request's blocks. Loaded follows at its end."""
         self._hauls.now_us = now_us
         self._loading.load(serial, keys, rows, blocks)
 
     def give_up_load(self, serial: Serial) -> None:
-        """Fence its copy. Loaded still comes, when nothing writes to the blocks."""
+        """Fence its copy. Loaded still follows, once nothing writes to the blocks."""
         self._loading.give_up(serial)
 
     # ── answers and time ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,7 +138,7 @@ class Tiers:
         self._go_on()
 
     def expire(self, now_us: int) -> None:
-        """Fence what is late, and end waits that have lasted long enough."""
+        """Fence late transfers, and end waits whose time is over."""
         hauls = self._hauls
         hauls.now_us = now_us
         for haul in hauls.late():
@@ -155,7 +155,7 @@ class Tiers:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Whatever ended may be what the next orders waited for; no request waits for a store that is given up."""
+        """Order what waited for the transfer that ended, and end waits for a store that is unavailable."""
         self._saving.put_some()
         self._fetching.get_some()
         if self._hauls.breakers[TransferKind.PUT].is_open:
@@ -163,7 +163,7 @@ class Tiers:
         self._fetching.end_seeks()
 
     def _ended(self, haul: OpenTransfer, event: StorageEvent) -> None:
-        """The driver has let go of it, whatever came of it."""
+        """The driver has released the transfer, whatever its result."""
         self._hauls.close(haul)
         came = event.came if isinstance(event, TransferDone) else (False,) * len(haul.keys)
         if not haul.fencing:
@@ -197,11 +197,11 @@ class Tiers:
         breaker = self._hauls.breakers[kind]
         breaker.failed(self._hauls.now_us)
         if breaker.is_open:
-            self._stored.clear()  # it may come back empty
+            self._stored.clear()  # the store may have lost everything
 
 
 class NoTiers:
-    """There is no KV outside the pool: nothing is saved, found or brought back."""
+    """For an engine without host memory: nothing is saved, found or brought back."""
 
     saves_preempted = False
     busy = False
@@ -251,7 +251,7 @@ class NoTiers:
         return False
 
     def forget_seeker(self, seeker: Hashable) -> None:
-        """Nothing is sought."""
+        """Nothing is fetched."""
 
     def load(self, serial: Serial, keys: Sequence[Key], rows: Int32s, blocks: Int32s, now_us: int) -> None:
         del keys, rows, blocks, now_us

@@ -1,8 +1,8 @@
-"""Orders to the driver that are under way, in numbers that are never reused.
+"""Transfers in progress, under ids that are never reused.
 
-An order has a time limit. One that is late is fenced, and only when that is answered are its blocks and rows used for
-something else: a slow copy and a dead one take the same path. Orders to the store are bounded for each kind, and a store
-that fails or is late several times in a row is left alone for a while.
+A transfer has a time limit. A late one is fenced, and its blocks and rows are reused only after the fence is answered:
+a slow copy and a dead one take the same path. Orders to the store are bounded for each kind, and a store that fails or is
+late several times in a row gets no orders for a while.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class TransferKind(Enum):
 
 OF_STORE = (TransferKind.LOOK, TransferKind.GET, TransferKind.PUT)
 FILLS = (TransferKind.OUT, TransferKind.GET)
-"""Hauls that write rows."""
+"""Kinds that write rows of host memory."""
 READS = (TransferKind.IN, TransferKind.PUT)
-"""Hauls that read rows."""
+"""Kinds that read rows of host memory."""
 
 
 @dataclass(slots=True)
@@ -45,9 +45,9 @@ class OpenTransfer:
     deadline_us: int
     blocks: Int32s = field(default_factory=lambda: NO_INT32S)
     serial: Serial | None = None
-    """IN: whose."""
+    """IN: the request that it is for."""
     seeker: Hashable = None
-    """LOOK: who wants to know."""
+    """LOOK: the request that it is for."""
     fencing: bool = False
 
 
@@ -57,15 +57,15 @@ class OpenTransfers:
         self.host = HostRows(config.host_rows)
         self.now_us = 0
         self.counts: Counter[str] = Counter()
-        """By names of `StorageGauges`."""
+        """Counters of `StorageGauges`, by field name."""
         limits = config.failures_max, config.retry_us, config.retry_us_max
         self.breakers = {kind: CircuitBreaker(*limits) for kind in OF_STORE}
-        """One for each kind of order: a store may answer looks and hang in everything else."""
+        """One for each kind of order: a store may answer look-ups and hang in everything else."""
         self.filling: dict[Key, TransferId] = {}
-        """Which haul brings a key into host memory."""
+        """Key → the transfer that brings it into host memory."""
         self._open: dict[TransferId, OpenTransfer] = {}
         self._at_store = dict.fromkeys(OF_STORE, 0)
-        """Orders to the store that are open, of each kind."""
+        """Open orders to the store, by kind."""
         self._orders: list[StorageEffect] = []
         self._next_haul = 0
 
@@ -116,13 +116,13 @@ class OpenTransfers:
         self.order(FenceTransfer(haul.haul))
 
     def close(self, haul: OpenTransfer) -> None:
-        """The driver has let go of it."""
+        """The driver has released it."""
         del self._open[haul.haul]
         if haul.kind in OF_STORE:
             self._at_store[haul.kind] -= 1
 
     def fill(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
-        """The rows that it was to fill hold what they should, as far as that came."""
+        """Its rows are filled where `came` is True, and free again where it is False."""
         for key in haul.keys:
             del self.filling[key]
         self.host.filled([key for key, is_there in zip(haul.keys, came, strict=True) if is_there])
@@ -130,5 +130,5 @@ class OpenTransfers:
 
 
 def leading(came: Sequence[bool]) -> int:
-    """How many came before the first that did not."""
+    """Number of leading True values."""
     return came.index(False) if False in came else len(came)

@@ -17,7 +17,7 @@ from baton.core.tiers.stored_keys import StoredKeys
 from baton.core.tiers.transfers import CopyOut, Put
 
 LEAVING_SHARE = 4
-"""While more than one in this many blocks is leaving, those of finished requests are not saved too."""
+"""Blocks of finished requests are not saved while more than one in this many blocks of the pool is leaving."""
 
 
 class KvSaving:
@@ -33,15 +33,15 @@ class KvSaving:
         self._stored = stored
         self._departures = departures
         self._to_put: OrderedDict[Key, None] = OrderedDict()
-        """Rows that the store is to have; one that is gone when its turn comes is left out."""
+        """Keys to be stored; those no longer in host memory in their turn are skipped."""
         self._putting: set[Key] = set()
 
     # ── to host memory ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, blocks: Int32s, preempted: bool) -> list[Key]:
-        """Copy to host memory what of these blocks, given in sequence order and still held, is cached and not there yet.
+        """Copy to host memory the cached ones of these blocks that it lacks. They are in sequence order and still held.
 
-        Answers the keys that the store may be expected to have soon and has not yet.
+        Returns the keys that the store is expected to get and lacks.
         """
         cached = [(key, block) for block in blocks.tolist() if (key := self._pool.prefix.key_of(block)) is not None]
         missing = [(key, block) for key, block in cached if key not in self._host]
@@ -68,7 +68,7 @@ class KvSaving:
         return self._bring_back.copies(blocks)
 
     def _copy_out(self, saved: list[tuple[Key, int]], rows: Int32s) -> None:
-        """The end of the sequence first: it is then the least recently used, here and in the store."""
+        """The end of the sequence first: it then counts as least recently used, here and in the store."""
         most = self._config.haul_blocks
         for first in reversed(range(0, len(saved), most)):
             part = saved[first : first + most]
@@ -102,7 +102,7 @@ class KvSaving:
         self._departures.settle(key)
 
     def put_some(self) -> None:
-        """Order what is to be stored, as far as the store may be asked."""
+        """Order PUTs for keys to be stored, as far as the store may be asked."""
         while self._to_put and self._hauls.may_ask(TransferKind.PUT):
             keys: list[Key] = []
             while self._to_put and len(keys) < self._config.haul_blocks:
@@ -134,7 +134,7 @@ class KvSaving:
                 self._departures.settle(key)
 
     def note_stored(self, key: Key) -> None:
-        """The store has it."""
+        """The store has this key."""
         self._stored.remember(key, self._hauls.now_us)
         self._to_put.pop(key, None)
         self._departures.settle(key)

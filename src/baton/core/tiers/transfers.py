@@ -1,14 +1,14 @@
-"""KV on its way between the device's blocks, rows of host memory and a store: what is ordered and what is answered.
+"""Transfers of KV between device blocks, rows of host memory and a store: orders to the driver and its answers.
 
     CopyOut   blocks → rows      Put   rows → store
     CopyIn    rows → blocks      Get   store → rows      Look   which of these has the store?
 
 Each order is a transfer with a number of its own. It ends in exactly one of three ways, each an event: TransferDone,
-TransferFailed, or, after the core ordered FenceTransfer, TransferFenced. Then the driver has let go: nothing of the transfer
-reads or writes a block or a row any more. Fences are always answered soon, whatever the store does. A transfer that ended
+TransferFailed, or, after the core ordered FenceTransfer, TransferFenced. Then the driver has released it: nothing
+of the transfer reads or writes any more. Fences are always answered soon, whatever the store does. A transfer that ended
 meanwhile may be answered twice; the second answer is ignored.
 
-The store is behind the host's rows and never meets a block: one that hangs can hold up rows, and no step.
+The store reads and writes only rows of host memory, never device blocks: one that hangs can delay rows, but no step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 
 TransferId = NewType("TransferId", int)
-"""Never reused while the worker lives."""
+"""Never reused while the worker runs."""
 
 
 # ── orders ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -46,7 +46,7 @@ class CopyIn:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Which of these does the store have?"""
+    """Ask which of these keys the store has."""
 
     haul: TransferId
     keys: tuple[Key, ...]
@@ -72,7 +72,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class FenceTransfer:
-    """Let go of whatever this haul reads and writes, and answer TransferFenced."""
+    """Release everything that this transfer reads and writes, and answer TransferFenced."""
 
     haul: TransferId
 
