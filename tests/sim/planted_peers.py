@@ -77,7 +77,7 @@ def free_what_is_read_before_its_fence(patch: Patch) -> None:
 
 @core("P lets go when it has committed, though D may still be reading its memory")
 def let_go_at_the_commit(patch: Patch) -> None:
-    happened_then = patch.original("PrefillSide._happened")
+    happened_then = patch.original("PrefillSide._on_event")
     settled_then = patch.original("PrefillSide.settled")
 
     def leave_committed(self: PrefillSide) -> Acts:
@@ -89,13 +89,13 @@ def let_go_at_the_commit(patch: Patch) -> None:
     def settled(self: PrefillSide, settled: Settled, now_us: int) -> Acts:
         return settled_then(self, settled, now_us) + leave_committed(self)
 
-    patch.set("PrefillSide._happened", happened)
+    patch.set("PrefillSide._on_event", happened)
     patch.set("PrefillSide.settled", settled)
 
 
 @core("a fence that is ordered twice is taken as answered")
 def take_the_second_order_for_the_answer(patch: Patch) -> None:
-    heard_then = patch.original("DecodeSide._heard")
+    heard_then = patch.original("DecodeSide._on_message")
 
     def heard(self: DecodeSide, peer: PeerId, message: object) -> Acts:
         acts = heard_then(self, peer, message)
@@ -105,7 +105,7 @@ def take_the_second_order_for_the_answer(patch: Patch) -> None:
                 acts += self._fenced(entry)
         return acts
 
-    patch.set("DecodeSide._heard", heard)
+    patch.set("DecodeSide._on_message", heard)
 
 
 @core("a prefill whose attempt was given up before it began is still sent")
@@ -457,13 +457,13 @@ def prefill_while_draining(patch: Patch) -> None:
 
 @core("P's queue has no bound")
 def queue_without_bound(patch: Patch) -> None:
-    cannot_then = patch.original("_cannot")
+    cannot_then = patch.original("_decline_reason")
 
     def cannot(self: PrefillSide, submission: Submission) -> str | None:
         reason = cannot_then(self, submission)
         return None if reason is not None and "queue" in reason else reason
 
-    patch.set("_cannot", cannot)
+    patch.set("_decline_reason", cannot)
 
 
 @core("a failed transfer is told to nobody; D learns of it when its lease ends")

@@ -141,9 +141,9 @@ class TierConfig(TierSettings):
     """Blocks that fit into host memory; 0: there are no other tiers."""
     store: bool = False
     """There is a store behind host memory."""
-    haul_blocks: AtLeastOne = 16
+    transfer_blocks: AtLeastOne = 16
     """Most blocks in one order; they become available together."""
-    hauls_max: AtLeastOne = 8
+    transfers_max: AtLeastOne = 8
     """Most open orders to the store of each kind."""
     copy_us: AtLeastOne = 1_000_000
     """Time limit of a copy between device and host; after it the copy is fenced."""

@@ -114,7 +114,7 @@ class _Behind:
     def loads(self) -> list[tuple[TransferId, Serial]]:
         if self._worker.prefill_side is not None:
             return []
-        return [(haul.haul, haul.serial) for haul in self._worker.scheduler.tiers.open() if haul.serial is not None]
+        return [(haul.id, haul.serial) for haul in self._worker.scheduler.tiers.open() if haul.serial is not None]
 
 
 class InstanceRecord:
@@ -313,12 +313,12 @@ class LawChecker:
     def names_of(self, instance: SimulatedInstance, number: TransferId) -> tuple[Key, ...]:
         """Of what an order that is under way moves."""
         tiers = instance.require_worker().scheduler.tiers
-        return next((haul.keys for haul in tiers.open() if haul.haul == number), ())
+        return next((haul.keys for haul in tiers.open() if haul.id == number), ())
 
     def waits_for(self, instance: SimulatedInstance, number: TransferId) -> RequestId | None:
         """Whose KV a copy that is under way brings back."""
         scheduler = instance.require_worker().scheduler
-        serials = [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
+        serials = [haul.serial for haul in scheduler.tiers.open() if haul.id == number]
         request = scheduler.request(serials[0]) if serials and serials[0] is not None else None
         return None if request is None else request.submission.request_id
 
@@ -340,7 +340,7 @@ class LawChecker:
     def nothing_held(self, instance: SimulatedInstance) -> None:
         gauges = instance.require_worker().gauges()
         blocks, book = gauges.blocks, self._docket(instance).peers
-        held = gauges.running, gauges.waiting, gauges.handovers.open, gauges.storage.hauls
+        held = gauges.running, gauges.waiting, gauges.handovers.open, gauges.storage.transfers
         kept = blocks.running, blocks.leased, blocks.receiving, blocks.leaving
         if any(held + kept):
             what = "running, waiting, hand-overs, hauls; blocks running, leased, receiving, leaving"

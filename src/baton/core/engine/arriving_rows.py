@@ -116,7 +116,7 @@ class ArrivingRows:
         """Book blocks for an admitted request that a peer will prefill. False: it is prefilled here."""
         if not self._goes_elsewhere(request, hit):
             return False
-        self._tiers.forget_seeker(request.serial)
+        self._tiers.forget_prefetch(request.serial)
         self._bookings.book(request.serial, self._admission.blocks_needed(request, protected, hit))
         self._to_ask.append(request)
         self._billing.queued(request, self._running.now_us)

@@ -55,10 +55,10 @@ class BlockPool:
         self.blocks = blocks
         self.prefix = prefix
         self._references = np.zeros(blocks, dtype=np.int32)
-        self._named = np.zeros(blocks, dtype=np.bool_)
-        self._lent = np.zeros(blocks, dtype=np.int32)
+        self._cached = np.zeros(blocks, dtype=np.bool_)
+        self._copy_references = np.zeros(blocks, dtype=np.int32)
         """References that belong to copies, per block."""
-        self._lent_in_all = 0
+        self._copy_references_total = 0
         self.leaving = 0
         """Blocks that only copies refer to."""
         self._pins = np.zeros(blocks, dtype=np.int8)
@@ -88,9 +88,9 @@ class BlockPool:
         """A copy, for the laws."""
         return self._references.copy()
 
-    def lent(self) -> npt.NDArray[np.int32]:
+    def copy_references(self) -> npt.NDArray[np.int32]:
         """A copy, for the laws."""
-        return self._lent.copy()
+        return self._copy_references.copy()
 
     def pins(self) -> npt.NDArray[np.int8]:
         """A copy, for the laws."""
@@ -138,27 +138,27 @@ class BlockPool:
         self.leaving -= self._read_only_by_copies(blocks)
         self._references[blocks] += 1
 
-    def lend(self, blocks: Int32s) -> None:
+    def hold_for_copy(self, blocks: Int32s) -> None:
         """A copy reads these distinct, cached blocks, which rows hold."""
         self._references[blocks] += 1
-        self._lent[blocks] += 1
-        self._lent_in_all += len(blocks)
+        self._copy_references[blocks] += 1
+        self._copy_references_total += len(blocks)
 
-    def give_back(self, blocks: Int32s) -> None:
+    def end_copy(self, blocks: Int32s) -> None:
         """The copy has ended; blocks are given in sequence order."""
         self.leaving -= self._read_only_by_copies(blocks)
-        self._lent[blocks] -= 1
-        self._lent_in_all -= len(blocks)
-        if int(self._lent[blocks].min(initial=0)) < 0:
+        self._copy_references[blocks] -= 1
+        self._copy_references_total -= len(blocks)
+        if int(self._copy_references[blocks].min(initial=0)) < 0:
             raise InvariantViolated("a block was given back more often than it was lent")
         self._release(blocks)
 
     def _read_only_by_copies(self, blocks: Int32s) -> int:
         """Number of these blocks that only copies refer to."""
-        if not self._lent_in_all:
+        if not self._copy_references_total:
             return 0  # nearly always
-        lent = self._lent[blocks]
-        return int(np.count_nonzero((lent > 0) & (self._references[blocks] == lent)))
+        copy_references = self._copy_references[blocks]
+        return int(np.count_nonzero((copy_references > 0) & (self._references[blocks] == copy_references)))
 
     def drop(self, blocks: Int32s) -> None:
         """Remove a reference from each of these distinct blocks, given in sequence order."""
@@ -172,14 +172,14 @@ class BlockPool:
             raise InvariantViolated("a block was dropped more often than it was held")
         self.leaving += self._read_only_by_copies(blocks)
         idle = blocks[self._references[blocks] == 0]
-        unnamed = idle[~self._named[idle]]
-        self._push_free(unnamed)
+        uncached = idle[~self._cached[idle]]
+        self._push_free(uncached)
         # The tail of a sequence first: of blocks dropped together, the deeper one counts as older and is evicted first.
-        self._retire(idle[self._named[idle]][::-1].tolist())
+        self._retire(idle[self._cached[idle]][::-1].tolist())
 
     def publish(self, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> None:
         """Publish blocks that are in use under keys; a key that is already taken is skipped."""
-        self._named[self.prefix.publish(keys, parents, blocks)] = True
+        self._cached[self.prefix.publish(keys, parents, blocks)] = True
 
     def _push_free(self, blocks: Int32s) -> None:
         self._free[self._free_count : self._free_count + len(blocks)] = blocks
@@ -201,7 +201,7 @@ class BlockPool:
         heapq.heappush(self._leaves, (self._used_at[block], block))
 
     def _is_evictable(self, block: int) -> bool:
-        return bool(self._named[block]) and not self._references[block]
+        return bool(self._cached[block]) and not self._references[block]
 
     def _is_evictable_leaf(self, used_at: int, block: int) -> bool:
         return self._used_at[block] == used_at and self._is_evictable(block) and self.prefix.is_leaf(block)
@@ -214,7 +214,7 @@ class BlockPool:
         while len(evicted) < count:
             block = self._oldest_of(parent)
             parent = self.prefix.forget(block)
-            self._named[block] = False
+            self._cached[block] = False
             evicted.append(block)
             if parent is not None and not self._is_evictable(parent):
                 parent = None
@@ -237,5 +237,5 @@ class BlockPool:
             if self._is_evictable_leaf(used_at, block):
                 return block
         # Two requests that computed the same prefix at once can leave a cached parent whose only children are in use.
-        idle = np.flatnonzero(self._named & (self._references == 0)).tolist()
+        idle = np.flatnonzero(self._cached & (self._references == 0)).tolist()
         return min(idle, key=self._used_at.__getitem__)

@@ -49,36 +49,36 @@ class EngineChanges:
 class PrefixJournal:
     def __init__(self, names: Callable[[], Iterable[bytes]], changes_max: int) -> None:
         """`names` returns all keys that are cached now."""
-        self._names = names
+        self._cached_keys = names
         self._changes_max = changes_max
-        self._untold: dict[bytes, bool] = {}
+        self._unreported: dict[bytes, bool] = {}
         """Key → whether it is cached now, where that differs from what was reported."""
         self._fresh = True
         self.restart()
 
     def __len__(self) -> int:
-        return len(self._untold)
+        return len(self._unreported)
 
     def restart(self) -> None:
         """Report all keys anew, as many at a time as are taken."""
         self._fresh = True
-        self._untold = dict.fromkeys(self._names(), True)
+        self._unreported = dict.fromkeys(self._cached_keys(), True)
 
     def changed(self, key: bytes, named: bool) -> None:
         # A key alternates between cached and not. A second change restores what was reported: nothing to report.
-        if self._untold.pop(key, None) is not None:
+        if self._unreported.pop(key, None) is not None:
             return
-        self._untold[key] = named
-        if len(self._untold) > self._changes_max:
+        self._unreported[key] = named
+        if len(self._unreported) > self._changes_max:
             self.restart()
 
     def take(self, keys_max: int) -> CachedKeysChanged:
-        taken = list(islice(self._untold.items(), keys_max))
+        taken = list(islice(self._unreported.items(), keys_max))
         for key, _ in taken:
-            del self._untold[key]
+            del self._unreported[key]
         fresh, self._fresh = self._fresh, False
-        named = tuple(key for key, is_named in taken if is_named)
-        return CachedKeysChanged(fresh, named, tuple(key for key, is_named in taken if not is_named))
+        named = tuple(key for key, is_cached in taken if is_cached)
+        return CachedKeysChanged(fresh, named, tuple(key for key, is_cached in taken if not is_cached))
 
 
 class PhaseNotes:

@@ -72,7 +72,7 @@ class RequestEnding:
         running = self._running
         self._charge(request)
         request.outputs = running.slots.outputs(running.slot_of(request))
-        request.is_sought, request.sought_again = False, 0
+        request.is_prefetched, request.prefetched_again = False, 0
         known = np.concatenate((request.submission.prompt, request.outputs))
         request.keys = self._lookup.keys_of(request.submission, known)
         running.move(request, Move.ACK_PREEMPTION)

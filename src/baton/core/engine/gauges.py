@@ -29,7 +29,7 @@ class StorageGauges(Struct, array_like=True, frozen=True):
     host_rows: Long = 0
     """Rows of host memory."""
     host_used: Long = 0
-    hauls: Long = 0
+    transfers: Long = 0
     """Transfers in progress."""
     saved: Long = 0
     """Copied from the pool to host memory."""

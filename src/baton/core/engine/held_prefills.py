@@ -31,7 +31,7 @@ class HeldPrefills(Protocol):
     def begin(self, serial: Serial) -> None:
         """The peer has granted room: compute it in its turn."""
 
-    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> bool:
+    def prefetch(self, requester: Hashable, submission: Submission, keys: list[Key]) -> bool:
         """Have the store asked for the KV that a request to be held starts with. False: not possible now, try again."""
 
 
@@ -74,9 +74,9 @@ class PrefillsWithBlocks:
         else:
             running.prefilling.append(slot)
 
-    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> bool:
+    def prefetch(self, requester: Hashable, submission: Submission, keys: list[Key]) -> bool:
         wanted = Request(Serial(-1), submission, 0, keys, self._running.now_us, outputs=submission.generated)
-        return self._restoring.seek(seeker, wanted)
+        return self._restoring.prefetch(requester, wanted)
 
     def restored(self, slot: int) -> None:
         """The KV of a row that was in host memory is in its blocks."""
@@ -119,9 +119,9 @@ class PrefillsForQueue:
     def begin(self, serial: Serial) -> None:
         self._queue.push(self._held.pop(serial))
 
-    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> bool:
+    def prefetch(self, requester: Hashable, submission: Submission, keys: list[Key]) -> bool:
         """Does nothing: QueuedRequests asks the store for the requests in the queue."""
-        del seeker, submission, keys
+        del requester, submission, keys
         return True
 
     def begin_rows(self, step: StepBuilder) -> None:

@@ -47,8 +47,8 @@ def blocks_are_conserved(scheduler: Scheduler) -> None:
     _require(leased == gauges.leased, f"{leased} blocks are leased, the gauge says {gauges.leased}")
     _require(receiving == gauges.receiving, f"{receiving} blocks are receiving, the gauge says {gauges.receiving}")
     _require(not (references[pins > 0] != 1).any(), "a pinned block has another number of owners than one")
-    lent = pool.lent()
-    leaving = int(np.count_nonzero((lent > 0) & (lent == references)))
+    copy_references = pool.copy_references()
+    leaving = int(np.count_nonzero((copy_references > 0) & (copy_references == references)))
     _require(leaving == gauges.leaving, f"{leaving} blocks are leaving, the gauge says {gauges.leaving}")
     running = int(np.count_nonzero(references)) - leased - receiving - leaving
     _require(running == gauges.running, f"{running} blocks are in use, the gauge says {gauges.running}")
@@ -57,7 +57,7 @@ def blocks_are_conserved(scheduler: Scheduler) -> None:
 def references_equal_tables(scheduler: Scheduler) -> None:
     """A block has as many references as tables that contain it and copies that read it."""
     slots = scheduler.slots
-    counted = scheduler.pool.lent()
+    counted = scheduler.pool.copy_references()
     for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
         blocks = slots.blocks(slot)
         if len(set(blocks.tolist())) != len(blocks):
@@ -147,19 +147,24 @@ def pins_belong_to_leases(scheduler: Scheduler) -> None:
 def copies_have_what_they_touch(scheduler: Scheduler) -> None:
     """Each copy out holds its blocks, each copy in has a row that waits for it in pinned blocks, and there are no others."""
     tiers = scheduler.tiers
-    lent = np.zeros(scheduler.pool.blocks, dtype=np.int32)
+    copy_references = np.zeros(scheduler.pool.blocks, dtype=np.int32)
     loading, pins = set(), scheduler.pool.pins()
-    for haul in tiers.open():
-        if haul.kind is TransferKind.OUT:
-            np.add.at(lent, haul.blocks, 1)
-        if haul.serial is not None:
-            loading.add(int(haul.serial))
-            _require(bool((pins[haul.blocks] == Pin.RECEIVING).all()), "a copy writes to blocks that are not kept for it")
-    _require(bool((lent == scheduler.pool.lent()).all()), "blocks are lent to other copies than those that are open")
+    for transfer in tiers.open():
+        if transfer.kind is TransferKind.OUT:
+            np.add.at(copy_references, transfer.blocks, 1)
+        if transfer.serial is not None:
+            loading.add(int(transfer.serial))
+            _require(
+                bool((pins[transfer.blocks] == Pin.RECEIVING).all()), "a copy writes to blocks that are not kept for it"
+            )
+    _require(
+        bool((copy_references == scheduler.pool.copy_references()).all()),
+        "blocks are lent to other copies than those that are open",
+    )
     slots = scheduler.slots
     waiting = set(slots.serial[slots.restoring & (slots.serial != NO_REQUEST)].tolist())
     _require(waiting == loading, f"requests {sorted(waiting)} wait for copies, {sorted(loading)} have one")
-    tiers.host.audit([key for haul in tiers.open() if haul.kind in READS for key in haul.keys])
+    tiers.host.audit([key for transfer in tiers.open() if transfer.kind in READS for key in transfer.keys])
 
 
 def the_decodes_are_current(scheduler: Scheduler) -> None:

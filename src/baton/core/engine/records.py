@@ -39,9 +39,9 @@ class Request:
     """Why the attempt ends, if the request itself is not the cause."""
     prefills_here: bool = False
     """No peer is asked to prefill it, or no longer."""
-    is_sought: bool = False
+    is_prefetched: bool = False
     """The store was asked for the KV of the tokens it starts with."""
-    sought_again: int = 0
+    prefetched_again: int = 0
     """Number of times it was asked again when the request could have been admitted."""
     pinned: bool = False
     """A transfer may read its blocks: they are freed only after it ends."""

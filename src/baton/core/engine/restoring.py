@@ -46,14 +46,14 @@ class KvRestoring:
         rows = self._tiers.host.run(self._lookup.keys_after(request, hit))
         return rows if len(rows) and self._tiers.brings_back(len(rows)) else NO_INT32S
 
-    def seek(self, seeker: Hashable, request: Request) -> bool:
+    def prefetch(self, requester: Hashable, request: Request) -> bool:
         """Prefetch from the store the blocks that neither the cache nor host memory has. False: try again later."""
         if not self._running.config.tiers.store:
             return True
         after = self._lookup.keys_after(request, self._lookup.find(request))
         here = len(self._tiers.host.run(after))
         self._tiers.host.touch(after[:here])
-        return self._tiers.seek(seeker, after[here:], self._running.now_us)
+        return self._tiers.prefetch(requester, after[here:], self._running.now_us)
 
     def restore(self, request: Request, hit: PrefixHit, rows: Int32s, protected: bool) -> None:
         """Take a row and all blocks of the tokens it starts with, and order the copy of those in host memory."""

@@ -86,7 +86,7 @@ DECODE_TRANSITIONS: dict[tuple[DecodeHandoverState, DecodeHandoverMove], DecodeH
 }
 
 
-LATE = {
+TIMEOUT_FAULTS = {
     DecodeHandoverState.ASKED: (PdCode.TIMEOUT, PdStage.OFFER),
     DecodeHandoverState.GRANTED: (PdCode.TIMEOUT, PdStage.PREFILL),
     DecodeHandoverState.ARRIVING: (PdCode.TIMEOUT, PdStage.PREFILL),
@@ -162,7 +162,7 @@ class DecodeSide(HandoverSide):
             case PeerLost(peer, reason):
                 return self._peer_lost(peer, reason)
             case Heard(peer, message):
-                return self._heard(peer, message)
+                return self._on_message(peer, message)
             case Arriving(handover):
                 return self._arriving(self._entry(handover))
             case Verified(handover):
@@ -190,7 +190,7 @@ class DecodeSide(HandoverSide):
         ]
         acts: Acts = []
         for entry in late:
-            acts += self._fail(entry, *LATE[entry.state], _lateness(entry, self._config, now_us))
+            acts += self._fail(entry, *TIMEOUT_FAULTS[entry.state], _timeout_reason(entry, self._config, now_us))
         return acts
 
     def cancel(self, serial: Serial, reason: FinishReason, now_us: int) -> Acts:
@@ -220,7 +220,7 @@ class DecodeSide(HandoverSide):
                 acts += self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, f"the peer is gone: {reason}", tell=False)
         return acts
 
-    def _heard(self, peer: PeerId, message: object) -> Acts:
+    def _on_message(self, peer: PeerId, message: object) -> Acts:
         match message:
             case Offer():
                 return self._offered(peer, message)
@@ -281,8 +281,8 @@ class DecodeSide(HandoverSide):
         refuse = Refuse(handover.request, handover.attempt, reason, self._config.retry_after_us)
         acts: Acts = [Tell(handover.peer, refuse), AttemptFailed(handover, fault)]
         if self._resumes:
-            often = handover.attempt >= ATTEMPTS_MAX
-            self._rows.take_back(entry.serial, prefills_here=often, now_us=self._now_us)
+            gives_up = handover.attempt >= ATTEMPTS_MAX
+            self._rows.take_back(entry.serial, prefills_here=gives_up, now_us=self._now_us)
             return acts
         return acts + self._end_asked(entry, FinishReason.RESCHEDULE, fault)
 
@@ -291,8 +291,8 @@ class DecodeSide(HandoverSide):
         handover = entry.handover
         self._peers.declined(handover.peer, self._now_us)
         self._move(entry, DecodeHandoverMove.DROP)
-        alone = self._peers.all_decline(self._now_us)
-        prefills_here = alone or handover.attempt >= ATTEMPTS_MAX
+        none_accepts = self._peers.all_decline(self._now_us)
+        prefills_here = none_accepts or handover.attempt >= ATTEMPTS_MAX
         self._rows.take_back(entry.serial, prefills_here=prefills_here, now_us=self._now_us)
         return [AttemptFailed(handover, self._note_fault(code, PdStage.OFFER, reason))]
 
@@ -316,7 +316,7 @@ class DecodeSide(HandoverSide):
     def _committed(self, entry: DecodeHandover | None, commit: Commit) -> Acts:
         if entry is None or entry.state not in (DecodeHandoverState.GRANTED, DecodeHandoverState.ARRIVING):
             return []  # ended, or committed already
-        wrong = _wrong(entry.submission, commit, self._fingerprint, self._config.vocabulary)
+        wrong = _commit_error(entry.submission, commit, self._fingerprint, self._config.vocabulary)
         if wrong is not None:
             return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, wrong)
         self._move(entry, DecodeHandoverMove.COMMIT)
@@ -384,7 +384,7 @@ def _release(entry: DecodeHandover, reason: str) -> Tell:
     return Tell(entry.handover.peer, Release(entry.handover.request, entry.handover.attempt, reason))
 
 
-def _wrong(submission: Submission, commit: Commit, fingerprint: bytes, vocabulary: int) -> str | None:
+def _commit_error(submission: Submission, commit: Commit, fingerprint: bytes, vocabulary: int) -> str | None:
     """Why a commit cannot be adopted."""
     if commit.prompt_digest != prompt_digest(submission, fingerprint):
         return "the KV is of another prompt, tenant or model"
@@ -395,7 +395,7 @@ def _wrong(submission: Submission, commit: Commit, fingerprint: bytes, vocabular
     return None
 
 
-def _lateness(entry: DecodeHandover, config: HandoverConfig, now_us: int) -> str:
+def _timeout_reason(entry: DecodeHandover, config: HandoverConfig, now_us: int) -> str:
     if now_us >= entry.asked_us + config.deadline_us:
         return f"it was not done {config.deadline_us // 1000} ms after it was asked for"
     return f"nothing was heard of it for {config.lease_us // 1000} ms"

@@ -75,7 +75,7 @@ class PrefillHandover:
     state: PrefillHandoverState = PrefillHandoverState.QUEUED
     keys: list[Key] | None = None
     """Block keys of the tokens it starts with; computed when its turn comes, kept while it waits for room."""
-    is_sought: bool = False
+    is_prefetched: bool = False
     """The store was asked for the KV it starts with."""
     serial: Serial | None = None
     """The scheduler's serial; set with the offer."""
@@ -150,7 +150,7 @@ class PrefillHandovers:
         before, entry.state = entry.state, self._states.after(entry.state, move)
         if before is PrefillHandoverState.QUEUED:
             del self.queue[entry.handover]
-            self._tiers.forget_seeker(entry.handover)
+            self._tiers.forget_prefetch(entry.handover)
         if before in AHEAD and entry.state not in AHEAD:
             self.queued_tokens -= entry.submission.known_tokens
         if entry.state is PrefillHandoverState.OFFERED:

@@ -6,7 +6,7 @@ from itertools import islice
 
 from baton.core.engine.held_prefills import HeldPrefills
 from baton.core.engine.prefix import Key
-from baton.core.engine.queued_requests import SOUGHT_AHEAD
+from baton.core.engine.queued_requests import PREFETCH_AHEAD
 from baton.core.engine.scheduler import Scheduler
 from baton.core.handover.messages import Offer, Tell
 from baton.core.handover.prefill_handovers import SOON, PrefillHandover, PrefillHandovers
@@ -44,10 +44,10 @@ class PrefillOffers:
 
     def _next(self) -> PrefillHandover | None:
         """The first of the queue whose KV is not being fetched from the store."""
-        for entry in islice(self._handovers.queue.values(), SOUGHT_AHEAD):
-            if not entry.is_sought:
-                entry.is_sought = self._held.seek(entry.handover, entry.submission, self._keys_of(entry))
-            if not self._scheduler.tiers.is_seeking(entry.handover):
+        for entry in islice(self._handovers.queue.values(), PREFETCH_AHEAD):
+            if not entry.is_prefetched:
+                entry.is_prefetched = self._held.prefetch(entry.handover, entry.submission, self._keys_of(entry))
+            if not self._scheduler.tiers.is_prefetching(entry.handover):
                 return entry
         return None
 

@@ -64,7 +64,7 @@ class PrefillSide(HandoverSide):
         self._made = 0
         self._now_us = 0
 
-    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── views ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self) -> tuple[PrefillHandover, ...]:
         """For the laws."""
@@ -84,18 +84,18 @@ class PrefillSide(HandoverSide):
         return min((self._due_us(entry) for entry in self._handovers.with_time_limit()), default=None)
 
     def _due_us(self, entry: PrefillHandover) -> int:
-        """A time limit, or the next renewal. After its commit a giver has no say in how long the taker waits for bytes."""
+        """The time limit, or the next renewal. Nothing is renewed after the commit: then the decode side waits for bytes."""
         ends_us = entry.arrived_us + self._config.deadline_us
         return min(ends_us, entry.renew_us) if entry.state in AT_WORK else ends_us
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: PeerEvent, now_us: int) -> Acts:
-        """Whatever an event ends may be what the next offer waited for."""
+        """Handle an event, and then offer: an end may have made room."""
         self._now_us = now_us
-        return self._happened(event) + self.advance(now_us)
+        return self._on_event(event) + self.advance(now_us)
 
-    def _happened(self, event: PeerEvent) -> Acts:
+    def _on_event(self, event: PeerEvent) -> Acts:
         match event:
             case PeerOpened(peer):
                 self._peers[peer] = None
@@ -103,7 +103,7 @@ class PrefillSide(HandoverSide):
             case PeerLost(peer):
                 return self._peer_lost(peer)
             case Heard(peer, message):
-                return self._heard(peer, message)
+                return self._on_message(peer, message)
             case Shipped(handover, checks):
                 return self._sending.shipped(self._handovers.get(handover), checks)
             case ShipFailed(handover, reason):
@@ -112,7 +112,7 @@ class PrefillSide(HandoverSide):
             case Fenced(handover):
                 return self._fenced(self._handovers.get(handover))
             case _:
-                return []  # what a taker's driver would say
+                return []  # events of a decode side's driver
 
     def planned(self, plan: StepPlan | None, now_us: int) -> Acts:
         self._now_us = now_us
@@ -155,7 +155,7 @@ class PrefillSide(HandoverSide):
             acts += self._let_go(entry)
         return acts
 
-    def _heard(self, peer: PeerId, message: object) -> Acts:
+    def _on_message(self, peer: PeerId, message: object) -> Acts:
         match message:
             case Ask():
                 return self._asked(peer, message)
@@ -181,14 +181,14 @@ class PrefillSide(HandoverSide):
         before = self._handovers.get(handover._replace(attempt=ask.attempt - 1))
         if before is not None:
             acts += self._let_go(before)
-        reason = self._cannot(ask.submission)
+        reason = self._decline_reason(ask.submission)
         if reason is not None:
             self._failed[PdCode.TIMEOUT] += 1
             return [*acts, Tell(peer, Decline(ask.request, ask.attempt, PdCode.TIMEOUT, reason))]
         self._handovers.add(PrefillHandover(handover, ask.submission, self._now_us))
         return acts
 
-    def _cannot(self, submission: Submission) -> str | None:
+    def _decline_reason(self, submission: Submission) -> str | None:
         config, known = self._worker_config, submission.known
         if self.draining:
             return "the instance is draining"
@@ -208,7 +208,7 @@ class PrefillSide(HandoverSide):
         if entry is None or entry.state in ENDING:
             return [Tell(handover.peer, Decline(handover.request, handover.attempt, PdCode.NOT_DELIVERED, "it was let go"))]
         if entry.state is not PrefillHandoverState.OFFERED or entry.serial is None:
-            return []  # the same grant once more
+            return []  # the same grant again
         tokens, block_size = entry.submission.known_tokens, self._worker_config.block_size
         if not 0 <= grant.cached_tokens < tokens or grant.cached_tokens % block_size:
             text = f"{grant.cached_tokens} tokens of a prompt of {tokens} cannot be there already"
@@ -267,7 +267,7 @@ class PrefillSide(HandoverSide):
         return self._order_leave(entry)
 
     def _order_leave(self, entry: PrefillHandover) -> Acts:
-        """Its slot comes back with the executor's acknowledgement, or at once where it has that already or needs none."""
+        """Stop its row. Its slot is free with the executor's acknowledgement; at once if the row has ended or not started."""
         serial = entry.row
         self._scheduler.unpin(serial)
         if entry.row_has_ended:

@@ -180,7 +180,7 @@ class Adoption:
                 choice.submission = _asked(request, replace(asked, max_tokens=limit))
                 requests.move(choice, ChoiceMove.FIND)
                 requests.queue.enter(choice, max(requests.now_us, request.arrived_us + requests.config.backoff_us_max))
-        requests.stirred = True
+        requests.should_place = True
 
     def expire(self) -> None:
         """Drop an orphan that was not claimed; end the missing choices of one that was."""

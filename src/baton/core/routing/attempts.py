@@ -150,16 +150,16 @@ class Attempts:
 
     def lose(self, member: FleetMember, why: str) -> None:
         """An instance is lost: its choices continue elsewhere."""
-        for choice in list(member.aboard.values()):
+        for choice in list(member.choices.values()):
             if choice.attempt is not None:  # else its request ended with an earlier choice
                 self.go_on_elsewhere(choice, MoveCause.LOST, loss_of(choice, f"{member.name} was lost: {why}"))
 
-    def clear_out(self, member: FleetMember) -> None:
+    def move_all(self, member: FleetMember) -> None:
         """It drains for too long: its open choices continue elsewhere, if another instance serves."""
         requests = self._requests
         if not requests.fleet.servers:
             return
-        moving = [choice for choice in member.aboard.values() if choice.state is ChoiceState.OPEN]
+        moving = [choice for choice in member.choices.values() if choice.state is ChoiceState.OPEN]
         requests.call_back(moving)
         for choice in moving:
             self.go_on_elsewhere(choice, MoveCause.DRAINED, loss_of(choice, f"{member.name} drains"))

@@ -67,7 +67,7 @@ class FleetMember:
     progress_us: int
     """Time at which its engine last finished a step, or had none to compute."""
     ledger: SchedulerGauges = field(default_factory=SchedulerGauges)
-    aboard: dict[tuple[int, int], RoutedChoice] = field(default_factory=dict)
+    choices: dict[tuple[int, int], RoutedChoice] = field(default_factory=dict)
     """Choices that are at this instance, by (request, choice)."""
     prefill_tokens: int = 0
     """Tokens placed there for prefill, whose choices have no token yet."""
@@ -78,7 +78,7 @@ class FleetMember:
     drain_by_us: int | None = None
     has_kept: bool = False
     """It joined with requests of an earlier router, or of this one."""
-    told: tuple[str, ...] | None = None
+    told_addresses: tuple[str, ...] | None = None
     """Addresses of prefilling peers that it was last told."""
 
     @property
@@ -139,9 +139,9 @@ class FleetMembers:
         self.by_name: dict[Instance, FleetMember] = {}
         self.servers: list[FleetMember] = []
         """Members that accept requests now, ordered by name."""
-        self.givers: list[FleetMember] = []
+        self.prefillers: list[FleetMember] = []
         """Members that prefill for others now, ordered by name."""
-        self.known_givers: list[FleetMember] = []
+        self.known_prefillers: list[FleetMember] = []
         """The same and the draining ones, which still hand over what they were asked for."""
         self.model: Join | None = None
         """The fingerprint, vocabulary and block size that all instances must have."""
@@ -238,8 +238,8 @@ class FleetMembers:
     def _list(self) -> None:
         here = [self.by_name[name] for name in sorted(self.by_name)]
         self.servers = [member for member in here if member.serves]
-        self.known_givers = [member for member in here if member.role.gives and member.facts.peer_address]
-        self.givers = [member for member in self.known_givers if member.state is MemberState.JOINED]
+        self.known_prefillers = [member for member in here if member.role.gives and member.facts.peer_address]
+        self.prefillers = [member for member in self.known_prefillers if member.state is MemberState.JOINED]
 
     def _move(self, member: FleetMember, move: MemberMove) -> None:
         member.state = self._states.after(member.state, move)
@@ -275,12 +275,12 @@ class FleetMembers:
 
     def drained_too_long(self, now_us: int) -> list[FleetMember]:
         """Draining members with open choices whose time is over."""
-        return [m for m in self.members.values() if m.drain_by_us is not None and m.drain_by_us <= now_us and m.aboard]
+        return [m for m in self.members.values() if m.drain_by_us is not None and m.drain_by_us <= now_us and m.choices]
 
     def views(self, now_us: int) -> list[InstanceView]:
         return [
             InstanceView(
-                m.facts, "draining" if m.state is MemberState.DRAINING else "ready", m.ledger, len(m.aboard),
+                m.facts, "draining" if m.state is MemberState.DRAINING else "ready", m.ledger, len(m.choices),
                 m.prefill_tokens, max(0, now_us - m.heard_us),
             )
             for m in (self.by_name[name] for name in sorted(self.by_name))

@@ -33,7 +33,7 @@ class _Trace:
     choices: tuple[int, ...]
     began: list[int]
     """Choices that the instance has started."""
-    givers: dict[int, Instance]
+    prefillers: dict[int, Instance]
     """Choice → the instance chosen to prefill it."""
 
 
@@ -59,8 +59,8 @@ class PhaseTimeline:
                 continue
             stage = _stage(trace, choice, note.phase)
             if stage is not None:
-                at_us, giver = now_us - note.ago_us, trace.givers.get(choice)
-                why = f"from {giver}" if stage is TimelineStage.HANDOVER and giver is not None else ""
+                at_us, prefiller = now_us - note.ago_us, trace.prefillers.get(choice)
+                why = f"from {prefiller}" if stage is TimelineStage.HANDOVER and prefiller is not None else ""
                 made.append(TimelineNoted(number, choice, stage, member.name, at_us, why))
         return made
 
@@ -71,7 +71,7 @@ class PhaseTimeline:
 
 def _trace(attempt: Attempt) -> _Trace:
     choices = tuple(choice.index for choice in attempt.choices)
-    return _Trace(attempt.member.session, choices, attempt.began, attempt.givers)
+    return _Trace(attempt.member.session, choices, attempt.began, attempt.prefillers)
 
 
 def _stage(trace: _Trace, choice: int, phase: str) -> TimelineStage | None:

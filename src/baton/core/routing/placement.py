@@ -72,23 +72,23 @@ class Placement:
         return self._config.policy is RoutingPolicy.CACHE_AWARE
 
     def has_room(self, member: FleetMember) -> bool:
-        return len(member.aboard) < self._config.ahead * member.facts.slots
+        return len(member.choices) < self._config.ahead * member.facts.slots
 
     def choose(
-        self, wanted: PlacementDemand, holders: list[FleetMember], givers: Sequence[FleetMember]
+        self, wanted: PlacementDemand, holders: list[FleetMember], prefillers: Sequence[FleetMember]
     ) -> ChosenPlacement | None:
         """Choose one of the instances that can hold it. None: every candidate has too much queued already."""
         able = [member for member in _avoiding(holders, wanted.avoid) if self.has_room(member)]
         if not able:
             return None
         known = self._known(wanted, able[0].facts.block_size)
-        member = self._pick(wanted, able, givers, known)
+        member = self._pick(wanted, able, prefillers, known)
         prefills = []
         for prompt, found in zip(wanted.prompts, known, strict=True):
-            giver = self._giver(prompt, member, givers, found)
-            prefills.append((giver, _missing(prompt, member, giver, found)))
+            prefiller = self._prefiller(prompt, member, prefillers, found)
+            prefills.append((prefiller, _missing(prompt, member, prefiller, found)))
         self._choosings += 1
-        for chosen in (member, *(giver for giver, _ in prefills)):
+        for chosen in (member, *(prefiller for prefiller, _ in prefills)):
             chosen.used = self._choosings
         return ChosenPlacement(member, tuple(prefills))
 
@@ -103,35 +103,37 @@ class Placement:
     # ── the policies ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pick(
-        self, wanted: PlacementDemand, able: list[FleetMember], givers: Sequence[FleetMember], known: Known
+        self, wanted: PlacementDemand, able: list[FleetMember], prefillers: Sequence[FleetMember], known: Known
     ) -> FleetMember:
         match self._config.policy:
             case RoutingPolicy.CACHE_AWARE:
-                return min(able, key=lambda m: (self._cost(wanted, m, givers, known), m.used, m.name))
+                return min(able, key=lambda m: (self._cost(wanted, m, prefillers, known), m.used, m.name))
             case RoutingPolicy.POWER_OF_TWO:
                 two = [self._drawn(able), self._drawn(able)]
-                return min(two, key=lambda m: (len(m.aboard) / m.facts.slots, m.used, m.name))
+                return min(two, key=lambda m: (len(m.choices) / m.facts.slots, m.used, m.name))
             case RoutingPolicy.ROUND_ROBIN:
                 return min(able, key=lambda m: (m.used, m.name))
             case RoutingPolicy.RANDOM:
                 return self._drawn(able)
 
-    def _cost(self, wanted: PlacementDemand, member: FleetMember, givers: Sequence[FleetMember], known: Known) -> int:
+    def _cost(self, wanted: PlacementDemand, member: FleetMember, prefillers: Sequence[FleetMember], known: Known) -> int:
         prefill = missing_here = 0
         for prompt, found in zip(wanted.prompts, known, strict=True):
-            giver = self._giver(prompt, member, givers, found)
-            prefill += giver.prefill_tokens + MISSING * _missing(prompt, member, giver, found)
+            prefiller = self._prefiller(prompt, member, prefillers, found)
+            prefill += prefiller.prefill_tokens + MISSING * _missing(prompt, member, prefiller, found)
             missing_here += prompt.tokens - found.get(member.session, 0)
-        beyond = max(0, len(member.aboard) + 1 - member.facts.slots)
-        return prefill + len(member.aboard) * OPEN_TOKENS + beyond * QUEUED_TOKENS + _short(member, missing_here)
+        beyond = max(0, len(member.choices) + 1 - member.facts.slots)
+        return prefill + len(member.choices) * OPEN_TOKENS + beyond * QUEUED_TOKENS + _short(member, missing_here)
 
-    def _giver(
-        self, prompt: PromptToPlace, member: FleetMember, givers: Sequence[FleetMember], found: dict[Session, int]
+    def _prefiller(
+        self, prompt: PromptToPlace, member: FleetMember, prefillers: Sequence[FleetMember], found: dict[Session, int]
     ) -> FleetMember:
         """The instance that prefills: the decoding one itself, unless it has others to do that."""
-        if not (member.role.takes and givers):
+        if not (member.role.takes and prefillers):
             return member
-        return min(givers, key=lambda g: (g.prefill_tokens + MISSING * _missing(prompt, member, g, found), g.used, g.name))
+        return min(
+            prefillers, key=lambda g: (g.prefill_tokens + MISSING * _missing(prompt, member, g, found), g.used, g.name)
+        )
 
     def _drawn(self, able: list[FleetMember]) -> FleetMember:
         self._draws += 1
@@ -139,8 +141,8 @@ class Placement:
         return able[int.from_bytes(digest, "little") % len(able)]
 
 
-def _missing(prompt: PromptToPlace, member: FleetMember, giver: FleetMember, found: dict[Session, int]) -> int:
-    return prompt.tokens - max(found.get(member.session, 0), found.get(giver.session, 0))
+def _missing(prompt: PromptToPlace, member: FleetMember, prefiller: FleetMember, found: dict[Session, int]) -> int:
+    return prompt.tokens - max(found.get(member.session, 0), found.get(prefiller.session, 0))
 
 
 def _short(member: FleetMember, missing_tokens: int) -> int:

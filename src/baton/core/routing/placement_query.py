@@ -26,11 +26,11 @@ class PlacementQuery:
         self._reads_keys = reads_keys
         self._prefix: PrefixIndex | None = None
 
-    def of(self, party: Sequence[RoutedChoice]) -> PlacementDemand:
+    def of(self, batch: Sequence[RoutedChoice]) -> PlacementDemand:
         first: dict[RequestId, tuple[RoutedChoice, Submission]] = {}
         tokens: dict[RequestId, int] = {}
         longest, avoid = 0, list[Instance]()
-        for choice in party:
+        for choice in batch:
             submission = self.settled(choice)
             prompt = leads(submission)
             first.setdefault(prompt, (choice, submission))
@@ -40,7 +40,7 @@ class PlacementQuery:
             if choice.turned_down_by is not None:
                 avoid.append(choice.turned_down_by)
         prompts = [PromptToPlace(name, tokens[name], self._keys(name, *first[name])) for name in first]
-        return PlacementDemand(tuple(prompts), longest, tuple(avoid), begun=party[0].request.opened)
+        return PlacementDemand(tuple(prompts), longest, tuple(avoid), begun=batch[0].request.opened)
 
     def settled(self, choice: RoutedChoice) -> Submission:
         """Its submission with a limit, the same for all attempts: without one by the client, as much as fits anywhere."""

@@ -34,7 +34,7 @@ class PlacementQueue:
         if len(self._ready) + len(self._later) > VOID_MIN + 2 * self.count:
             self._sweep()
 
-    def ripen(self, now_us: int) -> bool:
+    def promote_due(self, now_us: int) -> bool:
         """Move due choices to the ready ones. Returns whether there are any ready ones."""
         later = self._later
         while later and later[0][0] <= now_us:
@@ -49,7 +49,7 @@ class PlacementQueue:
             heapq.heappop(later)
         return later[0][0] if later else None
 
-    def party(self) -> list[RoutedChoice]:
+    def batch(self) -> list[RoutedChoice]:
         """Take out the first ready choice and the other ready ones of its request. Empty: none is ready."""
         ready, found = self._ready, list[RoutedChoice]()
         while ready:
@@ -61,17 +61,17 @@ class PlacementQueue:
                 found.append(choice)
         return found
 
-    def put_back(self, party: list[RoutedChoice]) -> None:
-        for choice in party:
+    def put_back(self, batch: list[RoutedChoice]) -> None:
+        for choice in batch:
             self._line_up(choice)
 
-    def put_off(self, party: list[RoutedChoice], due_us: int) -> None:
+    def put_off(self, batch: list[RoutedChoice], due_us: int) -> None:
         """Make them wait until then."""
-        for choice in party:
+        for choice in batch:
             choice.due_us = due_us
             heapq.heappush(self._later, (due_us, choice.entry, choice))
 
-    def everybody(self) -> list[RoutedChoice]:
+    def all_waiting(self) -> list[RoutedChoice]:
         """All waiting choices, in order of arrival."""
         entries = [(c.request.order, c.index, c) for _, entry, c in self._later if c.entry == entry]
         entries += [(c.request.order, c.index, c) for *_, entry, c in self._ready if c.entry == entry]

@@ -142,7 +142,7 @@ class Attempt:
     accepted: bool = False
     began: list[int] = field(default_factory=list)
     """Choices that the instance has started."""
-    givers: dict[int, Instance] = field(default_factory=dict)
+    prefillers: dict[int, Instance] = field(default_factory=dict)
     """Choice → the instance chosen to prefill it, if it is another one."""
 
     def of(self, choice: RoutedChoice) -> ChoiceAttempt:
@@ -151,7 +151,7 @@ class Attempt:
     def board(self, choice: RoutedChoice) -> None:
         """The choice is at the instance of this attempt from now on."""
         choice.attempt = self
-        self.member.aboard[choice.request.number, choice.index] = choice
+        self.member.choices[choice.request.number, choice.index] = choice
 
 
 @dataclass(slots=True, eq=False)

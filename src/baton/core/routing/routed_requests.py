@@ -91,7 +91,7 @@ class RoutedRequests:
         self.now_us = 0
         self.effects: list[RouterEffect] = []
         """Time of the current event."""
-        self.stirred = False
+        self.should_place = False
         """A change that may allow a waiting choice to be placed."""
         self.by_number: dict[RequestNumber, RoutedRequest] = {}
         self.by_origin: dict[bytes, RoutedRequest] = {}
@@ -219,15 +219,15 @@ class RoutedRequests:
         if choice.attempt is None:
             return
         self.prefilled(choice)
-        del choice.attempt.member.aboard[choice.request.number, choice.index]
+        del choice.attempt.member.choices[choice.request.number, choice.index]
         choice.attempt = None
-        self.stirred = True
+        self.should_place = True
 
     def prefilled(self, choice: RoutedChoice) -> None:
         """Its prefill has ended, or is given up: it does not count at its instance any more."""
         if choice.prefill is not None:
-            giver, tokens = choice.prefill
-            giver.prefill_tokens -= tokens
+            prefiller, tokens = choice.prefill
+            prefiller.prefill_tokens -= tokens
             choice.prefill = None
 
     def call_back(self, choices: Iterable[RoutedChoice]) -> None:

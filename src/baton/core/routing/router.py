@@ -132,7 +132,7 @@ class Router:
                 self._adoption.claimed(event)
             case DeadlineCame():
                 self._due()
-        if requests.stirred:
+        if requests.should_place:
             self._dispatcher.place()
         return effects
 
@@ -157,13 +157,13 @@ class Router:
         for suspicion in self.fleet.silent(now_us):
             self._suspect(suspicion.member, suspicion.what, suspicion.why)
         for member in self.fleet.drained_too_long(now_us):
-            self._attempts.clear_out(member)
-        self._tell_takers()
+            self._attempts.move_all(member)
+        self._tell_prefill_peers()
         self._adoption.expire()
         self._requests.end_overdue()
         self._absence.expire()
         self._dispatcher.prefixes.expire(now_us)
-        self._requests.stirred = True
+        self._requests.should_place = True
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -208,7 +208,7 @@ class Router:
         if member is None:
             self.counts.late += 1
         else:
-            in_order = member.state is MemberState.DRAINING and not member.aboard
+            in_order = member.state is MemberState.DRAINING and not member.choices
             self._lose(member, MemberMove.PART, "left" if in_order else "lost", reason)
 
     def _beaten(self, event: HeartbeatCame) -> None:
@@ -252,15 +252,19 @@ class Router:
 
     def _regroup(self) -> None:
         """Tell decoding instances of a change among the prefilling ones, and check whether any instance serves."""
-        self._tell_takers()
+        self._tell_prefill_peers()
         self._absence.watch()
-        self._requests.stirred = True
+        self._requests.should_place = True
 
-    def _tell_takers(self) -> None:
+    def _tell_prefill_peers(self) -> None:
         """A decoding instance disconnects from peers it is not told of, so it is not told of too few too early."""
-        addresses = tuple(giver.facts.peer_address for giver in self.fleet.known_givers)[:ADDRESSES_MAX]
+        addresses = tuple(prefiller.facts.peer_address for prefiller in self.fleet.known_prefillers)[:ADDRESSES_MAX]
         settling = self._settles_us is not None and self._requests.now_us < self._settles_us
         for member in self.fleet.members.values():
-            if member.role.takes and member.told != addresses and not (settling and (member.has_kept or not addresses)):
-                member.told = addresses
+            if (
+                member.role.takes
+                and member.told_addresses != addresses
+                and not (settling and (member.has_kept or not addresses))
+            ):
+                member.told_addresses = addresses
                 self._requests.effects.append(TellPrefillPeers(member.session, addresses))

@@ -35,7 +35,9 @@ class ServerAbsence:
         requests, since_us, due_us = self._requests, self._since_us, self.due_us
         if since_us is None or due_us is None or due_us > requests.now_us:
             return
-        waiting = [c.request for c in requests.queue.everybody() if not any(other.delivered for other in c.request.choices)]
+        waiting = [
+            c.request for c in requests.queue.all_waiting() if not any(other.delivered for other in c.request.choices)
+        ]
         times = []
         text = f"no instance has served for {self._absent_us // 1000} ms"
         for request in dict.fromkeys(waiting):

@@ -43,10 +43,10 @@ class BringBackRule:
         rates.look_us *= FADING
         return False
 
-    def measure(self, haul: OpenTransfer, now_us: int) -> None:
-        took_us, rates = now_us - haul.began_us, self._rates
-        each = took_us / max(1, len(haul.keys))
-        match haul.kind:
+    def measure(self, transfer: OpenTransfer, now_us: int) -> None:
+        took_us, rates = now_us - transfer.began_us, self._rates
+        each = took_us / max(1, len(transfer.keys))
+        match transfer.kind:
             case TransferKind.IN:
                 rates.copy_us_per_block = _blend(rates.copy_us_per_block, each)
             case TransferKind.GET:

@@ -38,7 +38,7 @@ READS = (TransferKind.IN, TransferKind.PUT)
 
 @dataclass(slots=True)
 class OpenTransfer:
-    haul: TransferId
+    id: TransferId
     kind: TransferKind
     keys: tuple[Key, ...]
     began_us: int
@@ -46,7 +46,7 @@ class OpenTransfer:
     blocks: Int32s = field(default_factory=lambda: NO_INT32S)
     serial: Serial | None = None
     """IN: the request that it is for."""
-    seeker: Hashable = None
+    requester: Hashable = None
     """LOOK: the request that it is for."""
     fencing: bool = False
 
@@ -67,7 +67,7 @@ class OpenTransfers:
         self._at_store = dict.fromkeys(OF_STORE, 0)
         """Open orders to the store, by kind."""
         self._orders: list[StorageEffect] = []
-        self._next_haul = 0
+        self._next_id = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -75,15 +75,15 @@ class OpenTransfers:
     def __iter__(self) -> Iterator[OpenTransfer]:
         return iter(self._open.values())
 
-    def get(self, haul: TransferId) -> OpenTransfer | None:
-        return self._open.get(haul)
+    def get(self, transfer: TransferId) -> OpenTransfer | None:
+        return self._open.get(transfer)
 
     def late(self) -> list[OpenTransfer]:
-        return [haul for haul in self if not haul.fencing and haul.deadline_us <= self.now_us]
+        return [transfer for transfer in self if not transfer.fencing and transfer.deadline_us <= self.now_us]
 
     def may_ask(self, kind: TransferKind) -> bool:
         """Whether one more order of this kind may go to the store now."""
-        return self._at_store[kind] < self.config.hauls_max and self.breakers[kind].allows(self.now_us)
+        return self._at_store[kind] < self.config.transfers_max and self.breakers[kind].allows(self.now_us)
 
     def begin(
         self,
@@ -92,17 +92,19 @@ class OpenTransfers:
         limit_us: int,
         blocks: Int32s = NO_INT32S,
         serial: Serial | None = None,
-        seeker: Hashable = None,
+        requester: Hashable = None,
     ) -> TransferId:
-        haul = TransferId(self._next_haul)
-        self._next_haul += 1
-        self._open[haul] = OpenTransfer(haul, kind, keys, self.now_us, self.now_us + limit_us, blocks, serial, seeker)
+        transfer = TransferId(self._next_id)
+        self._next_id += 1
+        self._open[transfer] = OpenTransfer(
+            transfer, kind, keys, self.now_us, self.now_us + limit_us, blocks, serial, requester
+        )
         if kind in FILLS:
-            self.filling.update(dict.fromkeys(keys, haul))
+            self.filling.update(dict.fromkeys(keys, transfer))
         if kind in OF_STORE:
             self._at_store[kind] += 1
             self.breakers[kind].asked()
-        return haul
+        return transfer
 
     def order(self, effect: StorageEffect) -> None:
         self._orders.append(effect)
@@ -111,22 +113,22 @@ class OpenTransfers:
         orders, self._orders = self._orders, []
         return orders
 
-    def fence(self, haul: OpenTransfer) -> None:
-        haul.fencing = True
-        self.order(FenceTransfer(haul.haul))
+    def fence(self, transfer: OpenTransfer) -> None:
+        transfer.fencing = True
+        self.order(FenceTransfer(transfer.id))
 
-    def close(self, haul: OpenTransfer) -> None:
+    def close(self, transfer: OpenTransfer) -> None:
         """The driver has released it."""
-        del self._open[haul.haul]
-        if haul.kind in OF_STORE:
-            self._at_store[haul.kind] -= 1
+        del self._open[transfer.id]
+        if transfer.kind in OF_STORE:
+            self._at_store[transfer.kind] -= 1
 
-    def fill(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
+    def fill(self, transfer: OpenTransfer, came: Sequence[bool]) -> None:
         """Its rows are filled where `came` is True, and free again where it is False."""
-        for key in haul.keys:
+        for key in transfer.keys:
             del self.filling[key]
-        self.host.filled([key for key, is_there in zip(haul.keys, came, strict=True) if is_there])
-        self.host.spoilt([key for key, is_there in zip(haul.keys, came, strict=True) if not is_there])
+        self.host.filled([key for key, is_there in zip(transfer.keys, came, strict=True) if is_there])
+        self.host.spoilt([key for key, is_there in zip(transfer.keys, came, strict=True) if not is_there])
 
 
 def leading(came: Sequence[bool]) -> int:

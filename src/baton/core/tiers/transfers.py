@@ -30,7 +30,7 @@ TransferId = NewType("TransferId", int)
 class CopyOut:
     """Copy device block `blocks[i]` to host row `rows[i]`."""
 
-    haul: TransferId
+    transfer: TransferId
     blocks: Int32s
     rows: Int32s
 
@@ -39,7 +39,7 @@ class CopyOut:
 class CopyIn:
     """Copy host row `rows[i]` to device block `blocks[i]`."""
 
-    haul: TransferId
+    transfer: TransferId
     rows: Int32s
     blocks: Int32s
 
@@ -48,7 +48,7 @@ class CopyIn:
 class Look:
     """Ask which of these keys the store has."""
 
-    haul: TransferId
+    transfer: TransferId
     keys: tuple[Key, ...]
 
 
@@ -56,7 +56,7 @@ class Look:
 class Get:
     """Fetch what is stored under `keys[i]` into row `rows[i]`, if it is sound."""
 
-    haul: TransferId
+    transfer: TransferId
     keys: tuple[Key, ...]
     rows: Int32s
 
@@ -65,7 +65,7 @@ class Get:
 class Put:
     """Store row `rows[i]` under `keys[i]`."""
 
-    haul: TransferId
+    transfer: TransferId
     keys: tuple[Key, ...]
     rows: Int32s
 
@@ -74,7 +74,7 @@ class Put:
 class FenceTransfer:
     """Release everything that this transfer reads and writes, and answer TransferFenced."""
 
-    haul: TransferId
+    transfer: TransferId
 
 
 StorageEffect = CopyOut | CopyIn | Look | Get | Put | FenceTransfer
@@ -85,7 +85,7 @@ StorageEffect = CopyOut | CopyIn | Look | Get | Put | FenceTransfer
 
 @dataclass(frozen=True, slots=True)
 class TransferDone:
-    haul: TransferId
+    transfer: TransferId
     came: tuple[bool, ...]
     """One for each key or row: the store has it; it arrived sound; it was stored; it was copied."""
 
@@ -94,13 +94,13 @@ class TransferDone:
 class TransferFailed:
     """The store or the copy itself failed, as opposed to having nothing or no room."""
 
-    haul: TransferId
+    transfer: TransferId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFenced:
-    haul: TransferId
+    transfer: TransferId
 
 
 StorageEvent = TransferDone | TransferFailed | TransferFenced
