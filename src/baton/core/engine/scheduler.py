@@ -220,7 +220,7 @@ class Scheduler:
         """No transfer reads the request's blocks any more."""
         self._ending.unpin(serial)
 
-    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── views ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def waiting(self) -> int:

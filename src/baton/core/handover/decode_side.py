@@ -127,7 +127,7 @@ class DecodeSide(HandoverSide):
         self._made = 0
         self._now_us = 0
 
-    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── views ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self) -> tuple[DecodeHandover, ...]:
         """For the laws."""
@@ -152,7 +152,7 @@ class DecodeSide(HandoverSide):
         whole_us = entry.asked_us + self._config.deadline_us
         return whole_us if entry.state is DecodeHandoverState.ASKED else min(whole_us, entry.lease_until_us)
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: PeerEvent, now_us: int) -> Acts:
         self._now_us = now_us

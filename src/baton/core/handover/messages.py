@@ -48,7 +48,7 @@ class Handover(NamedTuple):
     """Counted from 1."""
 
 
-# ── messages between the two ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── messages between the two sides ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class Ask(WireMessage, tag="ask", frozen=True, eq=False):
@@ -149,7 +149,7 @@ ToDecodeSide = Offer | Renew | Commit | Decline
 PeerMessage = ToPrefillSide | ToDecodeSide
 
 
-# ── events: what a driver tells the worker ───────────────────────────────────────────────────────────────────────────────
+# ── events from the driver ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Fenced:
 PeerEvent = PeerOpened | PeerLost | Heard | Arriving | Verified | TransferBroken | Shipped | ShipFailed | Fenced
 
 
-# ── effects: what the worker orders of its driver ────────────────────────────────────────────────────────────────────────
+# ── effects for the driver ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

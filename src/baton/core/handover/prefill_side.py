@@ -64,7 +64,7 @@ class PrefillSide(HandoverSide):
         self._made = 0
         self._now_us = 0
 
-    # ── views ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── views ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self) -> tuple[PrefillHandover, ...]:
         """For the laws."""
@@ -88,7 +88,7 @@ class PrefillSide(HandoverSide):
         ends_us = entry.arrived_us + self._config.deadline_us
         return min(ends_us, entry.renew_us) if entry.state in AT_WORK else ends_us
 
-    # ── events ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: PeerEvent, now_us: int) -> Acts:
         """Handle an event, and then offer: an end may have made room."""
@@ -267,7 +267,7 @@ class PrefillSide(HandoverSide):
         return self._order_leave(entry)
 
     def _order_leave(self, entry: PrefillHandover) -> Acts:
-        """Stop its row. Its slot is free with the executor's acknowledgement; at once if the row has ended or not started."""
+        """Stop its row. Its slot is free once the executor acknowledges; at once if the row has ended or has not started."""
         serial = entry.row
         self._scheduler.unpin(serial)
         if entry.row_has_ended:

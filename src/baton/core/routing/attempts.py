@@ -59,7 +59,7 @@ class Attempts:
         self._budget = RetryBudget(requests.config)
         self._seed = seed
 
-    # ── what an instance says ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of instances ────────────────────────────────────────────────────────────────────────────────────────────
 
     def came(self, event: TokensCame) -> None:
         requests, choice = self._requests, self._choice_of(event.session, event.attempt)
@@ -146,7 +146,7 @@ class Attempts:
         choice = attempt.request.choices[which.choice]
         return choice if choice.attempt is attempt else None
 
-    # ── going on elsewhere ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── continuing elsewhere ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def lose(self, member: FleetMember, why: str) -> None:
         """An instance is lost: its choices continue elsewhere."""

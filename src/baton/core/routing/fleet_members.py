@@ -151,7 +151,7 @@ class FleetMembers:
     def moves(self) -> dict[tuple[MemberState, MemberMove], int]:
         return self._states.moves()
 
-    # ── coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── joining and leaving ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def objection(self, facts: Join, now_us: int) -> JoinRejection | None:
         life = self._lives.get(facts.name)
@@ -244,7 +244,7 @@ class FleetMembers:
     def _move(self, member: FleetMember, move: MemberMove) -> None:
         member.state = self._states.after(member.state, move)
 
-    # ── signs of life ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── heartbeats ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def excuse(self, late_us: int) -> None:
         """The router itself was not awake for this long: it does not count as silence of any instance."""

@@ -70,10 +70,6 @@ class RateLimits:
         self._per_minute = config.key_tokens_per_minute
         self._tenants: dict[str, _Tenant] = {}
 
-    def open_of(self, tenant: str) -> int:
-        known = self._tenants.get(tenant)
-        return 0 if known is None else known.open
-
     def admit(self, tenant: str, choices: int, prompt_tokens: int, now_us: int) -> Refusal | None:
         """Count a request that has arrived, or return the refusal."""
         if self._concurrency is None and self._per_minute is None:

@@ -198,7 +198,7 @@ class RoutedRequest:
         return attempt
 
 
-# ── what follows from one record ─────────────────────────────────────────────────────────────────────────────────────────
+# ── functions of one record ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def finished_as(choice: RoutedChoice) -> FinishReason | None:

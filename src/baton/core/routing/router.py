@@ -70,7 +70,7 @@ class Router:
         self._tick_us = 0
         self._settles_us: int | None = None
 
-    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── views ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def waiting(self) -> int:
@@ -100,7 +100,7 @@ class Router:
         """For the laws."""
         return tuple(self._requests.by_number.values())
 
-    # ── the door ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: RouterEvent, now_us: int) -> list[RouterEffect]:
         requests = self._requests

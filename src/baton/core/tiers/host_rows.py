@@ -106,4 +106,4 @@ class HostRows:
         for key in reading:
             readers[self._ready[key]] += 1
         if readers != self._readers:
-            raise InvariantViolated("rows of host memory have other numbers of readers than hauls that read them")
+            raise InvariantViolated("rows of host memory have other numbers of readers than transfers that read them")

@@ -48,7 +48,7 @@ class Tiers:
         self.saves_preempted = config.tiers.save_preempted
         """Whether the KV of a preempted request is saved."""
 
-    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── views ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def gauges(self) -> StorageGauges:
         breakers = self._transfers.breakers.values()
@@ -85,7 +85,7 @@ class Tiers:
         self._outcomes.clear()
         return outcomes
 
-    # ── what the scheduler asks for ──────────────────────────────────────────────────────────────────────────────────────
+    # ── calls of the scheduler ───────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, blocks: Int32s, preempted: bool, now_us: int) -> list[Key]:
         """Save these blocks, given in sequence order. Returns the keys that the store will get and lacks."""
