@@ -21,14 +21,14 @@ from baton.core.tiers.offload import AnyTiers
 class PrefillHandoverState(Enum):
     QUEUED = "queued"
     OFFERED = "offered"
-    """Slot and blocks are held for it here (on the general path: its place)."""
+    """Its slot and blocks are held (on the general path only its serial)."""
     PREFILLING = "prefilling"
     SHIPPING = "shipping"
-    """The first token is there; bytes are still leaving."""
+    """The first token is known; bytes are still being sent."""
     COMMITTED = "committed"
     FENCING = "fencing"
     LEAVING = "leaving"
-    """Nothing reads its blocks any more; the executor is to let go of its slot."""
+    """Nothing reads its blocks any more; the executor has to release its slot."""
     OVER = "over"
 
 
